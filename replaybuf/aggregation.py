@@ -1,0 +1,102 @@
+"""Stages with different micro-batch sizes, joined at their least common multiple.
+
+A producer's stages (rollout, reference logprobs, old logprobs) each compute in micro-batches of their own size, in
+samples (rollouts). Feeding one from another by single micro-batches leaves a partial micro-batch at every seam.
+Instead samples are collected to a window of W = lcm(sizes) samples, which every stage can cut into whole micro-batches:
+
+    add(batch) ... -> Window -> compute(window, micro_batch, stage) -> results by the batches that were added
+
+A batch that was added is never cut: it leaves whole, in the order in which it came. Only the tail, what `flush` returns
+at the end of input or at a step limit, and windows whose batches do not add up to W, have a shorter last micro-batch.
+
+Time model: n samples in micro-batches of b cost a stage ceil(n / b) calls; over a window that is W / b, none partial,
+against sum(ceil(batch / b)) when every batch is computed alone. The price is waiting for W samples to be there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from replaybuf.errors import Invalid
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window(Generic[T]):
+    """Samples of whole batches, one after another: `batches[i]` holds the samples of the i-th batch added."""
+
+    batches: tuple[tuple[T, ...], ...]
+
+    @property
+    def samples(self) -> list[T]:
+        """All samples, in order: those of batch a before those of batch b."""
+        return [sample for batch in self.batches for sample in batch]
+
+    def split(self, results: Sequence[R]) -> list[list[R]]:
+        """Cut one result per sample back to the batches. Raises `Invalid` where their number is another."""
+        expected = sum(len(batch) for batch in self.batches)
+        if len(results) != expected:
+            raise Invalid(
+                f"a stage returned {len(results)} results for {expected} samples",
+                name="results",
+                value=len(results),
+                bound=expected,
+            )
+        rest = iter(results)
+        return [[next(rest) for _ in batch] for batch in self.batches]
+
+
+class Aggregator(Generic[T]):
+    """Collects batches until a whole window of samples is there.
+
+    `held` samples wait here, 0 <= held < window: a caller that has nothing more to add must `flush`, or they stay.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Take the micro-batch sizes of all stages, in samples. Raises `Invalid` where one is below 1 or none is given."""
+        self.window = window_samples(sizes)
+        self.held = 0
+        self._batches: list[tuple[T, ...]] = []
+
+    def add(self, batch: Sequence[T]) -> Window[T] | None:
+        """Add one batch; return everything held as a window when it has reached the window's size."""
+        self._batches.append(tuple(batch))
+        self.held += len(batch)
+        return self.flush() if self.held >= self.window else None
+
+    def flush(self) -> Window[T] | None:
+        """Return what is held, however little; None where there is nothing."""
+        batches, self._batches, self.held = tuple(self._batches), [], 0
+        return Window(batches) if batches else None
+
+
+def window_samples(sizes: Sequence[int]) -> int:
+    """Return the least common multiple of micro-batch sizes, in samples. Raises `Invalid` where one is below 1."""
+    if not sizes or min(sizes) < 1:
+        raise Invalid(
+            f"micro-batch sizes are {list(sizes)}; at least one is needed, each at least 1",
+            name="micro_batch",
+            value=list(sizes),
+            bound=1,
+        )
+    return math.lcm(*sizes)
+
+
+def chunks(samples: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Cut samples into micro-batches of `size`, the last one shorter where it must be."""
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def compute(window: Window[T], micro_batch: int, stage: Callable[[Sequence[T]], Sequence[R]]) -> list[list[R]]:
+    """Run one stage over a window in micro-batches; return its results by batch.
+
+    `stage` returns one result per sample, in order. Raises `Invalid` where it returns another number.
+    """
+    results = [result for chunk in chunks(window.samples, micro_batch) for result in stage(chunk)]
+    return window.split(results)

@@ -1,0 +1,197 @@
+"""The command line. Every option can also come from the environment and from a TOML file.
+
+Order: file, environment, flags; the later wins. `replaybuf serve --port 9000` is `REPLAYBUF_SERVE_PORT=9000` is
+`port = 9000` under `[serve]` in the file named by `--config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.config import Env, Toml
+from rich.console import Console
+
+from replaybuf import __version__, plugins
+from replaybuf.errors import ReplaybufError
+
+log = logging.getLogger(__name__)
+
+app = App(
+    name="replaybuf",
+    help="A replay-buffer database for asynchronous reinforcement learning of language models.",
+    version=__version__,
+    result_action="return_value",
+)
+token_app = App(name="token", help="Bearer tokens of a service.")
+app.command(token_app)
+
+
+@app.command
+def serve(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8900,
+    data_dir: Path = Path(".replaybuf/data"),
+    redis_url: str | None = None,
+    tokens_file: Path | None = None,
+) -> None:
+    """Run the service until SIGTERM or SIGINT.
+
+    Prints "listening on http://HOST:PORT" once it answers.
+
+    Parameters
+    ----------
+    host
+        Address to listen on. Without a tokens file only loopback is taken.
+    port
+        Port to listen on; 0 takes a free one.
+    data_dir
+        Folder of the private Valkey that is started where no Redis URL is given.
+    redis_url
+        Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH.
+    tokens_file
+        Tokens that callers must show; made by "replaybuf token new".
+    """
+    from replaybuf.service.server import serve as run_server
+    from replaybuf.service.service import ServeOptions
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        data_dir=str(data_dir),
+        redis_url=redis_url,
+        tokens_file=str(tokens_file) if tokens_file else None,
+    )
+    _run(run_server(options))
+
+
+@app.command
+def status(*, url: str = "http://127.0.0.1:8900", run: str | None = None, token: str | None = None) -> None:
+    """Show the runs of a service: what each one holds and what it waits for.
+
+    Parameters
+    ----------
+    url
+        Address of the service.
+    run
+        Name of one run; all of them where it is left out.
+    token
+        Bearer token with the role reader, trainer or operator.
+    """
+    from replaybuf.status import show
+
+    show(url, run, token, Console())
+
+
+@app.command
+def doctor(
+    *,
+    redis_url: str | None = None,
+    data_dir: Path = Path(".replaybuf/data"),
+    host: str = "127.0.0.1",
+    port: int = 8900,
+) -> None:
+    """Check this machine and its Redis for what a service needs, and say what to do.
+
+    Ends with exit code 1 where something keeps a service from working.
+
+    Parameters
+    ----------
+    redis_url
+        Redis to check; without it the embedded Valkey is started in a scratch folder and checked.
+    data_dir
+        Folder a service would keep its data in.
+    host
+        Address a service would listen on.
+    port
+        Port a service would listen on.
+    """
+    from replaybuf.doctor import examine
+
+    if not _run(examine(redis_url, data_dir, host, port, Console())):
+        sys.exit(1)
+
+
+@token_app.command(name="new")
+def token_new(*, role: str, name: str, tokens_file: Path) -> None:
+    """Make a token, print it once and store its hash.
+
+    Parameters
+    ----------
+    role
+        producer, trainer, reader or operator.
+    name
+        Who holds it; shown in messages.
+    tokens_file
+        File to add it to; "replaybuf serve --tokens-file" reads it at start.
+    """
+    from replaybuf.service.auth import new_token
+
+    print(new_token(role, name, tokens_file))
+
+
+app.command("replaybuf.generator.command:generate", name="generate")
+app.command("replaybuf.demo.command:demo", name="demo")
+for _name in plugins.names(plugins.COMMANDS):
+    app.command(plugins.find(plugins.COMMANDS, _name).value, name=_name)
+
+
+@app.meta.default
+def _with_config(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Annotated[Path | None, Parameter(help="TOML file with options, one table per command.")] = None,
+    log_level: Annotated[str, Parameter(help="debug, info, warning or error.")] = "info",
+) -> object:
+    _configure_logging(log_level)
+    sources: list[object] = [Env("REPLAYBUF_")]
+    if config is not None:
+        sources.append(Toml(config, must_exist=True, search_parents=False))
+    app.config = tuple(sources)  # type: ignore[assignment]
+    return app(tokens)
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
+    )
+    for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _run(main: object) -> object:
+    """Own the event loop of this process; unpack the one error that a task group wraps."""
+    import uvloop
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main)  # type: ignore[arg-type]
+    except BaseExceptionGroup as group:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from group
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; errors end with one message on standard error and exit code 1."""
+    try:
+        app.meta(arguments)
+    except ReplaybufError as error:
+        print(f"replaybuf: {error.detail}", file=sys.stderr)
+        log.debug("error", exc_info=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

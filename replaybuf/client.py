@@ -1,0 +1,303 @@
+"""Clients of the HTTP contract, for producers and trainers: `Client` (blocking) and `AsyncClient`.
+
+What is asked and what an answer means stands in `replaybuf.calls`, without I/O; the two clients only carry requests and
+wait. Their methods are the calls of `RunCalls`, with the same names, arguments, results and errors.
+
+Every call raises the errors of `replaybuf.errors` that the service answered with, `ServiceUnavailable` naming address
+and cause where it cannot be reached in time, and `Malformed` where the answer is not what the contract says. With
+`retry_for_s` > 0 the calls that may be repeated without harm are repeated on `ServiceUnavailable` and `NoRoom`, with
+growing pauses, for at most that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import httpx
+
+from replaybuf.calls import (
+    Amount,
+    AppendResult,
+    Attached,
+    Exchange,
+    Policy,
+    Request,
+    RunCalls,
+    Ticket,
+    Tickets,
+    Waiting,
+    error_of,
+)
+from replaybuf.config import check_run_name
+from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable, UnsupportedServer
+
+__all__ = [
+    "Amount",
+    "AppendResult",
+    "AsyncClient",
+    "Attached",
+    "Backoff",
+    "Client",
+    "Patience",
+    "Policy",
+    "Ticket",
+    "Tickets",
+    "Waiting",
+]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Below the 5 s after which uvicorn closes an idle connection: a request must not meet a connection being closed.
+_KEEPALIVE_S = 2.0
+_LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE_S)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses between repetitions: `first_s`, then each `factor` times the one before, at most `ceiling_s` seconds.
+
+    Each is shortened by up to half at random, so that many clients do not return at once.
+    """
+
+    first_s: float = 0.1
+    factor: float = 2.0
+    ceiling_s: float = 5.0
+
+    def pauses_s(self) -> Iterator[float]:
+        """Yield one pause after the other, in seconds."""
+        pause_s = self.first_s
+        while True:
+            yield pause_s * random.uniform(0.5, 1.0)
+            pause_s = min(pause_s * self.factor, self.ceiling_s)
+
+
+class Patience:
+    """How long one request is repeated: until `for_s` seconds have passed since this object was made."""
+
+    def __init__(self, for_s: float, backoff: Backoff = Backoff(), clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends_s = clock() + for_s
+        self._pauses_s = backoff.pauses_s()
+
+    def pause_s(self, error: ReplaybufError) -> float:
+        """Return the pause before the next try; raises `error` where it would end too late or cannot help."""
+        if isinstance(error, UnsupportedServer):
+            raise error
+        pause_s = max(next(self._pauses_s), error.retry_after_s or 0.0)
+        if self._clock() + pause_s > self._ends_s:
+            raise error
+        return pause_s
+
+
+class _Line:
+    """What both clients share: address, headers, timeouts, and the reading of errors."""
+
+    def __init__(self, url: str, run: str, token: str | None, timeout_s: float, retry_for_s: float) -> None:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise Invalid(f"url is {url!r}; needed: http://HOST:PORT", name="url", value=url, bound="http://HOST:PORT")
+        self.root = f"{str(parsed).rstrip('/')}/v1/runs/{check_run_name(run)}"
+        self.headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._timeout_s = timeout_s
+        self._retry_for_s = retry_for_s
+
+    def message(self, request: Request) -> dict[str, Any]:
+        """Turn a request into the arguments of `httpx.Client.request`."""
+        return {
+            "method": request.method,
+            "url": self.root + request.path,
+            "params": request.params or None,
+            "content": request.content or None,
+            "headers": {"content-type": request.media_type} if request.content else None,
+            "timeout": httpx.Timeout(self._timeout_s + request.wait_ms / 1000, connect=self._timeout_s),
+        }
+
+    def patience(self, request: Request) -> Patience:
+        """Return how long `request` may be repeated."""
+        return Patience(self._retry_for_s if request.repeatable else 0.0)
+
+    def unreachable(self, request: Request, error: httpx.TransportError) -> ServiceUnavailable:
+        """Name address and cause of a failed request."""
+        cause = str(error) or type(error).__name__
+        if isinstance(error, httpx.TimeoutException):
+            cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
+        detail = f"{request.method} {self.root}{request.path}: {cause}"
+        return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=self.root)
+
+    def checked(self, request: Request, reply: httpx.Response) -> httpx.Response:
+        """Return `reply` if it is an answer; raises the error that it describes."""
+        if reply.is_success or reply.status_code in request.answers:
+            return reply
+        raise error_of(reply)
+
+
+def _blocking(call: Callable[Concatenate[RunCalls, P], Exchange[T]]) -> Callable[Concatenate[Client, P], T]:
+    """Make a method of `Client` from a call."""
+
+    @functools.wraps(call)
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._drive(call(self._calls, *args, **kwargs))
+
+    return method
+
+
+def _awaiting(
+    call: Callable[Concatenate[RunCalls, P], Exchange[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """Make a method of `AsyncClient` from a call."""
+
+    @functools.wraps(call)
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._drive(call(self._calls, *args, **kwargs))
+
+    return method
+
+
+class Client:
+    """Blocking client of one run; see the module docstring for errors. Threads may share it.
+
+    `timeout_s` bounds every wait for the service, beside the `wait_ms` of a call; `retry_for_s` bounds repetition.
+    """
+
+    def __init__(
+        self, url: str, run: str, token: str | None = None, timeout_s: float = 30.0, retry_for_s: float = 0.0
+    ) -> None:
+        self._line = _Line(url, run, token, timeout_s, retry_for_s)
+        self._calls = RunCalls()
+        self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    get_run = _blocking(RunCalls.get_run)
+    put_run = _blocking(RunCalls.put_run)
+    patch_run = _blocking(RunCalls.patch_run)
+    attach = _blocking(RunCalls.attach)
+    fetch_batch = _blocking(RunCalls.fetch_batch)
+    ack = _blocking(RunCalls.ack)
+    publish_policy = _blocking(RunCalls.publish_policy)
+    checkpoint = _blocking(RunCalls.checkpoint)
+    get_policy = _blocking(RunCalls.get_policy)
+    take_tickets = _blocking(RunCalls.take_tickets)
+    return_ticket = _blocking(RunCalls.return_ticket)
+    append = _blocking(RunCalls.append)
+    get_record = _blocking(RunCalls.get_record)
+    get_ledger = _blocking(RunCalls.get_ledger)
+    get_group = _blocking(RunCalls.get_group)
+    list_groups = _blocking(RunCalls.list_groups)
+
+    def _drive(self, exchange: Exchange[T]) -> T:
+        try:
+            request = next(exchange)
+            while True:
+                request = exchange.send(self._send(request))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _send(self, request: Request) -> httpx.Response:
+        patience = self._line.patience(request)
+        while True:
+            try:
+                return self._try(request)
+            except (NoRoom, ServiceUnavailable) as error:
+                pause_s = patience.pause_s(error)
+                _log_pause(pause_s, error)
+                time.sleep(pause_s)
+
+    def _try(self, request: Request) -> httpx.Response:
+        try:
+            reply = self._http.request(**self._line.message(request))
+        except httpx.TransportError as error:
+            raise self._line.unreachable(request, error) from error
+        return self._line.checked(request, reply)
+
+
+class AsyncClient:
+    """Client of one run for asyncio, with the methods of `Client` as coroutines. One event loop owns it."""
+
+    def __init__(
+        self, url: str, run: str, token: str | None = None, timeout_s: float = 30.0, retry_for_s: float = 0.0
+    ) -> None:
+        self._line = _Line(url, run, token, timeout_s, retry_for_s)
+        self._calls = RunCalls()
+        self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    get_run = _awaiting(RunCalls.get_run)
+    put_run = _awaiting(RunCalls.put_run)
+    patch_run = _awaiting(RunCalls.patch_run)
+    attach = _awaiting(RunCalls.attach)
+    fetch_batch = _awaiting(RunCalls.fetch_batch)
+    ack = _awaiting(RunCalls.ack)
+    publish_policy = _awaiting(RunCalls.publish_policy)
+    checkpoint = _awaiting(RunCalls.checkpoint)
+    get_policy = _awaiting(RunCalls.get_policy)
+    take_tickets = _awaiting(RunCalls.take_tickets)
+    return_ticket = _awaiting(RunCalls.return_ticket)
+    append = _awaiting(RunCalls.append)
+    get_record = _awaiting(RunCalls.get_record)
+    get_ledger = _awaiting(RunCalls.get_ledger)
+    get_group = _awaiting(RunCalls.get_group)
+    list_groups = _awaiting(RunCalls.list_groups)
+
+    async def _drive(self, exchange: Exchange[T]) -> T:
+        try:
+            request = next(exchange)
+            while True:
+                request = exchange.send(await self._send(request))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _send(self, request: Request) -> httpx.Response:
+        patience = self._line.patience(request)
+        while True:
+            try:
+                return await self._try(request)
+            except (NoRoom, ServiceUnavailable) as error:
+                pause_s = patience.pause_s(error)
+                _log_pause(pause_s, error)
+                await asyncio.sleep(pause_s)
+
+    async def _try(self, request: Request) -> httpx.Response:
+        try:
+            reply = await self._http.request(**self._line.message(request))
+        except httpx.TransportError as error:
+            raise self._line.unreachable(request, error) from error
+        return self._line.checked(request, reply)
+
+
+def _log_pause(pause_s: float, error: ReplaybufError) -> None:
+    logger.warning("waiting %.1f s to repeat a call: %s", pause_s, error)

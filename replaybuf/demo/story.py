@@ -1,0 +1,224 @@
+"""What the demo does, from the warm start to the last evaluation.
+
+::
+
+    init-model ─► serve, engine ─► PUT run ─► accuracy before ─► generate, train ─► accuracy after
+    (new only)                                                    accuracy during, every `MARKS` of the steps
+
+The demo trains nothing itself: it starts the processes, asks the service for the run's state, reads the metrics files
+and asks the engine the held-out problems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from replaybuf.client import AsyncClient
+from replaybuf.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
+from replaybuf.demo.folder import Folder, Request
+from replaybuf.demo.processes import look
+from replaybuf.demo.progress import (
+    Evaluation,
+    GeneratorLine,
+    LineReader,
+    Progress,
+    Session,
+    TrainerLine,
+    append_line,
+)
+from replaybuf.demo.supervisor import Child, Stop, Supervisor
+from replaybuf.demo.view import TRAINING, View
+
+RUN = "demo"
+TASK = "spell_backward"
+TARGET_ACCURACY = 0.25
+GROUP_SIZE = 8
+GROUPS_PER_BATCH = 32
+SEQ_LEN = 128
+MAX_NEW_TOKENS = 8
+MAX_STALENESS = 1
+MARKS = (0.2, 0.4, 0.6, 0.8)
+"""Shares of the steps at which the accuracy is measured while the training goes on."""
+
+LISTEN_TIMEOUT_S = 60.0
+HTTP_TIMEOUT_S = 10.0
+POLL_S = 1.0
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # each process has one core's worth of work; more threads only get in each other's way
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "NO_COLOR": "1",
+    # Buffers of some MB are used again instead of being given back to the system and asked for anew each time.
+    "MALLOC_MMAP_THRESHOLD_": "268435456",
+    "MALLOC_TRIM_THRESHOLD_": "268435456",
+    "MALLOC_TOP_PAD_": "16777216",
+}
+
+
+def run_config(request: Request) -> RunConfig:
+    """Build the configuration of the demo's run: batches of 32 groups of 8, each used at most one version late.
+
+    A ticket lasts seconds, as long as a group takes here many times over: after a crash the work of a dead generator
+    comes back at once.
+    """
+    return RunConfig(
+        strategy=StrategySpec("one-step-off-policy", {"max_staleness": MAX_STALENESS}),
+        batch=BatchSpec(
+            tokens_per_batch=GROUPS_PER_BATCH * GROUP_SIZE * SEQ_LEN, groups_per_batch=GROUPS_PER_BATCH, seq_len=SEQ_LEN
+        ),
+        group_size=GROUP_SIZE,
+        max_steps=request.steps,
+        seed=request.seed,
+        advantage="grpo",
+        tickets=TicketSpec(ttl_s=20, max_attempts=10),
+    )
+
+
+class Demo:
+    """One start of the demo on one folder. `run` returns what stopped it early, or None when the training is done."""
+
+    def __init__(self, folder: Folder, request: Request, view: View, *, lock: int) -> None:
+        self.progress = Progress(seed=request.seed, total_steps=request.steps)
+        self._folder = folder
+        self._request = request
+        self._view = view
+        self._lock = lock
+        self._trainer_lines = LineReader(folder.train_metrics, TrainerLine)
+        self._generator_lines = LineReader(folder.generate_metrics, GeneratorLine)
+        self._client: AsyncClient | None = None
+        self._engine_url = ""
+        self._load_history()
+
+    async def run(self) -> Stop | None:
+        """Run all processes to the end of the training; every one of them is gone when this returns."""
+        try:
+            async with Supervisor(self._folder.logs, keep_open=[self._lock]) as supervisor:
+                stop = await supervisor.supervise(self._story(supervisor))
+                self._look(supervisor)
+        except ExceptionGroup as faults:  # of the story's tasks: they stop each other, so the first is the cause
+            self._close_session("failed")
+            raise faults.exceptions[0] from faults
+        self._close_session(stop.reason if stop else "finished")
+        return stop
+
+    def _load_history(self) -> None:
+        self.progress.add_steps(self._trainer_lines.new_lines())
+        self._generator_lines.new_lines()
+        for evaluation in LineReader(self._folder.evaluations, Evaluation).new_lines():
+            self.progress.add_evaluation(evaluation)
+        self.progress.first_step = self.progress.done_steps
+
+    def _close_session(self, outcome: str) -> None:
+        self.progress.phases.leave()
+        line = Session(phases=self.progress.phases.seconds, peaks=self.progress.peaks, outcome=outcome)
+        append_line(self._folder.sessions, line)
+
+    async def _story(self, supervisor: Supervisor) -> None:
+        async with asyncio.TaskGroup() as background, AsyncExitStack() as clients:
+            poller = background.create_task(self._poll(supervisor))
+            await self._warm_start(supervisor)
+            serve_url = await self._start_services(supervisor)
+            client = AsyncClient(serve_url, RUN, timeout_s=HTTP_TIMEOUT_S, retry_for_s=HTTP_TIMEOUT_S)
+            await clients.enter_async_context(client)
+            await client.put_run(msgspec.to_builtins(run_config(self._request)))
+            self._client = client
+            await self._measure_before()
+            marks = background.create_task(self._measure_during())
+            await self._train(supervisor, serve_url)
+            marks.cancel()
+            await self._measure_after()
+            self.progress.state = await client.get_run()
+            poller.cancel()
+
+    def _enter(self, phase: str, note: str = "") -> None:
+        self.progress.phases.enter(phase)
+        self.progress.note = note
+        self._view.update(self.progress)
+
+    async def _warm_start(self, supervisor: Supervisor) -> None:
+        if self._folder.prompts.is_file() and self._folder.held_out.is_file():
+            return
+        self._enter("warm start", "short supervised training, before any reinforcement learning")
+        self._view.event(f"warm start: supervised training to {TARGET_ACCURACY:.0%} sampled accuracy; this is not RL")
+        options = ["--task", TASK, "--seed", str(self._request.seed), "--target-accuracy", str(TARGET_ACCURACY)]
+        child = self._start(supervisor, "init-model", "--out", str(self._folder.model), *options, may_finish=True)
+        await child.exited
+        self._view.event(f"model ready in {self._folder.model}")
+
+    async def _start_services(self, supervisor: Supervisor) -> str:
+        """Start service and engine side by side; return the service's URL."""
+        self._enter("starting", "service and engine")
+        folder = self._folder
+        serve = self._start(supervisor, "serve", "--port", "0", "--data-dir", str(folder.serve), stops_last=True)
+        engine = self._start(supervisor, "engine", "--model", str(folder.model), "--port", "0", "--threads", "1")
+        serve_url = await supervisor.listening(serve, LISTEN_TIMEOUT_S)
+        self._view.event(f"service listening on {serve_url}")
+        self._engine_url = await supervisor.listening(engine, LISTEN_TIMEOUT_S)
+        self._view.event(f"engine listening on {self._engine_url}")
+        return serve_url
+
+    async def _train(self, supervisor: Supervisor, serve_url: str) -> None:
+        """Start trainer and generator; return when the trainer has done the last step."""
+        self._enter(TRAINING)
+        folder, url = self._folder, ("--url", serve_url, "--run", RUN, "--engine", self._engine_url)
+        train = self._start(
+            supervisor,
+            "train",
+            *url,
+            *("--model", str(folder.model)),
+            *("--checkpoint-dir", str(folder.checkpoints)),
+            *("--weights-dir", str(folder.weights)),
+            *("--metrics-file", str(folder.train_metrics)),
+            may_finish=True,
+        )
+        self._start(
+            supervisor,
+            "generate",
+            *url,
+            *("--environment", "reasoning-gym"),
+            *("--prompts", str(folder.prompts)),
+            *("--tokenizer", str(folder.model)),
+            *("--group-size", str(GROUP_SIZE)),
+            *("--max-tokens", str(MAX_NEW_TOKENS)),
+            *("--metrics-file", str(folder.generate_metrics)),
+            may_finish=True,
+        )
+        await train.exited
+        self._read_metrics()
+
+    def _start(
+        self, supervisor: Supervisor, command: str, *options: str, may_finish: bool = False, stops_last: bool = False
+    ) -> Child:
+        return supervisor.start(
+            command,
+            [sys.executable, "-m", "replaybuf.cli", command, *options],
+            environment=ENVIRONMENT,
+            may_finish=may_finish,
+            stops_last=stops_last,
+        )
+
+    async def _poll(self, supervisor: Supervisor) -> None:
+        """Learn what is new, once a second, and show it."""
+        while True:
+            self._read_metrics()
+            if self._client is not None:
+                self.progress.state = await self._client.get_run()
+            self._look(supervisor)
+            self._view.update(self.progress)
+            await asyncio.sleep(POLL_S)
+
+    def _read_metrics(self) -> None:
+        self.progress.add_steps(self._trainer_lines.new_lines())
+        self.progress.generated += self._generator_lines.new_lines()
+
+    def _look(self, supervisor: Supervisor) -> None:
+        alive = [child for child in supervisor.children if not child.exited.done()]
+        found = [state for child in alive for state in look(child.name, child.pid)]
+        self.progress.add_processes([*found, *look("demo", os.getpid())[:1]])

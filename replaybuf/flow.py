@@ -1,0 +1,187 @@
+"""Tickets and the flow of groups: who may generate what, and how fast things went.
+
+A ticket is leave to generate the group of one prompt index. The book below is what Redis holds of them, in memory;
+every method says what changed and leaves storing it to the caller, so the rules can be read and tested without I/O.
+
+Invariants, per adapter: an index below `next_index` is out, due again, failed, or stored; it is never two of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from replaybuf.errors import NotFound
+
+_TICKET = re.compile(r"(?:(?P<adapter>.+)/)?t(?P<generation>\d+)-(?P<index>\d+)-(?P<attempt>\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ticket:
+    """Leave to generate prompt `prompt_index` once; `attempt` counts from 1, `generation` is the run's at issue."""
+
+    adapter: str
+    generation: int
+    prompt_index: int
+    attempt: int
+
+    def __str__(self) -> str:
+        prefix = f"{self.adapter}/" if self.adapter else ""
+        return f"{prefix}t{self.generation}-{self.prompt_index}-{self.attempt}"
+
+    @property
+    def prompt(self) -> tuple[str, int]:
+        """Adapter and prompt index."""
+        return self.adapter, self.prompt_index
+
+
+def parse_ticket(text: str) -> Ticket:
+    """Read a ticket back. Raises `NotFound` where the text is none of ours."""
+    match = _TICKET.fullmatch(text)
+    if not match:
+        raise NotFound(f"ticket {text!r} is not one this service issued", name="ticket", value=text)
+    return Ticket(match["adapter"] or "", int(match["generation"]), int(match["index"]), int(match["attempt"]))
+
+
+def prompt_key(adapter: str, prompt_index: int) -> str:
+    """Default `group_id` of a ticket's group: `p<prompt_index>`, with the adapter before it where there is one."""
+    return f"{adapter}/p{prompt_index}" if adapter else f"p{prompt_index}"
+
+
+@dataclasses.dataclass(slots=True)
+class TicketChange:
+    """What a step of the book changed: tickets gone, new deadlines (0 = due again), counters, prompts that failed."""
+
+    drop: list[str] = dataclasses.field(default_factory=list)
+    deadlines_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    issued: list[Ticket] = dataclasses.field(default_factory=list)
+    failed: list[Ticket] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.drop or self.deadlines_s or self.counts)
+
+
+class TicketBook:
+    """Tickets that are out, and prompts due again. `counts` are issued, expired and returned tickets."""
+
+    def __init__(self, ttl_s: float, max_attempts: int, prompts: int | None) -> None:
+        self.ttl_s = ttl_s
+        self.max_attempts = max_attempts
+        self.prompts = prompts
+        self.next_index: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        self._out: dict[tuple[str, int], tuple[Ticket, float]] = {}
+        self._again: dict[tuple[str, int], Ticket] = {}
+
+    @property
+    def out(self) -> int:
+        """Count the tickets that are out."""
+        return len(self._out)
+
+    @property
+    def due_again(self) -> int:
+        """Count the prompts to be issued again."""
+        return len(self._again)
+
+    def restore(self, tickets: Iterable[tuple[str, float]], counts: dict[str, int]) -> None:
+        """Take in what storage holds: tickets with deadlines in seconds, counters."""
+        for text, deadline_s in tickets:
+            ticket = parse_ticket(text)
+            if deadline_s:
+                self._out[ticket.prompt] = (ticket, deadline_s)
+            else:
+                self._again[ticket.prompt] = ticket
+        for name, value in counts.items():
+            kind, _, adapter = name.partition(":")
+            if kind == "next":
+                self.next_index[adapter] = value
+            elif name in ("issued", "expired", "returned"):
+                self.counts[name] = value
+
+    def holds(self, ticket: Ticket) -> bool:
+        """Say whether this very ticket is out."""
+        entry = self._out.get(ticket.prompt)
+        return entry is not None and entry[0] == ticket
+
+    def used_up(self, adapter: str) -> bool:
+        """Say whether the supply has no index left to issue, for now: others' tickets may still come back."""
+        return (
+            self.prompts is not None
+            and self.next_index.get(adapter, 0) >= self.prompts
+            and not any(prompt[0] == adapter for prompt in self._again)
+        )
+
+    def prompts_at_hand(self) -> list[tuple[str, int]]:
+        """List the prompts that are out or due again."""
+        return [*self._out, *self._again]
+
+    def next_deadline_s(self) -> float | None:
+        """Return when the next ticket expires."""
+        return min((deadline for _, deadline in self._out.values()), default=None)
+
+    def issue(self, adapter: str, count: int, generation: int, now_s: float) -> TicketChange:
+        """Issue up to `count` tickets: prompts due again first, then new indexes."""
+        change = TicketChange()
+        due = deque(ticket for prompt, ticket in self._again.items() if prompt[0] == adapter)
+        while len(change.issued) < count:
+            if due:
+                before = due.popleft()
+                del self._again[before.prompt]
+                change.drop.append(str(before))
+                ticket = dataclasses.replace(before, attempt=before.attempt + 1, generation=generation)
+            else:
+                index = self.next_index.get(adapter, 0)
+                if self.prompts is not None and index >= self.prompts:
+                    break
+                ticket = Ticket(adapter, generation, index, 1)
+                self.next_index[adapter] = index + 1
+                change.counts[f"next:{adapter}"] += 1
+            self._out[ticket.prompt] = (ticket, now_s + self.ttl_s)
+            change.deadlines_s[str(ticket)] = now_s + self.ttl_s
+            change.issued.append(ticket)
+        self._raise(change, "issued", len(change.issued))
+        return change
+
+    def expire(self, now_s: float) -> TicketChange:
+        """Take back tickets past their deadline: due again, or failed after the last attempt."""
+        change = TicketChange()
+        late = [ticket for ticket, deadline in self._out.values() if deadline <= now_s]
+        for ticket in late:
+            self._take_back(ticket, change)
+        self._raise(change, "expired", len(late))
+        return change
+
+    def give_back(self, ticket: Ticket) -> TicketChange:
+        """Take back one ticket. Raises `NotFound` where it is not out."""
+        if not self.holds(ticket):
+            raise NotFound(f"ticket {ticket} is not out", name="ticket", value=str(ticket))
+        change = TicketChange()
+        self._take_back(ticket, change)
+        self._raise(change, "returned", 1)
+        return change
+
+    def done(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
+        """Strike prompts whose group is stored, whichever attempt brought it."""
+        change = TicketChange()
+        for prompt in prompts:
+            entry = self._out.pop(prompt, None)
+            again = self._again.pop(prompt, None)
+            change.drop += [str(ticket) for ticket in (entry[0] if entry else None, again) if ticket]
+        return change
+
+    def _take_back(self, ticket: Ticket, change: TicketChange) -> None:
+        del self._out[ticket.prompt]
+        if ticket.attempt >= self.max_attempts:
+            change.drop.append(str(ticket))
+            change.failed.append(ticket)
+        else:
+            self._again[ticket.prompt] = ticket
+            change.deadlines_s[str(ticket)] = 0.0
+
+    def _raise(self, change: TicketChange, name: str, by: int) -> None:
+        if by:
+            self.counts[name] += by
+            change.counts[name] += by

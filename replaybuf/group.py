@@ -1,0 +1,399 @@
+"""A group: the rollouts of one prompt, scored together. The atomic unit of the buffer.
+
+Two forms with the same fields: `GroupJson` is the wire form (lists, one object per rollout), `Group` the form in
+memory (numpy columns over all rollouts, in rollout order). Shapes: n rollouts, P prompt tokens and C completion tokens
+in total; `completion_ids[C]` holds the completions one after another, `completion_lengths[n]` where each one ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import GroupRejected
+
+LOGPROB_TOLERANCE = 1e-3
+"""A logprob may exceed 0 by this much (nats): engines round."""
+
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One sampled completion on the wire. Lists over completion tokens have equal length; logprobs in nats."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    inference_logprobs: list[float]
+    reward: float
+    completion_mask: list[int] | None = None
+    ref_logprobs: list[float] | None = None
+    teacher_logprobs: list[float] | None = None
+    rewards: dict[str, float] = {}
+    advantage: float | None = None
+    version_spans: list[tuple[int, int, int]] | None = None
+    finish_reason: str | None = None
+    temperature: float = 1.0
+
+
+class GroupJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One group on the wire, as `POST /v1/runs/{run}/groups` takes it."""
+
+    prompt_id: str
+    policy_version: int
+    rollouts: list[RolloutJson]
+    group_id: str | None = None
+    ticket: str | None = None
+    prompt_index: int | None = None
+    adapter: str = ""
+    metadata: dict[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Group:
+    """One group as columns.
+
+    - `prompt_ids` int32 [P], `prompt_lengths` int32 [n]
+    - `completion_ids` int32 [C], `completion_lengths` int32 [n]
+    - `completion_mask` bool [C]: False = token not sampled by the policy (tool or environment text)
+    - `inference_logprobs`, `ref_logprobs`, `teacher_logprobs` float32 [C], nats
+    - `rewards`, `advantages` float64 [n]; `reward_parts` float64 [n] by name
+    - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
+    - `temperatures` float32 [n], `finish_reasons` one per rollout
+    """
+
+    group_id: str | None
+    prompt_id: str
+    policy_version: int
+    prompt_ids: Int32s
+    prompt_lengths: Int32s
+    completion_ids: Int32s
+    completion_lengths: Int32s
+    completion_mask: Bools
+    inference_logprobs: Float32s
+    rewards: Float64s
+    version_spans: Int32s
+    temperatures: Float32s
+    finish_reasons: tuple[str | None, ...]
+    ref_logprobs: Float32s | None = None
+    teacher_logprobs: Float32s | None = None
+    advantages: Float64s | None = None
+    reward_parts: dict[str, Float64s] = dataclasses.field(default_factory=dict)
+    ticket: str | None = None
+    prompt_index: int | None = None
+    adapter: str = ""
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> int:
+        """Count the rollouts."""
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Int32s:
+        """Tokens per rollout, prompt and completion, int32 [n]."""
+        return self.prompt_lengths + self.completion_lengths
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rollouts, prompts and completions."""
+        return int(self.prompt_lengths.sum()) + int(self.completion_lengths.sum())
+
+    @property
+    def policy_version_max(self) -> int:
+        """Newest version that sampled a token of this group."""
+        return int(self.version_spans[:, 1].max()) if len(self.version_spans) else self.policy_version
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """Why a group was refused at the door: a `reason` to count by and a sentence with name, value and bound."""
+
+    reason: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admissible:
+    """What the door checks a group against; None = no bound."""
+
+    published_version: int | None = None
+    adapters: frozenset[str] = frozenset()
+    group_size: int | None = None
+    vocab_size: int | None = None
+    seq_len: int | None = None
+    tokens_per_batch: int | None = None
+
+
+def group_from_json(wire: GroupJson) -> Group:
+    """Turn the wire form into columns.
+
+    Raises `GroupRejected` where the lists of a rollout disagree in length or a number does not fit its column;
+    everything else is left to `check_group`.
+    """
+    rollouts = wire.rollouts
+    for number, rollout in enumerate(rollouts):
+        _check_lengths(number, rollout)
+    has_advantage = [rollout.advantage is not None for rollout in rollouts]
+    if any(has_advantage) and not all(has_advantage):
+        raise _refused("partial_advantages", "advantage", "missing for some rollouts", "given for all rollouts or none")
+    names = sorted({name for rollout in rollouts for name in rollout.rewards})
+    if any(len(rollout.rewards) != len(names) for rollout in rollouts):
+        raise _refused("length_mismatch", "rewards", "different names per rollout", "the same names in every rollout")
+    return Group(
+        group_id=wire.group_id,
+        prompt_id=wire.prompt_id,
+        policy_version=wire.policy_version,
+        prompt_ids=_ids("prompt_ids", [r.prompt_ids for r in rollouts]),
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], np.int32),
+        completion_ids=_ids("completion_ids", [r.completion_ids for r in rollouts]),
+        completion_lengths=np.array([len(r.completion_ids) for r in rollouts], np.int32),
+        completion_mask=_mask(rollouts),
+        inference_logprobs=_flat([r.inference_logprobs for r in rollouts]),
+        ref_logprobs=_optional("ref_logprobs", [r.ref_logprobs for r in rollouts]),
+        teacher_logprobs=_optional("teacher_logprobs", [r.teacher_logprobs for r in rollouts]),
+        rewards=np.array([r.reward for r in rollouts], np.float64),
+        advantages=np.array([r.advantage for r in rollouts], np.float64) if rollouts and all(has_advantage) else None,
+        reward_parts={name: np.array([r.rewards[name] for r in rollouts], np.float64) for name in names},
+        version_spans=_spans(wire),
+        temperatures=np.array([r.temperature for r in rollouts], np.float32),
+        finish_reasons=tuple(r.finish_reason for r in rollouts),
+        ticket=wire.ticket,
+        prompt_index=wire.prompt_index,
+        adapter=wire.adapter,
+        metadata=wire.metadata,
+    )
+
+
+def group_to_json(group: Group) -> GroupJson:
+    """Turn columns into the wire form (Python lists)."""
+    prompt_ends = np.cumsum(group.prompt_lengths).tolist()
+    ends = np.cumsum(group.completion_lengths).tolist()
+    rollouts = []
+    for number in range(group.rollouts):
+        prompt = slice(prompt_ends[number] - int(group.prompt_lengths[number]), prompt_ends[number])
+        completion = slice(ends[number] - int(group.completion_lengths[number]), ends[number])
+        spans = group.version_spans[group.version_spans[:, 0] == number, 1:].tolist()
+        rollouts.append(
+            RolloutJson(
+                prompt_ids=group.prompt_ids[prompt].tolist(),
+                completion_ids=group.completion_ids[completion].tolist(),
+                completion_mask=group.completion_mask[completion].astype(np.int32).tolist(),
+                inference_logprobs=group.inference_logprobs[completion].tolist(),
+                ref_logprobs=None if group.ref_logprobs is None else group.ref_logprobs[completion].tolist(),
+                teacher_logprobs=None
+                if group.teacher_logprobs is None
+                else group.teacher_logprobs[completion].tolist(),
+                reward=float(group.rewards[number]),
+                rewards={name: float(part[number]) for name, part in group.reward_parts.items()},
+                advantage=None if group.advantages is None else float(group.advantages[number]),
+                version_spans=[(span[0], span[1], span[2]) for span in spans],
+                finish_reason=group.finish_reasons[number],
+                temperature=float(group.temperatures[number]),
+            )
+        )
+    return GroupJson(
+        group_id=group.group_id,
+        ticket=group.ticket,
+        prompt_index=group.prompt_index,
+        prompt_id=group.prompt_id,
+        adapter=group.adapter,
+        policy_version=group.policy_version,
+        rollouts=rollouts,
+        metadata=group.metadata,
+    )
+
+
+def check_group(group: Group, bounds: Admissible) -> Rejection | None:
+    """Say why `group` may not enter a run with these bounds, or None. All rollouts are judged together."""
+    return (
+        _check_size(group, bounds)
+        or _check_tokens(group, bounds)
+        or _check_numbers(group)
+        or _check_versions(group, bounds)
+    )
+
+
+def _check_size(group: Group, bounds: Admissible) -> Rejection | None:
+    if group.adapter not in bounds.adapters and group.adapter:
+        return Rejection("unknown_adapter", f"adapter is {group.adapter!r}; the run has {sorted(bounds.adapters)}")
+    if not group.rollouts:
+        return Rejection("no_rollouts", "rollouts is empty; a group has at least one")
+    if bounds.group_size is not None and group.rollouts != bounds.group_size:
+        return Rejection("wrong_group_size", f"rollouts is {group.rollouts}; group_size is {bounds.group_size}")
+    if int(group.prompt_lengths.min()) < 1:
+        return Rejection("empty_prompt", "a rollout has 0 prompt tokens; at least 1 is needed")
+    if int(group.completion_lengths.min()) < 1:
+        return Rejection("empty_completion", "a rollout has 0 completion tokens; at least 1 is needed")
+    longest = int(group.lengths.max())
+    if bounds.seq_len is not None and longest > bounds.seq_len:
+        return Rejection("overlong", f"a rollout has {longest} tokens; seq_len is {bounds.seq_len}")
+    if bounds.tokens_per_batch is not None and group.tokens > bounds.tokens_per_batch:
+        return Rejection(
+            "over_budget", f"the group has {group.tokens} tokens; tokens_per_batch is {bounds.tokens_per_batch}"
+        )
+    return None
+
+
+def _check_tokens(group: Group, bounds: Admissible) -> Rejection | None:
+    for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0:
+            return Rejection("token_out_of_range", f"{name} holds {low}; token ids start at 0")
+        if bounds.vocab_size is not None and high >= bounds.vocab_size:
+            return Rejection("token_out_of_range", f"{name} holds {high}; vocab_size is {bounds.vocab_size}")
+    return None
+
+
+def _check_numbers(group: Group) -> Rejection | None:
+    for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):
+        column: Float32s | None = getattr(group, name)
+        if column is None:
+            continue
+        if not np.isfinite(column).all():
+            return Rejection("non_finite_logprobs", f"{name} holds NaN or infinity; finite values are needed")
+        highest = float(column.max())
+        if highest > LOGPROB_TOLERANCE:
+            return Rejection("positive_logprobs", f"{name} holds {highest:.6g}; at most {LOGPROB_TOLERANCE} is allowed")
+    for name, values in [("reward", group.rewards), *((f"rewards.{k}", v) for k, v in group.reward_parts.items())]:
+        if not np.isfinite(values).all():
+            return Rejection("non_finite_rewards", f"{name} holds NaN or infinity; finite values are needed")
+    if group.advantages is not None and not np.isfinite(group.advantages).all():
+        return Rejection("non_finite_advantages", "advantage holds NaN or infinity; finite values are needed")
+    if not (np.isfinite(group.temperatures).all() and (group.temperatures >= 0).all()):
+        return Rejection("bad_temperature", "temperature holds a negative or non-finite value; 0 or more is needed")
+    return None
+
+
+def _check_versions(group: Group, bounds: Admissible) -> Rejection | None:
+    spans = group.version_spans
+    order = np.lexsort((spans[:, 2], spans[:, 0]))
+    spans = spans[order]
+    starts_rollout = np.r_[True, spans[1:, 0] != spans[:-1, 0]]
+    ends_rollout = np.r_[starts_rollout[1:], True]
+    expected_start = np.where(starts_rollout, 0, np.r_[0, spans[:-1, 3]])
+    covered = (
+        np.array_equal(spans[starts_rollout, 0], np.arange(group.rollouts))
+        and bool((spans[:, 2] == expected_start).all())
+        and bool((spans[:, 3] > spans[:, 2]).all())
+        and np.array_equal(spans[ends_rollout, 3], group.completion_lengths)
+    )
+    if not covered:
+        return Rejection(
+            "bad_version_spans", "version_spans do not cover each completion once, from token 0 to its end"
+        )
+    oldest, newest = int(spans[:, 1].min()), int(spans[:, 1].max())
+    if oldest < 0 or oldest != group.policy_version:
+        return Rejection(
+            "bad_version_spans",
+            f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}",
+        )
+    if bounds.published_version is not None and newest > bounds.published_version:
+        return Rejection(
+            "version_above_published",
+            f"the newest policy version is {newest}; the published version is {bounds.published_version}",
+        )
+    return None
+
+
+def _refused(reason: str, name: str, value: object, bound: str) -> GroupRejected:
+    return GroupRejected(reason, f"{name}: {value}; needed: {bound}", name=name, value=str(value), bound=bound)
+
+
+def _check_lengths(number: int, rollout: RolloutJson) -> None:
+    expected = len(rollout.completion_ids)
+    for name in ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs"):
+        values = getattr(rollout, name)
+        if values is not None and len(values) != expected:
+            raise _refused(
+                "length_mismatch",
+                f"rollouts[{number}].{name}",
+                f"{len(values)} values",
+                f"one per completion token, {expected}",
+            )
+
+
+def _ids(name: str, lists: Sequence[list[int]]) -> Int32s:
+    flat = [token for ids in lists for token in ids]
+    try:
+        return np.array(flat, np.int32)
+    except OverflowError:
+        raise _refused("token_out_of_range", name, max(flat, key=abs), "a 32-bit token id") from None
+
+
+def _flat(lists: Sequence[list[float]]) -> Float32s:
+    with np.errstate(over="ignore"):  # what overflows float32 becomes infinite and is refused as such
+        return np.array([value for values in lists for value in values], np.float32)
+
+
+def _optional(name: str, lists: Sequence[list[float] | None]) -> Float32s | None:
+    present = [values for values in lists if values is not None]
+    if not present:
+        return None
+    if len(present) != len(lists):
+        raise _refused("length_mismatch", name, "missing for some rollouts", "given for all rollouts or none")
+    return _flat(present)
+
+
+def _mask(rollouts: Sequence[RolloutJson]) -> Bools:
+    masks = [r.completion_mask if r.completion_mask is not None else [1] * len(r.completion_ids) for r in rollouts]
+    flat = [bit for mask in masks for bit in mask]
+    if any(bit not in (0, 1) for bit in flat):
+        raise _refused("bad_mask", "completion_mask", "a value other than 0 and 1", "0 or 1")
+    return np.array(flat, np.bool_)
+
+
+def _spans(wire: GroupJson) -> Int32s:
+    spans = [
+        (number, *span)
+        for number, rollout in enumerate(wire.rollouts)
+        for span in (
+            rollout.version_spans
+            if rollout.version_spans is not None
+            else [(wire.policy_version, 0, len(rollout.completion_ids))]
+        )
+    ]
+    try:
+        return np.array(spans, np.int32).reshape(-1, 4)
+    except OverflowError:
+        raise _refused("bad_version_spans", "version_spans", "a number above 2^31", "a 32-bit number") from None
+
+
+def truncate(group: Group, seq_len: int) -> Group:
+    """Cut completions so that no rollout is longer than `seq_len` tokens; the same group where none is.
+
+    At least one completion token stays, so a prompt of `seq_len` tokens or more still makes its rollout too long.
+    """
+    room = np.maximum(seq_len - group.prompt_lengths, 1)
+    lengths = np.minimum(group.completion_lengths, room).astype(np.int32)
+    if np.array_equal(lengths, group.completion_lengths):
+        return group
+    starts = np.cumsum(group.completion_lengths) - group.completion_lengths
+    keep = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
+    cut = lengths < group.completion_lengths
+    spans = group.version_spans.copy()
+    ends = lengths[spans[:, 0]]
+    spans[:, 3] = np.minimum(spans[:, 3], ends)
+    spans = spans[spans[:, 2] < spans[:, 3]]
+
+    def taken(column: Float32s | None) -> Float32s | None:
+        return None if column is None else column[keep]
+
+    return dataclasses.replace(
+        group,
+        policy_version=int(spans[:, 1].min()) if len(spans) else group.policy_version,
+        completion_ids=group.completion_ids[keep],
+        completion_lengths=lengths,
+        completion_mask=group.completion_mask[keep],
+        inference_logprobs=group.inference_logprobs[keep],
+        ref_logprobs=taken(group.ref_logprobs),
+        teacher_logprobs=taken(group.teacher_logprobs),
+        version_spans=spans,
+        finish_reasons=tuple("length" if c else r for c, r in zip(cut.tolist(), group.finish_reasons, strict=True)),
+    )

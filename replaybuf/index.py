@@ -1,0 +1,159 @@
+"""What the service keeps of every group in memory: one row of numbers, as columns.
+
+`ENTRY` is the fixed part of an index-stream entry, byte for byte; a rebuild joins these parts and reads them in one go.
+Rows are kept in the order of their number (the order of storing), so a number is found by bisection and the same
+history gives the same order on any machine. Freed rows are squeezed out when they are half of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.group import Group
+from replaybuf.strategy import Groups
+
+ENTRY = np.dtype(
+    [
+        ("prompt_index", "<i8"),
+        ("arrival_s", "<f8"),
+        ("policy_version", "<i4"),
+        ("policy_version_max", "<i4"),
+        ("tokens", "<i4"),
+        ("rollouts", "<i4"),
+        ("longest_tokens", "<i4"),
+        ("frame_bytes", "<i4"),
+        ("crc32c", "<u4"),
+        ("staleness_at_write", "<i4"),
+        ("reward_mean", "<f4"),
+        ("reward_std", "<f4"),
+        ("advantage_abs_mean", "<f4"),
+        ("adapter", "<i4"),
+    ]
+)
+"""Index entry: tokens and rollouts of the group, longest rollout, size and checksum of its frame, reward summary."""
+
+LIVE, IN_BATCHES, EVICTED, DEAD, FREED = range(5)
+"""State of a row: may be sampled; used up but needed by a resume; evicted; dead letter; nothing left of it."""
+
+NO_PROMPT_INDEX = -1
+NEVER = -1
+
+_STATE_COLUMNS = np.dtype(
+    [
+        ("number", "<i8"),
+        ("state", "u1"),
+        ("reason", "u1"),
+        ("times_sampled", "<i4"),
+        ("last_step", "<i4"),
+        ("evicted_at", "<i4"),
+        ("priority", "<f4"),
+    ]
+)
+_ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
+
+Numbers = npt.NDArray[np.int64]
+
+
+def entry_of(group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float) -> bytes:
+    """Summarise a group into the bytes of its index entry."""
+    entry = np.zeros(1, ENTRY)
+    entry["prompt_index"] = NO_PROMPT_INDEX if group.prompt_index is None else group.prompt_index
+    entry["arrival_s"] = now_s
+    entry["policy_version"] = group.policy_version
+    entry["policy_version_max"] = group.policy_version_max
+    entry["tokens"] = group.tokens
+    entry["rollouts"] = group.rollouts
+    entry["longest_tokens"] = group.lengths.max()
+    entry["frame_bytes"] = frame_bytes
+    entry["crc32c"] = crc32c
+    entry["staleness_at_write"] = published_version - group.policy_version
+    entry["reward_mean"] = group.rewards.mean()
+    entry["reward_std"] = group.rewards.std()
+    entry["advantage_abs_mean"] = 0.0 if group.advantages is None else np.abs(group.advantages).mean()
+    return entry.tobytes()
+
+
+class Index:
+    """Columns of all groups that are not freed, sorted by number.
+
+    Every column is an attribute-like item: `index["tokens"]` is a view of the rows in use.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._size = 0
+        self._freed = 0
+        self._grow(1024)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, column: str) -> npt.NDArray[Any]:
+        return self._columns[column][: self._size]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns take."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def insert(self, numbers: Numbers, entries: npt.NDArray[Any]) -> None:
+        """Add groups as live. `numbers` ascend and are above every number seen; `entries` has dtype `ENTRY`."""
+        start, end = self._size, self._size + len(numbers)
+        if end > len(self._columns["number"]):
+            self._grow(max(end, 2 * len(self._columns["number"])))
+        self._size = end
+        self["number"][start:] = numbers
+        for name in _ENTRY_COLUMNS:
+            self[name][start:] = entries[name]
+        self["state"][start:] = LIVE
+        self["reason"][start:] = 0
+        self["times_sampled"][start:] = 0
+        self["last_step"][start:] = NEVER
+        self["evicted_at"][start:] = NEVER
+        self["priority"][start:] = entries["advantage_abs_mean"]
+
+    def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Find the rows of these numbers; those that are not here (freed or unknown) are left out."""
+        wanted = np.asarray(numbers, np.int64)
+        rows = np.searchsorted(self["number"], wanted)
+        inside = rows < self._size
+        rows = rows[inside]
+        here: npt.NDArray[np.int64] = rows[self["number"][rows] == wanted[inside]]
+        return here
+
+    def free(self, rows: npt.NDArray[np.int64]) -> None:
+        """Forget these rows."""
+        self["state"][rows] = FREED
+        self._freed += len(rows)
+        if self._freed * 2 > self._size and self._size > 1024:
+            keep = np.flatnonzero(self["state"] != FREED)
+            for name, column in self._columns.items():
+                column[: len(keep)] = self[name][keep]
+            self._size, self._freed = len(keep), 0
+
+    def live(self) -> npt.NDArray[np.int64]:
+        """Return the rows that may be sampled, in the order they were stored."""
+        return np.flatnonzero(self["state"] == LIVE)
+
+    def groups(self, rows: npt.NDArray[np.int64]) -> Groups:
+        """Copy rows into the read-only columns that a strategy sees."""
+        columns = {}
+        for field in dataclasses.fields(Groups):
+            column = self["number" if field.name == "row" else field.name][rows]
+            column.flags.writeable = False
+            columns[field.name] = column
+        return Groups(**columns)
+
+    def _grow(self, capacity: int) -> None:
+        for dtype in (ENTRY, _STATE_COLUMNS):
+            for name in dtype.names or ():
+                if dtype is ENTRY and name not in _ENTRY_COLUMNS:
+                    continue
+                column = np.zeros(capacity, dtype[name])
+                if self._size:
+                    column[: self._size] = self[name]
+                self._columns[name] = column

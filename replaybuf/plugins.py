@@ -1,0 +1,52 @@
+"""Everything that is found by entry point: strategies, filters, environments, commands.
+
+The core knows plug-ins by name alone; built-ins come in through the same door as anybody's.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from replaybuf.errors import Invalid
+from replaybuf.strategy import Strategy, check_options
+
+STRATEGIES = "replaybuf.strategies"
+FILTERS = "replaybuf.filters"
+ENVIRONMENTS = "replaybuf.environments"
+COMMANDS = "replaybuf.commands"
+
+
+def names(group: str) -> list[str]:
+    """List the names that installed distributions register in an entry-point group."""
+    return sorted(entry_points(group=group).names)
+
+
+def find(group: str, name: str) -> EntryPoint:
+    """Return one entry point. Raises `Invalid` naming it and the installed ones."""
+    found = entry_points(group=group, name=name)
+    if not found:
+        kind = group.rpartition(".")[2].removesuffix("s").replace("ie", "y")
+        raise Invalid(
+            f"{kind} is {name!r}; installed: {', '.join(names(group)) or 'none'}",
+            name=kind,
+            value=name,
+            bound=names(group),
+        )
+    return next(iter(found))
+
+
+def load(group: str, name: str) -> Any:
+    """Import one plug-in. Raises `Invalid` where it is unknown or its import fails."""
+    entry = find(group, name)
+    try:
+        return entry.load()
+    except Exception as error:  # whatever a plug-in raises at import is its author's to read
+        raise Invalid(f"{group} plug-in {name!r} ({entry.value}) does not import: {error!r}", name=name) from error
+
+
+def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
+    """Build a strategy from its name and options. Raises `Invalid` for an unknown name or a bad option."""
+    cls = load(STRATEGIES, name)
+    strategy: Strategy[Any] = cls(check_options(name, options, cls.Options))
+    return strategy

@@ -1,0 +1,78 @@
+"""Looking at stored groups: one, a page of them, the dead letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from replaybuf.errors import BrokenFrame, Invalid, NotFound
+from replaybuf.frame import decode_frame
+from replaybuf.group import group_to_json
+from replaybuf.index import DEAD
+from replaybuf.service.run import Run
+from replaybuf.store import IndexEntry
+
+STATES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
+
+
+async def describe_group(run: Run, group_id: str) -> dict[str, Any]:
+    """Render one group with its rollouts (null once its bytes are gone). Raises `NotFound`."""
+    number = (await run.store.numbers_of(run.name, [group_id]))[0]
+    entries = await run.store.entries(run.name, [number]) if number is not None else []
+    if number is None or not entries:
+        raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
+    answer = _summary(run, entries[0])
+    frame = (await run.store.frames({entries[0].strings.payload_key: 0}))[0]
+    answer["rollouts"] = answer["metadata"] = None
+    if frame is not None:
+        try:
+            wire = msgspec.to_builtins(group_to_json(decode_frame(frame)))
+            answer |= {"rollouts": wire["rollouts"], "metadata": wire["metadata"]}
+        except BrokenFrame as error:
+            answer["detail"] = error.detail
+    return answer
+
+
+async def list_groups(run: Run, state: str | None, after: int, limit: int) -> dict[str, Any]:
+    """Render a page of groups in the order they were stored; `next` is the `after` of the next page, or null."""
+    if state is not None and state not in STATES:
+        raise Invalid(
+            f"state is {state!r}; it must be one of {', '.join(STATES)}", name="state", value=state, bound=STATES
+        )
+    numbers: list[int] = []
+    number = after
+    while len(numbers) < limit and number < run.state.stored:
+        number += 1
+        if state is None or run.state.place_of(number)[0] == state:
+            numbers.append(number)
+    groups = [_summary(run, entry) for entry in await run.store.entries(run.name, numbers)]
+    return {"groups": groups, "next": number if number < run.state.stored else None}
+
+
+async def describe_dead_letters(run: Run) -> dict[str, Any]:
+    """Render every dead letter that was not purged, with its reason."""
+    index = run.state.index
+    numbers = index["number"][index["state"] == DEAD].tolist()
+    return {"dead_letters": [_summary(run, entry) for entry in await run.store.entries(run.name, numbers)]}
+
+
+def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:
+    place, reason = run.state.place_of(entry.number)
+    rows = run.state.index.rows_of([entry.number])
+    prompt_index = int(entry.values["prompt_index"])
+    steps = run.state.steps_of(entry.number)
+    return {
+        "group_id": entry.strings.group_id,
+        "number": entry.number,
+        "state": place,
+        "reason": reason,
+        "batches": steps,
+        "prompt_id": entry.strings.prompt_id,
+        "prompt_index": None if prompt_index < 0 else prompt_index,
+        "adapter": entry.strings.adapter,
+        "policy_version": int(entry.values["policy_version"]),
+        "tokens": int(entry.values["tokens"]),
+        "reward_mean": float(entry.values["reward_mean"]),
+        "times_sampled": int(run.state.index["times_sampled"][rows[0]]) if len(rows) else len(steps),
+    }

@@ -1,0 +1,472 @@
+"""The HTTP contract, version 1: one table of routes; handlers read a request, ask the run, write the answer.
+
+Errors become RFC 9457 problem documents. `openapi.py` describes the same table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from replaybuf.config import ConfigPatch, RunConfig, decode_json
+from replaybuf.errors import (
+    BrokenFrame,
+    GroupRejected,
+    Invalid,
+    Malformed,
+    NotFound,
+    ReplaybufError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
+from replaybuf.group import GroupJson, group_from_json
+from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.auth import Tokens
+from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
+from replaybuf.service.console import PAGE
+from replaybuf.service.metrics import exposition
+from replaybuf.service.run import AttachRequest, Incoming, Run
+from replaybuf.service.service import Service
+
+log = logging.getLogger(__name__)
+
+LARGEST_BODY_BYTES = 1 << 30
+LARGEST_CONTROL_BODY_BYTES = 1 << 20
+LARGEST_PAGE = 1000
+
+READ = frozenset({"reader"})
+OPEN: frozenset[str] = frozenset()
+
+
+class TicketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A producer asks for leave to generate `count` groups, waiting up to `wait_ms` for the first."""
+
+    producer: str
+    count: int = 1
+    adapter: str = ""
+    wait_ms: int = 0
+
+
+class AckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer says that a step was trained; `feedback` goes to the strategy."""
+
+    epoch: int
+    feedback: dict[str, Any] | None = None
+
+
+class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer announces a version that the engines have loaded."""
+
+    epoch: int
+    version: int
+    weights_uri: str | None = None
+    adapter: str = ""
+
+
+class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer can resume at `step`; the newest `keep` checkpoints stay resumable."""
+
+    epoch: int
+    step: int
+    keep: int | None = None
+
+
+class GroupsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Several groups in one body."""
+
+    groups: list[GroupJson]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One row of the contract: method, path, handler, roles besides operator, shapes for the description."""
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    roles: frozenset[str]
+    summary: str
+    body: Any = None
+    answers: tuple[str, ...] = ("200",)
+    query: tuple[str, ...] = ()
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Encode an answer as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+# ---------------------------------------------------------------------- reading requests
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLarge(f"body has {declared} bytes; at most {limit}", name="body", value=int(declared), bound=limit)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise TooLarge(f"body has more than {limit} bytes", name="body", value=size, bound=limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _json(request: Request, shape: type[Any]) -> Any:
+    _media_type(request, {"application/json"})
+    return decode_json(await _body(request, LARGEST_CONTROL_BODY_BYTES), shape)
+
+
+def _media_type(request: Request, known: set[str]) -> str:
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type not in known:
+        raise UnsupportedMedia(
+            f"media type is {media_type!r}; this call takes {', '.join(sorted(known))}",
+            name="content-type",
+            value=media_type,
+            bound=sorted(known),
+        )
+    return media_type
+
+
+def _number(request: Request, name: str, default: int | None = None, *, path: bool = False) -> int:
+    raw = request.path_params.get(name) if path else request.query_params.get(name)
+    if raw is None and default is not None:
+        return default
+    try:
+        return int(str(raw))
+    except ValueError:
+        raise Malformed(f"{name} is {raw!r}; a whole number is needed", name=name, value=raw, bound="integer") from None
+
+
+def _optional_number(request: Request, name: str) -> int | None:
+    return _number(request, name) if name in request.query_params else None
+
+
+def _wait_s(request: Request) -> float:
+    wait_ms = _number(request, "wait_ms", 0)
+    if wait_ms < 0:
+        raise Invalid(f"wait_ms is {wait_ms}; 0 or more is needed", name="wait_ms", value=wait_ms, bound=0)
+    return wait_ms / 1000
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _run(request: Request) -> Run:
+    return _service(request).run(request.path_params["run"])
+
+
+# ---------------------------------------------------------------------- runs
+
+
+async def put_run(request: Request) -> Response:
+    config = await _json(request, RunConfig)
+    run, created = await _service(request).create(request.path_params["run"], config)
+    return json_response(await run.describe(), 201 if created else 200)
+
+
+async def get_runs(request: Request) -> Response:
+    return json_response({"runs": [await run.describe() for _, run in sorted(_service(request).runs.items())]})
+
+
+async def get_run(request: Request) -> Response:
+    return json_response(await _run(request).describe())
+
+
+async def patch_run(request: Request) -> Response:
+    patch = await _json(request, ConfigPatch)
+    run = _run(request)
+    await run.patch(patch)
+    return json_response(await run.describe())
+
+
+# ---------------------------------------------------------------------- producers
+
+
+async def post_tickets(request: Request) -> Response:
+    asked = await _json(request, TicketRequest)
+    return json_response(
+        await _run(request).take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000)
+    )
+
+
+async def delete_ticket(request: Request) -> Response:
+    ticket = request.path_params["ticket"]
+    await _run(request).return_ticket(ticket, request.query_params.get("reason", "returned"))
+    return json_response({"ticket": ticket, "state": "returned"})
+
+
+async def post_groups(request: Request) -> Response:
+    run = _run(request)
+    media_type = _media_type(request, {"application/json", MEDIA_TYPE})
+    body = await _body(request, LARGEST_BODY_BYTES)
+    if media_type == MEDIA_TYPE:
+        incoming = [_from_frame(frame) for frame in split_frames(body)]
+    else:
+        incoming = [_from_json(wire) for wire in _groups_in(body)]
+    return json_response({"results": await run.append(incoming)})
+
+
+def _groups_in(body: bytes) -> list[GroupJson]:
+    # Both shapes are objects; the key that only one of them has decides which error a caller reads.
+    several = b'"groups"' in body and b'"rollouts"' not in body.partition(b'"groups"')[0]
+    if several:
+        request: GroupsRequest = decode_json(body, GroupsRequest)
+        return request.groups
+    return [decode_json(body, GroupJson)]
+
+
+def _from_json(wire: GroupJson) -> Incoming:
+    try:
+        return Incoming(group_from_json(wire))
+    except GroupRejected as rejection:
+        return Incoming(None, rejection=rejection)
+
+
+def _from_frame(frame: memoryview) -> Incoming:
+    try:
+        return Incoming(decode_frame(frame), bytes(frame))
+    except BrokenFrame as error:
+        return Incoming(None, rejection=GroupRejected("broken_frame", error.detail, name=error.name))
+
+
+# ---------------------------------------------------------------------- policy and trainer
+
+
+async def get_policy(request: Request) -> Response:
+    return json_response(await _run(request).policy_after(_optional_number(request, "after"), _wait_s(request)))
+
+
+async def post_policy(request: Request) -> Response:
+    asked = await _json(request, PolicyRequest)
+    return json_response(await _run(request).publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter))
+
+
+async def post_attach(request: Request) -> Response:
+    return json_response(await _run(request).attach(await _json(request, AttachRequest)))
+
+
+async def get_batch(request: Request) -> Response:
+    step = _number(request, "step", path=True)
+    outcome = await _run(request).batch(
+        step, _number(request, "epoch"), _number(request, "dp_rank", 0), _wait_s(request)
+    )
+    if isinstance(outcome, WaitingAnswer):
+        return json_response(outcome, 202, {"Retry-After": "1"})
+    return Response(outcome, media_type="application/vnd.safetensors")
+
+
+async def post_ack(request: Request) -> Response:
+    asked = await _json(request, AckRequest)
+    return json_response(await _run(request).ack(_number(request, "step", path=True), asked.epoch, asked.feedback))
+
+
+async def post_checkpoint(request: Request) -> Response:
+    asked = await _json(request, CheckpointRequest)
+    keep = 1 if asked.keep is None else asked.keep
+    return json_response(await _run(request).checkpoint(asked.step, asked.epoch, keep))
+
+
+# ---------------------------------------------------------------------- looking
+
+
+def _page(request: Request) -> tuple[int, int]:
+    after, limit = _number(request, "after", 0), _number(request, "limit", 100)
+    if not 1 <= limit <= LARGEST_PAGE:
+        raise Invalid(
+            f"limit is {limit}; it must be in 1..{LARGEST_PAGE}", name="limit", value=limit, bound=LARGEST_PAGE
+        )
+    return after, limit
+
+
+async def get_groups(request: Request) -> Response:
+    after, limit = _page(request)
+    return json_response(await list_groups(_run(request), request.query_params.get("state"), after, limit))
+
+
+async def get_group(request: Request) -> Response:
+    return json_response(await describe_group(_run(request), request.path_params["group_id"]))
+
+
+async def get_record(request: Request) -> Response:
+    step = _number(request, "step", path=True)
+    return json_response(await _run(request).record(step, _optional_number(request, "generation")))
+
+
+async def get_ledger(request: Request) -> Response:
+    after, limit = _page(request)
+    records = [{"entry": n} | msgspec.to_builtins(record) async for n, record in _run(request).ledger(after, limit)]
+    return json_response({"records": records, "next": records[-1]["entry"] if len(records) == limit else None})
+
+
+async def get_dead_letters(request: Request) -> Response:
+    return json_response(await describe_dead_letters(_run(request)))
+
+
+async def delete_dead_letters(request: Request) -> Response:
+    return json_response({"purged": await _run(request).purge()})
+
+
+# ---------------------------------------------------------------------- server
+
+
+async def get_metrics(request: Request) -> Response:
+    return Response(exposition(_service(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def get_healthz(request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+async def get_readyz(request: Request) -> Response:
+    service = _service(request)
+    report = service.report
+    ready = service.trouble is None and report is not None
+    answer = {
+        "status": "ready" if ready else "not ready",
+        "durability": report.durability if report else "unknown",
+        "durability_reasons": list(report.reasons) if report else [],
+        "redis_version": report.version if report else None,
+        "waiting_for": service.trouble,
+        "runs": sorted(service.runs),
+    }
+    return json_response(answer, 200 if ready else 503)
+
+
+async def get_console(request: Request) -> Response:
+    return HTMLResponse(PAGE)
+
+
+async def get_openapi(request: Request) -> Response:
+    return json_response(request.app.state.openapi)
+
+
+_R = "/v1/runs/{run}"
+_PRODUCER = frozenset({"producer"})
+_TRAINER = frozenset({"trainer"})
+_ANYBODY = READ | _TRAINER | _PRODUCER
+_CHANGED = ("200", "409")
+
+CALLS = (
+    Call("PUT", _R, put_run, OPEN, "Create a run", RunConfig, ("200", "201", "409")),
+    Call("GET", "/v1/runs", get_runs, READ | _TRAINER, "List runs with their state"),
+    Call("GET", _R, get_run, _ANYBODY, "State of a run"),
+    Call("PATCH", _R, patch_run, OPEN, "Change strategy, filters, limits or state", ConfigPatch, _CHANGED),
+    Call("POST", f"{_R}/tickets", post_tickets, _PRODUCER, "Ask for leave to generate groups", TicketRequest),
+    Call("DELETE", f"{_R}/tickets/{{ticket:path}}", delete_ticket, _PRODUCER, "Give a ticket back", query=("reason",)),
+    Call("POST", f"{_R}/groups", post_groups, _PRODUCER, "Append groups", GroupsRequest, ("200", "413", "422", "429")),
+    Call("GET", f"{_R}/groups", get_groups, READ, "Browse groups", query=("state", "limit", "after")),
+    Call("GET", f"{_R}/groups/{{group_id:path}}", get_group, READ, "One group with its rollouts"),
+    Call("GET", f"{_R}/policy", get_policy, _ANYBODY, "Published policy", query=("after", "wait_ms")),
+    Call("POST", f"{_R}/policy", post_policy, _TRAINER, "Publish a version", PolicyRequest, _CHANGED),
+    Call("POST", f"{_R}/attach", post_attach, _TRAINER, "Attach a trainer", AttachRequest, _CHANGED),
+    Call(
+        "GET",
+        f"{_R}/batches/{{step}}",
+        get_batch,
+        _TRAINER,
+        "Batch of a step for one rank, as safetensors",
+        None,
+        ("200", "202", "409", "410"),
+        ("epoch", "dp_rank", "wait_ms"),
+    ),
+    Call(
+        "POST", f"{_R}/batches/{{step}}/ack", post_ack, _TRAINER, "Count a step as trained", AckRequest, ("200", "409")
+    ),
+    Call(
+        "GET",
+        f"{_R}/batches/{{step}}/record",
+        get_record,
+        READ | _TRAINER,
+        "What a step was trained on",
+        None,
+        ("200", "404"),
+        ("generation",),
+    ),
+    Call(
+        "POST", f"{_R}/checkpoints", post_checkpoint, _TRAINER, "Record a checkpoint", CheckpointRequest, ("200", "409")
+    ),
+    Call("GET", f"{_R}/ledger", get_ledger, READ | _TRAINER, "Ledger records", query=("after", "limit")),
+    Call("GET", f"{_R}/dead-letters", get_dead_letters, READ, "Stored groups that turned out unusable"),
+    Call("DELETE", f"{_R}/dead-letters", delete_dead_letters, OPEN, "Let the bytes of dead letters go"),
+    Call("GET", "/metrics", get_metrics, READ, "Prometheus text"),
+)
+UNGUARDED = (
+    Route("/healthz", get_healthz),
+    Route("/readyz", get_readyz),
+    Route("/openapi.json", get_openapi),
+    Route("/", get_console),
+)
+
+
+def application(service: Service, tokens: Tokens) -> Starlette:
+    """Wire the routes of one service."""
+    from replaybuf.service.openapi import describe
+
+    app = Starlette(
+        routes=[
+            *(Route(call.path, _guarded(call, tokens), methods=[call.method]) for call in CALLS),
+            *UNGUARDED,
+        ],
+        exception_handlers={ReplaybufError: _problem, HTTPException: _http_problem, Exception: _fault},
+    )
+    app.state.service = service
+    app.state.openapi = describe(CALLS)
+    return app
+
+
+def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        tokens.check(request.headers.get("authorization"), call.roles)
+        started = time.perf_counter()
+        try:
+            return await call.handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody is left to read it
+        finally:
+            log.debug("%s %s seconds=%.4f", call.method, request.url.path, time.perf_counter() - started)
+
+    return endpoint
+
+
+def _problem_response(document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(document, enc_hook=str), document["status"], headers, media_type="application/problem+json"
+    )
+
+
+async def _problem(_: Request, error: Exception) -> Response:
+    if not isinstance(error, ReplaybufError):
+        return await _fault(_, error)
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
+    if error.status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    return _problem_response(error.problem(), headers)
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}"
+    if status == 404:
+        return _problem_response(NotFound(detail, name="path", value=request.url.path).problem())
+    return _problem_response({"type": "about:blank", "title": str(detail), "status": status, "detail": detail})
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _problem_response(ReplaybufError(f"{type(error).__name__}: {error}").problem())

@@ -1,0 +1,105 @@
+"""`/openapi.json`: the table of calls, described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from replaybuf.service.answers import WaitingAnswer
+
+if TYPE_CHECKING:
+    from replaybuf.service.http import Call
+
+_PROBLEM = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "name": {"type": "string"},
+        "value": {},
+        "bound": {},
+    },
+}
+_MEANING = {
+    "200": "Done",
+    "201": "Created",
+    "202": "Not yet; the answer says why",
+    "404": "Unknown",
+    "409": "Would break a guarantee, or fenced by a newer owner",
+    "410": "Finished, or freed by a checkpoint",
+    "413": "Too large",
+    "422": "Outside its bound",
+    "429": "No room; Retry-After says when to ask again",
+}
+
+
+def describe(calls: Sequence[Call]) -> dict[str, Any]:
+    """Build the OpenAPI 3.1 document of these calls."""
+    bodies = [call.body for call in calls if call.body is not None]
+    schemas, components = msgspec.json.schema_components(
+        [*bodies, WaitingAnswer], ref_template="#/components/schemas/{name}"
+    )
+    shapes = dict(zip([body.__name__ for body in bodies], schemas, strict=False))
+    paths: dict[str, dict[str, Any]] = {}
+    for call in calls:
+        path = re.sub(r":path\}", "}", call.path)
+        paths.setdefault(path, {})[call.method.lower()] = _operation(call, path, shapes, schemas[-1])
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "replaybuf", "version": "1", "description": "Replay buffer for asynchronous RL, contract 1."},
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Problem": _PROBLEM},
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str, Any]) -> dict[str, Any]:
+    name = re.sub(r"\W+", "_", f"{call.method.lower()}{path.removeprefix('/v1')}").strip("_")
+    operation: dict[str, Any] = {
+        "operationId": name,
+        "summary": call.summary,
+        "security": [{"bearer": []}, {}],
+        "parameters": [
+            *({"name": p, "in": "path", "required": True, "schema": {"type": "string"}} for p in _names(path)),
+            *({"name": q, "in": "query", "schema": {"type": "string"}} for q in call.query),
+        ],
+        "responses": {status: _answer(call, status, waiting) for status in call.answers}
+        | {
+            "default": {
+                "description": "A problem document (RFC 9457)",
+                "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            }
+        },
+    }
+    if call.body is not None:
+        content: dict[str, Any] = {"application/json": {"schema": shapes[call.body.__name__]}}
+        if path.endswith("/groups"):
+            content["application/vnd.replaybuf.frames"] = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _answer(call: Call, status: str, waiting: dict[str, Any]) -> dict[str, Any]:
+    if status == "202":
+        return {"description": _MEANING[status], "content": {"application/json": {"schema": waiting}}}
+    if status.startswith("4"):
+        return {
+            "description": _MEANING[status],
+            "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+    if "202" in call.answers:
+        body = {"application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}}}
+        return {"description": "One safetensors file", "content": body}
+    return {"description": _MEANING[status], "content": {"application/json": {"schema": {"type": "object"}}}}
+
+
+def _names(path: str) -> list[str]:
+    return re.findall(r"\{(\w+)\}", path)

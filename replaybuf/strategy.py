@@ -1,0 +1,276 @@
+"""The contract of a strategy: which groups may enter, which make the next batch, which can go.
+
+A strategy is a class with a frozen `Options` struct, built as `Strategy(options)`, found by its entry point in the
+group `replaybuf.strategies`. It is a pure policy: no clock, no global random state, no I/O. Time, measured rates and a
+random generator seeded by (run seed, generation, step) come in as arguments; arrays are read-only.
+
+The core enforces what the three properties promise, whatever a strategy returns: `0 <= staleness <= max_staleness`,
+`times_sampled < max_uses` before a use, whole groups, and the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import Invalid
+
+Rows = npt.NDArray[np.int64]
+
+REASONS = (
+    "finished",
+    "paused",
+    "awaiting_ack",
+    "awaiting_publication",
+    "rate_limited",
+    "all_stale",
+    "reuse_exhausted",
+    "no_producers",
+    "no_groups",
+    "too_few_groups",
+    "too_few_tokens",
+)
+"""Why there is no batch, in the order in which they are told."""
+
+
+class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of a strategy's options: immutable, unknown names refused."""
+
+
+OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Live groups as read-only columns of equal length, in the order they were stored.
+
+    - `row` int64: name of the group for `Selection` and `Evictions`; grows with every stored group
+    - `prompt_index` int64 (-1 = none), `adapter` int32 (0 = none)
+    - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
+    - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used)
+    - `reward_mean`, `reward_std`, `advantage_abs_mean`, `priority` float32
+    - `arrival_s` float64: seconds since the epoch when the group was stored
+    """
+
+    row: Rows
+    prompt_index: npt.NDArray[np.int64]
+    adapter: npt.NDArray[np.int32]
+    policy_version: npt.NDArray[np.int32]
+    policy_version_max: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    rollouts: npt.NDArray[np.int32]
+    times_sampled: npt.NDArray[np.int32]
+    last_step: npt.NDArray[np.int32]
+    reward_mean: npt.NDArray[np.float32]
+    reward_std: npt.NDArray[np.float32]
+    advantage_abs_mean: npt.NDArray[np.float32]
+    arrival_s: npt.NDArray[np.float64]
+    priority: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, which: npt.NDArray[Any]) -> Groups:
+        """Return the groups at these positions, or where this mask is true."""
+        return Groups(**{name: getattr(self, name)[which] for name in Groups.__slots__})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """Room of one batch: `tokens` and `groups` (None = no bound), `seq_len` tokens per micro-batch."""
+
+    tokens: int | None
+    groups: int | None
+    seq_len: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BufferView:
+    """What the buffer knows when a decision is asked for.
+
+    `step` is the next step to assemble, `version` = version(step); counts are of live groups.
+    """
+
+    step: int
+    version: int
+    published_version: int
+    steps_per_publish: int
+    groups_live: int
+    tokens_live: int
+    tickets_out: int
+    budget: Budget
+    batches: tuple[int, ...] = ()
+    """Groups in each of the last batches, newest last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flow:
+    """What was measured, for admission. `tokens_per_group` is a prior until groups have arrived.
+
+    Rates are per second over the last minute; `now_s` is the time of the decision.
+    """
+
+    now_s: float
+    tokens_per_group: float
+    groups_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    max_tokens_live: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """The groups of the next batch, in the order they are to be trained; `weights` per group, or None."""
+
+    rows: Rows
+    weights: npt.NDArray[np.float32] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waiting:
+    """No batch yet, and why: one of `REASONS`."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evictions:
+    """Groups that can never be used again, each with its reason."""
+
+    rows: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Feedback:
+    """What the trainer sent with the ack of `step`."""
+
+    step: int
+    values: dict[str, Any]
+
+
+class Strategy(ABC, Generic[OptionsT]):
+    """Admission, selection and eviction in one policy. Subclasses need `Options` and `select`.
+
+    Defaults: `max_staleness` = 0, `max_uses` = 1, no look-ahead; admission by the staleness window (`window_capacity`),
+    eviction of what is too stale.
+    """
+
+    Options: ClassVar[type[StrategyOptions]] = StrategyOptions
+
+    def __init__(self, options: OptionsT) -> None:
+        self.options = options
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Largest staleness at use; None = unbounded."""
+        return 0
+
+    @property
+    def max_uses(self) -> int | None:
+        """Most batches a group may be in; None = unbounded."""
+        return 1
+
+    @property
+    def look_ahead(self) -> int:
+        """How many steps beyond the next unacked one may be assembled."""
+        return 0
+
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        """Say how many more groups producers may start now."""
+        return window_capacity(buffer, flow, self.max_staleness, self.look_ahead)
+
+    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
+        """Name the groups that no later batch may use."""
+        if self.max_staleness is None:
+            return Evictions()
+        stale = groups.row[buffer.version - groups.policy_version > self.max_staleness]
+        return Evictions(tuple(stale.tolist()), ("too_stale",) * len(stale))
+
+    @abstractmethod
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        """Choose the groups of `buffer.step` from those that bounds allow, or say what is missing."""
+
+    def observe(self, feedback: Feedback) -> None:
+        """Take in what the trainer sent with its ack."""
+
+
+def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
+    """Groups that may be started now and still be used in time.
+
+    A group started now gets version v = published_version and may be used up to the last step s with
+    version(s) <= v + max_staleness, that is s < (v + max_staleness + 1) * steps_per_publish. With
+    W = that bound - next step (the batches still open to it) and B groups per batch:
+
+        capacity = W * B - live - tickets out
+
+    the same count as AReaL's (eta + v + 1) * B - (accepted + running) (Fu et al. 2025, section 5.1), taken from what
+    is in the buffer now, so that dropped groups free their place. Blocks (0) until a publication opens the window.
+    Where a batch is full by tokens, B is measured: groups = tokens / mean tokens per group.
+    """
+    if max_staleness is None:
+        batches = look_ahead + 1
+    else:
+        batches = (buffer.published_version + max_staleness + 1) * buffer.steps_per_publish - buffer.step
+    if batches <= 0:
+        return 0
+    budget = buffer.budget
+    by_groups: float = math.inf if budget.groups is None else batches * budget.groups - buffer.groups_live
+    by_tokens: float = math.inf
+    if budget.tokens is not None:
+        by_tokens = math.ceil((batches * budget.tokens - buffer.tokens_live) / flow.tokens_per_group)
+    # Where both bounds are set a batch is full when either is reached; the smaller count suffices.
+    return max(0, int(min(by_groups, by_tokens)) - buffer.tickets_out)
+
+
+def fill(groups: Groups, order: npt.NDArray[np.int64], budget: Budget) -> Selection | Waiting:
+    """Fill the budget with whole groups in the given order of positions.
+
+    A group that no longer fits is passed over for the next one that does. Full means: `budget.groups` groups, or no
+    more room although more groups stand ready. Raises nothing; returns `Waiting` where the groups do not fill it.
+    """
+    tokens = groups.tokens[order].astype(np.int64)
+    limit = len(order) if budget.groups is None else budget.groups
+    room = np.iinfo(np.int64).max if budget.tokens is None else budget.tokens
+    ends = np.cumsum(tokens)
+    taken = min(int(np.searchsorted(ends, room, side="right")), limit, len(order))
+    chosen = list(range(taken))
+    room -= int(ends[taken - 1]) if taken else 0
+    smallest = int(tokens.min()) if len(tokens) else 0
+    for position in range(taken, len(order)):
+        if len(chosen) >= limit or room < smallest:
+            break
+        if tokens[position] <= room:
+            chosen.append(position)
+            room -= int(tokens[position])
+    full_by_groups = budget.groups is not None and len(chosen) >= budget.groups
+    full_by_tokens = budget.tokens is not None and len(ends) > 0 and int(ends[-1]) >= budget.tokens
+    if full_by_groups or full_by_tokens:
+        return Selection(groups.row[order[np.array(chosen, np.int64)]])
+    return Waiting("too_few_groups" if budget.groups is not None else "too_few_tokens")
+
+
+def check_options(strategy: str, options: dict[str, Any], shape: type[OptionsT]) -> OptionsT:
+    """Build the options of `strategy`. Raises `Invalid` naming the option and listing the valid ones."""
+    try:
+        return msgspec.convert(options, shape)
+    except msgspec.ValidationError as error:
+        valid = ", ".join(
+            f"{field.encode_name} (default {field.default!r})"
+            if field.default is not msgspec.NODEFAULT
+            else field.encode_name
+            for field in msgspec.structs.fields(shape)
+        )
+        raise Invalid(
+            f"options of strategy {strategy!r}: {error}; valid options: {valid or 'none'}",
+            name="strategy.options",
+            value=options,
+            bound=valid,
+        ) from None

@@ -1,0 +1,42 @@
+"""One-step off-policy: generation for step N runs while step N-1 trains (k-step with `max_staleness` = k)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta
+
+from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, StrategyOptions, Waiting, fill
+
+
+class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
+    """`max_staleness` (k >= 0): how many versions a group may be behind the policy it trains."""
+
+    max_staleness: Annotated[int, Meta(ge=0)] = 1
+
+
+class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
+    """Staleness at most k, each group once, oldest first, one step of look-ahead.
+
+    Invariant: 0 <= version(step) - policy_version <= k. Groups with the least time left come first: the oldest version,
+    then the order of arrival, so that a slow prompt is trained before it becomes too stale.
+    """
+
+    Options: ClassVar[type[StrategyOptions]] = OneStepOffPolicyOptions
+
+    @property
+    def max_staleness(self) -> int:
+        """Largest staleness at use: the option k."""
+        return self.options.max_staleness
+
+    @property
+    def look_ahead(self) -> int:
+        """One step: a trainer may prefetch the next batch while it trains."""
+        return 1
+
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        """Take the oldest policy version first, then the order in which groups were stored."""
+        return fill(groups, np.argsort(groups.policy_version, kind="stable"), budget)

@@ -1,0 +1,101 @@
+"""Stages of different micro-batch sizes run on whole micro-batches, and results return to the batches they belong to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.aggregation import Aggregator, Window, chunks, compute, window_samples
+from replaybuf.errors import Invalid
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+BATCHES = st.lists(st.lists(st.integers(), max_size=9), max_size=20)
+
+
+def windows_of(sizes: Sequence[int], batches: Sequence[Sequence[int]]) -> list[Window[int]]:
+    aggregator: Aggregator[int] = Aggregator(sizes)
+    made = [aggregator.add(batch) for batch in batches] + [aggregator.flush()]
+    return [window for window in made if window is not None]
+
+
+def test_batches_leave_together_when_they_fill_the_least_common_multiple() -> None:
+    aggregator: Aggregator[str] = Aggregator([2, 3])
+    assert aggregator.window == 6
+    assert aggregator.add(["a", "a"]) is None
+    assert aggregator.add(["b", "b"]) is None
+    window = aggregator.add(["c", "c"])
+    assert window is not None and window.samples == ["a", "a", "b", "b", "c", "c"]
+    assert aggregator.held == 0
+
+
+def test_a_stage_sees_its_own_micro_batches_and_results_return_by_batch() -> None:
+    seen: list[list[int]] = []
+
+    def stage(samples: Sequence[int]) -> list[int]:
+        seen.append(list(samples))
+        return [10 * sample for sample in samples]
+
+    assert compute(Window(((1, 2), (3, 4), (5, 6))), 3, stage) == [[10, 20], [30, 40], [50, 60]]
+    assert seen == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_the_tail_is_flushed_with_a_shorter_last_micro_batch() -> None:
+    aggregator: Aggregator[int] = Aggregator([4])
+    aggregator.add([1, 2])
+    aggregator.add([3])
+    tail = aggregator.flush()
+    assert tail is not None and tail.batches == ((1, 2), (3,))
+    assert aggregator.flush() is None
+    assert [list(chunk) for chunk in chunks(tail.samples, 2)] == [[1, 2], [3]]
+
+
+def test_a_stage_that_drops_a_result_is_refused() -> None:
+    with pytest.raises(Invalid, match="returned 3 results for 4 samples"):
+        compute(Window(((1, 2), (3, 4))), 4, lambda samples: samples[1:])
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
+def test_a_size_below_one_is_refused(sizes: list[int]) -> None:
+    with pytest.raises(Invalid, match="micro-batch sizes are"):
+        window_samples(sizes)
+
+
+@given(SIZES, BATCHES)
+def test_every_batch_leaves_once_whole_and_in_order(sizes: list[int], batches: list[list[int]]) -> None:
+    left = [list(batch) for window in windows_of(sizes, batches) for batch in window.batches]
+    assert left == batches
+
+
+@given(SIZES, BATCHES, st.integers(1, 12))
+def test_computing_over_windows_equals_computing_every_sample_alone(
+    sizes: list[int], batches: list[list[int]], micro_batch: int
+) -> None:
+    def stage(samples: Sequence[int]) -> list[int]:
+        assert 1 <= len(samples) <= micro_batch
+        return [sample * 2 + 1 for sample in samples]
+
+    windows = windows_of(sizes, batches)
+    results = [result for window in windows for result in compute(window, micro_batch, stage)]
+    assert results == [[sample * 2 + 1 for sample in batch] for batch in batches]
+
+
+@given(SIZES, st.integers(1, 8), st.integers(1, 40))
+def test_stages_have_no_partial_micro_batch_where_batch_sizes_divide_the_window(
+    sizes: list[int], batch: int, count: int
+) -> None:
+    whole = windows_of([*sizes, batch], [[0] * batch] * count)[: count * batch // math.lcm(*sizes, batch)]
+    for window in whole:
+        for size in sizes:
+            assert {len(chunk) for chunk in chunks(window.samples, size)} == {size}
+
+
+@given(SIZES, BATCHES)
+def test_fewer_samples_than_a_window_are_held(sizes: list[int], batches: list[list[int]]) -> None:
+    aggregator: Aggregator[int] = Aggregator(sizes)
+    for batch in batches:
+        aggregator.add(batch)
+        assert 0 <= aggregator.held < aggregator.window == math.lcm(*sizes)
