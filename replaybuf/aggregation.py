@@ -58,7 +58,7 @@ class Aggregator(Generic[T]):
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """Take the micro-batch sizes of all stages, in samples. Raises `Invalid` where one is below 1 or none is given."""
+        """Take the micro-batch sizes of all stages, in samples. Raises `Invalid` where there is none or one below 1."""
         self.window = window_samples(sizes)
         self.held = 0
         self._batches: list[tuple[T, ...]] = []

@@ -122,7 +122,7 @@ class Index:
         rows = np.searchsorted(self["number"], wanted)
         inside = rows < self._size
         rows = rows[inside]
-        here: npt.NDArray[np.int64] = rows[self["number"][rows] == wanted[inside]]
+        here: npt.NDArray[np.int64] = rows[(self["number"][rows] == wanted[inside]) & (self["state"][rows] != FREED)]
         return here
 
     def free(self, rows: npt.NDArray[np.int64]) -> None:

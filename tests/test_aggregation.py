@@ -1,4 +1,4 @@
-"""Stages of different micro-batch sizes run on whole micro-batches, and results return to the batches they belong to."""
+"""Stages of different micro-batch sizes run on whole micro-batches; results return to the batches they came from."""
 
 from __future__ import annotations
 

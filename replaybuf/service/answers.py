@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.batch import padded_length
 from replaybuf.config import RunConfig
 from replaybuf.flow import TicketBook
 from replaybuf.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.ledger import BatchRecord
-from replaybuf.state import BatchState, RunState
+from replaybuf.service.assembly import Assembled
+from replaybuf.state import RunState
 
 BLOCKED_ON = {
     "finished": "nothing",
@@ -46,7 +46,6 @@ class WaitingAnswer(msgspec.Struct, frozen=True, kw_only=True):
     blocked_on: str
     status: str = "waiting"
     retry_after_s: float = RETRY_AFTER_S
-    detail: str | None = None
 
 
 def waiting(reason: str, have: Amount, config: RunConfig, *, blocked_on: str | None = None) -> WaitingAnswer:
@@ -109,11 +108,9 @@ def group_counts(state: RunState) -> dict[str, Any]:
     }
 
 
-def batch_record(
-    run: str, record: BatchRecord, standing: str, rows_per_rank: int, lengths: list[int], ranks: int, seq_len: int
-) -> dict[str, Any]:
-    """Render a batch record. `lengths` are the padded tokens of every row, empty where the batch is not at hand."""
-    placed = sum(lengths)
+def batch_record(run: str, record: BatchRecord, standing: str, packed: Assembled | None) -> dict[str, Any]:
+    """Render a batch record. `packed` gives the packing figures; without it (voided or freed) they are null."""
+    placed = sum(packed.padded_rows()) if packed else 0
     return {
         "run": run,
         "step": record.step,
@@ -127,10 +124,9 @@ def batch_record(
         "seed": record.seed,
         "tokens": record.tokens,
         "rollouts": record.rollouts,
-        "padding_fraction": 1.0 - record.tokens / placed if placed else 0.0,
-        "bin_unused_fraction": 1.0 - record.tokens / (rows_per_rank * ranks * seq_len) if rows_per_rank else 0.0,
-        "micro_batches": rows_per_rank,
-        "dp_world_size": ranks,
+        "padding_fraction": 1.0 - packed.tokens / placed if packed else None,
+        "micro_batches": packed.micro_batches if packed else None,
+        "dp_world_size": packed.layout.dp_world_size if packed else None,
         "groups": [
             {
                 "group_id": entry.group_id,
@@ -145,15 +141,3 @@ def batch_record(
             for entry in record.groups
         ],
     }
-
-
-def standing_of(batch: BatchState | None, generation: int, voided: bool, step: int, next_step: int) -> str:
-    """Say `assembled`, `acked` or `voided`; a batch that a checkpoint freed was acked."""
-    if voided:
-        return "voided"
-    return "assembled" if batch is not None and not batch.acked else "acked"
-
-
-def row_lengths(tokens_per_row: list[int], pad_to_multiple_of: int) -> list[int]:
-    """Pad the tokens of every row."""
-    return [padded_length(tokens, pad_to_multiple_of) for tokens in tokens_per_row]

@@ -83,6 +83,11 @@ class Assembled:
         """Micro-batches per rank."""
         return len(self.grid[0])
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranks, without padding."""
+        return sum(sum(rank) for rank in self.row_tokens)
+
     def padded_rows(self) -> list[int]:
         """Tokens of every row with its padding."""
         multiple = self.layout.pad_to_multiple_of
@@ -146,7 +151,7 @@ def write_body(run: str, batch: Assembled, rank: int) -> bytes:
         padding=sum(padded_length(t, layout.pad_to_multiple_of) for t in batch.row_tokens[rank]) - tokens,
         loss_tokens=sum(_loss_tokens(segment) for row in rows for segment in row),
         rollouts=sum(len(row) for row in rows),
-        batch_tokens=sum(sum(rank_tokens) for rank_tokens in batch.row_tokens),
+        batch_tokens=batch.tokens,
         batch_loss_tokens=sum(int(entry.group.completion_mask.sum()) for entry in batch.groups),
         batch_rollouts=len(batch.owners),
         batch_groups=len(batch.groups),

@@ -18,12 +18,12 @@ STATES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 
 async def describe_group(run: Run, group_id: str) -> dict[str, Any]:
     """Render one group with its rollouts (null once its bytes are gone). Raises `NotFound`."""
-    number = (await run.store.numbers_of(run.name, [group_id]))[0]
-    entries = await run.store.entries(run.name, [number]) if number is not None else []
+    number = (await run.journal.store.numbers_of(run.name, [group_id]))[0]
+    entries = await run.journal.store.entries(run.name, [number]) if number is not None else []
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     answer = _summary(run, entries[0])
-    frame = (await run.store.frames({entries[0].strings.payload_key: 0}))[0]
+    frame = (await run.journal.store.frames({entries[0].strings.payload_key: 0}))[0]
     answer["rollouts"] = answer["metadata"] = None
     if frame is not None:
         try:
@@ -46,7 +46,7 @@ async def list_groups(run: Run, state: str | None, after: int, limit: int) -> di
         number += 1
         if state is None or run.state.place_of(number)[0] == state:
             numbers.append(number)
-    groups = [_summary(run, entry) for entry in await run.store.entries(run.name, numbers)]
+    groups = [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]
     return {"groups": groups, "next": number if number < run.state.stored else None}
 
 
@@ -54,7 +54,7 @@ async def describe_dead_letters(run: Run) -> dict[str, Any]:
     """Render every dead letter that was not purged, with its reason."""
     index = run.state.index
     numbers = index["number"][index["state"] == DEAD].tolist()
-    return {"dead_letters": [_summary(run, entry) for entry in await run.store.entries(run.name, numbers)]}
+    return {"dead_letters": [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]}
 
 
 def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:

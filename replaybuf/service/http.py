@@ -35,9 +35,11 @@ from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.auth import Tokens
 from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
 from replaybuf.service.console import PAGE
+from replaybuf.service.door import Incoming
 from replaybuf.service.metrics import exposition
-from replaybuf.service.run import AttachRequest, Incoming, Run
+from replaybuf.service.run import Run
 from replaybuf.service.service import Service
+from replaybuf.service.session import AttachRequest
 
 log = logging.getLogger(__name__)
 
@@ -177,22 +179,22 @@ def _run(request: Request) -> Run:
 async def put_run(request: Request) -> Response:
     config = await _json(request, RunConfig)
     run, created = await _service(request).create(request.path_params["run"], config)
-    return json_response(await run.describe(), 201 if created else 200)
+    return json_response(run.describe(), 201 if created else 200)
 
 
 async def get_runs(request: Request) -> Response:
-    return json_response({"runs": [await run.describe() for _, run in sorted(_service(request).runs.items())]})
+    return json_response({"runs": [run.describe() for _, run in sorted(_service(request).runs.items())]})
 
 
 async def get_run(request: Request) -> Response:
-    return json_response(await _run(request).describe())
+    return json_response(_run(request).describe())
 
 
 async def patch_run(request: Request) -> Response:
     patch = await _json(request, ConfigPatch)
     run = _run(request)
     await run.patch(patch)
-    return json_response(await run.describe())
+    return json_response(run.describe())
 
 
 # ---------------------------------------------------------------------- producers
@@ -201,13 +203,13 @@ async def patch_run(request: Request) -> Response:
 async def post_tickets(request: Request) -> Response:
     asked = await _json(request, TicketRequest)
     return json_response(
-        await _run(request).take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000)
+        await _run(request).door.take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000)
     )
 
 
 async def delete_ticket(request: Request) -> Response:
     ticket = request.path_params["ticket"]
-    await _run(request).return_ticket(ticket, request.query_params.get("reason", "returned"))
+    await _run(request).door.return_ticket(ticket, request.query_params.get("reason", "returned"))
     return json_response({"ticket": ticket, "state": "returned"})
 
 
@@ -219,7 +221,7 @@ async def post_groups(request: Request) -> Response:
         incoming = [_from_frame(frame) for frame in split_frames(body)]
     else:
         incoming = [_from_json(wire) for wire in _groups_in(body)]
-    return json_response({"results": await run.append(incoming)})
+    return json_response({"results": await run.door.append(incoming)})
 
 
 def _groups_in(body: bytes) -> list[GroupJson]:
@@ -249,21 +251,23 @@ def _from_frame(frame: memoryview) -> Incoming:
 
 
 async def get_policy(request: Request) -> Response:
-    return json_response(await _run(request).policy_after(_optional_number(request, "after"), _wait_s(request)))
+    return json_response(await _run(request).session.policy_after(_optional_number(request, "after"), _wait_s(request)))
 
 
 async def post_policy(request: Request) -> Response:
     asked = await _json(request, PolicyRequest)
-    return json_response(await _run(request).publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter))
+    return json_response(
+        await _run(request).session.publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter)
+    )
 
 
 async def post_attach(request: Request) -> Response:
-    return json_response(await _run(request).attach(await _json(request, AttachRequest)))
+    return json_response(await _run(request).session.attach(await _json(request, AttachRequest)))
 
 
 async def get_batch(request: Request) -> Response:
     step = _number(request, "step", path=True)
-    outcome = await _run(request).batch(
+    outcome = await _run(request).batches.body(
         step, _number(request, "epoch"), _number(request, "dp_rank", 0), _wait_s(request)
     )
     if isinstance(outcome, WaitingAnswer):
@@ -273,13 +277,15 @@ async def get_batch(request: Request) -> Response:
 
 async def post_ack(request: Request) -> Response:
     asked = await _json(request, AckRequest)
-    return json_response(await _run(request).ack(_number(request, "step", path=True), asked.epoch, asked.feedback))
+    return json_response(
+        await _run(request).session.ack(_number(request, "step", path=True), asked.epoch, asked.feedback)
+    )
 
 
 async def post_checkpoint(request: Request) -> Response:
     asked = await _json(request, CheckpointRequest)
     keep = 1 if asked.keep is None else asked.keep
-    return json_response(await _run(request).checkpoint(asked.step, asked.epoch, keep))
+    return json_response(await _run(request).session.checkpoint(asked.step, asked.epoch, keep))
 
 
 # ---------------------------------------------------------------------- looking
@@ -305,12 +311,14 @@ async def get_group(request: Request) -> Response:
 
 async def get_record(request: Request) -> Response:
     step = _number(request, "step", path=True)
-    return json_response(await _run(request).record(step, _optional_number(request, "generation")))
+    return json_response(await _run(request).batches.record(step, _optional_number(request, "generation")))
 
 
 async def get_ledger(request: Request) -> Response:
     after, limit = _page(request)
-    records = [{"entry": n} | msgspec.to_builtins(record) async for n, record in _run(request).ledger(after, limit)]
+    records = [
+        {"entry": n} | msgspec.to_builtins(record) async for n, record in _run(request).journal.records(after, limit)
+    ]
     return json_response({"records": records, "next": records[-1]["entry"] if len(records) == limit else None})
 
 

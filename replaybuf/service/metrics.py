@@ -24,8 +24,8 @@ _RUN_COUNTERS: _Metrics = {
     "groups_used": ("Groups put into batches, each use counted", lambda run: run.state.groups_used),
     "groups_retired": ("Groups freed after a checkpoint", lambda run: run.state.retired),
     "groups_dead_lettered": ("Stored groups that turned out unusable", lambda run: run.state.dead_lettered),
-    "groups_duplicate": ("Appends answered duplicate", lambda run: run.duplicates),
-    "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.truncated),
+    "groups_duplicate": ("Appends answered duplicate", lambda run: run.door.duplicates),
+    "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.door.truncated),
     "tokens_used": ("Tokens put into batches, each use counted", lambda run: run.state.tokens_used),
     "tickets_issued": ("Tickets issued", lambda run: run.book.counts["issued"]),
     "tickets_expired": ("Tickets that expired", lambda run: run.book.counts["expired"]),
@@ -76,11 +76,11 @@ class _RunCollector(Collector):
         )
         state = GaugeMetricFamily("replaybuf_run_state", "1 for the state the run is in", labels=["run", "state"])
         for name, run in runs:
-            drops = run.rejected + run.state.evicted
+            drops = run.door.rejected + run.state.evicted
             for reason in sorted(drops):
                 dropped.add_metric([name, reason], drops[reason])
             for reason in REASONS:
-                waited.add_metric([name, reason], run.waited_s.get(reason, 0.0))
+                waited.add_metric([name, reason], run.batches.waited_s.get(reason, 0.0))
             for age, number in sorted(run.state.used_staleness.items()):
                 staleness.add_metric([name, str(age)], number)
             for value in ("running", "paused", "finished"):

@@ -180,17 +180,16 @@ class Service:
         behind = {name: run.state.stored for name, run in self.runs.items()}
         for name in await self.store.wait_for_groups(behind, FOLLOW_TIMEOUT_S):
             if name in self.runs:
-                await self._leading(self.runs[name], self.runs[name].pull)
+                await self._leading(self.runs[name], self.runs[name].door.pull)
 
     async def _tick(self) -> None:
         for run in list(self.runs.values()):
             await self._leading(run, run.tick)
-            await self._leading(run, run.free_payloads)
 
     async def _renew(self) -> None:
         for run in list(self.runs.values()):
             lease = await self.store.lead(run.name, self.holder, int(LEASE_S * 1000))
-            if lease.token != run.token:
+            if lease.token != run.journal.token:
                 await self._lose(run, lease.holder)
         for name in list(self._led_elsewhere):
             await self._load_or_follow(name)

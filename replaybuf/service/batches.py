@@ -1,0 +1,234 @@
+"""The batches of one run: made when first asked for, written to the ledger, served as the same bytes ever after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+
+from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
+from replaybuf.group import Group
+from replaybuf.ledger import BatchRecord, DeadLetterRecord
+from replaybuf.service import answers
+from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.assembly import Assembled, Loaded, assemble, digest_of, entry_in_batch, load, write_body
+from replaybuf.service.door import Door
+from replaybuf.service.journal import LONGEST_WAIT_S, Journal
+from replaybuf.service.selector import Selector
+from replaybuf.strategy import Selection
+
+log = logging.getLogger(__name__)
+
+KEPT_BATCHES = 3
+"""Packed batches held in memory, newest served last: the step in training, the prefetched one, one spare."""
+
+
+class Batches:
+    """Batches of one run. `waited_s` is the time trainers waited, by the reason they were told."""
+
+    def __init__(self, journal: Journal, selector: Selector, door: Door) -> None:
+        self.waited_s: defaultdict[str, float] = defaultdict(float)
+        self._journal = journal
+        self._state = journal.state
+        self._selector = selector
+        self._door = door
+        self._ready: OrderedDict[int, Assembled] = OrderedDict()
+        self._told: tuple[str, float] | None = None
+
+    # ------------------------------------------------------------------ serving
+
+    async def body(self, step: int, epoch: int, rank: int, wait_s: float) -> bytes | WaitingAnswer:
+        """Return the body of `step` for one rank, or why there is none yet.
+
+        Raises `Fenced`, `WrongStep`, `RunFinished`, `Gone`, and `Invalid` for a rank outside the world.
+        """
+        self.check_epoch(epoch)
+        ranks = self._state.attached.dp_world_size if self._state.attached else 0
+        if not 0 <= rank < ranks:
+            raise Invalid(f"dp_rank is {rank}; dp_world_size is {ranks}", name="dp_rank", value=rank, bound=ranks)
+
+        async def attempt() -> Assembled | WaitingAnswer:
+            self.check_epoch(epoch)
+            self._check_askable(step)
+            outcome = await self._batch(step)
+            self._account_wait(outcome)
+            return outcome
+
+        outcome = await self._journal.until(attempt, wait_s)
+        if isinstance(outcome, WaitingAnswer):
+            return outcome
+        return await asyncio.to_thread(write_body, self._journal.name, outcome, rank)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Let only the attached trainer pass. Raises `Fenced`."""
+        if epoch != self._state.epoch or epoch < 1:
+            raise Fenced(
+                f"epoch is {epoch}; the run is attached with epoch {self._state.epoch}",
+                name="epoch",
+                value=epoch,
+                bound=self._state.epoch,
+            )
+
+    def _check_askable(self, step: int) -> None:
+        state, look_ahead = self._state, self._selector.strategy.look_ahead
+        if step < 0 or step > state.step + max(1, look_ahead):
+            raise WrongStep(
+                f"step is {step}; the next unacked step is {state.step} and the strategy looks {look_ahead} ahead",
+                name="step",
+                value=step,
+                bound=state.step + look_ahead,
+            )
+        if step in state.batches:
+            return
+        max_steps = self._journal.config.max_steps
+        if state.state == "finished" or (max_steps is not None and step >= max_steps):
+            raise RunFinished(
+                f"run {self._journal.name} is finished after {state.step} steps",
+                name="step",
+                value=step,
+                bound=state.step,
+            )
+        if step < state.step:
+            raise Gone(
+                f"the batch of step {step} was freed by a checkpoint; the oldest one kept is {state.oldest_step}",
+                name="step",
+                value=step,
+                bound=state.oldest_step,
+            )
+
+    async def _batch(self, step: int) -> Assembled | WaitingAnswer:
+        if step > self._state.step + self._selector.strategy.look_ahead:
+            return self._selector.explain("awaiting_ack")
+        try:
+            async with self._journal.decision():
+                while self._state.next_step <= step:
+                    waits = await self._assemble_next()
+                    if waits and self._state.next_step == self._state.step and self._selector.supply_ended(waits):
+                        await self._finish()
+                        self._check_askable(step)
+                    if waits:
+                        return waits
+        except StrategyFault:
+            return self._selector.explain("paused")  # the decision that failed has paused the run
+        return await self._packed(step)
+
+    async def end_if_used_up(self) -> None:
+        """Finish a run whose prompt supply is used up, with no ticket out and too little for a batch."""
+        state = self._state
+        if state.state != "running" or state.next_step > state.step:
+            return  # a batch is in training; what comes after it is judged when it is acked
+        async with self._journal.decision():
+            waits = self._selector.why_waiting()
+            if waits and state.next_step == state.step and self._selector.supply_ended(waits):
+                await self._finish()
+
+    async def _finish(self) -> None:
+        log.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
+        await self._journal.set_state("finished", "prompts")
+        await self._journal.notify()
+
+    def _account_wait(self, outcome: object) -> None:
+        """Book the time since the trainer was last told to wait under the reason it was told then."""
+        now = self._journal.clock()
+        if self._told:
+            reason, since_s = self._told
+            self.waited_s[reason] += max(0.0, min(now - since_s, LONGEST_WAIT_S))
+        self._told = (outcome.reason, now) if isinstance(outcome, WaitingAnswer) else None
+
+    def forget(self) -> None:
+        """Drop what was packed for a trainer that is gone."""
+        self._ready.clear()
+        self._told = None
+
+    # ------------------------------------------------------------------ making
+
+    async def _assemble_next(self) -> WaitingAnswer | None:
+        """Make the batch of the next step, or say why not. Called within a decision."""
+        while True:
+            chosen = self._selector.choose()
+            if isinstance(chosen, WaitingAnswer):
+                return chosen
+            loaded = await load(self._journal.store, self._journal.name, chosen.rows.tolist())
+            if loaded.broken:
+                await self._bury(loaded.broken)
+                continue
+            record = self._write_down(chosen, loaded)
+            await self._journal.append(record)
+            self._pack(record, loaded.groups)
+            await self._door.evict()
+            return None
+
+    def _write_down(self, chosen: Selection, loaded: Loaded) -> BatchRecord:
+        state, config = self._state, self._journal.config
+        step = state.next_step
+        version = config.version_of(step)
+        index = state.index
+        weights = [None] * len(loaded.entries) if chosen.weights is None else chosen.weights.astype(float).tolist()
+        held = []
+        for entry, weight in zip(loaded.entries, weights, strict=True):
+            uses = int(index["times_sampled"][index.rows_of([entry.number])[0]])
+            held.append(entry_in_batch(entry, version, uses + 1, weight))
+        digest = digest_of(loaded.entries, step, state.generation)
+        return BatchRecord(
+            step=step,
+            generation=state.generation,
+            batch_id=f"{state.generation}-{step}-{digest[:8]}",
+            digest=digest,
+            version=version,
+            strategy=config.strategy.name,
+            options=config.strategy.options,
+            seed=self._selector.seed(step),
+            tokens=sum(entry.tokens for entry in held),
+            rollouts=sum(group.rollouts for group in loaded.groups.values()),
+            groups=held,
+            at_s=self._journal.clock(),
+        )
+
+    async def _bury(self, broken: dict[int, str]) -> None:
+        by_reason: dict[str, list[int]] = {}
+        for number, reason in sorted(broken.items()):
+            by_reason.setdefault(reason, []).append(number)
+        log.error("groups are unusable run=%s numbers=%s", self._journal.name, by_reason)
+        await self._journal.append(DeadLetterRecord(numbers=by_reason, at_s=self._journal.clock()))
+
+    async def _packed(self, step: int) -> Assembled:
+        """Return a batch of the current history, fetched and packed again where it is not at hand."""
+        if step in self._ready:
+            return self._ready[step]
+        record = await self._journal.batch_record(self._state.batches[step].entry)
+        loaded = await load(self._journal.store, self._journal.name, [entry.number for entry in record.groups])
+        return self._pack(record, loaded.groups)
+
+    def _pack(self, record: BatchRecord, groups: dict[int, Group]) -> Assembled:
+        if self._state.attached is None:
+            raise Conflict(f"run {self._journal.name} has no trainer attached", name="epoch", value=0, bound=1)
+        batch = assemble(record, groups, self._state.attached)
+        self._ready[record.step] = batch
+        while len(self._ready) > KEPT_BATCHES:
+            self._ready.popitem(last=False)
+        return batch
+
+    # ------------------------------------------------------------------ looking
+
+    async def record(self, step: int, generation: int | None) -> dict[str, Any]:
+        """Render the record of a batch. Raises `NotFound` where that history has no such step."""
+        state = self._state
+        entry = state.batch_entry(step, generation)
+        if entry is None:
+            where = "the current history" if generation is None else f"generation {generation}"
+            raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
+        record = await self._journal.batch_record(entry)
+        if state.records.get(step) != entry:
+            standing = "voided"
+        else:
+            standing = "assembled" if step in state.batches and not state.batches[step].acked else "acked"
+        at_hand = await self._packed(step) if standing != "voided" and step in state.batches else None
+        return answers.batch_record(self._journal.name, record, standing, at_hand)
+
+    def longest_rollout(self, step: int) -> int:
+        """Tokens of the longest rollout in the batch of `step`."""
+        rows = self._state.index.rows_of(self._state.batches[step].numbers)
+        return int(np.max(self._state.index["longest_tokens"][rows], initial=0))

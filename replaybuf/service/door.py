@@ -1,0 +1,308 @@
+"""Where groups come in: judged all or nothing, stored, taken into the index; and the tickets that let them come."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from replaybuf.advantages import advantages
+from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, NotFound, TooLarge
+from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
+from replaybuf.frame import encode_frame, stored_checksum
+from replaybuf.group import Admissible, Group, check_group, truncate
+from replaybuf.index import LIVE, Numbers
+from replaybuf.ledger import EvictRecord, TicketRecord
+from replaybuf.service import answers
+from replaybuf.service.answers import Amount, WaitingAnswer
+from replaybuf.service.journal import Journal
+from replaybuf.service.selector import Selector
+from replaybuf.store.redis import ToAppend, decode_strings
+
+log = logging.getLogger(__name__)
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """One group at the door: its columns and the frame it came in (None = it came as JSON), or why it failed."""
+
+    group: Group | None
+    frame: bytes | None = None
+    rejection: GroupRejected | None = None
+
+
+class Door:
+    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good."""
+
+    def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
+        self.rejected: Counter[str] = Counter()
+        self.duplicates = 0
+        self.truncated = 0
+        self._journal = journal
+        self._selector = selector
+        self._book = book
+        self._pulling = asyncio.Lock()
+
+    async def restore(self, counts: dict[str, int]) -> None:
+        """Take in what storage holds of tickets and refusals."""
+        self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
+        self._book.restore(await self._journal.store.tickets(self._journal.name), counts)
+        prompts = self._book.prompts_at_hand()
+        numbers = await self._journal.store.numbers_of(self._journal.name, [prompt_key(*prompt) for prompt in prompts])
+        failed = self._journal.state.failed_prompts
+        await self._strike([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+
+    # ------------------------------------------------------------------ groups
+
+    async def append(self, incoming: Sequence[Incoming]) -> list[dict[str, Any]]:
+        """Store groups; one result each. Raises `TooLarge`, `InvalidGroups` where none could enter, `NoRoom`."""
+        results: list[dict[str, Any]] = [{} for _ in incoming]
+        ready: list[tuple[int, ToAppend]] = []
+        for position, item in enumerate(incoming):
+            try:
+                ready.append((position, self._admit(item)))
+            except GroupRejected as rejection:
+                results[position] = {
+                    "group_id": item.group.group_id if item.group else None,
+                    "status": "rejected",
+                    "reason": rejection.reason,
+                    "detail": rejection.detail,
+                }
+        self._check_room([item for _, item in ready])
+        await self._count_rejected(Counter(result["reason"] for result in results if result))
+        if not ready:
+            raise self._refusal(results)
+        journal = self._journal
+        appended = await journal.store.append(
+            journal.name, [item for _, item in ready], journal.state.published[""], journal.clock()
+        )
+        for (position, _), outcome in zip(ready, appended, strict=True):
+            status = "stored" if outcome.stored else "duplicate"
+            results[position] = {"group_id": outcome.group_id, "status": status}
+        self.duplicates += sum(not outcome.stored for outcome in appended)
+        await self.pull()
+        return results
+
+    def _admit(self, item: Incoming) -> ToAppend:
+        """Judge one group at the door and make it ready to be stored."""
+        if item.rejection or item.group is None:
+            raise item.rejection or GroupRejected("malformed", "the group does not decode")
+        config = self._journal.config
+        frame = item.frame
+        group_id, key, group = self._identify(item.group)
+        if config.batch.overlong == "truncate":
+            cut = truncate(group, config.batch.seq_len)
+            if cut is not group:
+                self.truncated += 1
+                group, frame = cut, None
+        rejection = check_group(group, self.bounds)
+        if rejection:
+            raise GroupRejected(rejection.reason, rejection.detail)
+        if group.advantages is None:
+            filled = advantages(config.advantage, group.rewards)
+            group, frame = dataclasses.replace(group, advantages=filled), None
+        encoded = frame if frame is not None else encode_frame(group)
+        if len(encoded) > config.limits.max_group_bytes:
+            raise GroupRejected(
+                "too_large",
+                f"the group has {len(encoded)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
+            )
+        return ToAppend(group, group_id, key, encoded, stored_checksum(encoded))
+
+    def _identify(self, group: Group) -> tuple[str, str, Group]:
+        """Find the id of a group, and the prompt it stands for where it has a ticket."""
+        if group.ticket is None:
+            if not group.group_id:
+                raise GroupRejected("missing_group_id", "group_id is missing; a group without a ticket needs one")
+            return group.group_id, "", group
+        try:
+            ticket = parse_ticket(group.ticket)
+        except NotFound as error:
+            raise GroupRejected("unknown_ticket", error.detail) from None
+        if ticket.adapter != group.adapter or ticket.prompt_index >= self._book.next_index.get(ticket.adapter, 0):
+            raise GroupRejected("unknown_ticket", f"ticket {group.ticket!r} was not issued, or for another adapter")
+        if group.prompt_index not in (None, ticket.prompt_index):
+            raise GroupRejected(
+                "wrong_prompt_index",
+                f"prompt_index is {group.prompt_index}; ticket {group.ticket} is for {ticket.prompt_index}",
+            )
+        lost_from = self._journal.state.lost_version_since(ticket.generation)
+        if lost_from is not None and group.policy_version_max > lost_from:
+            raise GroupRejected(
+                "lost_lineage",
+                f"the newest policy version is {group.policy_version_max}; after ticket {group.ticket} was issued a "
+                f"rewind went back to version {lost_from}",
+            )
+        key = prompt_key(ticket.adapter, ticket.prompt_index)
+        return group.group_id or key, key, dataclasses.replace(group, prompt_index=ticket.prompt_index)
+
+    @property
+    def bounds(self) -> Admissible:
+        """What groups are checked against."""
+        config = self._journal.config
+        return Admissible(
+            published_version=self._journal.state.published[""],
+            adapters=frozenset(config.adapters),
+            group_size=config.group_size,
+            vocab_size=config.vocab_size,
+            seq_len=config.batch.seq_len,
+            tokens_per_batch=config.batch.tokens_per_batch,
+        )
+
+    def _check_room(self, items: Sequence[ToAppend]) -> None:
+        limit = self._journal.config.limits.max_tokens_live
+        coming = sum(item.group.tokens for item in items if not item.prompt_key)  # a ticket has its room already
+        if limit is None or not coming:
+            return
+        live = self._journal.state.live_tokens()
+        if live + coming > limit:
+            raise NoRoom(
+                f"{live} tokens are live and {coming} would come; limits.max_tokens_live is {limit}",
+                name="max_tokens_live",
+                value=live + coming,
+                bound=limit,
+            )
+
+    async def _count_rejected(self, reasons: Counter[str]) -> None:
+        if reasons:
+            self.rejected.update(reasons)
+            await self._journal.store.count(self._journal.name, {f"rejected:{name}": n for name, n in reasons.items()})
+
+    def _refusal(self, results: list[dict[str, Any]]) -> Invalid | TooLarge:
+        if not results:
+            return Invalid("groups is empty; at least one group is needed", name="groups", value=0, bound=1)
+        first = results[0]
+        if all(result["reason"] == "too_large" for result in results):
+            bound = self._journal.config.limits.max_group_bytes
+            return TooLarge(first["detail"], name="limits.max_group_bytes", bound=bound)
+        return InvalidGroups(
+            f"all {len(results)} groups were rejected; the first: {first['reason']}: {first['detail']}",
+            results,
+            name="groups",
+            value=first["reason"],
+        )
+
+    async def pull(self) -> None:
+        """Take in what is new in the index stream, whoever wrote it."""
+        journal = self._journal
+        taken = False
+        async with self._pulling:
+            async for numbers, values, strings in journal.store.read_index(journal.name, journal.state.stored):
+                journal.state.store(numbers, values)
+                taken = True
+                decoded = [decode_strings(raw) for raw in strings]
+                await journal.store.adopt([entry.payload_key for entry in decoded])
+                indexes = values["prompt_index"].tolist()
+                await self._strike([(e.adapter, i) for e, i in zip(decoded, indexes, strict=True) if i >= 0])
+                await self._evict_arrivals(numbers)
+        if taken:
+            await journal.notify()
+
+    async def _evict_arrivals(self, numbers: Numbers) -> None:
+        """Evict what arrived too late; the common case, nothing to evict, takes no lock."""
+        if self._selector.evictable(numbers):
+            async with self._journal.decision():
+                await self.evict(numbers)
+
+    async def evict(self, only: Numbers | None = None) -> None:
+        """Record which live groups no batch from the next step on can use. Called within a decision."""
+        by_reason = self._selector.evictable(only)
+        if by_reason:
+            journal = self._journal
+            await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
+
+    # ------------------------------------------------------------------ tickets
+
+    async def take_tickets(self, producer: str, count: int, adapter: str, wait_s: float) -> dict[str, Any]:
+        """Issue up to `count` tickets, waiting up to `wait_s` for the first; where there is none, say why."""
+        journal = self._journal
+        if count < 1:
+            raise Invalid(f"count is {count}; at least 1 is needed", name="count", value=count, bound=1)
+        if adapter not in journal.state.published:
+            known = sorted(journal.config.adapters)
+            raise Invalid(f"adapter is {adapter!r}; the run has {known}", name="adapter", value=adapter, bound=known)
+        outcome = await journal.until(lambda: self._issue(adapter, count), wait_s)
+        self._selector.last_asked_s = journal.clock()
+        answer: dict[str, Any] = {"tickets": [], "published_version": journal.state.published[adapter]}
+        if isinstance(outcome, WaitingAnswer):
+            return answer | {"waiting": outcome}
+        log.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome.issued))
+        answer["tickets"] = [
+            {
+                "ticket": str(ticket),
+                "prompt_index": ticket.prompt_index,
+                "attempt": ticket.attempt,
+                "expires_in_s": self._book.ttl_s,
+            }
+            for ticket in outcome.issued
+        ]
+        return answer
+
+    async def _issue(self, adapter: str, count: int) -> TicketChange | WaitingAnswer:
+        journal, book = self._journal, self._book
+        self._selector.last_asked_s = journal.clock()
+        async with journal.decision():
+            await self._expire()
+            have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
+            if journal.state.state != "running":
+                return answers.waiting(journal.state.state, have, journal.config)
+            if book.used_up(adapter):
+                # The supply is used up, though a ticket that is out may still come back.
+                blocked_on = "producers" if book.out else "nothing"
+                return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
+            capacity = self._selector.capacity()
+            if capacity < 1:
+                return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
+            change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
+            await self._keep(change)
+            return change
+
+    async def return_ticket(self, text: str, reason: str) -> None:
+        """Take a ticket back; after `max_attempts` its prompt is recorded as failed. Raises `NotFound`."""
+        ticket = parse_ticket(text)
+        async with self._journal.decision():
+            change = self._book.give_back(ticket)
+            log.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
+            await self._keep(change, reason)
+        await self._journal.notify()
+
+    async def expire_tickets(self) -> None:
+        """Take back tickets past their deadline."""
+        deadline_s = self._book.next_deadline_s()
+        if deadline_s is not None and deadline_s <= self._journal.clock():
+            async with self._journal.decision():
+                await self._expire()
+            await self._journal.notify()
+
+    async def _expire(self) -> None:
+        change = self._book.expire(self._journal.clock())
+        if change:
+            log.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
+            await self._keep(change, "expired")
+
+    async def _keep(self, change: TicketChange, reason: str = "") -> None:
+        journal = self._journal
+        # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
+        for ticket in change.failed:
+            record = TicketRecord(
+                adapter=ticket.adapter,
+                prompt_index=ticket.prompt_index,
+                outcome="failed",
+                attempts=ticket.attempt,
+                reason=reason,
+                at_s=journal.clock(),
+            )
+            await journal.append(record)
+        if change:
+            await journal.store.change_tickets(
+                journal.name, journal.token, drop=change.drop, deadlines_s=change.deadlines_s, counts=change.counts
+            )
+
+    async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
+        change = self._book.done(prompts)
+        if change:
+            await self._journal.store.change_tickets(self._journal.name, self._journal.token, drop=change.drop)

@@ -1,0 +1,204 @@
+"""The trainer's side of a run: attach and fence, ack, publish versions, record checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from replaybuf.errors import Conflict, Invalid, WrongStep
+from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
+from replaybuf.packing import MAX_RANKS
+from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.batches import Batches
+from replaybuf.service.door import Door
+from replaybuf.service.journal import Journal
+from replaybuf.service.selector import Selector
+from replaybuf.strategy import Feedback
+
+log = logging.getLogger(__name__)
+
+
+class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a trainer attaches: its ranks, the step it resumes at (None = where the run stands), its row layout."""
+
+    dp_world_size: int = 1
+    resume_step: int | None = None
+    on_resume: str = "redeliver"
+    seq_len: int | None = None
+    pad_to_multiple_of: int | None = None
+
+
+class Session:
+    """What the attached trainer may change. Every call of an older epoch raises `Fenced`."""
+
+    def __init__(self, journal: Journal, selector: Selector, door: Door, batches: Batches) -> None:
+        self._journal = journal
+        self._state = journal.state
+        self._selector = selector
+        self._door = door
+        self._batches = batches
+
+    async def attach(self, request: AttachRequest) -> dict[str, Any]:
+        """Give the run to a trainer, fence older epochs, restore history to its step.
+
+        Raises `WrongStep` for a step that cannot be resumed, `Conflict` where standing batches do not fit its rows.
+        """
+        journal, state = self._journal, self._state
+        async with journal.decision():
+            step = state.step if request.resume_step is None else request.resume_step
+            if not state.oldest_step <= step <= state.step:
+                raise WrongStep(
+                    f"resume_step is {step}; steps {state.oldest_step} (oldest kept checkpoint) to {state.step} "
+                    "(next unacked) can be resumed",
+                    name="resume_step",
+                    value=step,
+                    bound=[state.oldest_step, state.step],
+                )
+            layout = self._layout(request)
+            redeliver = request.on_resume == "redeliver"
+            if redeliver:
+                self._check_rows_fit(step, layout.seq_len)
+            attached = msgspec.structs.replace(layout, epoch=state.epoch + 1, step=step, at_s=journal.clock())
+            # ATTACH first: should we die before REWIND, the older trainer is fenced and this one asks again.
+            await journal.append(attached)
+            if step < state.step or (not redeliver and state.next_step > step):
+                rewind = RewindRecord(
+                    step=step,
+                    generation=state.generation + 1,
+                    on_resume="redeliver" if redeliver else "resample",
+                    version=journal.config.version_of(step),
+                    until=state.stored,
+                    at_s=journal.clock(),
+                )
+                await journal.append(rewind)
+            self._batches.forget()
+            await self._door.evict()
+        await journal.notify()
+        log.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
+        return {
+            "epoch": attached.epoch,
+            "step": step,
+            "generation": state.generation,
+            "published_version": state.published[""],
+            "dp_world_size": attached.dp_world_size,
+            "seq_len": attached.seq_len,
+            "pad_to_multiple_of": attached.pad_to_multiple_of,
+            "look_ahead": self._selector.strategy.look_ahead,
+        }
+
+    def _layout(self, request: AttachRequest) -> AttachRecord:
+        batch = self._journal.config.batch
+        seq_len = batch.seq_len if request.seq_len is None else request.seq_len
+        multiple = batch.pad_to_multiple_of if request.pad_to_multiple_of is None else request.pad_to_multiple_of
+        ranks = request.dp_world_size
+        divides = multiple >= 1 and seq_len % multiple == 0
+        for name, value, fits, bound in (
+            ("dp_world_size", ranks, 1 <= ranks <= MAX_RANKS, f"1..{MAX_RANKS}"),
+            ("seq_len", seq_len, seq_len >= 2, "at least 2"),
+            ("pad_to_multiple_of", multiple, divides, f"a divisor of seq_len = {seq_len}"),
+            ("on_resume", request.on_resume, request.on_resume in ("redeliver", "resample"), "redeliver or resample"),
+        ):
+            if not fits:
+                raise Invalid(f"{name} is {value!r}; it must be {bound}", name=name, value=value, bound=bound)
+        return AttachRecord(epoch=0, step=0, dp_world_size=ranks, seq_len=seq_len, pad_to_multiple_of=multiple)
+
+    def _check_rows_fit(self, step: int, seq_len: int) -> None:
+        if self._journal.config.batch.overlong == "truncate":
+            return
+        for standing in self._state.batches:
+            longest = self._batches.longest_rollout(standing)
+            if standing >= step and longest > seq_len:
+                raise Conflict(
+                    f"seq_len is {seq_len}; batch {standing}, to be redelivered, holds a rollout of {longest} tokens",
+                    name="seq_len",
+                    value=seq_len,
+                    bound=longest,
+                )
+
+    async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> dict[str, Any]:
+        """Count a step as trained, once. Raises `WrongStep` out of order or for a step never served."""
+        journal, state = self._journal, self._state
+        async with journal.decision():
+            self._batches.check_epoch(epoch)
+            unserved = step == state.step and step not in state.batches
+            if step < 0 or step > state.step or unserved:
+                raise WrongStep(
+                    f"step is {step}; "
+                    + ("its batch was never served" if unserved else f"the next step to ack is {state.step}"),
+                    name="step",
+                    value=step,
+                    bound=state.step,
+                )
+            if step == state.step:
+                await journal.append(AckRecord(step=step, epoch=epoch, feedback=feedback, at_s=journal.clock()))
+                if feedback:
+                    strategy = self._selector.strategy
+                    self._selector.ask("observe", lambda: strategy.observe(Feedback(step, feedback)))
+        await journal.notify()
+        return {"step": step, "state": "acked"}
+
+    async def publish(self, version: int, epoch: int, weights_uri: str | None, adapter: str) -> dict[str, Any]:
+        """Record that the engines loaded a version. Raises `Conflict` where it goes back or too far."""
+        journal, state = self._journal, self._state
+        async with journal.decision():
+            self._batches.check_epoch(epoch)
+            if adapter not in state.published:
+                known = sorted(journal.config.adapters)
+                raise Invalid(f"adapter is {adapter!r}; the run has {known}", name="adapter", value=adapter)
+            published, newest = state.published[adapter], journal.config.version_of(state.step)
+            if not published <= version <= newest:
+                why = "versions only grow" if version < published else "ack the steps before it first"
+                raise Conflict(
+                    f"version is {version}; published is {published}, the next unacked step trains {newest}: {why}",
+                    name="version",
+                    value=version,
+                    bound=[published, newest],
+                )
+            if version > published:
+                record = PolicyRecord(
+                    version=version, weights_uri=weights_uri, adapter=adapter, epoch=epoch, at_s=journal.clock()
+                )
+                await journal.append(record)
+        await journal.notify()
+        return self.policy()
+
+    def policy(self) -> dict[str, Any]:
+        """Render the published policy."""
+        return {
+            "version": self._state.published[""],
+            "weights_uri": self._state.weights_uri[""],
+            "adapters": {name: version for name, version in self._state.published.items() if name},
+            "generation": self._state.generation,
+        }
+
+    async def policy_after(self, after: int | None, wait_s: float) -> dict[str, Any]:
+        """Return the policy once its version is above `after`, or when the wait is over."""
+
+        async def attempt() -> dict[str, Any] | WaitingAnswer:
+            if after is None or self._state.published[""] > after:
+                return self.policy()
+            return self._selector.explain("awaiting_publication")
+
+        outcome = await self._journal.until(attempt, wait_s)
+        return self.policy() if isinstance(outcome, WaitingAnswer) else outcome
+
+    async def checkpoint(self, step: int, epoch: int, keep: int) -> dict[str, Any]:
+        """Keep what the newest `keep` checkpoints may need; what is older may go. Raises `WrongStep`."""
+        journal, state = self._journal, self._state
+        async with journal.decision():
+            self._batches.check_epoch(epoch)
+            if keep < 1:
+                raise Invalid(f"keep is {keep}; at least 1 is needed", name="keep", value=keep, bound=1)
+            if not state.oldest_step <= step <= state.step:
+                raise WrongStep(
+                    f"step is {step}; a checkpoint can be recorded for {state.oldest_step} to {state.step}",
+                    name="step",
+                    value=step,
+                    bound=[state.oldest_step, state.step],
+                )
+            if sorted({*state.checkpoints, step})[-keep:] != state.checkpoints:
+                await journal.append(CheckpointRecord(step=step, keep=keep, at_s=journal.clock()))
+        await journal.notify()
+        return {"checkpoints": state.checkpoints, "oldest_step": state.oldest_step}
