@@ -152,7 +152,7 @@ def _with_config(
     sources: list[object] = [Env("REPLAYBUF_")]
     if config is not None:
         sources.append(Toml(config, must_exist=True, search_parents=False))
-    app.config = tuple(sources)  # type: ignore[assignment]
+    app.config = tuple(sources)
     return app(tokens)
 
 

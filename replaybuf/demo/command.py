@@ -72,6 +72,7 @@ def run_demo(
         if folder.report_json.is_file():
             console.print(f"the demo in {folder.root} is finished; its report: {folder.report_html}", soft_wrap=True)
             return 0
+        folder.create()
         _log_to(folder.logs / "demo.log")
         progress = _run(folder, request, choose_view(console), lock)
         if isinstance(progress, Stop):

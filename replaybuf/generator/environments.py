@@ -71,7 +71,9 @@ class ReasoningGym:
         if not isinstance(task.get("dataset"), str):
             raise Invalid(f"metadata.{METADATA_KEY}.dataset is missing; reasoning-gym needs it", name="metadata")
         if "entry" not in task and prompt.answer is None:
-            raise Invalid(f"has neither answer nor metadata.{METADATA_KEY}.entry; reasoning-gym needs one", name="answer")
+            raise Invalid(
+                f"has neither answer nor metadata.{METADATA_KEY}.entry; reasoning-gym needs one", name="answer"
+            )
         self._scorer(task)
 
     def score(self, prompt: Prompt, completion_text: str) -> Score:
@@ -105,7 +107,9 @@ def check_prompts(environment: Environment, prompts: Iterable[Prompt], file: obj
         try:
             environment.check(prompt)
         except Invalid as error:
-            raise Invalid(f"prompts file {file}, line {prompt.line}: {error}", name="prompts", value=prompt.line) from None
+            raise Invalid(
+                f"prompts file {file}, line {prompt.line}: {error}", name="prompts", value=prompt.line
+            ) from None
 
 
 def _task(prompt: Prompt) -> dict[str, Any]:

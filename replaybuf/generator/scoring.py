@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from replaybuf.errors import ReplaybufError, RewardFault
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.prompts import Prompt
 from replaybuf.group import Float64s
-
-logger = logging.getLogger(__name__)
 
 MAX_STUCK = 16
 """So many scorings may hang at the same time before the environment counts as broken."""
@@ -30,52 +28,68 @@ class Scores:
 
 
 class Scorer:
-    """Runs an environment, one group at a time in a thread of its own, for at most `timeout_s` seconds.
+    """Runs an environment, each group in a thread of its own, for at most `timeout_s` seconds.
 
-    A thread that hangs cannot be ended; it is left behind, as a daemon thread, so that it does not hold up the end of
-    the process either. `stuck` counts them, stuck <= MAX_STUCK: beyond, scoring raises `ReplaybufError`.
+    A thread that hangs cannot be ended. It is left behind, as a daemon thread, so that it does not hold up the end of
+    the process either; `stuck` <= MAX_STUCK counts them, and beyond that scoring raises `ReplaybufError`. Code that
+    hangs inside an extension without releasing the interpreter lock is out of reach of this bound.
     """
 
     def __init__(self, environment: Environment, *, timeout_s: float) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
-        self.stuck = 0
+        self._left_behind: list[Future[list[Score]]] = []
+
+    @property
+    def stuck(self) -> int:
+        """Count the threads that were left behind and still run."""
+        self._left_behind = [promise for promise in self._left_behind if not promise.done()]
+        return len(self._left_behind)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Scores:
         """Score the n completions of one prompt.
 
-        Raises `RewardFault` where a score raises, is late, not finite, or has other parts than the one before.
+        Raises `RewardFault` where a score raises, is late, is not finite, or has other parts than its neighbours.
         """
         if self.stuck >= MAX_STUCK:
-            raise ReplaybufError(f"{self.stuck} scorings hang; the environment is broken", name="stuck", bound=MAX_STUCK)
-        scored = self._start(lambda: [self._environment.score(prompt, text) for text in completions])
+            raise ReplaybufError(f"{MAX_STUCK} scorings hang; the environment is broken", name="stuck", bound=MAX_STUCK)
+        promise = self._start(prompt, completions)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                scores = await asyncio.shield(scored)
-        except TimeoutError:
-            if not scored.done():
-                self._leave_behind(scored)
-                detail = f"reward of prompt {prompt.prompt_id!r} is not there after {self._timeout_s:g} s"
-                raise RewardFault("reward_timeout", detail, name="reward", bound=self._timeout_s) from None
-            raise RewardFault("reward_raised", _raised(prompt, TimeoutError())) from None
+            async with asyncio.timeout(self._timeout_s) as bound:
+                scores = await asyncio.wrap_future(promise)
         except Exception as error:  # whatever an environment raises is its author's to read
-            raise RewardFault("reward_raised", _raised(prompt, error), name="reward") from error
+            if not bound.expired():
+                raise _fault("reward_raised", prompt, f"raised {error!r}") from error
+            self._left_behind.append(promise)
+            raise _fault("reward_timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
         return _columns(prompt, scores)
 
-    def _start(self, work: Callable[[], list[Score]]) -> asyncio.Future[list[Score]]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Score]] = loop.create_future()
-
-        def settle(result: list[Score] | None, error: BaseException | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result or [])
+    def _start(self, prompt: Prompt, completions: Sequence[str]) -> Future[list[Score]]:
+        promise: Future[list[Score]] = Future()
+        promise.set_running_or_notify_cancel()  # from here on it cannot be cancelled, only awaited no longer
 
         def run() -> None:
-            ...
+            try:
+                promise.set_result([self._environment.score(prompt, text) for text in completions])
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever awaits the promise judges it
+                # An exception that means something to coroutines must not travel through one as itself.
+                promise.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
         threading.Thread(target=run, name="replaybuf-score", daemon=True).start()
-        return future
+        return promise
+
+
+def _columns(prompt: Prompt, scores: Sequence[Score]) -> Scores:
+    rewards = np.array([score.reward for score in scores], np.float64)
+    names = list(scores[0].parts)
+    if any(score.parts.keys() != scores[0].parts.keys() for score in scores):
+        raise _fault("reward_parts_differ", prompt, "has different parts per completion")
+    parts = {name: np.array([score.parts[name] for score in scores], np.float64) for name in names}
+    for name, values in {"reward": rewards, **parts}.items():
+        if not np.isfinite(values).all():
+            raise _fault("reward_not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
+    return Scores(rewards, parts)
+
+
+def _fault(reason: str, prompt: Prompt, what: str) -> RewardFault:
+    return RewardFault(reason, f"reward of prompt {prompt.prompt_id!r} {what}", name="reward", value=prompt.prompt_id)

@@ -1,0 +1,72 @@
+"""`replaybuf status`: what the runs of a service hold and what they wait for, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from replaybuf.errors import ServiceUnavailable, from_problem
+
+TIMEOUT_S = 10.0
+
+
+def show(url: str, run: str | None, token: str | None, console: Console) -> None:
+    """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    path = f"/v1/runs/{run}" if run else "/v1/runs"
+    try:
+        response = httpx.get(url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise ServiceUnavailable(
+            f"no answer from {url}: {error or type(error).__name__}", name="url", value=url
+        ) from error
+    body = msgspec.json.decode(response.content)
+    if response.is_error:
+        raise from_problem(response.status_code, body)
+    runs = [body] if run else body["runs"]
+    if not runs:
+        console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
+    for state in runs:
+        console.print(_table(state))
+
+
+def _table(state: dict[str, Any]) -> Table:
+    table = Table(title=f"run {state['run']}", title_justify="left", show_header=False)
+    paused = f" ({state['paused_reason']})" if state["paused_reason"] else ""
+    groups, tickets = state["groups"], state["tickets"]
+    for name, value in (
+        ("state", state["state"] + paused),
+        ("next batch", _waiting(state["waiting"])),
+        ("next unacked step", state["step"]),
+        ("published version", state["published_version"]),
+        ("strategy", f"{state['strategy']['name']} {_pairs(state['strategy']['options'])}"),
+        ("groups live", f"{groups['live']} ({state['tokens']['live']} tokens)"),
+        ("groups stored", groups["stored"]),
+        ("in batches, retired", f"{groups['in_batches']}, {groups['retired']}"),
+        ("evicted", _pairs(groups["evicted"])),
+        ("rejected", _pairs(groups["rejected"])),
+        ("dead letters", groups["dead_lettered"]),
+        ("tickets", _pairs(tickets)),
+        ("staleness at use", _pairs(state["staleness"])),
+        ("epoch, generation", f"{state['epoch']}, {state['generation']}"),
+        ("durability", state["durability"]),
+    ):
+        table.add_row(name, str(value))
+    return table
+
+
+def _waiting(waiting: dict[str, Any] | None) -> str:
+    if waiting is None:
+        return "ready"
+    return (
+        f"{waiting['reason']}: have {_pairs(waiting['have'])}; need {_pairs(waiting['need'])}; "
+        f"waiting for {waiting['blocked_on']}"
+    )
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
