@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"replaybuf: {error.detail}", file=sys.stderr)
         log.debug("error", exc_info=True)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,6 +18,7 @@ import msgspec
 from replaybuf.demo.processes import ProcessState
 
 RECENT_STEPS = 40
+RECENT_LINES = 4
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -43,10 +44,10 @@ class TrainerLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratorLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The generator's counters at one moment; `time` in seconds since the epoch."""
+    """The generator's counters since its start, at one moment; `time` in seconds since the epoch."""
 
     time: float = 0.0
-    tokens: int = 0
+    generated_tokens: int = 0
     groups: int = 0
 
 
@@ -193,10 +194,10 @@ class Progress:
     @property
     def generated_tokens_per_s(self) -> float | None:
         """Completion tokens generated per second lately."""
-        recent = self.generated[-RECENT_STEPS:]
+        recent = self.generated[-RECENT_LINES:]
         if len(recent) < 2 or recent[-1].time <= recent[0].time:
             return None
-        return (recent[-1].tokens - recent[0].tokens) / (recent[-1].time - recent[0].time)
+        return (recent[-1].generated_tokens - recent[0].generated_tokens) / (recent[-1].time - recent[0].time)
 
     @property
     def trained_tokens_per_s(self) -> float | None:

@@ -3,7 +3,7 @@
 ::
 
     init-model ─► serve, engine ─► PUT run ─► accuracy before ─► generate, train ─► accuracy after
-    (new only)                                                    accuracy during, every `MARKS` of the steps
+    (new only)                                                    accuracy during, every `EXAM_SHARES` of the steps
 
 The demo trains nothing itself: it starts the processes, asks the service for the run's state, reads the metrics files
 and asks the engine the held-out problems.
@@ -20,6 +20,7 @@ import msgspec
 
 from replaybuf.client import AsyncClient
 from replaybuf.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
+from replaybuf.demo.exam import Exam
 from replaybuf.demo.folder import Folder, Request
 from replaybuf.demo.processes import look
 from replaybuf.demo.progress import (
@@ -32,24 +33,27 @@ from replaybuf.demo.progress import (
     append_line,
 )
 from replaybuf.demo.supervisor import Child, Stop, Supervisor
-from replaybuf.demo.view import TRAINING, View
+from replaybuf.demo.view import TRAINING, View, percent
 
 RUN = "demo"
 TASK = "spell_backward"
+ENVIRONMENT = "reasoning-gym"
 TARGET_ACCURACY = 0.25
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 32
 SEQ_LEN = 128
 MAX_NEW_TOKENS = 8
 MAX_STALENESS = 1
-MARKS = (0.2, 0.4, 0.6, 0.8)
+SAMPLES = 4
+"""Completions per held-out problem at temperature 1."""
+EXAM_SHARES = (0.2, 0.4, 0.6, 0.8)
 """Shares of the steps at which the accuracy is measured while the training goes on."""
 
 LISTEN_TIMEOUT_S = 60.0
 HTTP_TIMEOUT_S = 10.0
 POLL_S = 1.0
 
-ENVIRONMENT = {
+CHILD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # each process has one core's worth of work; more threads only get in each other's way
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -129,11 +133,15 @@ class Demo:
             await clients.enter_async_context(client)
             await client.put_run(msgspec.to_builtins(run_config(self._request)))
             self._client = client
-            await self._measure_before()
-            marks = background.create_task(self._measure_during())
+            exam = await asyncio.to_thread(Exam, self._folder, ENVIRONMENT, MAX_NEW_TOKENS)
+            if self.progress.before is None:
+                self._enter("accuracy before", "held-out problems")
+                await self._measure(exam, 0, greedy=True)
+            marks = background.create_task(self._measure_during(exam))
             await self._train(supervisor, serve_url)
             marks.cancel()
-            await self._measure_after()
+            self._enter("accuracy after", "held-out problems")
+            await self._measure(exam, self.progress.total_steps, greedy=True)
             self.progress.state = await client.get_run()
             poller.cancel()
 
@@ -182,7 +190,7 @@ class Demo:
             supervisor,
             "generate",
             *url,
-            *("--environment", "reasoning-gym"),
+            *("--environment", ENVIRONMENT),
             *("--prompts", str(folder.prompts)),
             *("--tokenizer", str(folder.model)),
             *("--group-size", str(GROUP_SIZE)),
@@ -199,10 +207,37 @@ class Demo:
         return supervisor.start(
             command,
             [sys.executable, "-m", "replaybuf.cli", command, *options],
-            environment=ENVIRONMENT,
+            environment=CHILD_ENVIRONMENT,
             may_finish=may_finish,
             stops_last=stops_last,
         )
+
+    async def _measure(self, exam: Exam, step: int, *, greedy: bool) -> None:
+        """Hold an exam and write its result down."""
+        sampled = await exam.hold(self._engine_url, temperature=1.0, samples=SAMPLES)
+        best = await exam.hold(self._engine_url, temperature=0.0, samples=1) if greedy else None
+        evaluation = Evaluation(
+            step=step,
+            problems=exam.problems,
+            samples=SAMPLES,
+            sampled=sampled.accuracy,
+            greedy=best.accuracy if best else None,
+        )
+        append_line(self._folder.evaluations, evaluation)
+        self.progress.add_evaluation(evaluation)
+        told = f"sampled {percent(evaluation.sampled)}" + (f", greedy {percent(evaluation.greedy)}" if best else "")
+        self._view.event(f"accuracy on {exam.problems} held-out problems at step {step}: {told}")
+
+    async def _measure_during(self, exam: Exam) -> None:
+        """Hold an exam whenever the trainer passes a mark; a training that is faster than exams skips some."""
+        marks = [round(share * self.progress.total_steps) for share in EXAM_SHARES]
+        left = [mark for mark in marks if mark > self.progress.first_step]
+        while left:
+            await asyncio.sleep(POLL_S)
+            done = self.progress.done_steps
+            if left[0] <= done < self.progress.total_steps:
+                await self._measure(exam, done, greedy=False)
+                left = [mark for mark in left if mark > done]
 
     async def _poll(self, supervisor: Supervisor) -> None:
         """Learn what is new, once a second, and show it."""

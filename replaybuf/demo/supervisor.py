@@ -239,7 +239,8 @@ class Supervisor:
         await self._end([child for child in self.children if child.stops_last], force_at)
         await self._gone(self.children, self._loop.time() if self._forced.is_set() else force_at)
         for child in self.children:
-            guard.signal_group(child.pid, signal.SIGKILL)
+            if not child.exited.done():  # the number of a group that is gone may be somebody else's by now
+                guard.signal_group(child.pid, signal.SIGKILL)
         await self._gone(self.children, force_at + STOP_WITHIN_S - FORCE_S)
         if self._guard is not None and self._guard.process.stdin is not None:
             self._guard.process.stdin.close()  # nothing is under guard any more: it just leaves

@@ -102,7 +102,7 @@ def load_environment(name: str) -> Environment:
 
 
 def check_prompts(environment: Environment, prompts: Iterable[Prompt], file: object) -> None:
-    """Check every prompt against the environment. Raises `Invalid` naming the line of the first that lacks something."""
+    """Check every prompt. Raises `Invalid` naming the line of the first that lacks what the environment needs."""
     for prompt in prompts:
         try:
             environment.check(prompt)

@@ -38,7 +38,7 @@ class Scorer:
     def __init__(self, environment: Environment, *, timeout_s: float) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
-        self._left_behind: list[Future[list[Score]]] = []
+        self._left_behind: list[Future[Scores]] = []
 
     @property
     def stuck(self) -> int:
@@ -56,21 +56,23 @@ class Scorer:
         promise = self._start(prompt, completions)
         try:
             async with asyncio.timeout(self._timeout_s) as bound:
-                scores = await asyncio.wrap_future(promise)
+                return await asyncio.wrap_future(promise)
+        except RewardFault:
+            raise
         except Exception as error:  # whatever an environment raises is its author's to read
             if not bound.expired():
                 raise _fault("reward_raised", prompt, f"raised {error!r}") from error
             self._left_behind.append(promise)
             raise _fault("reward_timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
-        return _columns(prompt, scores)
 
-    def _start(self, prompt: Prompt, completions: Sequence[str]) -> Future[list[Score]]:
-        promise: Future[list[Score]] = Future()
+    def _start(self, prompt: Prompt, completions: Sequence[str]) -> Future[Scores]:
+        promise: Future[Scores] = Future()
         promise.set_running_or_notify_cancel()  # from here on it cannot be cancelled, only awaited no longer
 
         def run() -> None:
             try:
-                promise.set_result([self._environment.score(prompt, text) for text in completions])
+                scores = [self._environment.score(prompt, text) for text in completions]
+                promise.set_result(_columns(prompt, scores))
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever awaits the promise judges it
                 # An exception that means something to coroutines must not travel through one as itself.
                 promise.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)

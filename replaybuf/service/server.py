@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import logging
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
@@ -17,12 +21,16 @@ from replaybuf.service.service import ServeOptions, Service, opened
 log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 5
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises what keeps it from starting, and what breaks it in the background."""
     tokens = Tokens.read(Path(options.tokens_file) if options.tokens_file else None)
     _check_exposure(options, tokens)
+    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
+    for number in SIGNALS:  # until the server takes over, a signal ends the start in order
+        loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
     listening = _listen(options.host, options.port)
     host, port = listening.getsockname()[:2]
     try:
@@ -56,6 +64,14 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End with exit code 0 on a signal: uvicorn's own way raises it again once it has served."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for run in self._service.runs.values():

@@ -32,7 +32,9 @@ def progress() -> Progress:
         )
         for step in range(STEPS)
     )
-    recorded.generated = [GeneratorLine(time=1000.0 + second, tokens=3000 * second) for second in range(STEPS)]
+    recorded.generated = [
+        GeneratorLine(time=1000.0 + second, generated_tokens=3000 * second) for second in range(STEPS)
+    ]
     for step, sampled, greedy in ((0, 0.25, 0.8), (4, 0.4, None), (10, 0.625, 0.85)):
         recorded.add_evaluation(Evaluation(step=step, problems=200, samples=4, sampled=sampled, greedy=greedy))
     recorded.state = {

@@ -86,7 +86,7 @@ def test_speeds_are_tokens_over_the_time_between_lines() -> None:
     """Trained tokens of a line belong to the time before it; generated ones are a running count."""
     progress = Progress(seed=0, total_steps=10)
     progress.add_steps(TrainerLine(step=step, time=float(step), tokens=300) for step in range(4))
-    progress.generated = [GeneratorLine(time=0.0, tokens=0), GeneratorLine(time=2.0, tokens=500)]
+    progress.generated = [GeneratorLine(time=0.0, generated_tokens=0), GeneratorLine(time=2.0, generated_tokens=500)]
     assert progress.trained_tokens_per_s == pytest.approx(300)
     assert progress.generated_tokens_per_s == pytest.approx(250)
 

@@ -1,0 +1,53 @@
+"""From one ticket's completions and scores to the group that is appended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from replaybuf.advantages import advantages
+from replaybuf.client import Ticket
+from replaybuf.errors import Invalid, RewardFault
+from replaybuf.generator.engines import Sample
+from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.scoring import Scores
+from replaybuf.group import Group
+
+
+def new_group(
+    ticket: Ticket,
+    prompt: Prompt,
+    sample: Sample,
+    scores: Scores,
+    *,
+    temperature: float,
+    advantage: str,
+    metadata: dict[str, Any],
+) -> Group:
+    """Join what belongs together. Raises `RewardFault` where the rewards give no finite advantages."""
+    rollouts = len(sample.completion_lengths)
+    try:
+        computed = advantages(advantage, scores.rewards)
+    except Invalid as error:
+        raise RewardFault("reward_too_large", error.detail, name=error.name, value=error.value) from error
+    return Group(
+        group_id=None,  # the service names it after the prompt index, so that a second attempt is a duplicate
+        ticket=ticket.ticket,
+        prompt_index=ticket.prompt_index,
+        prompt_id=prompt.prompt_id,
+        policy_version=sample.policy_version,
+        prompt_ids=np.tile(prompt.token_ids, rollouts),
+        prompt_lengths=np.full(rollouts, len(prompt.token_ids), np.int32),
+        completion_ids=sample.completion_ids,
+        completion_lengths=sample.completion_lengths,
+        completion_mask=np.ones(len(sample.completion_ids), np.bool_),
+        inference_logprobs=sample.inference_logprobs,
+        rewards=scores.rewards,
+        reward_parts=scores.parts,
+        advantages=computed,
+        version_spans=sample.version_spans,
+        temperatures=np.full(rollouts, temperature, np.float32),
+        finish_reasons=sample.finish_reasons,
+        metadata=metadata | sample.metadata,
+    )

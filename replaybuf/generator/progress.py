@@ -1,0 +1,94 @@
+"""What a generator has done so far, as one status line in the log and one JSON line in the metrics file."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from replaybuf.group import Group
+
+logger = logging.getLogger(__name__)
+
+
+class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A generator's numbers at one moment. Counts are since its start, rates and mean since the line before.
+
+    `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
+    `given_back` tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why less is going on than
+    could, None where nothing is waited for.
+    """
+
+    time: float
+    groups: int
+    rollouts: int
+    generated_tokens: int
+    reward_mean: float | None
+    waiting: str | None
+    rollouts_per_s: float
+    tokens_per_s: float
+    duplicates: int
+    given_back: dict[str, int]
+
+
+class Progress:
+    """Counts groups that reached the buffer and tickets that did not."""
+
+    def __init__(self, now_s: float) -> None:
+        self.groups = 0
+        self.rollouts = 0
+        self.generated_tokens = 0
+        self.duplicates = 0
+        self.given_back: Counter[str] = Counter()
+        self._last_s = now_s
+        self._last_rollouts = 0
+        self._last_tokens = 0
+        self._reward_sum = 0.0
+
+    def stored(self, group: Group) -> None:
+        """Count one stored group."""
+        self.groups += 1
+        self.rollouts += group.rollouts
+        self.generated_tokens += int(group.completion_lengths.sum())
+        self._reward_sum += float(group.rewards.sum())
+
+    def line(self, now_s: float, waiting: str | None) -> StatusLine:
+        """Return the numbers, and start the next interval. `now_s` in seconds since the epoch."""
+        seconds = max(now_s - self._last_s, 1e-9)
+        rollouts, tokens = self.rollouts - self._last_rollouts, self.generated_tokens - self._last_tokens
+        status = StatusLine(
+            time=now_s,
+            groups=self.groups,
+            rollouts=self.rollouts,
+            generated_tokens=self.generated_tokens,
+            reward_mean=self._reward_sum / rollouts if rollouts else None,
+            waiting=waiting,
+            rollouts_per_s=rollouts / seconds,
+            tokens_per_s=tokens / seconds,
+            duplicates=self.duplicates,
+            given_back=dict(self.given_back),
+        )
+        self._last_s, self._last_rollouts, self._last_tokens = now_s, self.rollouts, self.generated_tokens
+        self._reward_sum = 0.0
+        return status
+
+
+def log_status(status: StatusLine) -> None:
+    """Log one status line."""
+    logger.info(
+        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, given back %d%s",
+        status.groups,
+        status.rollouts_per_s,
+        status.tokens_per_s,
+        "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
+        sum(status.given_back.values()),
+        f", waiting: {status.waiting}" if status.waiting else "",
+    )
+
+
+def append_status(file: Path, status: StatusLine) -> None:
+    """Write one JSON line."""
+    with file.open("ab") as stream:
+        stream.write(msgspec.json.encode(status) + b"\n")

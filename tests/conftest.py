@@ -1,0 +1,230 @@
+"""Servers for tests: real `replaybuf serve` processes with an embedded Valkey in a private folder, on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import pytest
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 15.0
+_names = itertools.count()
+
+
+class ServeProcess:
+    """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        self.data_dir = data_dir
+        self.options = options
+        self.url = ""
+        self._process: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> ServeProcess:
+        """Start the server and wait until it says where it listens."""
+        if self._log is None:
+            self._log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a+")
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "replaybuf.cli",
+                "serve",
+                "--port",
+                "0",
+                "--data-dir",
+                str(self.data_dir),
+                *self.options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            found = re.match(r"listening on (http://\S+)", line)
+            if found:
+                self.url = found[1]
+                return self
+        raise AssertionError(f"serve ended with {self._process.wait(START_TIMEOUT_S)}: {self.log()}")
+
+    def log(self) -> str:
+        """Return what the server logged so far."""
+        assert self._log is not None
+        self._log.seek(0)
+        return self._log.read()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the server alone."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the server with SIGKILL; its embedded Valkey goes on."""
+        self.signal(signal.SIGKILL)
+        self._wait()
+
+    def stop(self) -> int:
+        """Stop the server with SIGTERM; return its exit code."""
+        if self._process is None or self._process.poll() is not None:
+            return 0
+        self.signal(signal.SIGTERM)
+        return self._wait()
+
+    def end(self) -> None:
+        """Leave nothing behind: the server and, had it been killed, its Valkey (same process group)."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._wait()
+        if self._log is not None:
+            self._log.close()
+
+    def _wait(self) -> int:
+        assert self._process is not None and self._process.stdout is not None
+        code = self._process.wait(STOP_TIMEOUT_S)
+        self._process.stdout.close()
+        return code
+
+
+class RunClient:
+    """One run of a service over plain HTTP, with the shapes of the contract written out."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.run = run
+        self.http = httpx.Client(base_url=url, timeout=30.0)
+        self.path = f"/v1/runs/{run}"
+
+    def put(self, **config: Any) -> httpx.Response:
+        """Create the run."""
+        return self.http.put(self.path, json=config)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the run."""
+        response = self.http.get(self.path)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def post(self, call: str, **body: Any) -> httpx.Response:
+        """POST a JSON body to a call of the run."""
+        return self.http.post(f"{self.path}/{call}", json=body)
+
+    def get(self, call: str, **query: Any) -> httpx.Response:
+        """GET a call of the run."""
+        return self.http.get(f"{self.path}/{call}", params=query)
+
+    def attach(self, resume_step: int = 0, **options: Any) -> int:
+        """Attach and return the epoch."""
+        response = self.post(
+            "attach", resume_step=resume_step, dp_world_size=options.pop("dp_world_size", 1), **options
+        )
+        assert response.status_code == 200, response.text
+        return int(response.json()["epoch"])
+
+    def append(self, *groups: dict[str, Any]) -> list[dict[str, Any]]:
+        """Append groups; return the results."""
+        response = self.post("groups", groups=list(groups))
+        assert response.status_code in (200, 422), response.text
+        results: list[dict[str, Any]] = response.json()["results"]
+        return results
+
+    def batch(self, step: int, epoch: int, **query: Any) -> httpx.Response:
+        """Ask for a batch."""
+        return self.get(f"batches/{step}", epoch=epoch, **query)
+
+    def ack(self, step: int, epoch: int, **body: Any) -> httpx.Response:
+        """Ack a step."""
+        return self.post(f"batches/{step}/ack", epoch=epoch, **body)
+
+    def publish(self, version: int, epoch: int) -> httpx.Response:
+        """Publish a version."""
+        return self.post("policy", epoch=epoch, version=version)
+
+    def train(self, epoch: int, steps: range) -> list[bytes]:
+        """Get, ack and publish these steps; return the bodies."""
+        bodies = []
+        for step in steps:
+            response = self.batch(step, epoch)
+            assert response.status_code == 200, response.text
+            bodies.append(response.content)
+            assert self.ack(step, epoch).status_code == 200
+            assert self.publish(step + 1, epoch).status_code == 200
+        return bodies
+
+
+def group(
+    group_id: str | None, version: int = 0, *, rollouts: int = 2, tokens: int = 5, **fields: Any
+) -> dict[str, Any]:
+    """Build a group as JSON: each rollout has 2 prompt tokens and `tokens - 2` completion tokens."""
+    length = tokens - 2
+    return {
+        "group_id": group_id,
+        "prompt_id": f"test/{group_id}",
+        "policy_version": version,
+        "rollouts": [
+            {
+                "prompt_ids": [1, 2],
+                "completion_ids": [3 + number] * length,
+                "inference_logprobs": [-0.5] * length,
+                "reward": float(number % 2),
+            }
+            for number in range(rollouts)
+        ],
+        **fields,
+    }
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """One service shared by tests that leave it alone; each test makes runs of its own."""
+    server = ServeProcess(tmp_path_factory.mktemp("service") / "data").start()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def own_service(tmp_path: Path) -> Iterator[ServeProcess]:
+    """A service of the test's own, to be killed and restarted."""
+    server = ServeProcess(tmp_path / "data").start()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def run(service: ServeProcess) -> Iterator[RunClient]:
+    """A run name of the test's own on the shared service, not created yet."""
+    client = RunClient(service.url, f"run-{next(_names)}")
+    yield client
+    client.http.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str, str], RunClient]]:
+    """Connect to runs of servers that come and go; connections are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def open_client(url: str, name: str) -> RunClient:
+            client = RunClient(url, name)
+            stack.callback(client.http.close)
+            return client
+
+        yield open_client

@@ -1,0 +1,272 @@
+"""Batches: what is served, in which order, with which answers; acks, versions, waiting reasons."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.numpy import load
+
+from replaybuf.batch import read_batch
+from tests.conftest import RunClient, group
+
+ON_POLICY = {"name": "on-policy"}
+
+
+def test_a_batch_holds_whole_groups_and_says_what_it_is(run: RunClient) -> None:
+    """One body per rank; the metadata and the tensors agree, for any safetensors reader."""
+    run.put(batch={"groups_per_batch": 2, "seq_len": 16})
+    epoch = run.attach(dp_world_size=2)
+    run.append(group("a", tokens=5), group("b", tokens=7))
+    bodies = [read_batch(run.batch(0, epoch, dp_rank=rank).content) for rank in (0, 1)]
+    assert {body.meta.batch_tokens for body in bodies} == {24}
+    assert sum(body.meta.tokens for body in bodies) == 24
+    assert len({len(body.micro_batches) for body in bodies}) == 1
+    placed = {
+        (body.meta.group_ids[g], int(k))
+        for body in bodies
+        for row in body.micro_batches
+        for g, k in zip(row.group_index, row.rollout_index, strict=True)
+    }
+    assert placed == {(name, k) for name in ("a", "b") for k in (0, 1)}
+
+
+def test_the_same_request_gets_the_same_bytes(run: RunClient) -> None:
+    """Retries are free: bytes do not change, uses are not counted twice."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    first = run.batch(0, epoch).content
+    assert run.batch(0, epoch).content == first
+    assert run.state()["groups"]["live"] == 1
+
+
+def test_without_look_ahead_the_step_after_the_next_is_awaiting_ack(run: RunClient) -> None:
+    """On-policy answers 202 for it and 409 for anything further."""
+    run.put(batch={"groups_per_batch": 1}, strategy=ON_POLICY)
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    assert run.batch(0, epoch).status_code == 200
+    waiting = run.batch(1, epoch)
+    assert (waiting.status_code, waiting.json()["reason"], waiting.json()["blocked_on"]) == (
+        202,
+        "awaiting_ack",
+        "trainer",
+    )
+    assert run.batch(2, epoch).status_code == 409
+
+
+def test_with_look_ahead_the_step_after_the_next_can_be_fetched(run: RunClient) -> None:
+    """One-step off-policy serves a prefetch; the one after it is refused."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"), group("b"), group("c"))
+    assert [run.batch(step, epoch).status_code for step in (1, 0, 2)] == [200, 200, 409]
+
+
+def test_on_policy_waits_for_the_publication_of_its_version(run: RunClient) -> None:
+    """Step 1 trains version 1: it needs version 1 to be published, and groups of it."""
+    run.put(batch={"groups_per_batch": 1}, strategy=ON_POLICY)
+    epoch = run.attach()
+    run.append(group("a"), group("left over"))
+    run.batch(0, epoch)
+    run.ack(0, epoch)
+    assert run.batch(1, epoch).json()["reason"] == "awaiting_publication"
+    run.publish(1, epoch)
+    answer = run.batch(1, epoch).json()
+    assert answer["reason"] == "all_stale"
+    assert run.state()["groups"]["evicted"] == {"too_stale": 1}
+
+
+def test_too_few_groups_says_what_is_there_and_what_is_missing(run: RunClient) -> None:
+    """Have and need are counted in groups where the batch is."""
+    run.put(batch={"groups_per_batch": 3})
+    epoch = run.attach()
+    run.append(group("a", tokens=6))
+    answer = run.batch(0, epoch).json()
+    assert answer == {
+        "status": "waiting",
+        "reason": "too_few_groups",
+        "have": {"groups": 1, "tokens": 12},
+        "need": {"groups": 3, "tokens": 0},
+        "blocked_on": "producers",
+        "retry_after_s": 0.5,
+    }
+
+
+def test_too_few_tokens_is_told_where_the_batch_is_counted_in_tokens(run: RunClient) -> None:
+    """A token budget is filled with whole groups and never exceeded."""
+    run.put(batch={"tokens_per_batch": 25})
+    epoch = run.attach()
+    run.append(group("a", tokens=6))
+    assert run.batch(0, epoch).json()["reason"] == "too_few_tokens"
+    run.append(group("b", tokens=5), group("c", tokens=6))
+    meta = read_batch(run.batch(0, epoch).content).meta
+    assert (meta.group_ids, meta.batch_tokens) == (["a", "b"], 22)
+
+
+def test_a_producer_that_asked_for_tickets_changes_no_producers_to_no_groups(run: RunClient) -> None:
+    """The reason tells a dead fleet from a slow one."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    assert run.batch(0, epoch).json()["reason"] == "no_producers"
+    run.post("tickets", producer="p", count=1)
+    assert run.batch(0, epoch).json()["reason"] == "no_groups"
+
+
+def test_a_long_poll_is_answered_when_the_last_group_arrives(run: RunClient) -> None:
+    """The waiting request gets the batch, long before its time is up."""
+    import threading
+
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    answers: list[int] = []
+    poll = threading.Thread(target=lambda: answers.append(run.batch(0, epoch, wait_ms=20000).status_code))
+    poll.start()
+    run.append(group("a"))
+    poll.join(10)
+    assert answers == [200]
+
+
+@pytest.mark.parametrize(("rank", "status"), [(0, 200), (1, 422), (-1, 422)])
+def test_a_rank_outside_the_world_is_refused(run: RunClient, rank: int, status: int) -> None:
+    """The bound is the world size the trainer attached with."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    assert run.batch(0, epoch, dp_rank=rank).status_code == status
+
+
+def test_an_older_epoch_is_fenced_from_every_write_and_from_batches(run: RunClient) -> None:
+    """Two trainers cannot both hold a run."""
+    run.put(batch={"groups_per_batch": 1})
+    old = run.attach()
+    run.append(group("a"))
+    run.batch(0, old)
+    new = run.attach()
+    assert new == old + 1
+    for response in (
+        run.batch(0, old),
+        run.ack(0, old),
+        run.publish(0, old),
+        run.post("checkpoints", epoch=old, step=0),
+    ):
+        assert (response.status_code, response.json()["type"]) == (409, "urn:replaybuf:problem:fenced")
+    assert run.batch(0, new).status_code == 200
+
+
+def test_acks_go_in_order_and_count_once(run: RunClient) -> None:
+    """A repeated ack is the same answer; one out of order or for a step never served is 409."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    assert run.ack(0, epoch).status_code == 409
+    run.batch(0, epoch)
+    run.batch(1, epoch)
+    assert run.ack(1, epoch).status_code == 409
+    first = run.ack(0, epoch)
+    again = run.ack(0, epoch)
+    assert (first.status_code, first.json()) == (again.status_code, again.json())
+    assert run.state()["step"] == 1
+
+
+def test_versions_only_grow_and_never_run_ahead_of_acks(run: RunClient) -> None:
+    """The same version is a no-op; a lower one, or one above version(next unacked step), is 409."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    assert run.publish(1, epoch).status_code == 409
+    run.train(epoch, range(1))
+    assert run.publish(1, epoch).status_code == 200
+    assert run.publish(0, epoch).status_code == 409
+
+
+def test_steps_per_publish_sets_the_version_of_a_step(run: RunClient) -> None:
+    """With two steps per publication, steps 0 and 1 both train version 0."""
+    run.put(batch={"groups_per_batch": 1}, steps_per_publish=2, strategy=ON_POLICY)
+    epoch = run.attach()
+    run.append(group("a"), group("b"), group("c"))
+    run.batch(0, epoch)
+    run.ack(0, epoch)
+    assert run.publish(1, epoch).status_code == 409
+    assert read_batch(run.batch(1, epoch).content).meta.version == 0
+    run.ack(1, epoch)
+    assert run.publish(1, epoch).status_code == 200
+
+
+def test_the_record_says_which_groups_trained_a_step(run: RunClient) -> None:
+    """Groups with versions, staleness and uses; packing figures beside them."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 16})
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    run.batch(1, epoch)
+    record = run.get("batches/1/record").json()
+    assert record["state"] == "assembled"
+    assert record["groups"] == [
+        {
+            "group_id": "b",
+            "prompt_id": "test/b",
+            "prompt_index": None,
+            "adapter": "",
+            "policy_version": 0,
+            "staleness": 1,
+            "times_sampled": 1,
+            "tokens": 10,
+        }
+    ]
+    assert (record["micro_batches"], record["dp_world_size"], record["padding_fraction"]) == (1, 1, 0.0)
+    assert run.get("batches/2/record").status_code == 404
+
+
+def test_rows_are_padded_to_the_multiple_alone(run: RunClient) -> None:
+    """A row of 10 tokens becomes 12 at a multiple of 4, with the padding as its own last segment."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 64, "pad_to_multiple_of": 4})
+    epoch = run.attach()
+    run.append(group("a"))
+    tensors = load(run.batch(0, epoch).content)
+    assert len(tensors["0.input_ids"]) == 12
+    assert tensors["0.cu_seqlens"].tolist() == [0, 5, 10, 12]
+    assert len(tensors["0.rewards"]) == 2
+
+
+def test_advantages_are_filled_in_where_a_group_brings_none(run: RunClient) -> None:
+    """The configured estimator fills; what a producer gave is kept."""
+    run.put(batch={"groups_per_batch": 2}, advantage="dr-grpo")
+    epoch = run.attach()
+    given = group("given")
+    for number, rollout in enumerate(given["rollouts"]):
+        rollout["advantage"] = 10.0 + number
+    run.append(group("filled"), given)
+    row = read_batch(run.batch(0, epoch).content).micro_batches[0]
+    by_rollout = {
+        (int(g), int(k)): float(row.advantages[end - 1])
+        for g, k, end in zip(row.group_index, row.rollout_index, row.cu_seqlens[1:], strict=False)
+    }
+    assert by_rollout == {(0, 0): -0.5, (0, 1): 0.5, (1, 0): 10.0, (1, 1): 11.0}
+
+
+def test_a_used_up_prompt_supply_finishes_the_run_and_keeps_what_is_left(run: RunClient) -> None:
+    """Three prompts, two groups per batch: one batch, then finished with one group live."""
+    run.put(batch={"groups_per_batch": 2}, tickets={"prompts": 3}, strategy={"options": {"max_staleness": 3}})
+    epoch = run.attach()
+    tickets = run.post("tickets", producer="p", count=5).json()["tickets"]
+    assert [ticket["prompt_index"] for ticket in tickets] == [0, 1, 2]
+    assert run.post("tickets", producer="p", count=1).json()["waiting"]["reason"] == "finished"
+    run.append(*(group(None, ticket=ticket["ticket"]) for ticket in tickets))
+    assert run.batch(0, epoch).status_code == 200
+    assert run.ack(0, epoch).status_code == 200
+    run.publish(1, epoch)
+    assert run.batch(1, epoch).status_code == 410
+    state = run.state()
+    assert (state["state"], state["groups"]["live"]) == ("finished", 1)
+
+
+def test_metadata_depends_on_no_epoch(run: RunClient) -> None:
+    """A takeover by a trainer of the same layout reads the same bytes."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    first = run.batch(0, epoch).content
+    assert run.batch(0, run.attach()).content == first
+    header = json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])
+    assert "epoch" not in header["__metadata__"]["replaybuf"]

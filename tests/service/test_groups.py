@@ -1,0 +1,155 @@
+"""Appending: stored, duplicate, rejected; frames and JSON; limits; browsing."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from replaybuf.frame import MEDIA_TYPE, encode_frame
+from replaybuf.group import GroupJson, group_from_json
+from tests.conftest import RunClient, group
+
+
+def frame(wire: dict[str, object]) -> bytes:
+    """Encode a JSON group as a frame."""
+    return encode_frame(group_from_json(msgspec.convert(wire, GroupJson)))
+
+
+def test_an_append_is_idempotent_by_group_id(run: RunClient) -> None:
+    """The second append is answered duplicate and changes nothing."""
+    run.put(batch={"groups_per_batch": 2})
+    assert run.append(group("a")) == [{"group_id": "a", "status": "stored"}]
+    assert run.append(group("a", tokens=9)) == [{"group_id": "a", "status": "duplicate"}]
+    assert run.state()["groups"]["stored"] == 1
+    assert run.state()["tokens"]["live"] == 10
+
+
+def test_one_bad_group_costs_the_others_nothing(run: RunClient) -> None:
+    """Each group has its own result; the request succeeds where one was stored."""
+    run.put(batch={"groups_per_batch": 2}, group_size=2)
+    results = run.append(group("a"), group("odd", rollouts=3), group("b"))
+    assert [result["status"] for result in results] == ["stored", "rejected", "stored"]
+    assert results[1]["reason"] == "wrong_group_size"
+    assert run.state()["groups"]["rejected"] == {"wrong_group_size": 1}
+
+
+def broken(**change: object) -> dict[str, object]:
+    """Return a group whose first rollout has these fields changed."""
+    wire = group("x")
+    wire["rollouts"][0].update(change)
+    return wire
+
+
+@pytest.mark.parametrize(
+    ("wire", "reason"),
+    [
+        (broken(inference_logprobs=[-0.1]), "length_mismatch"),
+        (broken(completion_mask=[1]), "length_mismatch"),
+        (broken(inference_logprobs=[-0.1, float("nan"), -0.1]), "non_finite_logprobs"),
+        (broken(inference_logprobs=[-0.1, 0.01, -0.1]), "positive_logprobs"),
+        (broken(reward=float("inf")), "non_finite_rewards"),
+        (broken(completion_ids=[3, 4, 99]), "token_out_of_range"),
+        (broken(version_spans=[[0, 0, 2]]), "bad_version_spans"),
+        (broken(advantage=1.0), "partial_advantages"),
+        (group("x", version=1), "version_above_published"),
+        (group("x", tokens=33), "overlong"),
+        (group("x", rollouts=0), "no_rollouts"),
+        (group("x", adapter="nobody"), "unknown_adapter"),
+        (group("x", rollouts=20, tokens=20), "over_budget"),
+        (group(None), "missing_group_id"),
+        (group(None, ticket="t0-7-1"), "unknown_ticket"),
+    ],
+)
+def test_a_group_that_fails_a_check_is_rejected_with_its_reason(
+    run: RunClient, wire: dict[str, object], reason: str
+) -> None:
+    """Alone it makes a 422 problem with the result inside, and is counted; nothing is stored."""
+    run.put(batch={"tokens_per_batch": 200, "seq_len": 32}, vocab_size=99)
+    response = run.http.post(f"{run.path}/groups", content=json.dumps(wire))
+    assert response.status_code == 422, response.text
+    assert response.json()["results"][0]["reason"] == reason
+    state = run.state()["groups"]
+    assert (state["stored"], state["rejected"]) == (0, {reason: 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "media_type", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b'{"groups": 1}', "application/json", 400),
+        (b'{"group_id": "a"}', "application/json", 400),
+        (b"x", "text/plain", 415),
+        (b"RBF1 but not a frame at all, really", MEDIA_TYPE, 400),
+        (b'{"groups": []}', "application/json", 422),
+    ],
+)
+def test_a_body_of_another_shape_is_refused(run: RunClient, content: bytes, media_type: str, status: int) -> None:
+    """400 for what does not decode, 415 for another media type."""
+    run.put(batch={"groups_per_batch": 2})
+    response = run.http.post(f"{run.path}/groups", content=content, headers={"content-type": media_type})
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+
+
+def test_frames_and_json_store_the_same_group(run: RunClient) -> None:
+    """Two frames in one body; browsing gives the rollouts back."""
+    run.put(batch={"groups_per_batch": 2})
+    body = frame(group("a")) + frame(group("b"))
+    response = run.http.post(f"{run.path}/groups", content=body, headers={"content-type": MEDIA_TYPE})
+    assert [result["status"] for result in response.json()["results"]] == ["stored", "stored"]
+    run.append(group("c"))
+    shown = [run.get(f"groups/{name}").json() for name in ("a", "c")]
+    assert shown[0]["rollouts"] == shown[1]["rollouts"]
+    assert shown[0]["rollouts"][0]["completion_ids"] == [3, 3, 3]
+
+
+def test_a_flipped_bit_in_a_frame_is_rejected_alone(run: RunClient) -> None:
+    """The frame beside it is stored."""
+    run.put(batch={"groups_per_batch": 2})
+    bad = bytearray(frame(group("bad")))
+    bad[-1] ^= 1
+    body = bytes(bad) + frame(group("good"))
+    response = run.http.post(f"{run.path}/groups", content=body, headers={"content-type": MEDIA_TYPE})
+    assert [result["status"] for result in response.json()["results"]] == ["rejected", "stored"]
+    assert response.json()["results"][0]["reason"] == "broken_frame"
+
+
+def test_a_group_above_max_group_bytes_answers_413(run: RunClient) -> None:
+    """The bound is in the problem."""
+    run.put(batch={"groups_per_batch": 2}, limits={"max_group_bytes": 2000})
+    response = run.http.post(f"{run.path}/groups", json=group("big", tokens=500))
+    assert (response.status_code, response.json()["bound"]) == (413, 2000)
+
+
+def test_an_append_without_ticket_is_held_to_max_tokens_live(run: RunClient) -> None:
+    """429 with Retry-After; nothing of the request is stored."""
+    run.put(batch={"groups_per_batch": 1}, limits={"max_tokens_live": 15})
+    run.append(group("a"))
+    response = run.http.post(f"{run.path}/groups", json=group("b"))
+    assert response.status_code == 429
+    assert int(response.headers["retry-after"]) >= 1
+    assert run.state()["groups"]["stored"] == 1
+
+
+def test_overlong_rollouts_are_cut_where_the_rule_is_truncate(run: RunClient) -> None:
+    """The stored group has seq_len tokens per rollout at most."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 8, "overlong": "truncate"})
+    assert run.append(group("a", tokens=20))[0]["status"] == "stored"
+    rollout = run.get("groups/a").json()["rollouts"][0]
+    assert (len(rollout["completion_ids"]), rollout["finish_reason"]) == (6, "length")
+
+
+def test_browsing_pages_through_groups_by_state(run: RunClient) -> None:
+    """`next` continues where the page ended."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(*(group(f"g{n}") for n in range(5)))
+    run.batch(0, epoch)
+    first = run.get("groups", state="live", limit=2).json()
+    second = run.get("groups", state="live", limit=10, after=first["next"]).json()
+    assert [g["group_id"] for g in first["groups"] + second["groups"]] == ["g1", "g2", "g3", "g4"]
+    assert run.get("groups/g0").json()["batches"] == [0]
+    assert run.get("groups/none").status_code == 404
+    assert run.get("groups", state="nope").status_code == 422

@@ -1,0 +1,141 @@
+"""What survives kill -9: of the service, of its Valkey, of both."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from replaybuf.batch import read_batch
+from tests.conftest import RunClient, ServeProcess, group
+
+Connect = Callable[[str, str], RunClient]
+
+
+def valkey_of(data_dir: Path) -> psutil.Process:
+    """Find the embedded Valkey of a data folder."""
+    for process in psutil.process_iter(["name", "cwd"]):
+        if "valkey" in process.info["name"] and process.info["cwd"] == str(data_dir):
+            return process
+    raise AssertionError(f"no Valkey runs on {data_dir}")
+
+
+def same_state(before: dict[str, object], after: dict[str, object]) -> bool:
+    """Compare states but for what a restart may change: how long ago a producer asked."""
+    return {k: v for k, v in before.items() if k != "waiting"} == {k: v for k, v in after.items() if k != "waiting"}
+
+
+def test_a_killed_service_starts_again_with_the_same_state_and_bytes(
+    own_service: ServeProcess, connect: Connect
+) -> None:
+    """kill -9 of the service: its Valkey is adopted, nothing is lost, batches are the same bytes."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
+    epoch = run.attach()
+    tickets = run.post("tickets", producer="p", count=2).json()["tickets"]
+    run.append(*(group(f"g{n}") for n in range(5)), group(None, ticket=tickets[0]["ticket"]))
+    run.train(epoch, range(2))
+    body = run.batch(2, epoch).content
+    run.post("groups", **group("refused", version=9))
+    before = run.state()
+    own_service.kill()
+    own_service.start()
+    again = connect(own_service.url, "r")
+    assert same_state(before, again.state())
+    assert again.batch(2, epoch).content == body
+    assert again.append(group("g0"))[0]["status"] == "duplicate"
+    assert again.ack(2, epoch).status_code == 200
+
+
+def test_a_history_with_rewinds_is_rebuilt_as_it_was(own_service: ServeProcess, connect: Connect) -> None:
+    """The fold of both streams after a restart equals the state before it."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 2}})
+    run.append(*(group(f"g{n}") for n in range(6)))
+    epoch = run.attach()
+    run.train(epoch, range(3))
+    run.append(group("lost", version=3))
+    epoch = run.attach(resume_step=1, on_resume="resample")
+    run.train(epoch, range(1, 2))
+    run.append(group("new", version=2))
+    run.post("checkpoints", epoch=epoch, step=2)
+    before = run.state()
+    ledger = run.get("ledger").json()
+    own_service.kill()
+    own_service.start()
+    again = connect(own_service.url, "r")
+    assert same_state(before, again.state())
+    assert again.get("ledger").json() == ledger
+
+
+def test_a_service_stopped_with_sigterm_leaves_no_process_and_starts_clean(
+    own_service: ServeProcess, connect: Connect
+) -> None:
+    """Exit code 0, and its Valkey is gone with it."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    valkey = valkey_of(own_service.data_dir)
+    assert own_service.stop() == 0
+    assert not valkey.is_running()
+    own_service.start()
+    assert connect(own_service.url, "r").state()["groups"]["stored"] == 1
+
+
+def test_a_killed_valkey_is_started_again_and_has_lost_nothing(own_service: ServeProcess, connect: Connect) -> None:
+    """kill -9 of the embedded Valkey: what was answered stored is there when it is back."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 2})
+    epoch = run.attach()
+    for number in range(20):
+        assert run.append(group(f"g{number}"))[0]["status"] == "stored"
+    valkey = valkey_of(own_service.data_dir)
+    valkey.send_signal(signal.SIGKILL)
+    psutil.wait_procs([valkey], timeout=10)
+    wait_until_stored(run, "after")
+    assert run.state()["groups"]["stored"] == 21
+    assert read_batch(run.batch(0, epoch).content).meta.group_ids == ["g0", "g1"]
+
+
+def wait_until_stored(run: RunClient, name: str) -> None:
+    """Append until the answer is not 503; each try is a real request, bounded in number and time."""
+    for _ in range(100):
+        response = run.http.post(f"{run.path}/groups", json=group(name))
+        if response.status_code == 200:
+            return
+        assert response.status_code == 503, response.text
+        assert "retry-after" in response.headers
+        subprocess.run(["sleep", "0.1"], check=True)
+    raise AssertionError("the service did not recover")
+
+
+def test_two_services_on_one_data_folder_are_refused(own_service: ServeProcess) -> None:
+    """The second one says who holds the folder and exits with 1."""
+    second = subprocess.run(
+        [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(own_service.data_dir)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert second.returncode == 1
+    assert f"process {own_service.pid}" in second.stderr
+
+
+def test_payloads_freed_by_a_checkpoint_are_deleted(own_service: ServeProcess, connect: Connect) -> None:
+    """The bytes of retired groups leave Redis; the group is still known by name."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
+    run.append(group("a"), group("b"))
+    epoch = run.attach()
+    run.train(epoch, range(1))
+    run.post("checkpoints", epoch=epoch, step=1)
+    for _ in range(100):
+        if run.get("groups/a").json()["rollouts"] is None:
+            break
+        subprocess.run(["sleep", "0.05"], check=True)
+    assert run.get("groups/a").json()["rollouts"] is None
+    assert run.get("groups/b").json()["rollouts"] is not None

@@ -1,0 +1,155 @@
+"""Creating, reading and changing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunClient, group
+
+DEFAULTS: dict[str, Any] = {
+    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 1}},
+    "filters": [],
+    "batch": {
+        "tokens_per_batch": 65536,
+        "groups_per_batch": None,
+        "seq_len": 4096,
+        "pad_to_multiple_of": 1,
+        "overlong": "reject",
+    },
+    "group_size": None,
+    "vocab_size": None,
+    "steps_per_publish": 1,
+    "max_steps": None,
+    "seed": 0,
+    "advantage": "grpo",
+    "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None},
+    "limits": {"max_tokens_live": None, "max_group_bytes": 67108864},
+    "adapters": {},
+}
+
+
+def test_a_new_run_answers_201_with_its_defaults_filled_in(run: RunClient) -> None:
+    """Everything but `batch` has a default, and the state shows all of them."""
+    response = run.put(batch={})
+    assert response.status_code == 201
+    assert response.json()["config"] == DEFAULTS
+
+
+def test_the_same_configuration_again_answers_200_and_changes_nothing(run: RunClient) -> None:
+    """A retried PUT is harmless."""
+    run.put(batch={"groups_per_batch": 2})
+    before = run.state()
+    assert run.put(batch={"groups_per_batch": 2}).status_code == 200
+    assert run.state() == before
+
+
+def test_another_configuration_answers_409_naming_the_fields(run: RunClient) -> None:
+    """The message names what differs, dotted."""
+    run.put(batch={"groups_per_batch": 2})
+    response = run.put(batch={"groups_per_batch": 3}, seed=1)
+    assert response.status_code == 409
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json()["value"] == ["batch.groups_per_batch", "seed"]
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "name"),
+    [
+        ({"batch": {"tokens_per_batch": 7}, "group_size": 4}, 422, "batch.tokens_per_batch"),
+        ({"batch": {"groups_per_batch": 0}}, 422, "batch.groups_per_batch"),
+        ({"batch": {}, "strategy": {"name": "nope"}}, 422, "strategy"),
+        ({"batch": {}, "strategy": {"options": {"nope": 1}}}, 422, "strategy.options"),
+        ({"batch": {}, "advantage": "nope"}, 422, "advantage"),
+        ({"batch": {}, "limits": {"max_tokens_live": 10}}, 422, "limits.max_tokens_live"),
+        ({"batch": {}, "unknown": 1}, 400, "body"),
+        ({}, 400, "body"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_name_value_and_bound(
+    run: RunClient, config: dict[str, object], status: int, name: str
+) -> None:
+    """Nothing is created where the configuration is refused."""
+    response = run.put(**config)
+    assert (response.status_code, response.json()["name"]) == (status, name), response.text
+    assert run.http.get(run.path).status_code == 404
+
+
+def test_a_run_name_outside_the_pattern_is_refused(run: RunClient) -> None:
+    """The bound is the pattern itself."""
+    response = run.http.put("/v1/runs/Bad_Name", json={"batch": {}})
+    assert response.status_code == 422
+    assert response.json()["bound"] == "[a-z0-9][a-z0-9._-]{0,62}"
+
+
+def test_a_new_state_has_every_field_of_the_contract(run: RunClient) -> None:
+    """Counts start at 0, the published version too: the initial weights."""
+    run.put(batch={"groups_per_batch": 2})
+    state = run.state()
+    assert {k: state[k] for k in ("state", "paused_reason", "epoch", "generation", "step", "published_version")} == {
+        "state": "running",
+        "paused_reason": None,
+        "epoch": 0,
+        "generation": 0,
+        "step": 0,
+        "published_version": 0,
+    }
+    assert state["groups"] == {
+        "stored": 0,
+        "live": 0,
+        "in_batches": 0,
+        "retired": 0,
+        "evicted": {},
+        "dead_lettered": 0,
+        "rejected": {},
+    }
+    assert state["tickets"] == {"issued": 0, "out": 0, "expired": 0, "returned": 0, "failed": 0}
+    assert state["durability"] == "strict"
+    assert state["waiting"]["reason"] == "no_producers"
+
+
+def test_a_paused_run_serves_no_new_batch_until_it_runs_again(run: RunClient) -> None:
+    """Pausing is told as the reason, with the operator as the one who is waited for."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    assert run.http.patch(run.path, json={"state": "paused"}).json()["paused_reason"] == "operator"
+    waiting = run.batch(0, epoch)
+    assert waiting.status_code == 202
+    assert (waiting.json()["reason"], waiting.json()["blocked_on"]) == ("paused", "operator")
+    run.http.patch(run.path, json={"state": "running"})
+    assert run.batch(0, epoch).status_code == 200
+
+
+def test_a_strategy_can_be_changed_live_and_the_ledger_says_so(run: RunClient) -> None:
+    """The new options are in force for the next batch and recorded."""
+    run.put(batch={"groups_per_batch": 1})
+    changed = run.http.patch(
+        run.path, json={"strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 4}}}
+    )
+    assert changed.json()["strategy"]["options"] == {"max_staleness": 4}
+    records = run.get("ledger").json()["records"]
+    assert [record["type"] for record in records] == ["CONFIG", "CONFIG"]
+
+
+def test_a_patch_that_breaks_a_standing_batch_is_refused(run: RunClient) -> None:
+    """A batch handed out with staleness 1 and not yet acked forbids a bound of 0."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    assert run.batch(1, epoch).status_code == 200
+    response = run.http.patch(run.path, json={"strategy": {"name": "on-policy"}})
+    assert (response.status_code, response.json()["name"]) == (409, "max_staleness")
+
+
+def test_reaching_max_steps_finishes_the_run(run: RunClient) -> None:
+    """After the last ack the run is finished, and asking for more answers 410."""
+    run.put(batch={"groups_per_batch": 1}, max_steps=1)
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    assert run.batch(1, epoch).status_code == 410
+    assert run.batch(0, epoch).status_code == 200
+    assert run.ack(0, epoch).status_code == 200
+    assert run.state()["state"] == "finished"
+    assert run.batch(1, epoch).status_code == 410

@@ -1,0 +1,135 @@
+"""The server around the runs: health, metrics, description, tokens, console."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openapi_spec_validator import validate
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import RunClient, ServeProcess, group
+
+ROLES = ("producer", "trainer", "reader", "operator")
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    """Read one sample of a Prometheus text."""
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return float(sample.value)
+    raise AssertionError(f"{name}{labels} is missing")
+
+
+def test_readiness_tells_the_durability_level(service: ServeProcess) -> None:
+    """An embedded Valkey is strict."""
+    answer = httpx.get(f"{service.url}/readyz").json()
+    assert (answer["status"], answer["durability"], answer["waiting_for"]) == ("ready", "strict", None)
+
+
+def test_metrics_count_what_happened_to_groups(run: RunClient) -> None:
+    """Stored, dropped by reason, live, waiting by reason, versions."""
+    run.put(batch={"groups_per_batch": 2})
+    epoch = run.attach()
+    run.append(group("a"), group("b", version=4))
+    run.batch(0, epoch)
+    run.batch(0, epoch)
+    text = run.http.get("/metrics").text
+    assert metric(text, "replaybuf_groups_stored_total", run=run.run) == 1
+    assert metric(text, "replaybuf_groups_dropped_total", run=run.run, reason="version_above_published") == 1
+    assert metric(text, "replaybuf_groups_live", run=run.run) == 1
+    assert metric(text, "replaybuf_tokens_live", run=run.run) == 10
+    assert metric(text, "replaybuf_published_version", run=run.run) == 0
+    assert metric(text, "replaybuf_step", run=run.run) == 0
+    assert metric(text, "replaybuf_waiting_seconds_total", run=run.run, reason="too_few_groups") > 0
+    assert metric(text, "replaybuf_waiting_seconds_total", run=run.run, reason="paused") == 0
+
+
+def test_the_description_is_valid_openapi_and_names_every_call(service: ServeProcess) -> None:
+    """`/openapi.json` passes a validator."""
+    document = httpx.get(f"{service.url}/openapi.json").json()
+    validate(document)
+    assert set(document["paths"]["/v1/runs/{run}"]) == {"put", "get", "patch"}
+    assert "202" in document["paths"]["/v1/runs/{run}/batches/{step}"]["get"]["responses"]
+
+
+def test_the_console_is_one_page_that_fetches_nothing_from_elsewhere(service: ServeProcess) -> None:
+    """No address of another host in it."""
+    page = httpx.get(service.url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"https?://", page.text)
+
+
+def test_unknown_paths_and_methods_are_problems_too(service: ServeProcess) -> None:
+    """404 and 405 as problem documents."""
+    assert httpx.get(f"{service.url}/nope").json()["status"] == 404
+    wrong = httpx.post(f"{service.url}/v1/runs")
+    assert (wrong.status_code, wrong.headers["content-type"]) == (405, "application/problem+json")
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, dict[str, str]]]:
+    """A service with one token per role."""
+    folder = tmp_path_factory.mktemp("guarded")
+    tokens = {role: new_token(role, folder / "tokens") for role in ROLES}
+    server = ServeProcess(folder / "data", "--tokens-file", str(folder / "tokens")).start()
+    yield server, tokens
+    server.end()
+
+
+def new_token(role: str, path: Path) -> str:
+    """Make a token with the command a user would type."""
+    command = ["token", "new", "--role", role, "--name", f"a {role}", "--tokens-file", str(path)]
+    made = subprocess.run([sys.executable, "-m", "replaybuf.cli", *command], capture_output=True, text=True, check=True)
+    return made.stdout.strip()
+
+
+ALLOWED = [
+    ("PUT", "", {"operator"}),
+    ("PATCH", "", {"operator"}),
+    ("GET", "", {"producer", "trainer", "reader", "operator"}),
+    ("POST", "/tickets", {"producer", "operator"}),
+    ("DELETE", "/tickets/t0-0-1", {"producer", "operator"}),
+    ("POST", "/groups", {"producer", "operator"}),
+    ("GET", "/groups", {"reader", "operator"}),
+    ("GET", "/policy", {"producer", "trainer", "reader", "operator"}),
+    ("POST", "/policy", {"trainer", "operator"}),
+    ("POST", "/attach", {"trainer", "operator"}),
+    ("GET", "/batches/0?epoch=1", {"trainer", "operator"}),
+    ("POST", "/batches/0/ack", {"trainer", "operator"}),
+    ("POST", "/checkpoints", {"trainer", "operator"}),
+    ("GET", "/batches/0/record", {"trainer", "reader", "operator"}),
+    ("GET", "/ledger", {"trainer", "reader", "operator"}),
+    ("GET", "/dead-letters", {"reader", "operator"}),
+    ("DELETE", "/dead-letters", {"operator"}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "roles"), ALLOWED)
+def test_each_call_takes_the_roles_of_the_contract(
+    guarded: tuple[ServeProcess, dict[str, str]], method: str, path: str, roles: set[str]
+) -> None:
+    """401 without a token, 403 with another role, anything else with the right one."""
+    server, tokens = guarded
+    with httpx.Client(base_url=server.url) as http:
+        assert http.request(method, f"/v1/runs/x{path}").status_code == 401
+        for role, token in tokens.items():
+            headers = {"Authorization": f"Bearer {token}"}
+            status = http.request(method, f"/v1/runs/x{path}", headers=headers).status_code
+            assert (status != 403) == (role in roles), (role, status)
+
+
+def test_health_is_open_and_metrics_need_a_reader(guarded: tuple[ServeProcess, dict[str, str]]) -> None:
+    """A load balancer needs no token."""
+    server, tokens = guarded
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    assert httpx.get(f"{server.url}/readyz").status_code == 200
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    reader = {"Authorization": f"Bearer {tokens['reader']}"}
+    assert httpx.get(f"{server.url}/metrics", headers=reader).status_code == 200

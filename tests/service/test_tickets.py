@@ -1,0 +1,121 @@
+"""Tickets: who may generate what, and what becomes of a ticket nobody honours."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunClient, group
+
+
+def take(run: RunClient, count: int, **fields: Any) -> list[str]:
+    """Ask for tickets; return their names."""
+    answer = run.post("tickets", producer="test", count=count, **fields).json()
+    return [ticket["ticket"] for ticket in answer["tickets"]]
+
+
+def test_tickets_count_prompts_from_zero_and_stop_at_the_window(run: RunClient) -> None:
+    """One-step off-policy has room for two batches before the first publication."""
+    run.put(batch={"groups_per_batch": 3})
+    answer = run.post("tickets", producer="p", count=100).json()
+    assert [ticket["prompt_index"] for ticket in answer["tickets"]] == list(range(6))
+    assert {ticket["attempt"] for ticket in answer["tickets"]} == {1}
+    denied = run.post("tickets", producer="p", count=1).json()
+    assert denied["tickets"] == []
+    assert denied["waiting"]["reason"] == "rate_limited"
+
+
+def test_a_ticketed_group_takes_its_name_from_the_prompt(run: RunClient) -> None:
+    """`p<prompt_index>`, once: whoever comes second is a duplicate."""
+    run.put(batch={"groups_per_batch": 2})
+    first, second = take(run, 2)
+    assert run.append(group(None, ticket=second))[0] == {"group_id": "p1", "status": "stored"}
+    assert run.append(group(None, ticket=second))[0]["status"] == "duplicate"
+    assert run.append(group("own-name", ticket=second))[0]["status"] == "duplicate"
+    assert run.append(group(None, ticket=first, prompt_index=1))[0]["reason"] == "wrong_prompt_index"
+    assert run.state()["tickets"]["out"] == 1
+
+
+def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunClient) -> None:
+    """A new ticket per attempt; after max_attempts the prompt is recorded as failed and blocks nobody."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_attempts": 2})
+    (first,) = take(run, 1)
+    assert run.http.delete(f"{run.path}/tickets/{first}", params={"reason": "engine"}).status_code == 200
+    assert run.http.delete(f"{run.path}/tickets/{first}").status_code == 404
+    again = run.post("tickets", producer="p", count=1).json()["tickets"][0]
+    assert (again["prompt_index"], again["attempt"]) == (0, 2)
+    assert again["ticket"] != first
+    run.http.delete(f"{run.path}/tickets/{again['ticket']}", params={"reason": "engine"})
+    assert run.post("tickets", producer="p", count=1).json()["tickets"][0]["prompt_index"] == 1
+    assert run.state()["tickets"] == {"issued": 3, "out": 1, "expired": 0, "returned": 2, "failed": 1}
+    failures = [record for record in run.get("ledger").json()["records"] if record["type"] == "TICKET"]
+    assert [(record["prompt_index"], record["reason"]) for record in failures] == [(0, "engine")]
+
+
+def test_an_expired_ticket_frees_its_capacity_and_comes_back(run: RunClient) -> None:
+    """A waiting producer is woken by the expiry and gets the same prompt."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"ttl_s": 0.4}, strategy={"name": "on-policy"})
+    assert len(take(run, 5)) == 1
+    again = run.post("tickets", producer="p", count=1, wait_ms=10000).json()["tickets"]
+    assert [(ticket["prompt_index"], ticket["attempt"]) for ticket in again] == [(0, 2)]
+    assert run.state()["tickets"]["expired"] == 1
+
+
+def test_a_group_from_an_expired_ticket_is_stored_if_it_is_first(run: RunClient) -> None:
+    """The prompt is then done: its newer ticket brings a duplicate."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"ttl_s": 0.4}, strategy={"name": "on-policy"})
+    (late,) = take(run, 1)
+    (newer,) = take(run, 1, wait_ms=10000)
+    assert run.append(group(None, ticket=late))[0]["status"] == "stored"
+    assert run.append(group(None, ticket=newer))[0]["status"] == "duplicate"
+    assert run.state()["tickets"]["out"] == 0
+
+
+def test_on_policy_grants_what_the_current_version_needs_and_tops_up(run: RunClient) -> None:
+    """Nothing more is granted until the next version is published."""
+    run.put(batch={"groups_per_batch": 2}, strategy={"name": "on-policy"})
+    epoch = run.attach()
+    tickets = take(run, 10)
+    assert len(tickets) == 2
+    run.append(*(group(None, ticket=ticket) for ticket in tickets))
+    run.batch(0, epoch)
+    assert take(run, 10) == []
+    run.ack(0, epoch)
+    assert take(run, 10) == []
+    run.publish(1, epoch)
+    assert len(take(run, 10)) == 2
+
+
+def test_a_waiting_producer_is_woken_by_the_publication(run: RunClient) -> None:
+    """Long-polls for tickets end with what became possible."""
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "on-policy"})
+    epoch = run.attach()
+    run.append(group(None, ticket=take(run, 1)[0]))
+    run.batch(0, epoch)
+    run.ack(0, epoch)
+    got: list[list[str]] = []
+    poll = threading.Thread(target=lambda: got.append(take(run, 1, wait_ms=20000)))
+    poll.start()
+    run.publish(1, epoch)
+    poll.join(10)
+    assert len(got[0]) == 1
+
+
+def test_capacity_counted_in_tokens_follows_what_groups_measure(run: RunClient) -> None:
+    """With 10 tokens per group and 40 per batch, on-policy grants what fills the batch."""
+    run.put(batch={"tokens_per_batch": 40, "seq_len": 10}, group_size=2, strategy={"name": "on-policy"})
+    given = take(run, 100)
+    while given:
+        run.append(*(group(None, ticket=ticket) for ticket in given))
+        given = take(run, 100)
+    assert run.state()["tokens"]["live"] == 40
+
+
+@pytest.mark.parametrize("body", [{"count": 0}, {"count": 1, "adapter": "nobody"}])
+def test_a_request_out_of_bounds_is_refused(run: RunClient, body: dict[str, Any]) -> None:
+    """422 with name, value and bound."""
+    run.put(batch={"groups_per_batch": 1})
+    response = run.post("tickets", producer="p", **body)
+    assert response.status_code == 422

@@ -1,0 +1,95 @@
+"""The command line: options from three sources, and one clear message for what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunClient, ServeProcess, group
+
+
+def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "replaybuf.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def test_help_names_every_command() -> None:
+    """A newcomer sees what there is."""
+    shown = replaybuf("--help").stdout
+    for command in ("serve", "generate", "train", "demo", "status", "doctor", "token"):
+        assert command in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
+        (["serve", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
+        (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
+        (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),
+    ],
+)
+def test_a_failure_is_one_line_on_standard_error_and_exit_code_1(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    """No traceback, and the value is named."""
+    done = replaybuf(*arguments, REPLAYBUF_SERVE_DATA_DIR=str(tmp_path), REPLAYBUF_SERVE_PORT="0")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    """The message says what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = replaybuf("serve", "--port", str(port), "--data-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_flags_beat_the_environment_and_the_environment_beats_the_file(tmp_path: Path) -> None:
+    """Each source overrides the one before it."""
+    config = tmp_path / "replaybuf.toml"
+    config.write_text('[serve]\nhost = "file"\nport = 1\n')
+    from_file = replaybuf("--config", str(config), "serve")
+    from_environment = replaybuf("--config", str(config), "serve", REPLAYBUF_SERVE_HOST="environment")
+    from_flag = replaybuf("--config", str(config), "serve", "--host", "flag", REPLAYBUF_SERVE_HOST="environment")
+    for done, host in ((from_file, "file"), (from_environment, "environment"), (from_flag, "flag")):
+        assert f"host is '{host}'" in done.stderr
+
+
+def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClient) -> None:
+    """The same reason as over HTTP."""
+    run.put(batch={"groups_per_batch": 2})
+    run.append(group("a"))
+    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    assert "too_few_groups" in shown
+    assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1
+
+
+def test_doctor_finds_the_embedded_valkey_strict(tmp_path: Path) -> None:
+    """A machine that can run the service passes."""
+    done = replaybuf("doctor", "--data-dir", str(tmp_path), "--port", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "strict" in done.stdout
+
+
+def test_doctor_fails_where_redis_is_away() -> None:
+    """Exit code 1, with what to do."""
+    done = replaybuf("doctor", "--redis-url", "redis://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "fail" in done.stdout
