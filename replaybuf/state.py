@@ -43,6 +43,10 @@ from replaybuf.ledger import (
 
 LOST_LINEAGE = "lost_lineage"
 _RETIRED = "retired"
+_PLACES = ("live", "in_batches", "evicted", "dead_lettered", _RETIRED)
+"""Names of the states of an index row, in their order there; a freed row was retired, or evicted before."""
+_PURGED = 128
+"""Bit of a fate: the group was a dead letter."""
 _NONE = np.empty(0, np.int64)
 
 
@@ -106,13 +110,13 @@ class RunState:
         self.stored = 0
         self.retired = 0
         self.evicted: Counter[str] = Counter()
-        self.dead_lettered = 0
+        self.dead_lettered: Counter[str] = Counter()
         self.evicted_since_batch: Counter[str] = Counter()
         self.used_staleness: Counter[int] = Counter()
         self.groups_used = 0
         self.tokens_used = 0
-        self._reasons: list[str] = [""]
-        # What became of freed groups, one byte each: an index into _reasons, 0 = still in the index.
+        self._reasons: list[str] = ["", _RETIRED]
+        # What became of freed groups, one byte each: an index into _reasons, or _PURGED and one; 0 = in the index.
         self._fates = bytearray(1)
 
     # ------------------------------------------------------------------ derived
@@ -145,13 +149,29 @@ class RunState:
         """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason)."""
         rows = self.index.rows_of([number])
         if not len(rows):
-            fate = self._reasons[self._fates[number]]
-            return ("retired", None) if fate == _RETIRED else ("evicted", fate)
-        reason = self._reasons[self.index["reason"][rows[0]]] or None
+            fate = self._fates[number]
+            reason = self._reasons[fate & ~_PURGED]
+            if reason == _RETIRED:
+                return _RETIRED, None
+            return ("dead_lettered" if fate & _PURGED else "evicted"), reason
         state = int(self.index["state"][rows[0]])
-        return {LIVE: "live", IN_BATCHES: "in_batches", EVICTED: "evicted", DEAD: "dead_lettered"}[state], (
-            reason if state in (EVICTED, DEAD) else None
-        )
+        told = self._reasons[self.index["reason"][rows[0]]] if state in (EVICTED, DEAD) else None
+        return _PLACES[state], told
+
+    def numbers_at(self, place: str | None, after: int, limit: int) -> list[int]:
+        """List up to `limit` numbers above `after` of groups that stand at `place` (None = anywhere), ascending."""
+        if place is None:
+            return list(range(after + 1, min(self.stored, after + limit) + 1))
+        index = self.index
+        found = index["number"][(index["state"] == _PLACES.index(place)) & (index["number"] > after)]
+        fates = np.frombuffer(self._fates, np.uint8)[after + 1 :]
+        retired = fates == self._code(_RETIRED)
+        purged = (fates & _PURGED) > 0
+        freed = {_RETIRED: retired, "dead_lettered": purged, "evicted": (fates > 0) & ~retired & ~purged}
+        if place in freed:
+            found = np.union1d(found, np.flatnonzero(freed[place]) + after + 1)
+        numbers: list[int] = found[:limit].tolist()
+        return numbers
 
     def steps_of(self, number: int) -> list[int]:
         """List the steps of the current, retained history that hold group `number`."""
@@ -208,7 +228,7 @@ class RunState:
                 for reason, numbers in record.numbers.items():
                     self._dead_letter(self.index.rows_of(numbers), reason)
             case PurgeRecord():
-                return self._free(self.index.rows_of(record.numbers))
+                return self._free(self.index.rows_of(record.numbers), purged=True)
             case CheckpointRecord():
                 return self._checkpoint(record)
             case PolicyRecord():
@@ -270,7 +290,7 @@ class RunState:
         rows = rows[self.index["state"][rows] == LIVE]
         self.index["state"][rows] = DEAD
         self.index["reason"][rows] = self._code(reason)
-        self.dead_lettered += len(rows)
+        self.dead_lettered[reason] += len(rows)
 
     def _rewind(self, record: RewindRecord) -> None:
         lost = sorted(step for step in self.batches if step >= record.step)
@@ -328,10 +348,10 @@ class RunState:
         gone = (self.index["state"] == EVICTED) & (self.index["evicted_at"] <= oldest)
         return np.concatenate([retired, self._free(np.flatnonzero(gone))])
 
-    def _free(self, rows: npt.NDArray[np.int64], fate: str | None = None) -> Numbers:
+    def _free(self, rows: npt.NDArray[np.int64], fate: str | None = None, *, purged: bool = False) -> Numbers:
         numbers: Numbers = self.index["number"][rows].copy()
         codes = np.full(len(rows), self._code(fate), np.uint8) if fate else self.index["reason"][rows]
-        np.frombuffer(self._fates, np.uint8)[numbers] = codes
+        np.frombuffer(self._fates, np.uint8)[numbers] = codes | _PURGED if purged else codes
         self.index.free(rows)
         return numbers
 

@@ -104,7 +104,7 @@ def group_counts(state: RunState) -> dict[str, Any]:
         "in_batches": int(by_state[IN_BATCHES]),
         "retired": state.retired,
         "evicted": {reason: number for reason, number in sorted(state.evicted.items()) if number},
-        "dead_lettered": state.dead_lettered,
+        "dead_lettered": state.dead_lettered.total(),
     }
 
 

@@ -40,14 +40,9 @@ async def list_groups(run: Run, state: str | None, after: int, limit: int) -> di
         raise Invalid(
             f"state is {state!r}; it must be one of {', '.join(STATES)}", name="state", value=state, bound=STATES
         )
-    numbers: list[int] = []
-    number = after
-    while len(numbers) < limit and number < run.state.stored:
-        number += 1
-        if state is None or run.state.place_of(number)[0] == state:
-            numbers.append(number)
+    numbers = run.state.numbers_at(state, after, limit)
     groups = [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]
-    return {"groups": groups, "next": number if number < run.state.stored else None}
+    return {"groups": groups, "next": numbers[-1] if len(numbers) == limit else None}
 
 
 async def describe_dead_letters(run: Run) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _RUN_COUNTERS: _Metrics = {
     "groups_stored": ("Groups stored", lambda run: run.state.stored),
     "groups_used": ("Groups put into batches, each use counted", lambda run: run.state.groups_used),
     "groups_retired": ("Groups freed after a checkpoint", lambda run: run.state.retired),
-    "groups_dead_lettered": ("Stored groups that turned out unusable", lambda run: run.state.dead_lettered),
+    "groups_dead_lettered": ("Stored groups that turned out unusable", lambda run: run.state.dead_lettered.total()),
     "groups_duplicate": ("Appends answered duplicate", lambda run: run.door.duplicates),
     "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.door.truncated),
     "tokens_used": ("Tokens put into batches, each use counted", lambda run: run.state.tokens_used),
@@ -76,7 +76,7 @@ class _RunCollector(Collector):
         )
         state = GaugeMetricFamily("replaybuf_run_state", "1 for the state the run is in", labels=["run", "state"])
         for name, run in runs:
-            drops = run.door.rejected + run.state.evicted
+            drops = run.door.rejected + run.state.evicted + run.state.dead_lettered
             for reason in sorted(drops):
                 dropped.add_metric([name, reason], drops[reason])
             for reason in REASONS:

@@ -1,0 +1,219 @@
+"""The store against a real Valkey, and against servers that will not do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from replaybuf.errors import Conflict, Fenced, NoRoom, ServiceUnavailable, UnsupportedServer
+from replaybuf.frame import encode_frame, stored_checksum
+from replaybuf.group import GroupJson, RolloutJson, group_from_json
+from replaybuf.ledger import AckRecord
+from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.store.redis import ToAppend
+
+Work = Callable[[Store], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """One embedded Valkey for this module."""
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(embedded.start())
+    yield embedded
+    asyncio.run(embedded.stop())
+
+
+def with_store(server: EmbeddedServer, work: Work) -> None:
+    """Run `work` on a store of its own."""
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        try:
+            await work(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def to_append(group_id: str, prompt_key: str = "") -> ToAppend:
+    """Make a small group ready to be stored."""
+    rollout = RolloutJson(prompt_ids=[1], completion_ids=[2], inference_logprobs=[-0.5], reward=1.0)
+    group = group_from_json(GroupJson(group_id=group_id, prompt_id="p", policy_version=0, rollouts=[rollout]))
+    frame = encode_frame(group)
+    return ToAppend(group, group_id, prompt_key, frame, stored_checksum(frame))
+
+
+def test_a_stored_payload_has_no_ttl_and_a_losers_payload_is_gone(server: EmbeddedServer) -> None:
+    """Of two appends of one id exactly one payload stays, for good."""
+
+    async def work(store: Store) -> None:
+        first = await store.append("ttl", [to_append("a")], 0, time.time())
+        second = await store.append("ttl", [to_append("a"), to_append("b")], 0, time.time())
+        assert [result.stored for result in first + second] == [True, False, True]
+        assert second[0].number == first[0].number
+
+    with_store(server, work)
+    with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+        found = list(client.scan_iter("rb:p:{ttl:*"))
+        assert len(found) == 2
+        assert {client.ttl(key) for key in found} == {-1}
+
+
+def test_a_repeat_saves_the_payload_of_an_attempt_that_died_after_publishing(server: EmbeddedServer) -> None:
+    """The TTL that the first attempt did not get to remove goes with the retry."""
+
+    async def work(store: Store) -> None:
+        await store.append("saved", [to_append("a")], 0, time.time())
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            (key,) = client.scan_iter("rb:p:{saved:*")
+            client.expire(key, 100)  # as the dead attempt left it
+            await store.append("saved", [to_append("a")], 0, time.time())
+            assert client.ttl(key) == -1
+
+    with_store(server, work)
+
+
+def test_one_prompt_has_one_group_whatever_it_is_called(server: EmbeddedServer) -> None:
+    """Two groups of one ticket's prompt under different names: the second is a duplicate."""
+
+    async def work(store: Store) -> None:
+        results = await store.append("prompt", [to_append("x", "p7"), to_append("y", "p7")], 0, time.time())
+        assert [result.stored for result in results] == [True, False]
+
+    with_store(server, work)
+
+
+def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer) -> None:
+    """The same entry again is fine, another one at its place or behind a gap is not, an old token is fenced."""
+
+    async def work(store: Store) -> None:
+        lease = await store.lead("led", "one", 5000)
+        assert lease.token is not None
+        record = AckRecord(step=0, epoch=1)
+        await store.append_record("led", lease.token, 1, record)
+        await store.append_record("led", lease.token, 1, record)
+        for entry, other in ((1, AckRecord(step=5, epoch=1)), (3, record)):
+            with pytest.raises(Conflict):
+                await store.append_record("led", lease.token, entry, other)
+        newer = await store.lead("led", "two", 5000, force=True)
+        assert newer.token != lease.token
+        with pytest.raises(Fenced):
+            await store.append_record("led", lease.token, 2, record)
+
+    with_store(server, work)
+
+
+def test_a_lease_is_held_by_one_and_passes_on_when_it_ends(server: EmbeddedServer) -> None:
+    """The second asks in vain until the first one's time is over."""
+
+    async def work(store: Store) -> None:
+        first = await store.lead("lease", "one", 200)
+        assert (await store.lead("lease", "two", 200)).token is None
+        assert (await store.lead("lease", "one", 200)).token == first.token
+        await store.resign("lease", "one")
+        assert (await store.lead("lease", "two", 200)).token not in (None, first.token)
+
+    with_store(server, work)
+
+
+def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_path: Path) -> None:
+    """Producers get `NoRoom`; the ledger, the lease and the tickets go on."""
+
+    async def main() -> None:
+        embedded = EmbeddedServer(tmp_path)
+        await embedded.start()
+        store = await Store.open(embedded.url)
+        try:
+            with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
+                client.config_set("maxmemory", 1)
+            with pytest.raises(NoRoom):
+                await store.append("full", [to_append("a")], 0, time.time())
+            lease = await store.lead("full", "one", 5000)
+            assert lease.token is not None
+            await store.append_record("full", lease.token, 1, AckRecord(step=0, epoch=1))
+            await store.change_tickets("full", lease.token, deadlines_s={"t0-0-1": 1.0}, counts={"issued": 1})
+            assert await store.counts("full") == {"issued": 1}
+        finally:
+            await store.close()
+            await embedded.stop()
+
+    asyncio.run(main())
+
+
+def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) -> None:
+    """Each weakness is named with what to set."""
+
+    async def main() -> None:
+        embedded = EmbeddedServer(tmp_path)
+        await embedded.start()
+        store = await Store.open(embedded.url)
+        try:
+            assert (await store.report()).durability == "strict"
+            with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
+                client.config_set("appendfsync", "everysec")
+                client.config_set("maxmemory-policy", "allkeys-lru")
+            report = await store.report()
+            assert report.durability == "relaxed"
+            assert ["appendfsync" in report.reasons[0], "maxmemory-policy" in report.reasons[1]] == [True, True]
+        finally:
+            await store.close()
+            await embedded.stop()
+
+    asyncio.run(main())
+
+
+async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer like a Redis 6.2: just enough commands to be asked its version."""
+    info = b"redis_version:6.2.14\r\n"
+    while line := await reader.readline():
+        words = []
+        for _ in range(int(line[1:])):
+            await reader.readline()
+            words.append((await reader.readline()).strip().upper())
+        if words[0] == b"HELLO":
+            writer.write(b"%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n")
+        elif words[0] == b"INFO":
+            writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
+        elif words[0] == b"CONFIG":
+            writer.write(b"%0\r\n")
+        else:
+            writer.write(b"+OK\r\n")
+        await writer.drain()
+    writer.close()
+
+
+def test_a_server_that_is_too_old_is_refused_with_both_versions() -> None:
+    """6.2.14 is below 7.0."""
+
+    async def main() -> None:
+        async with await asyncio.start_server(old_server, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            with pytest.raises(UnsupportedServer, match=r"version 6\.2\.14; at least 7\.0"):
+                await Store.open(f"redis://127.0.0.1:{port}")
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_away_is_named() -> None:
+    """The message holds the address."""
+
+    async def main() -> None:
+        with pytest.raises(ServiceUnavailable, match=r"redis://127\.0\.0\.1:1 cannot be reached"):
+            await Store.open("redis://127.0.0.1:1")
+
+    asyncio.run(main())
+
+
+def test_every_key_of_a_run_but_the_payloads_shares_one_hash_tag() -> None:
+    """So one function may touch them all in a cluster; payloads spread."""
+    control = [keys.index, keys.group_ids, keys.ledger, keys.tickets, keys.counts, keys.fence, keys.lead]
+    assert {key("r")[: key("r").index("}") + 1] for key in control} == {"rb:{r}"}
+    assert keys.payload("r", "a").startswith("rb:p:{r:a}:")
+    assert keys.payload("r", "a") != keys.payload("r", "a")
