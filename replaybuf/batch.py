@@ -151,12 +151,14 @@ def read_batch(body: bytes | bytearray | memoryview) -> Batch:
     try:
         meta = msgspec.json.decode(header.pop("__metadata__")[METADATA_KEY], type=BatchMeta)
         tensors = {name: _view(data, entry) for name, entry in header.items()}
-        rows: list[dict[str, Any]] = [{} for _ in range(meta.micro_batches)]
+        if not 0 <= meta.micro_batches <= len(tensors):
+            raise ValueError(f"{meta.micro_batches} micro-batches cannot stand in {len(tensors)} tensors")
+        rows: dict[str, dict[str, Any]] = {str(number): {} for number in range(meta.micro_batches)}
         for name, view in tensors.items():
             number, _, field = name.partition(".")
-            rows[int(number)][field] = view
-        return Batch(meta, [MicroBatch(**row) for row in rows])
-    except (KeyError, IndexError, TypeError, ValueError, msgspec.MsgspecError) as error:
+            rows[number][field] = view
+        return Batch(meta, [MicroBatch(**row) for row in rows.values()])
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise Malformed(f"batch body does not hold what its header says: {error}", name="body") from error
 
 
@@ -259,7 +261,7 @@ def _split_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], m
         raise Malformed(f"batch header says {length} bytes; the body has {len(buffer)}", name="body", value=length)
     try:
         header = msgspec.json.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Malformed(f"batch header does not decode: {error}", name="body") from error
     return header, buffer[_LENGTH.size + length :]
 

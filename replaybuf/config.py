@@ -14,12 +14,17 @@ from replaybuf.errors import Invalid, Malformed, NotFound
 T = TypeVar("T")
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MIN_TOKENS_PER_ROLLOUT = 2
 """One prompt token and one completion token: no rollout is shorter."""
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+LARGEST_INTEGER = 2**53 - 1
+"""Largest whole number that every JSON reader keeps exactly; it also fits every column and record."""
+LONGEST_S = 366 * 86400.0
+
+Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
+NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -173,13 +178,12 @@ def decode_json(body: bytes, shape: type[T]) -> T:
         return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
         raise _explained(error, body) from None
-    except msgspec.DecodeError as error:
-        try:
-            return msgspec.convert(json.loads(body), shape)
-        except msgspec.ValidationError as second:
-            raise _explained(second, body) from None
-        except (ValueError, RecursionError):
-            raise Malformed(f"body is not JSON: {error}", name="body", value=_excerpt(body), bound="JSON") from None
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = _loads(body)
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError as error:
+        raise _explained(error, body) from None
 
 
 def convert(value: Any, shape: type[T], where: str) -> T:
@@ -192,15 +196,26 @@ def convert(value: Any, shape: type[T], where: str) -> T:
         raise Invalid(f"{name}: {message}", name=name, value=value, bound=message) from None
 
 
+def _loads(body: bytes) -> Any:
+    """Parse JSON as Python does. Raises `Malformed`, also for half a surrogate pair, which no UTF-8 text can hold."""
+    try:
+        value = json.loads(body.decode())
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"body is not JSON: {error}", name="body", value=_excerpt(body), bound="JSON") from None
+    return value
+
+
 def _explained(error: msgspec.ValidationError, body: bytes) -> Invalid | Malformed:
     message, _, path = str(error).partition(" - at `$")
     name = path.rstrip("`").lstrip(".") or "body"
-    value: Any = json.loads(body)
+    value = _loads(body)  # what follows the fault may not even be JSON
     for part in re.findall(r"[^.\[\]]+", name) if name != "body" else []:
         if isinstance(value, dict):
             value = value.get(part)
         elif isinstance(value, list) and part.isdigit():
-            value = value[int(part)]
+            value = value[int(part)] if int(part) < len(value) else None  # a name given twice: JSON keeps the last
     shown = value if isinstance(value, str | int | float | None) else type(value).__name__
     kind = Invalid if re.search(r"[<>]=? |matching regex|Invalid enum", message) else Malformed
     return kind(f"{name} is {shown!r}: {message}", name=name, value=shown, bound=message)

@@ -15,7 +15,10 @@ from collections.abc import Iterable
 
 from replaybuf.errors import NotFound
 
-_TICKET = re.compile(r"(?:(?P<adapter>.+)/)?t(?P<generation>\d+)-(?P<index>\d+)-(?P<attempt>\d+)")
+_NUMBER = r"0|[1-9][0-9]{0,17}"
+_TICKET = re.compile(
+    rf"(?:(?P<adapter>.+)/)?t(?P<generation>{_NUMBER})-(?P<index>{_NUMBER})-(?P<attempt>[1-9][0-9]{{0,8}})", re.DOTALL
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, verify: bool = True) 
         )
     try:
         header = _header_decoder.decode(buffer[_PREFIX.size : _PREFIX.size + header_length])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error
     arrays = {name: _view(buffer, name, column) for name, column in header.columns.items()}
     missing = _DTYPES.keys() - _OPTIONAL - arrays.keys()
@@ -277,5 +277,7 @@ def _check_shapes(header: FrameHeader, arrays: dict[str, npt.NDArray[Any]]) -> N
                 value=len(arrays[name]),
                 bound=length,
             )
+    if len(arrays["completion_mask"]) and int(arrays["completion_mask"].view(np.uint8).max()) > 1:
+        raise BrokenFrame("column completion_mask holds a byte other than 0 and 1", name="completion_mask")
     if len(header.finish_reasons) != rollouts or len(arrays["version_spans"]) % 4:
         raise BrokenFrame("finish_reasons or version_spans do not match the number of rollouts", name="rollouts")

@@ -19,6 +19,9 @@ from replaybuf.errors import GroupRejected
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""
+LARGEST_PROMPT_INDEX = 2**53 - 1
+LARGEST_SCORE = float(np.finfo(np.float32).max)
+"""Rewards and advantages travel to the trainer as float32; what is beyond its range would arrive as infinity."""
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -162,7 +165,7 @@ def group_from_json(wire: GroupJson) -> Group:
         advantages=np.array([r.advantage for r in rollouts], np.float64) if rollouts and all(has_advantage) else None,
         reward_parts={name: np.array([r.rewards[name] for r in rollouts], np.float64) for name in names},
         version_spans=_spans(wire),
-        temperatures=np.array([r.temperature for r in rollouts], np.float32),
+        temperatures=_flat([[r.temperature for r in rollouts]]),
         finish_reasons=tuple(r.finish_reason for r in rollouts),
         ticket=wire.ticket,
         prompt_index=wire.prompt_index,
@@ -216,13 +219,19 @@ def check_group(group: Group, bounds: Admissible) -> Rejection | None:
         _check_size(group, bounds)
         or _check_tokens(group, bounds)
         or _check_numbers(group)
-        or _check_versions(group, bounds)
+        or _check_spans(group)
+        or _check_published(group, bounds)
+        or _check_room(group, bounds)
     )
 
 
 def _check_size(group: Group, bounds: Admissible) -> Rejection | None:
     if group.adapter not in bounds.adapters and group.adapter:
         return Rejection("unknown_adapter", f"adapter is {group.adapter!r}; the run has {sorted(bounds.adapters)}")
+    if group.prompt_index is not None and not 0 <= group.prompt_index <= LARGEST_PROMPT_INDEX:
+        return Rejection(
+            "bad_prompt_index", f"prompt_index is {group.prompt_index}; it must be in 0..{LARGEST_PROMPT_INDEX}"
+        )
     if not group.rollouts:
         return Rejection("no_rollouts", "rollouts is empty; a group has at least one")
     if bounds.group_size is not None and group.rollouts != bounds.group_size:
@@ -231,6 +240,10 @@ def _check_size(group: Group, bounds: Admissible) -> Rejection | None:
         return Rejection("empty_prompt", "a rollout has 0 prompt tokens; at least 1 is needed")
     if int(group.completion_lengths.min()) < 1:
         return Rejection("empty_completion", "a rollout has 0 completion tokens; at least 1 is needed")
+    return None
+
+
+def _check_room(group: Group, bounds: Admissible) -> Rejection | None:
     longest = int(group.lengths.max())
     if bounds.seq_len is not None and longest > bounds.seq_len:
         return Rejection("overlong", f"a rollout has {longest} tokens; seq_len is {bounds.seq_len}")
@@ -262,17 +275,19 @@ def _check_numbers(group: Group) -> Rejection | None:
         if highest > LOGPROB_TOLERANCE:
             return Rejection("positive_logprobs", f"{name} holds {highest:.6g}; at most {LOGPROB_TOLERANCE} is allowed")
     for name, values in [("reward", group.rewards), *((f"rewards.{k}", v) for k, v in group.reward_parts.items())]:
-        if not np.isfinite(values).all():
-            return Rejection("non_finite_rewards", f"{name} holds NaN or infinity; finite values are needed")
-    if group.advantages is not None and not np.isfinite(group.advantages).all():
-        return Rejection("non_finite_advantages", "advantage holds NaN or infinity; finite values are needed")
+        if not (np.abs(values) <= LARGEST_SCORE).all():
+            return Rejection("non_finite_rewards", f"{name} holds NaN, infinity or a value beyond float32")
+    if group.advantages is not None and not (np.abs(group.advantages) <= LARGEST_SCORE).all():
+        return Rejection("non_finite_advantages", "advantage holds NaN, infinity or a value beyond float32")
     if not (np.isfinite(group.temperatures).all() and (group.temperatures >= 0).all()):
         return Rejection("bad_temperature", "temperature holds a negative or non-finite value; 0 or more is needed")
     return None
 
 
-def _check_versions(group: Group, bounds: Admissible) -> Rejection | None:
+def _check_spans(group: Group) -> Rejection | None:
     spans = group.version_spans
+    if not len(spans):
+        return Rejection("bad_version_spans", "version_spans is empty; they cover each completion once")
     order = np.lexsort((spans[:, 2], spans[:, 0]))
     spans = spans[order]
     starts_rollout = np.r_[True, spans[1:, 0] != spans[:-1, 0]]
@@ -288,16 +303,21 @@ def _check_versions(group: Group, bounds: Admissible) -> Rejection | None:
         return Rejection(
             "bad_version_spans", "version_spans do not cover each completion once, from token 0 to its end"
         )
-    oldest, newest = int(spans[:, 1].min()), int(spans[:, 1].max())
+    oldest = int(spans[:, 1].min())
     if oldest < 0 or oldest != group.policy_version:
         return Rejection(
             "bad_version_spans",
             f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}",
         )
-    if bounds.published_version is not None and newest > bounds.published_version:
+    return None
+
+
+def _check_published(group: Group, bounds: Admissible) -> Rejection | None:
+    if bounds.published_version is not None and group.policy_version_max > bounds.published_version:
         return Rejection(
             "version_above_published",
-            f"the newest policy version is {newest}; the published version is {bounds.published_version}",
+            f"the newest policy version is {group.policy_version_max}; "
+            f"the published version is {bounds.published_version}",
         )
     return None
 
@@ -369,10 +389,11 @@ def truncate(group: Group, seq_len: int) -> Group:
     """Cut completions so that no rollout is longer than `seq_len` tokens; the same group where none is.
 
     At least one completion token stays, so a prompt of `seq_len` tokens or more still makes its rollout too long.
+    A group whose version spans are wrong stays as it is: it is to be refused, not mended.
     """
     room = np.maximum(seq_len - group.prompt_lengths, 1)
     lengths = np.minimum(group.completion_lengths, room).astype(np.int32)
-    if np.array_equal(lengths, group.completion_lengths):
+    if np.array_equal(lengths, group.completion_lengths) or _check_spans(group):
         return group
     starts = np.cumsum(group.completion_lengths) - group.completion_lengths
     keep = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)])

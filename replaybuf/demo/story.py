@@ -165,7 +165,8 @@ class Demo:
         self._enter("starting", "service and engine")
         folder = self._folder
         serve = self._start(supervisor, "serve", "--port", "0", "--data-dir", str(folder.serve), stops_last=True)
-        engine = self._start(supervisor, "engine", "--model", str(folder.model), "--port", "0", "--threads", "1")
+        options = ("--model", str(folder.model), "--port", "0", "--threads", "1")
+        engine = self._start(supervisor, "engine", *options, stops_last=True)
         serve_url = await supervisor.listening(serve, LISTEN_TIMEOUT_S)
         self._view.event(f"service listening on {serve_url}")
         self._engine_url = await supervisor.listening(engine, LISTEN_TIMEOUT_S)

@@ -36,8 +36,8 @@ from replaybuf.errors import ServiceUnavailable
 T = TypeVar("T")
 
 STOP_WITHIN_S = 5.0
-CLIENTS_S = 1.5
-FORCE_S = 4.0
+CLIENTS_S = 2.5
+FORCE_S = 4.25
 POLL_S = 0.05
 LAST_LINES = 15
 BLAME_S = 1.0
@@ -124,7 +124,7 @@ class Supervisor:
     ) -> Child:
         """Start a child. Its exit ends the demo, unless it `may_finish` and returns 0.
 
-        `stops_last`: at the end it is stopped only when the others, which use it, are gone.
+        `stops_last`: others use it, so at the end it is stopped when those are gone.
         """
         child = self._spawn(name, command, environment=environment, may_finish=may_finish, stops_last=stops_last)
         self._tell_guard(f"+{child.pid}")

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from replaybuf.aggregation import Window
 from replaybuf.client import AppendResult, AsyncClient, Backoff, Ticket, Tickets
 from replaybuf.errors import (
     EngineAway,
@@ -48,7 +49,6 @@ from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, Prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.stages import Rollout, Stage, Stages
-from replaybuf.aggregation import Window
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ FAULTS_IN_A_ROW = 64
 _ENGINE_POLL_S = 1.0
 _EARLY_ANSWER = 0.9
 _REASON_CHARS = 200
-_LOST_LINEAGE = "lost_lineage"
+_EARLY_PAUSE_S = 0.2
+_UNKNOWN = -1
 _ABOVE_PUBLISHED = "version_above_published"
 _AWAY_ERRORS = (NoRoom, ServiceUnavailable, NotLeader)
 
@@ -340,9 +341,8 @@ class Daemon:
 
     async def _settle(self, work: _Work, result: AppendResult) -> None:
         if result.status == "rejected":
-            if result.reason == _ABOVE_PUBLISHED:
-                # The service knows better than the last answer heard: the run was rewound meanwhile.
-                self._held.append(work)
+            if result.reason == _ABOVE_PUBLISHED:  # though it was published: only a rewind lowers a version
+                await self._rewound(f"version {work.scored.policy_version_max} is not published any more", [work])
             else:
                 await self._give_back(work, f"rejected_{result.reason}", result.detail or "")
             return
@@ -363,37 +363,110 @@ class Daemon:
 
         The trainer loads the engines first and announces the version after, so groups of the next version are normal.
         """
-        heard = 0
+        clock, poll_s = asyncio.get_running_loop().time, self._options.poll_wait_ms / 1000
         while True:
             await self._until(lambda: bool(self._held))
-            asked_s = asyncio.get_running_loop().time()
+            asked_s, known = clock(), self._published
             policy = await self._patiently(
-                "policy", lambda: self._client.get_policy(after=self._published, wait_ms=self._options.poll_wait_ms)
+                "policy", lambda: self._client.get_policy(after=known, wait_ms=self._options.poll_wait_ms)
             )
             if policy is None:
                 return
-            if policy.version < heard:
-                await self._drop_lost(policy.version)
-            heard = policy.version
-            self._published = max(self._published, policy.version)
+            if policy.version < known:
+                await self._rewound(f"the published version fell from {known} to {policy.version}", self._held)
+            self._published = policy.version
             await self._release()
-            if self._held and asyncio.get_running_loop().time() - asked_s < _EARLY_ANSWER * self._poll_s:
+            if self._held and clock() - asked_s < _EARLY_ANSWER * poll_s:
                 await self._until(lambda: self._stopping, _EARLY_PAUSE_S)
 
-    async def _drop_lost(self, version: int) -> None:
-        """The run was rewound: what newer versions sampled belongs to a history that is gone."""
-        logger.warning("published version fell to %d: giving back %d groups of lost versions", version, len(self._held))
-        self._published = version
-        lost, self._held = self._held, []
-        for work in lost:
-            await self._give_back(work, _LOST_LINEAGE, f"published version fell to {version}")
+    async def _rewound(self, how: str, works: Sequence[_Work]) -> None:
+        """Give back groups of versions that a rewind of the run took back: the same numbers will mean other weights."""
+        logger.warning("the run was rewound: %s; giving back %d groups", how, len(works))
+        self._held = [work for work in self._held if work not in works]
+        self._published = _UNKNOWN
+        for work in works:
+            await self._give_back(work, "lost_lineage", how)
 
     async def _release(self) -> None:
+        """Pass on the held groups whose version is published now; give back those whose ticket has run out."""
         now_s = asyncio.get_running_loop().time()
         held, self._held = self._held, []
-        late = [work for work in held if work.expires_at_s <= now_s and work.scored.policy_version_max > self._published]
+        late = [w for w in held if w.expires_at_s <= now_s and w.scored.policy_version_max > self._published]
         for work in late:
             await self._give_back(work, _ABOVE_PUBLISHED, "not published within the ticket's life")
         await self._make_ready([work for work in held if work not in late])
 
     # ------------------------------------------------------------------ giving back
+
+    async def _give_back(self, work: _Work, reason: str, detail: str) -> None:
+        """Return a ticket with its reason; one that cannot be returned expires by itself."""
+        self._forget([work])
+        self.progress.given_back[reason] += 1
+        logger.warning("ticket %s is given back: %s: %s", work.ticket.ticket, reason, detail)
+        try:
+            await self._client.return_ticket(work.ticket.ticket, f"{reason}: {detail}"[:_REASON_CHARS])
+        except NotFound:  # expired meanwhile, and perhaps issued to another producer
+            logger.info("ticket %s was not out any more", work.ticket.ticket)
+        except ReplaybufError as error:
+            logger.warning("ticket %s could not be given back and will expire: %s", work.ticket.ticket, error)
+        await self._wake()
+
+    async def _give_back_rest(self, reason: str) -> None:
+        works = list(self._works.values())
+        if not works:
+            return
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await asyncio.gather(*(self._give_back(work, reason, "the producer ends") for work in works))
+        except TimeoutError:
+            logger.warning("%d tickets could not be given back in %.1f s and will expire", len(works), GIVE_BACK_S)
+
+    # ------------------------------------------------------------------ waiting
+
+    async def _heed(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        logger.info("stopping: %d groups are in flight", len(self._works))
+        self._stopping = True
+        await self._wake()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.report_every_s)
+            self._tell_status()
+
+    def _tell_status(self) -> None:
+        status = self.progress.line(time.time(), self._waiting)
+        log_status(status)
+        if self._options.metrics_file is not None:
+            append_status(self._options.metrics_file, status)
+
+    async def _patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Repeat a call until the service answers it; None where a stop came between two tries."""
+        pauses_s = Backoff().pauses_s()
+        while True:
+            try:
+                result = await call()
+            except UnsupportedServer:
+                raise
+            except _AWAY_ERRORS as error:
+                self._service_away = True
+                pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
+                logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
+            else:
+                self._service_away = False
+                return result
+            if await self._until(lambda: self._stopping, pause_s):
+                return None
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait for a change that makes the condition true; False where `timeout_s` passed first."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -61,7 +61,9 @@ class Stages:
         for stage in self._stages:
             results = [r for chunk in chunks(window.samples, stage.micro_batch) for r in await stage.compute(chunk)]
             columns[stage.column] = [np.concatenate(parts) for parts in window.split(results)]
-        added: list[dict[str, Any]] = [{name: values[i] for name, values in columns.items()} for i in range(len(groups))]
+        added: list[dict[str, Any]] = [
+            {name: values[i] for name, values in columns.items()} for i in range(len(groups))
+        ]
         return [dataclasses.replace(group, **values) for group, values in zip(groups, added, strict=True)]
 
     def _taken(self, window: Window[Rollout] | None) -> tuple[list[Group], Window[Rollout]] | None:

@@ -18,76 +18,37 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from replaybuf.config import ConfigPatch, RunConfig, decode_json
+from replaybuf.config import ConfigPatch, RunConfig
 from replaybuf.errors import (
-    BrokenFrame,
-    GroupRejected,
-    Invalid,
-    Malformed,
     NotFound,
     ReplaybufError,
-    TooLarge,
-    UnsupportedMedia,
 )
-from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
-from replaybuf.group import GroupJson, group_from_json
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.auth import Tokens
 from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
 from replaybuf.service.console import PAGE
-from replaybuf.service.door import Incoming
 from replaybuf.service.metrics import exposition
+from replaybuf.service.requests import (
+    AckRequest,
+    CheckpointRequest,
+    GroupsRequest,
+    PolicyRequest,
+    TicketRequest,
+    number,
+    optional_number,
+    page,
+    read_groups,
+    read_json,
+    wait_s,
+)
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.service.session import AttachRequest
 
 log = logging.getLogger(__name__)
 
-LARGEST_BODY_BYTES = 1 << 30
-LARGEST_CONTROL_BODY_BYTES = 1 << 20
-LARGEST_PAGE = 1000
-
 READ = frozenset({"reader"})
 OPEN: frozenset[str] = frozenset()
-
-
-class TicketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A producer asks for leave to generate `count` groups, waiting up to `wait_ms` for the first."""
-
-    producer: str
-    count: int = 1
-    adapter: str = ""
-    wait_ms: int = 0
-
-
-class AckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer says that a step was trained; `feedback` goes to the strategy."""
-
-    epoch: int
-    feedback: dict[str, Any] | None = None
-
-
-class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer announces a version that the engines have loaded."""
-
-    epoch: int
-    version: int
-    weights_uri: str | None = None
-    adapter: str = ""
-
-
-class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer can resume at `step`; the newest `keep` checkpoints stay resumable."""
-
-    epoch: int
-    step: int
-    keep: int | None = None
-
-
-class GroupsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several groups in one body."""
-
-    groups: list[GroupJson]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,61 +70,6 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-# ---------------------------------------------------------------------- reading requests
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"body has {declared} bytes; at most {limit}", name="body", value=int(declared), bound=limit)
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise TooLarge(f"body has more than {limit} bytes", name="body", value=size, bound=limit)
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _json(request: Request, shape: type[Any]) -> Any:
-    _media_type(request, {"application/json"})
-    return decode_json(await _body(request, LARGEST_CONTROL_BODY_BYTES), shape)
-
-
-def _media_type(request: Request, known: set[str]) -> str:
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type not in known:
-        raise UnsupportedMedia(
-            f"media type is {media_type!r}; this call takes {', '.join(sorted(known))}",
-            name="content-type",
-            value=media_type,
-            bound=sorted(known),
-        )
-    return media_type
-
-
-def _number(request: Request, name: str, default: int | None = None, *, path: bool = False) -> int:
-    raw = request.path_params.get(name) if path else request.query_params.get(name)
-    if raw is None and default is not None:
-        return default
-    try:
-        return int(str(raw))
-    except ValueError:
-        raise Malformed(f"{name} is {raw!r}; a whole number is needed", name=name, value=raw, bound="integer") from None
-
-
-def _optional_number(request: Request, name: str) -> int | None:
-    return _number(request, name) if name in request.query_params else None
-
-
-def _wait_s(request: Request) -> float:
-    wait_ms = _number(request, "wait_ms", 0)
-    if wait_ms < 0:
-        raise Invalid(f"wait_ms is {wait_ms}; 0 or more is needed", name="wait_ms", value=wait_ms, bound=0)
-    return wait_ms / 1000
-
-
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -177,7 +83,7 @@ def _run(request: Request) -> Run:
 
 
 async def put_run(request: Request) -> Response:
-    config = await _json(request, RunConfig)
+    config = await read_json(request, RunConfig)
     run, created = await _service(request).create(request.path_params["run"], config)
     return json_response(run.describe(), 201 if created else 200)
 
@@ -191,7 +97,7 @@ async def get_run(request: Request) -> Response:
 
 
 async def patch_run(request: Request) -> Response:
-    patch = await _json(request, ConfigPatch)
+    patch = await read_json(request, ConfigPatch)
     run = _run(request)
     await run.patch(patch)
     return json_response(run.describe())
@@ -201,7 +107,7 @@ async def patch_run(request: Request) -> Response:
 
 
 async def post_tickets(request: Request) -> Response:
-    asked = await _json(request, TicketRequest)
+    asked = await read_json(request, TicketRequest)
     return json_response(
         await _run(request).door.take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000)
     )
@@ -215,60 +121,31 @@ async def delete_ticket(request: Request) -> Response:
 
 async def post_groups(request: Request) -> Response:
     run = _run(request)
-    media_type = _media_type(request, {"application/json", MEDIA_TYPE})
-    body = await _body(request, LARGEST_BODY_BYTES)
-    if media_type == MEDIA_TYPE:
-        incoming = [_from_frame(frame) for frame in split_frames(body)]
-    else:
-        incoming = [_from_json(wire) for wire in _groups_in(body)]
-    return json_response({"results": await run.door.append(incoming)})
-
-
-def _groups_in(body: bytes) -> list[GroupJson]:
-    # Both shapes are objects; the key that only one of them has decides which error a caller reads.
-    several = b'"groups"' in body and b'"rollouts"' not in body.partition(b'"groups"')[0]
-    if several:
-        request: GroupsRequest = decode_json(body, GroupsRequest)
-        return request.groups
-    return [decode_json(body, GroupJson)]
-
-
-def _from_json(wire: GroupJson) -> Incoming:
-    try:
-        return Incoming(group_from_json(wire))
-    except GroupRejected as rejection:
-        return Incoming(None, rejection=rejection)
-
-
-def _from_frame(frame: memoryview) -> Incoming:
-    try:
-        return Incoming(decode_frame(frame), bytes(frame))
-    except BrokenFrame as error:
-        return Incoming(None, rejection=GroupRejected("broken_frame", error.detail, name=error.name))
+    return json_response({"results": await run.door.append(await read_groups(request))})
 
 
 # ---------------------------------------------------------------------- policy and trainer
 
 
 async def get_policy(request: Request) -> Response:
-    return json_response(await _run(request).session.policy_after(_optional_number(request, "after"), _wait_s(request)))
+    return json_response(await _run(request).session.policy_after(optional_number(request, "after"), wait_s(request)))
 
 
 async def post_policy(request: Request) -> Response:
-    asked = await _json(request, PolicyRequest)
+    asked = await read_json(request, PolicyRequest)
     return json_response(
         await _run(request).session.publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter)
     )
 
 
 async def post_attach(request: Request) -> Response:
-    return json_response(await _run(request).session.attach(await _json(request, AttachRequest)))
+    return json_response(await _run(request).session.attach(await read_json(request, AttachRequest)))
 
 
 async def get_batch(request: Request) -> Response:
-    step = _number(request, "step", path=True)
+    step = number(request, "step", path=True)
     outcome = await _run(request).batches.body(
-        step, _number(request, "epoch"), _number(request, "dp_rank", 0), _wait_s(request)
+        step, number(request, "epoch"), number(request, "dp_rank", 0), wait_s(request)
     )
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})
@@ -276,14 +153,14 @@ async def get_batch(request: Request) -> Response:
 
 
 async def post_ack(request: Request) -> Response:
-    asked = await _json(request, AckRequest)
+    asked = await read_json(request, AckRequest)
     return json_response(
-        await _run(request).session.ack(_number(request, "step", path=True), asked.epoch, asked.feedback)
+        await _run(request).session.ack(number(request, "step", path=True), asked.epoch, asked.feedback)
     )
 
 
 async def post_checkpoint(request: Request) -> Response:
-    asked = await _json(request, CheckpointRequest)
+    asked = await read_json(request, CheckpointRequest)
     keep = 1 if asked.keep is None else asked.keep
     return json_response(await _run(request).session.checkpoint(asked.step, asked.epoch, keep))
 
@@ -291,17 +168,8 @@ async def post_checkpoint(request: Request) -> Response:
 # ---------------------------------------------------------------------- looking
 
 
-def _page(request: Request) -> tuple[int, int]:
-    after, limit = _number(request, "after", 0), _number(request, "limit", 100)
-    if not 1 <= limit <= LARGEST_PAGE:
-        raise Invalid(
-            f"limit is {limit}; it must be in 1..{LARGEST_PAGE}", name="limit", value=limit, bound=LARGEST_PAGE
-        )
-    return after, limit
-
-
 async def get_groups(request: Request) -> Response:
-    after, limit = _page(request)
+    after, limit = page(request)
     return json_response(await list_groups(_run(request), request.query_params.get("state"), after, limit))
 
 
@@ -310,12 +178,12 @@ async def get_group(request: Request) -> Response:
 
 
 async def get_record(request: Request) -> Response:
-    step = _number(request, "step", path=True)
-    return json_response(await _run(request).batches.record(step, _optional_number(request, "generation")))
+    step = number(request, "step", path=True)
+    return json_response(await _run(request).batches.record(step, optional_number(request, "generation")))
 
 
 async def get_ledger(request: Request) -> Response:
-    after, limit = _page(request)
+    after, limit = page(request)
     records = [
         {"entry": n} | msgspec.to_builtins(record) async for n, record in _run(request).journal.records(after, limit)
     ]
