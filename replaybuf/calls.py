@@ -52,7 +52,8 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 class Attached(msgspec.Struct, frozen=True, kw_only=True):
     """What a trainer gets when it attaches: its `epoch` for every later call and the `step` to train next.
 
-    `seq_len` and `pad_to_multiple_of` are tokens per micro-batch, `generation` counts rewinds of the run.
+    `seq_len` and `pad_to_multiple_of` are tokens per micro-batch, `generation` counts rewinds of the run, `look_ahead`
+    is how many steps beyond `step` may be fetched before it is acked.
     """
 
     epoch: int
@@ -62,6 +63,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int = 0
     dp_world_size: int = 1
     pad_to_multiple_of: int = 1
+    look_ahead: int = 0
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,19 +122,28 @@ Exchange: TypeAlias = Generator[Request, httpx.Response, T]
 """A call: yields requests, is sent the response of each, returns the result."""
 
 
-class _KnownBatch(msgspec.Struct, frozen=True):
+class BatchFacts(msgspec.Struct, frozen=True):
+    """Of a run's batches: room of one micro-batch and of a batch in tokens, and what happens to longer rollouts."""
+
     seq_len: int | None = None
     tokens_per_batch: int | None = None
     overlong: str = "reject"
 
 
-class _KnownConfig(msgspec.Struct, frozen=True):
-    """The part of a run's configuration that says which groups it takes; unknown fields of newer services are fine."""
+class RunFacts(msgspec.Struct, frozen=True):
+    """The part of a run's configuration that a producer needs; fields of newer services are passed over."""
 
-    batch: _KnownBatch = _KnownBatch()
+    batch: BatchFacts = BatchFacts()
     group_size: int | None = None
     vocab_size: int | None = None
+    seed: int = 0
+    advantage: str = "grpo"
     adapters: dict[str, Any] = {}
+
+
+def facts_of(state: dict[str, Any]) -> RunFacts:
+    """Read what `get_run` or `put_run` returned. Raises `Malformed` where the service speaks another contract."""
+    return _convert(state.get("config", {}), RunFacts)
 
 
 class _Results(msgspec.Struct, frozen=True):
@@ -164,18 +175,18 @@ class RunCalls:
     def attach(
         self,
         dp_world_size: int = 1,
-        resume_step: int = 0,
+        resume_step: int | None = 0,
         on_resume: Literal["redeliver", "resample"] = "redeliver",
         seq_len: int | None = None,
         pad_to_multiple_of: int | None = None,
     ) -> Exchange[Attached]:
-        """Become the run's trainer at `resume_step` (steps done so far); every older epoch is fenced.
+        """Become the run's trainer at `resume_step` (steps done so far; None = where the run stands).
 
-        `seq_len` and `pad_to_multiple_of` in tokens; None takes the run's.
-        Raises `Conflict` below the oldest checkpoint.
+        Every older epoch is fenced. `seq_len` and `pad_to_multiple_of` in tokens; None takes the run's. Raises
+        `Conflict` below the oldest checkpoint and above the step where the run stands.
         """
-        body = {"dp_world_size": dp_world_size, "resume_step": resume_step, "on_resume": on_resume}
-        optional = {"seq_len": seq_len, "pad_to_multiple_of": pad_to_multiple_of}
+        body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume}
+        optional = {"resume_step": resume_step, "seq_len": seq_len, "pad_to_multiple_of": pad_to_multiple_of}
         body |= {name: value for name, value in optional.items() if value is not None}
         # Not repeated blindly: a second attach fences the epoch that a first one, its answer delayed, may still bring.
         request = Request(method="POST", path="/attach", content=_body(body), repeatable=False)
@@ -272,15 +283,7 @@ class RunCalls:
 
     def _learn(self, document: dict[str, Any]) -> dict[str, Any]:
         if "config" in document:
-            config = _convert(document["config"], _KnownConfig)
-            batch = config.batch
-            self._bounds = Admissible(
-                adapters=frozenset(config.adapters),
-                group_size=config.group_size,
-                vocab_size=config.vocab_size,
-                seq_len=batch.seq_len if batch.overlong == "reject" else None,
-                tokens_per_batch=batch.tokens_per_batch,
-            )
+            self._bounds = _bounds(facts_of(document))
         return document
 
     def _refuse(self, group: Group) -> AppendResult | None:
@@ -292,6 +295,17 @@ class RunCalls:
         return AppendResult(
             group_id=group.group_id, status="rejected", reason=rejection.reason, detail=rejection.detail
         )
+
+
+def _bounds(facts: RunFacts) -> Admissible:
+    truncates = facts.batch.overlong == "truncate"
+    return Admissible(
+        adapters=frozenset(facts.adapters),
+        group_size=facts.group_size,
+        vocab_size=facts.vocab_size,
+        seq_len=None if truncates else facts.batch.seq_len,
+        tokens_per_batch=None if truncates else facts.batch.tokens_per_batch,
+    )
 
 
 def _body(value: dict[str, Any]) -> bytes:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from replaybuf.config import RunConfig
 from replaybuf.errors import ReplaybufError
-from replaybuf.index import DEAD, EVICTED, IN_BATCHES, LIVE, NEVER, Index, Numbers
+from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, Numbers
 from replaybuf.ledger import (
     AckRecord,
     AnyRecord,
@@ -52,11 +52,15 @@ _NONE = np.empty(0, np.int64)
 
 @dataclasses.dataclass(slots=True)
 class BatchState:
-    """A batch of the current history: where its record stands and which groups it holds."""
+    """A batch of the current history: where its record stands and which groups it holds.
+
+    `earlier`: by number, the last step before this one of the groups that were used before.
+    """
 
     entry: int
     generation: int
     numbers: Numbers
+    earlier: dict[int, int]
     acked: bool = False
 
 
@@ -115,6 +119,7 @@ class RunState:
         self.used_staleness: Counter[int] = Counter()
         self.groups_used = 0
         self.tokens_used = 0
+        self._born: dict[int, int] = {}
         self._reasons: list[str] = ["", _RETIRED]
         # What became of freed groups, one byte each: an index into _reasons, or _PURGED and one; 0 = in the index.
         self._fates = bytearray(1)
@@ -163,7 +168,8 @@ class RunState:
         if place is None:
             return list(range(after + 1, min(self.stored, after + limit) + 1))
         index = self.index
-        found = index["number"][(index["state"] == _PLACES.index(place)) & (index["number"] > after)]
+        here = (index["state"] == _PLACES.index(place)) & (index["state"] != FREED) & (index["number"] > after)
+        found = index["number"][here]
         fates = np.frombuffer(self._fates, np.uint8)[after + 1 :]
         retired = fates == self._code(_RETIRED)
         purged = (fates & _PURGED) > 0
@@ -188,8 +194,7 @@ class RunState:
         for voided in self.voided.get(step, []):
             if voided.generation <= generation < voided.until_generation:
                 return voided.entry
-        batch = self.batches.get(step)
-        born = batch.generation if batch else 0
+        born = self._born.get(step, 0)
         return self.records.get(step) if born <= generation <= self.generation else None
 
     # ------------------------------------------------------------------ fold
@@ -251,10 +256,13 @@ class RunState:
     def _assemble(self, entry: int, record: BatchRecord) -> None:
         numbers = np.array([group.number for group in record.groups], np.int64)
         rows = self.index.rows_of(numbers)
+        used = rows[self.index["last_step"][rows] != NEVER]
+        earlier = dict(zip(self.index["number"][used].tolist(), self.index["last_step"][used].tolist(), strict=True))
         self.index["times_sampled"][rows] += 1
         self.index["last_step"][rows] = record.step
-        self.batches[record.step] = BatchState(entry, record.generation, numbers)
+        self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier)
         self.records[record.step] = entry
+        self._born[record.step] = record.generation
         self.next_step = record.step + 1
         self.evicted_since_batch.clear()
         self.used_staleness.update(group.staleness for group in record.groups)
@@ -270,13 +278,20 @@ class RunState:
         self.index["state"][rows] = np.where(used_up, IN_BATCHES, LIVE)
 
     def _evict(self, rows: npt.NDArray[np.int64], reason: str, step: int) -> None:
-        rows = rows[self.index["state"][rows] == LIVE]
-        never_used = self.index["times_sampled"][rows] == 0
-        self.index["state"][rows] = np.where(never_used, EVICTED, IN_BATCHES)
+        states = self.index["state"][rows]
+        rows = rows[np.isin(states, (LIVE, IN_BATCHES)) & (self.index["evicted_at"][rows] == NEVER)]
+        self.evicted_since_batch[reason] += int((self.index["state"][rows] == LIVE).sum())
+        self.index["state"][rows] = IN_BATCHES
         self.index["reason"][rows] = self._code(reason)
         self.index["evicted_at"][rows] = step
-        self.evicted[reason] += int(never_used.sum())
-        self.evicted_since_batch[reason] += len(rows)
+        self._drop_unused(rows)
+
+    def _drop_unused(self, rows: npt.NDArray[np.int64]) -> None:
+        """Count as evicted those of these evicted rows that no batch of the surviving history used."""
+        unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
+        self.index["state"][unused] = EVICTED
+        for code, number in Counter(self.index["reason"][unused].tolist()).items():
+            self.evicted[self._reasons[code]] += number
 
     def _restore(self, rows: npt.NDArray[np.int64]) -> None:
         """Undo evictions."""
@@ -310,29 +325,33 @@ class RunState:
         self.weights_uri = dict.fromkeys(self.weights_uri)
         if self.config_state == "finished" and self.config_reason != "operator":
             self.config_state, self.config_reason = "running", None
-        live = self.index.live()
-        foreign = (self.index["policy_version_max"][live] > record.version) & (
-            self.index["number"][live] <= record.until
-        )
-        self._evict(live[foreign], LOST_LINEAGE, record.step)
+        self._evict_lost(record)
+
+    def _evict_lost(self, record: RewindRecord) -> None:
+        """Evict what holds tokens of a lost version, also what a standing batch holds or what was evicted later:
+
+        were it sampled again after a further rewind, it would pass for the work of a later version of that number.
+        """
+        index = self.index
+        lost = (index["policy_version_max"] > record.version) & (index["number"] <= record.until)
+        lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
+        lost &= (index["evicted_at"] == NEVER) | (index["evicted_at"] > record.step)
+        self._restore(np.flatnonzero(lost))
+        self._evict(np.flatnonzero(lost), LOST_LINEAGE, record.step)
 
     def _void(self, steps: list[int], generation: int) -> None:
-        numbers = []
-        for step in steps:
+        for step in reversed(steps):
             batch = self.batches.pop(step)
-            del self.records[step]
+            del self.records[step], self._born[step]
             self.voided.setdefault(step, []).append(VoidedBatch(batch.entry, batch.generation, generation))
             rows = self.index.rows_of(batch.numbers)
             self.index["times_sampled"][rows] -= 1
-            numbers.append(batch.numbers)
-        if not numbers:
-            return
-        rows = self.index.rows_of(np.unique(np.concatenate(numbers)))
-        self.index["last_step"][rows] = NEVER
-        for step, batch in sorted(self.batches.items()):
-            self.index["last_step"][self.index.rows_of(batch.numbers)] = step
-        standing = rows[self.index["evicted_at"][rows] == NEVER]
-        self._settle(standing[self.index["state"][standing] != DEAD])
+            self.index["last_step"][rows] = NEVER
+            for number, earlier in batch.earlier.items():
+                self.index["last_step"][self.index.rows_of([number])] = earlier
+            evicted = self.index["evicted_at"][rows] != NEVER
+            self._drop_unused(rows[evicted])
+            self._settle(rows[~evicted & (self.index["state"][rows] != DEAD)])
 
     def _checkpoint(self, record: CheckpointRecord) -> Numbers:
         self.checkpoints = sorted({*self.checkpoints, record.step})[-record.keep :]

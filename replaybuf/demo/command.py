@@ -7,10 +7,13 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from cyclopts import Parameter
 from rich.console import Console
 
 from replaybuf.demo.folder import Folder, Request, take
@@ -18,7 +21,7 @@ from replaybuf.demo.page import write_page
 from replaybuf.demo.picture import draw
 from replaybuf.demo.progress import LineReader, Progress, Session
 from replaybuf.demo.report import build_report, print_report
-from replaybuf.demo.story import Demo
+from replaybuf.demo.story import PROGRAM, Demo
 from replaybuf.demo.supervisor import Stop
 from replaybuf.demo.view import View, choose_view
 from replaybuf.errors import MissingExtra
@@ -32,8 +35,8 @@ def demo(
     data_dir: Path = DEFAULT_DATA_DIR,
     seed: int | None = None,
     steps: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Train a small policy through the real parts, and show that it learns.
 
@@ -59,7 +62,14 @@ def demo(
 
 
 def run_demo(
-    console: Console, folder: Folder, *, seed: int | None, steps: int | None, resume: bool, overwrite: bool
+    console: Console,
+    folder: Folder,
+    *,
+    seed: int | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    program: Sequence[str] = PROGRAM,
 ) -> int:
     """Run the demo; return the exit code: 0 done, 1 a process died, 128 + signal where a signal stopped it.
 
@@ -70,11 +80,16 @@ def run_demo(
     request, lock = take(folder, seed=seed, steps=steps, resume=resume, overwrite=overwrite)
     try:
         if folder.report_json.is_file():
-            console.print(f"the demo in {folder.root} is finished; its report: {folder.report_html}", soft_wrap=True)
+            console.print(
+                f"the demo in {folder.root} is finished; its report: {folder.report_html}",
+                highlight=False,
+                soft_wrap=True,
+            )
             return 0
         folder.create()
         _log_to(folder.logs / "demo.log")
-        progress = _run(folder, request, choose_view(console), lock)
+        view = choose_view(console)
+        progress = _run(Demo(folder, request, view, lock=lock, program=program), view)
         if isinstance(progress, Stop):
             tell_stop(console, progress, folder)
             return progress.exit_code
@@ -91,13 +106,9 @@ def _log_to(path: Path) -> None:
     )
 
 
-def _run(folder: Folder, request: Request, view: View, lock: int) -> Progress | Stop:
-    async def whole() -> Progress | Stop:
-        demo = Demo(folder, request, view, lock=lock)
-        return await demo.run() or demo.progress
-
+def _run(demo: Demo, view: View) -> Progress | Stop:
     with view:
-        return asyncio.run(whole())
+        return asyncio.run(demo.run()) or demo.progress
 
 
 def tell_stop(console: Console, stop: Stop, folder: Folder) -> None:
@@ -108,7 +119,9 @@ def tell_stop(console: Console, stop: Stop, folder: Folder) -> None:
         for line in stop.log_lines:
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     directory = "" if folder.root == DEFAULT_DATA_DIR else f" --data-dir {shlex.quote(str(folder.root))}"
-    console.print(f"all processes are stopped; go on with: replaybuf demo --resume{directory}", soft_wrap=True)
+    console.print(
+        f"all processes are stopped; go on with: replaybuf demo --resume{directory}", highlight=False, soft_wrap=True
+    )
 
 
 def _report(console: Console, folder: Folder, request: Request, progress: Progress) -> None:

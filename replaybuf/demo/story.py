@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -35,6 +36,7 @@ from replaybuf.demo.progress import (
 from replaybuf.demo.supervisor import Child, Stop, Supervisor
 from replaybuf.demo.view import TRAINING, View, percent
 
+PROGRAM = (sys.executable, "-m", "replaybuf.cli")
 RUN = "demo"
 TASK = "spell_backward"
 ENVIRONMENT = "reasoning-gym"
@@ -88,12 +90,16 @@ def run_config(request: Request) -> RunConfig:
 class Demo:
     """One start of the demo on one folder. `run` returns what stopped it early, or None when the training is done."""
 
-    def __init__(self, folder: Folder, request: Request, view: View, *, lock: int) -> None:
+    def __init__(
+        self, folder: Folder, request: Request, view: View, *, lock: int, program: Sequence[str] = PROGRAM
+    ) -> None:
+        """`lock` is the file descriptor that holds the folder, `program` what runs the commands of the children."""
         self.progress = Progress(seed=request.seed, total_steps=request.steps)
         self._folder = folder
         self._request = request
         self._view = view
         self._lock = lock
+        self._program = tuple(program)
         self._trainer_lines = LineReader(folder.train_metrics, TrainerLine)
         self._generator_lines = LineReader(folder.generate_metrics, GeneratorLine)
         self._client: AsyncClient | None = None
@@ -135,34 +141,37 @@ class Demo:
             self._client = client
             exam = await asyncio.to_thread(Exam, self._folder, ENVIRONMENT, MAX_NEW_TOKENS)
             if self.progress.before is None:
-                self._enter("accuracy before", "held-out problems")
+                self._enter("accuracy before")
                 await self._measure(exam, 0, greedy=True)
             marks = background.create_task(self._measure_during(exam))
             await self._train(supervisor, serve_url)
             marks.cancel()
-            self._enter("accuracy after", "held-out problems")
+            self._enter("accuracy after")
             await self._measure(exam, self.progress.total_steps, greedy=True)
             self.progress.state = await client.get_run()
             poller.cancel()
 
-    def _enter(self, phase: str, note: str = "") -> None:
+    def _enter(self, phase: str) -> None:
         self.progress.phases.enter(phase)
-        self.progress.note = note
+        self.progress.note = ""
         self._view.update(self.progress)
 
     async def _warm_start(self, supervisor: Supervisor) -> None:
+        """Make the model, unless an earlier start has made it; what a broken one left is made again."""
         if self._folder.prompts.is_file() and self._folder.held_out.is_file():
+            done, total = self.progress.done_steps, self.progress.total_steps
+            self._view.event(f"resuming at step {done} of {total}, with the model and the buffer as they are")
             return
-        self._enter("warm start", "short supervised training, before any reinforcement learning")
+        self._enter("warm start")
         self._view.event(f"warm start: supervised training to {TARGET_ACCURACY:.0%} sampled accuracy; this is not RL")
         options = ["--task", TASK, "--seed", str(self._request.seed), "--target-accuracy", str(TARGET_ACCURACY)]
         child = self._start(supervisor, "init-model", "--out", str(self._folder.model), *options, may_finish=True)
-        await child.exited
+        await supervisor.finished(child)
         self._view.event(f"model ready in {self._folder.model}")
 
     async def _start_services(self, supervisor: Supervisor) -> str:
         """Start service and engine side by side; return the service's URL."""
-        self._enter("starting", "service and engine")
+        self._enter("starting")
         folder = self._folder
         serve = self._start(supervisor, "serve", "--port", "0", "--data-dir", str(folder.serve), stops_last=True)
         options = ("--model", str(folder.model), "--port", "0", "--threads", "1")
@@ -199,7 +208,7 @@ class Demo:
             *("--metrics-file", str(folder.generate_metrics)),
             may_finish=True,
         )
-        await train.exited
+        await supervisor.finished(train)
         self._read_metrics()
 
     def _start(
@@ -207,7 +216,7 @@ class Demo:
     ) -> Child:
         return supervisor.start(
             command,
-            [sys.executable, "-m", "replaybuf.cli", command, *options],
+            [*self._program, command, *options],
             environment=CHILD_ENVIRONMENT,
             may_finish=may_finish,
             stops_last=stops_last,

@@ -146,6 +146,11 @@ class Supervisor:
             ) from None
         return found[1]
 
+    async def finished(self, child: Child) -> None:
+        """Wait for an exit with code 0. Any other exit stops the demo; then this never returns and is cancelled."""
+        if await child.exited != 0:
+            await asyncio.Event().wait()
+
     async def supervise(self, story: Coroutine[Any, Any, T]) -> T | Stop:
         """Run `story` to its end, or to the first `Stop`. What it raises by itself passes through."""
         task = asyncio.create_task(story)

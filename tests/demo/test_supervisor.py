@@ -105,8 +105,7 @@ def test_a_child_that_may_finish_ends_nothing_unless_it_fails(tmp_path: Path) ->
             child = supervisor.start("init-model", dying(code), may_finish=True)
 
             async def story() -> str:
-                await child.exited
-                await asyncio.sleep(0)
+                await supervisor.finished(child)
                 return "went on"
 
             return await supervisor.supervise(story())

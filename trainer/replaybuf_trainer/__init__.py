@@ -1,0 +1,1 @@
+"""The torch side of replaybuf: a reference trainer, a small engine, weights and checkpoints."""

@@ -1,0 +1,247 @@
+"""The command `replaybuf generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import uvloop
+from cyclopts import Parameter
+
+from replaybuf.client import AsyncClient
+from replaybuf.errors import Invalid
+from replaybuf.generator.daemon import Daemon, DaemonOptions
+from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.environments import check_prompts, load_environment
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.preflight import check_fit, check_group_size, wait_for_run
+from replaybuf.generator.prompts import Prompts, read_prompts
+from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """The options of `generate`, which describes them."""
+
+    url: str
+    run: str
+    engines: tuple[str, ...]
+    environment: str
+    prompts: Path
+    tokenizer: Path
+    max_tokens: int
+    group_size: int | None
+    temperature: float
+    seed: int | None
+    shuffle: bool
+    producer: str
+    max_inflight_groups: int
+    engine_timeout_s: float
+    reward_timeout_s: float
+    start_timeout_s: float
+    model: str | None
+    logprobs_mode: str
+    metrics_file: Path | None
+    report_every_s: float
+    token: str | None
+
+
+def generate(
+    *,
+    url: str,
+    run: str,
+    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    environment: str,
+    prompts: Path,
+    tokenizer: Path,
+    max_tokens: int,
+    group_size: int | None = None,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    shuffle: bool = True,
+    producer: str | None = None,
+    max_inflight_groups: int = 64,
+    engine_timeout_s: float = 300.0,
+    reward_timeout_s: float = 30.0,
+    start_timeout_s: float = 300.0,
+    model: str | None = None,
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
+    metrics_file: Path | None = None,
+    report_every_s: float = 10.0,
+    token: str | None = None,
+) -> None:
+    """Generate scored groups of rollouts for a run, until its prompts or steps are finished.
+
+    SIGTERM or SIGINT: what is in flight may finish for 2 s, the rest is given back; ends within 4 s.
+    Exit code 0 when the run is finished or a signal asked for the end, 1 with a message otherwise.
+
+    Parameters
+    ----------
+    url
+        Address of the service.
+    run
+        Name of the run; waited for where it does not exist yet.
+    engine
+        Address of an inference server (vLLM's HTTP API); several share the work.
+    environment
+        Name of the environment that scores completions: exact-match, reasoning-gym or an installed one.
+    prompts
+        JSON-lines file: {prompt_id?, prompt | messages | prompt_ids, answer?, metadata?}.
+    tokenizer
+        Model folder with tokenizer.json.
+    max_tokens
+        Longest completion, in tokens.
+    group_size
+        Rollouts per prompt; the run's own where it has one.
+    temperature
+        Sampling temperature.
+    seed
+        Decides the order of the prompts; the run's seed by default. All generators of a run need the same.
+    shuffle
+        Shuffle the prompts anew in every epoch; otherwise they keep the order of the file.
+    producer
+        Name of this generator; host name and process id by default.
+    max_inflight_groups
+        Groups generated, scored, appended or kept at the same time.
+    engine_timeout_s
+        Longest time one request may take an engine, in seconds.
+    reward_timeout_s
+        Longest time scoring one group may take, in seconds.
+    start_timeout_s
+        How long to wait for service, run and engines at start, in seconds.
+    model
+        Name the engines must serve the model by; the first they serve by default.
+    logprobs_mode
+        What the engines were started with; written into every group.
+    metrics_file
+        File that gets one JSON line per report.
+    report_every_s
+        Seconds between two reports.
+    token
+        Bearer token with the role producer.
+    """
+    options = GenerateOptions(
+        url=url,
+        run=run,
+        engines=tuple(engine),
+        environment=environment,
+        prompts=prompts,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        group_size=group_size,
+        temperature=temperature,
+        seed=seed,
+        shuffle=shuffle,
+        producer=producer or f"{socket.gethostname()}-{os.getpid()}",
+        max_inflight_groups=max_inflight_groups,
+        engine_timeout_s=engine_timeout_s,
+        reward_timeout_s=reward_timeout_s,
+        start_timeout_s=start_timeout_s,
+        model=model,
+        logprobs_mode=logprobs_mode,
+        metrics_file=metrics_file,
+        report_every_s=report_every_s,
+        token=token,
+    )
+    _check_options(options)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_generate(options))
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _check_options(options: GenerateOptions) -> None:
+    for name, least in (("max_tokens", 1), ("max_inflight_groups", 1), ("temperature", 0)):
+        if getattr(options, name) < least:
+            value = getattr(options, name)
+            raise Invalid(f"{name} is {value}; at least {least} is needed", name=name, value=value, bound=least)
+    for name in ("engine_timeout_s", "reward_timeout_s", "start_timeout_s", "report_every_s"):
+        if getattr(options, name) <= 0:
+            value = getattr(options, name)
+            raise Invalid(f"{name} is {value}; more than 0 is needed", name=name, value=value, bound=0)
+    if options.logprobs_mode == "raw_logprobs" and options.temperature != 1.0:
+        logger.warning(
+            "temperature is %g, but raw logprobs do not contain it: they are not those of the distribution that was "
+            "sampled; start the engines with --logprobs-mode processed_logprobs",
+            options.temperature,
+        )
+
+
+async def _generate(options: GenerateOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    servers = [
+        VllmEngine(url, timeout_s=options.engine_timeout_s, model=options.model, logprobs_mode=options.logprobs_mode)
+        for url in options.engines
+    ]
+    engine = Fleet(servers)
+    try:
+        async with AsyncClient(options.url, options.run, token=options.token) as client:
+            daemon = await _unless_stopped(stop, _prepared(options, client, engine))
+            if daemon is not None:
+                await daemon.run(stop)
+    finally:
+        await engine.aclose()
+
+
+async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet) -> Daemon:
+    tokenizer = Tokenizer(options.tokenizer)
+    read = read_prompts(options.prompts, tokenizer)
+    environment = load_environment(options.environment)
+    check_prompts(environment, read, options.prompts)
+    facts = await wait_for_run(client, options.start_timeout_s)
+    group_size = check_group_size(options.group_size, facts)
+    await engine.prepare(options.start_timeout_s)
+    check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, max_model_len=engine.max_model_len)
+    logger.info("generating: %d prompts, groups of %d, %d engines", len(read), group_size, len(options.engines))
+    return Daemon(
+        client,
+        engine,
+        Scorer(environment, timeout_s=options.reward_timeout_s),
+        Prompts(read, seed=facts.seed if options.seed is None else options.seed, shuffle=options.shuffle),
+        tokenizer,
+        DaemonOptions(
+            producer=options.producer,
+            sampling=Sampling(n=group_size, max_tokens=options.max_tokens, temperature=options.temperature),
+            advantage=facts.advantage,
+            metadata={"environment": options.environment, "producer": options.producer},
+            max_inflight_groups=options.max_inflight_groups,
+            report_every_s=options.report_every_s,
+            metrics_file=options.metrics_file,
+        ),
+    )
+
+
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` returns, or None where a stop comes first."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Unpack the error that task groups wrapped; of several the first."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

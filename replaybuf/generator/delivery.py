@@ -1,0 +1,149 @@
+"""From scored groups to stored ones: append what is ready together, hold what is not published yet.
+
+::
+
+    put ──► ready ──► append ──► stored | duplicate
+     │        ▲         ├──────► given back (rejected, lost_lineage)
+     │        │         └──────► ready again while the service is away
+     └──► held┘ published
+           └──────────► given back (ticket's life over, run rewound)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from replaybuf.client import AppendResult, Policy
+from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
+from replaybuf.generator.flight import Flight, Work
+
+logger = logging.getLogger(__name__)
+
+APPEND_GROUPS = 64
+"""So many groups go in one append at most."""
+ABOVE_PUBLISHED = "version_above_published"
+_EARLY_ANSWER = 0.9
+_EARLY_PAUSE_S = 0.2
+_UNKNOWN = -1
+
+
+class Delivery:
+    """Brings groups into the buffer. `ready` and `held` are bounded by the slots of the flight."""
+
+    def __init__(self, flight: Flight, *, poll_wait_ms: int) -> None:
+        self._flight = flight
+        self._poll_wait_ms = poll_wait_ms
+        self._published = _UNKNOWN
+        self._ready: deque[Work] = deque()
+        self._held: list[Work] = []
+
+    @property
+    def holding(self) -> bool:
+        """Whether groups wait for their version to be published."""
+        return bool(self._held)
+
+    def learn_published(self, version: int) -> None:
+        """Take in what an answer said; within one history versions only grow."""
+        self._published = max(self._published, version)
+
+    async def put(self, works: Sequence[Work]) -> None:
+        """Queue groups for append; those of a version not published yet are held, not sent in vain."""
+        for work in works:
+            above = work.scored.policy_version_max > self._published
+            (self._held if above else self._ready).append(work)
+        await self._flight.wake()
+
+    # ------------------------------------------------------------------ append
+
+    async def append_ready(self) -> None:
+        """Loop: append what is ready, together. Ends where a stop comes while the service is away."""
+        going = True
+        while going:
+            await self._flight.until(lambda: bool(self._ready))
+            going = await self._append([self._ready.popleft() for _ in range(min(len(self._ready), APPEND_GROUPS))])
+
+    async def _append(self, works: list[Work]) -> bool:
+        """Append groups, however long the service is away; say False where a stop came first."""
+        flight, groups = self._flight, [work.scored for work in works]
+        try:
+            results = await flight.patiently("append", lambda: flight.client.append(groups))
+        except RunFinished as error:
+            logger.info("%d groups came too late: %s", len(works), error)
+            flight.no_more_tickets = True
+            await flight.forget(works)
+            return True
+        except (Invalid, Malformed, TooLarge) as error:
+            return await self._append_singly(works, error)
+        if results is None:
+            return False
+        for work, result in zip(works, results, strict=True):
+            await self._settle(work, result)
+        return True
+
+    async def _append_singly(self, works: list[Work], error: ReplaybufError) -> bool:
+        """Find the group that made the service refuse them all."""
+        if len(works) == 1:
+            await self._flight.give_back(works[0], "append_refused", error.detail)
+            return True
+        for work in works:
+            if not await self._append([work]):
+                return False
+        return True
+
+    async def _settle(self, work: Work, result: AppendResult) -> None:
+        progress = self._flight.progress
+        if result.status == "rejected" and result.reason == ABOVE_PUBLISHED:
+            # It was published when it was sent, so the run has been rewound: only that lowers a version.
+            await self._rewound(f"version {work.scored.policy_version_max} is not published any more", [work])
+        elif result.status == "rejected":
+            await self._flight.give_back(work, f"rejected_{result.reason}", result.detail or "")
+        else:
+            if result.status == "stored":
+                progress.stored(work.scored)
+            else:
+                progress.duplicates += 1
+            await self._flight.forget([work])
+
+    # ------------------------------------------------------------------ policy
+
+    async def follow_policy(self) -> None:
+        """Loop: release held groups when their version is published.
+
+        The trainer loads the engines first and announces the version after, so groups of the next version are normal.
+        """
+        flight, clock = self._flight, asyncio.get_running_loop().time
+        while True:
+            await flight.until(lambda: self.holding)
+            asked_s, known = clock(), self._published
+            policy = await flight.patiently("policy", self._ask_policy)
+            if policy is None:
+                return
+            if policy.version < known:
+                await self._rewound(f"the published version fell from {known} to {policy.version}", self._held)
+            self.learn_published(policy.version)
+            await self._release(clock())
+            if self._held and clock() - asked_s < _EARLY_ANSWER * self._poll_wait_ms / 1000:
+                await flight.until(lambda: flight.stopping, _EARLY_PAUSE_S)
+
+    async def _ask_policy(self) -> Policy:
+        after = None if self._published == _UNKNOWN else self._published
+        return await self._flight.client.get_policy(after=after, wait_ms=self._poll_wait_ms)
+
+    async def _rewound(self, how: str, works: Sequence[Work]) -> None:
+        """Give back groups of versions that a rewind of the run took back: the same numbers will mean other weights."""
+        logger.warning("the run was rewound: %s; giving back %d groups", how, len(works))
+        self._held = [work for work in self._held if work not in works]
+        self._published = _UNKNOWN
+        for work in works:
+            await self._flight.give_back(work, "lost_lineage", how)
+
+    async def _release(self, now_s: float) -> None:
+        """Pass on the held groups whose version is published now; give back those whose ticket has run out."""
+        held, self._held = self._held, []
+        late = [w for w in held if w.expires_at_s <= now_s and w.scored.policy_version_max > self._published]
+        for work in late:
+            await self._flight.give_back(work, ABOVE_PUBLISHED, "not published within the ticket's life")
+        await self.put([work for work in held if work not in late])

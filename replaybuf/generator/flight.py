@@ -1,0 +1,133 @@
+"""The tickets in flight, and what every part of the generator does with them: wait, ask the service, give back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from replaybuf.client import AsyncClient, Backoff, Ticket
+from replaybuf.errors import NoRoom, NotFound, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.generator.progress import Progress
+from replaybuf.group import Group
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GIVE_BACK_S = 1.5
+"""At the end, giving back what is left may take so long."""
+_REASON_CHARS = 200
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Work:
+    """One ticket in flight; `expires_at_s` by the event loop's clock; `group` once it is scored."""
+
+    ticket: Ticket
+    expires_at_s: float
+    group: Group | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def scored(self) -> Group:
+        """The group. Raises `ReplaybufError` where there is none yet."""
+        if self.group is None:
+            raise ReplaybufError(f"ticket {self.ticket.ticket} has no group yet", name="ticket")
+        return self.group
+
+
+class Flight:
+    """Tickets in flight by their text, and one condition on which everybody waits for changes of them.
+
+    `stopping`: an end was asked for; `no_more_tickets`: none is to be taken any more; `service_away`: the last call was
+    not answered.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.progress = Progress(time.time())
+        self.works: dict[str, Work] = {}
+        self.stopping = False
+        self.no_more_tickets = False
+        self.service_away = False
+        self._changed = asyncio.Condition()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is in flight and nothing more will be."""
+        return self.no_more_tickets and not self.works
+
+    # ------------------------------------------------------------------ waiting
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait for a change that makes the condition true; False where `timeout_s` passed first."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError:
+            return False
+        return True
+
+    async def wake(self) -> None:
+        """Let everybody who waits look again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def stop(self) -> None:
+        """Ask for an end."""
+        self.stopping = True
+        await self.wake()
+
+    async def patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Repeat a call until the service answers it; None where a stop came between two tries.
+
+        Nothing is lost meanwhile: whoever waits here holds slots, and slots are bounded.
+        """
+        pauses_s = Backoff().pauses_s()
+        while True:
+            try:
+                result = await call()
+            except UnsupportedServer:
+                raise
+            except (NoRoom, ServiceUnavailable, NotLeader) as error:
+                self.service_away = True
+                pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
+                logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
+            else:
+                self.service_away = False
+                return result
+            if await self.until(lambda: self.stopping, pause_s):
+                return None
+
+    # ------------------------------------------------------------------ ends
+
+    async def forget(self, works: Sequence[Work]) -> None:
+        """Free the slots of groups that are stored or given up."""
+        for work in works:
+            self.works.pop(work.ticket.ticket, None)
+        await self.wake()
+
+    async def give_back(self, work: Work, reason: str, detail: str) -> None:
+        """Return a ticket with its reason; one that cannot be returned expires by itself."""
+        self.progress.given_back[reason] += 1
+        logger.warning("ticket %s is given back: %s: %s", work.ticket.ticket, reason, detail)
+        try:
+            await self.client.return_ticket(work.ticket.ticket, f"{reason}: {detail}"[:_REASON_CHARS])
+        except NotFound:  # expired meanwhile, and perhaps issued to another producer
+            logger.info("ticket %s was not out any more", work.ticket.ticket)
+        except ReplaybufError as error:
+            logger.warning("ticket %s could not be given back and will expire: %s", work.ticket.ticket, error)
+        await self.forget([work])
+
+    async def give_back_rest(self, reason: str) -> None:
+        """Return every ticket still in flight, all at once, within `GIVE_BACK_S` seconds."""
+        works = list(self.works.values())
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await asyncio.gather(*(self.give_back(work, reason, "the producer ends") for work in works))
+        except TimeoutError:
+            logger.warning("%d tickets could not be given back in time and will expire", len(self.works))

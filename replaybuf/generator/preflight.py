@@ -1,0 +1,83 @@
+"""What is made sure of before the first ticket is taken: everybody is there, and everything fits together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from replaybuf.advantages import check_estimator
+from replaybuf.calls import RunFacts, facts_of
+from replaybuf.client import AsyncClient, Backoff
+from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.generator.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
+    """Wait until the service answers and the run exists. Raises the last error after `timeout_s` seconds."""
+    clock = asyncio.get_running_loop().time
+    ends_s = clock() + timeout_s
+    for pause_s in Backoff(first_s=0.2, ceiling_s=2.0).pauses_s():
+        try:
+            return facts_of(await client.get_run())
+        except UnsupportedServer:
+            raise
+        except (NotFound, ServiceUnavailable) as error:
+            if clock() + pause_s > ends_s:
+                raise _too_late(error, timeout_s) from error
+            logger.warning("waiting for the run: %s", error)
+        await asyncio.sleep(pause_s)
+    raise ReplaybufError("pauses never end")  # what the type checker cannot see
+
+
+def check_group_size(asked: int | None, facts: RunFacts) -> int:
+    """Return how many rollouts a group has. Raises `Invalid` where nobody says it or the run says another number."""
+    size = asked if asked is not None else facts.group_size
+    if size is None or size < 1 or facts.group_size not in (None, size):
+        raise Invalid(
+            f"group size is {asked}; the run's group_size is {facts.group_size}",
+            name="group_size",
+            value=asked,
+            bound=facts.group_size or "at least 1",
+        )
+    return size
+
+
+def check_fit(
+    facts: RunFacts, prompts: Iterable[Prompt], *, group_size: int, max_tokens: int, max_model_len: int | None
+) -> None:
+    """Refuse what could only produce refused groups: the run's estimator, rollouts longer than run or engine take.
+
+    Lengths are judged by the longest completion that is allowed: a group of which one rollout is too long is lost as a
+    whole, and what is lost so is always the longest. Raises `Invalid`.
+    """
+    check_estimator(facts.advantage)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    tokens = len(longest.token_ids) + max_tokens
+    bounds = {"the engine's max_model_len": max_model_len}
+    if facts.batch.overlong == "reject":
+        bounds["the run's batch.seq_len"] = facts.batch.seq_len
+    for name, bound in bounds.items():
+        if bound is not None and tokens > bound:
+            raise Invalid(
+                f"prompt {longest.prompt_id!r} (line {longest.line}) has {len(longest.token_ids)} tokens, with "
+                f"max_tokens {max_tokens} that makes {tokens}; {name} is {bound}",
+                name="max_tokens",
+                value=max_tokens,
+                bound=bound - len(longest.token_ids),
+            )
+    least, budget = group_size * (len(longest.token_ids) + 1), facts.batch.tokens_per_batch
+    if budget is not None and least > budget:
+        raise Invalid(
+            f"a group of {group_size} rollouts of prompt {longest.prompt_id!r} has at least {least} tokens; "
+            f"the run's batch.tokens_per_batch is {budget}",
+            name="group_size",
+            value=group_size,
+            bound=budget,
+        )
+
+
+def _too_late(error: ReplaybufError, timeout_s: float) -> ReplaybufError:
+    return type(error)(f"{error.detail} (waited {timeout_s:g} s)", name=error.name, value=error.value)

@@ -1,0 +1,131 @@
+"""Stand-ins for the programs that the demo starts: `python standins.py COMMAND OPTIONS...`, as `replaybuf` is called.
+
+`serve` is the real service. The others have the real ones' outside and nothing inside: an engine that spells right when
+asked greedily and every second time otherwise, a trainer that writes a line per step. `STANDIN_TRAIN=dies` makes the
+trainer fail after half of its steps, `STANDIN_TRAIN=hangs` stops its progress there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+WORDS = ("abc", "bcd", "cab", "dab")
+LETTERS = "abcd"
+STEP_S = 0.03
+
+
+def main(command: str, options: list[str]) -> None:
+    """Do what `command` stands in for."""
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    if command == "serve":
+        os.execv(sys.executable, [sys.executable, "-m", "replaybuf.cli", command, *options])
+    {"init-model": init_model, "engine": engine, "generate": generate, "train": train}[command](given)
+
+
+def init_model(options: dict[str, str]) -> None:
+    """Write a tokenizer and problems."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = Path(options["--out"])
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    problems = [
+        {
+            "prompt": word,
+            "prompt_id": word,
+            "metadata": {
+                "reasoning_gym": {
+                    "dataset": "spell_backward",
+                    "entry": {"question": word, "answer": word[::-1], "metadata": {"word": word}},
+                }
+            },
+        }
+        for word in WORDS
+    ]
+    for name in ("held_out.jsonl", "prompts.jsonl"):
+        (folder / name).write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    print("model made")
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The engine's half of the conversation."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Tell the model's name and version, whatever was asked."""
+        self._answer({"data": [{"id": "standin", "max_model_len": 128}], "weight_version": 0})
+
+    def do_POST(self) -> None:
+        """Spell backward; at T > 0 every second completion is wrong."""
+        question = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        right, wrong = question["prompt"][::-1], [0, 0, 0]
+        completions = [wrong if question["temperature"] and number % 2 else right for number in range(question["n"])]
+        self._answer(
+            {
+                "choices": [
+                    {
+                        "token_ids": ids,
+                        "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+                        "finish_reason": "stop",
+                        "weight_versions": [{"version": 0, "start": 0, "end": len(ids)}],
+                    }
+                    for ids in completions
+                ]
+            }
+        )
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def _answer(self, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def engine(options: dict[str, str]) -> None:
+    """Answer questions until the end."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+def generate(options: dict[str, str]) -> None:
+    """Wait for the end."""
+    signal.pause()
+
+
+def train(options: dict[str, str]) -> None:
+    """Write one line per step, going on where the checkpoint says."""
+    checkpoint = Path(options["--checkpoint-dir"]) / "step"
+    first = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    checkpoint.parent.mkdir(exist_ok=True)
+    total, behaviour = int(os.environ["STANDIN_STEPS"]), os.environ.get("STANDIN_TRAIN")
+    for step in range(first, total):
+        if behaviour and step == total // 2:
+            print("weights are not finite", flush=True)
+            if behaviour == "dies":
+                raise SystemExit(7)
+            signal.pause()
+        time.sleep(STEP_S)
+        line = {"step": step, "reward_mean": 0.5, "tokens": 10, "train_s": STEP_S, "time": time.time()}
+        with Path(options["--metrics-file"]).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        checkpoint.write_text(str(step + 1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

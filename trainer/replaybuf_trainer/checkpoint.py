@@ -1,0 +1,73 @@
+"""Checkpoints: a folder `step-000012` that a trainer resumes at step 12 from, whole or not there; no pickle in it.
+
+`model/` is a model folder, `optimizer.safetensors` the moments of AdamW by parameter name, `state.json` the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from replaybuf.errors import Invalid
+from replaybuf_trainer.weights import keep_newest, save_model, whole_folder
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class TrainerState(msgspec.Struct, frozen=True):
+    """`step` is the number of steps done, the `resume_step` to attach with; `version` the policy version then."""
+
+    run: str
+    step: int
+    version: int
+
+
+def save_checkpoint(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer, tokenizer_dir: Path, state: TrainerState, keep: int
+) -> Path:
+    """Write the checkpoint of `state.step`; delete all but the `keep` newest. Returns its folder."""
+    path = folder / f"step-{state.step:06d}"
+    with whole_folder(path) as scratch:
+        save_model(model, tokenizer_dir, scratch / "model")
+        save_file(_moments(model, optimizer), scratch / "optimizer.safetensors")
+        (scratch / "state.json").write_bytes(msgspec.json.encode(state))
+    keep_newest(folder, "step-*", keep)
+    return path
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint, or None. A half-written one has another name and is never picked."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return max(found, default=None, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """Read the state of a checkpoint. Raises `Invalid` where it does not decode."""
+    try:
+        return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=TrainerState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Invalid(
+            f"checkpoint {checkpoint} is broken: {error}", name="checkpoint", value=str(checkpoint)
+        ) from error
+
+
+def load_optimizer(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Put the moments of a checkpoint back; `optimizer` holds the parameters of `model`."""
+    stored = load_file(checkpoint / "optimizer.safetensors")
+    for name, parameter in model.named_parameters():
+        moments = {key: stored[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq") if f"{key}.{name}" in stored}
+        if moments:
+            optimizer.state[parameter] = {"step": stored[f"step.{name}"].clone(), **moments}
+
+
+def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}.{name}": value.detach().clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }

@@ -1,0 +1,167 @@
+"""Batched sampling with a key-value cache, in one thread: what the engine's worker runs.
+
+Shapes: R rows (one per requested completion), T prompt tokens at most, V vocabulary. A `Wave` is one batch of rows
+from prefill to its last token; between two tokens the caller may stop, go on with other weights, or abort.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """One completion in the making.
+
+    `versions` names, per token, the weights that sampled it; `uniforms` are the random numbers it will use, one per
+    token, so that a seeded row does not depend on what else is in its batch.
+    """
+
+    prompt_ids: list[int]
+    max_tokens: int
+    temperature: float
+    stop_ids: frozenset[int]
+    uniforms: np.ndarray[Any, np.dtype[np.float64]]
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _Recorder:
+    """Collects the keys and values of a prefill, one entry per layer."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.append(keys)
+        self.values.append(values)
+        return keys, values
+
+
+class _Slots:
+    """Keys and values of all rows, [R, heads, capacity, head size] per layer; a step writes one column per row."""
+
+    def __init__(self, recorded: _Recorder, prompt_of_row: torch.Tensor, capacity: int) -> None:
+        self.keys, self.values = (
+            [self._spread(layer, prompt_of_row, capacity) for layer in layers]
+            for layers in (recorded.keys, recorded.values)
+        )
+        self.rows = torch.arange(len(prompt_of_row))
+        self.positions = self.rows
+        self.width = 0
+
+    @staticmethod
+    def _spread(layer: torch.Tensor, prompt_of_row: torch.Tensor, capacity: int) -> torch.Tensor:
+        _, heads, tokens, size = layer.shape
+        slots = torch.zeros(len(prompt_of_row), heads, capacity, size, dtype=layer.dtype)
+        slots[:, :, :tokens] = layer[prompt_of_row]
+        return slots
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[layer][self.rows, :, self.positions] = keys[:, :, 0]
+        self.values[layer][self.rows, :, self.positions] = values[:, :, 0]
+        return self.keys[layer][:, :, : self.width], self.values[layer][:, :, : self.width]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.keys = [layer[rows] for layer in self.keys]
+        self.values = [layer[rows] for layer in self.values]
+        self.rows = torch.arange(len(rows))
+
+
+class Wave:
+    """One batch of rows. `step` samples one token for every unfinished row; `done` says that none is left."""
+
+    def __init__(self, model: Any, rows: list[Row]) -> None:
+        self.active = list(rows)
+        self._model = model
+        with torch.inference_mode():
+            self._prefill(rows)
+
+    @property
+    def done(self) -> bool:
+        """Say whether every row is finished."""
+        return not self.active
+
+    def _prefill(self, rows: list[Row]) -> None:
+        distinct = {tuple(row.prompt_ids): None for row in rows}
+        prompts = [list(prompt) for prompt in distinct]
+        number = {prompt: i for i, prompt in enumerate(distinct)}
+        prompt_of_row = torch.tensor([number[tuple(row.prompt_ids)] for row in rows])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        causal = torch.ones(width, width, dtype=torch.bool).tril()[None, None]
+        recorded = _Recorder()
+        hidden = self._model.model(
+            input_ids=ids,
+            attention_mask=causal,
+            position_ids=torch.arange(width)[None].expand(len(prompts), -1),
+            past_key_values=recorded,
+            use_cache=False,
+        ).last_hidden_state
+        last = hidden[torch.arange(len(prompts)), lengths - 1]
+        self._logits = self._model.lm_head(last)[prompt_of_row]
+        self._positions = lengths[prompt_of_row].clone()
+        self._slots = _Slots(recorded, prompt_of_row, width + max(row.max_tokens for row in rows))
+
+    def step(self, version: int) -> None:
+        """Sample one token per active row with the model's present weights, labelled `version`."""
+        with torch.inference_mode():
+            tokens, logprobs = self._sample()
+            keep: list[int] = []
+            for i, (row, token, logprob) in enumerate(zip(self.active, tokens, logprobs, strict=True)):
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+                row.versions.append(version)
+                if token in row.stop_ids:
+                    row.finish_reason = "stop"
+                elif len(row.token_ids) >= row.max_tokens:
+                    row.finish_reason = "length"
+                else:
+                    keep.append(i)
+            self._advance(tokens, keep)
+
+    def _sample(self) -> tuple[list[int], list[float]]:
+        logprobs = torch.log_softmax(self._logits.float(), -1)
+        temperatures = torch.tensor([row.temperature for row in self.active])[:, None]
+        uniforms = torch.tensor([row.uniforms[len(row.token_ids)] for row in self.active], dtype=torch.float64)[:, None]
+        # The logprob that is told is raw; only the choice is made at the row's temperature.
+        scaled = torch.softmax(logprobs.double() / temperatures.clamp(min=1e-6), -1)
+        cumulative = scaled.cumsum(-1)
+        drawn = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).squeeze(1)
+        tokens = drawn.clamp(max=logprobs.shape[-1] - 1)
+        tokens = torch.where(temperatures.squeeze(1) == 0, logprobs.argmax(-1), tokens)
+        return tokens.tolist(), logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
+
+    def _advance(self, tokens: list[int], keep: list[int]) -> None:
+        if len(keep) < len(self.active):
+            rows = torch.tensor(keep, dtype=torch.long)
+            self._slots.keep(rows)
+            self._positions = self._positions[rows]
+            self.active = [self.active[i] for i in keep]
+        if not self.active:
+            return
+        slots, positions = self._slots, self._positions
+        slots.positions = positions
+        slots.width = int(positions.max()) + 1
+        visible = (torch.arange(slots.width)[None] <= positions[:, None])[:, None, None]
+        hidden = self._model.model(
+            input_ids=torch.tensor([tokens[i] for i in keep])[:, None],
+            attention_mask=visible,
+            position_ids=positions[:, None],
+            past_key_values=slots,
+            use_cache=False,
+        ).last_hidden_state
+        self._logits = self._model.lm_head(hidden[:, 0])
+        self._positions = positions + 1

@@ -1,0 +1,59 @@
+"""A tiny Qwen3 model and a character tokenizer, made on the spot as a complete Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from replaybuf.errors import Invalid
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+CHARACTERS = [chr(code) for code in range(32, 127)]
+CONTEXT_TOKENS = 256
+
+
+def character_tokenizer() -> Any:
+    """Make a tokenizer with one token per printable ASCII character, and pad, bos, eos: 98 in all."""
+    vocabulary = {token: number for number, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+
+
+def tiny_config() -> Qwen3Config:
+    """Return the shape of the demo's model: 0.8 M parameters, 4 layers of 128, tied embeddings."""
+    return Qwen3Config(
+        vocab_size=len(CHARACTERS) + 3,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def new_model(seed: int) -> Any:
+    """Make a model with random weights, float32."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(tiny_config()).float()
+
+
+def load_model(folder: Path) -> Any:
+    """Load a model folder in float32 on the CPU. Raises `Invalid` where it is not one."""
+    if not (folder / "config.json").is_file():
+        raise Invalid(
+            f"model folder {folder} has no config.json", name="model", value=str(folder), bound="a model folder"
+        )
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval()

@@ -1,0 +1,286 @@
+"""The reference trainer: GRPO from the batches of a replaybuf run, one process, one policy.
+
+    replaybuf train --url http://127.0.0.1:8900 --run demo --model DIR --engine http://127.0.0.1:8001
+
+Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
+next batch is asked for while this one trains, where the strategy allows it. A checkpoint is on disk before the service
+hears of it. Everything it needs from the service is in `replaybuf.client`; any other trainer can do the same.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from replaybuf.batch import Batch, read_batch
+from replaybuf.client import Client, Waiting
+from replaybuf.errors import RunFinished, ServiceUnavailable, WrongStep
+from replaybuf_trainer.checkpoint import (
+    TrainerState,
+    latest_checkpoint,
+    load_optimizer,
+    read_state,
+    save_checkpoint,
+)
+from replaybuf_trainer.loss import Objective, Tally, rows_loss
+from replaybuf_trainer.model import load_model
+from replaybuf_trainer.weights import EnginePublisher, keep_newest, save_model
+
+log = logging.getLogger(__name__)
+
+TELL_WAITING_EVERY_S = 5.0
+KEPT_WEIGHTS = 3
+
+
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to train: where from, with what, how often to poll (s), publish and checkpoint (steps)."""
+
+    url: str
+    run: str
+    model: Path
+    engines: tuple[str, ...]
+    checkpoint_dir: Path
+    weights_dir: Path
+    checkpoint_every_steps: int = 20
+    keep_checkpoints: int = 2
+    on_resume: str = "redeliver"
+    poll_s: float = 0.5
+    wait_ms: int = 0
+    prefetch: bool = True
+    rows_per_forward: int = 8
+    learning_rate: float = 1e-4
+    warm_up_steps: int = 10
+    clip_norm: float = 1.0
+    objective: Objective = Objective()
+    metrics_file: Path | None = None
+    token: str | None = None
+    service_timeout_s: float = 60.0
+    engine_timeout_s: float = 60.0
+    seed: int = 0
+
+
+class Stopped(Exception):
+    """The trainer was asked to stop while it waited."""
+
+
+class Trainer:
+    """One trainer on one run. `stop` may be set from a signal handler: the step in work is finished first."""
+
+    def __init__(self, options: TrainOptions, client: Client) -> None:
+        self.stop = threading.Event()
+        self._options = options
+        self._client = client
+        self._engines = EnginePublisher(options.engines, options.engine_timeout_s)
+        self._prefetched: concurrent.futures.Future[bytes | Waiting] | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
+        self._waited_s: defaultdict[str, float] = defaultdict(float)
+        self._told_at = 0.0
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self) -> int:
+        """Train until the run is finished or `stop` is set; return the number of steps done.
+
+        Raises `Fenced` where another trainer took the run, `ServiceUnavailable` where service or engines stay away.
+        """
+        self._start()
+        try:
+            while not self.stop.is_set():
+                began = time.perf_counter()
+                try:
+                    batch = self._next_batch()
+                except (RunFinished, Stopped):
+                    break
+                waited = time.perf_counter() - began
+                figures = self._train_step(batch)
+                self._retried(lambda: self._client.ack(self._step, self._epoch))
+                self._step += 1
+                publish_s = self._publish_if_due()
+                self._record(batch, figures, waited, publish_s, time.perf_counter() - began)
+                if self._step % self._options.checkpoint_every_steps == 0:
+                    self._checkpoint()
+            self._checkpoint()
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._engines.close()
+        return self._step
+
+    def _start(self) -> None:
+        """Load the newest checkpoint, attach at its step, bring the engines to its weights."""
+        options = self._options
+        checkpoint = latest_checkpoint(options.checkpoint_dir)
+        source = checkpoint / "model" if checkpoint else options.model
+        self._step = read_state(checkpoint).step if checkpoint else 0
+        torch.manual_seed(options.seed)
+        self._model = load_model(source)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        if checkpoint:
+            load_optimizer(checkpoint, self._model, self._optimizer)
+        state = self._retried(self._client.get_run)
+        self._steps_per_publish = int(state["config"]["steps_per_publish"])
+        self._version = self._step // self._steps_per_publish
+        attached = self._retried(lambda: self._client.attach(resume_step=self._step, on_resume=options.on_resume))
+        self._epoch = attached.epoch
+        log.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
+        self._load_engines()
+
+    def _next_batch(self) -> Batch:
+        """Poll until the batch of this step is there."""
+        while True:
+            outcome = self._ask()
+            if not isinstance(outcome, Waiting):
+                if self._options.prefetch:
+                    self._prefetched = self._pool.submit(self._fetch, self._step + 1, 0)
+                return read_batch(outcome)
+            self._tell(outcome)
+            began = time.perf_counter()
+            if self.stop.wait(0.0 if self._options.wait_ms else self._options.poll_s):
+                raise Stopped
+            self._waited_s[outcome.reason] += time.perf_counter() - began
+
+    def _ask(self) -> bytes | Waiting:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None:
+            try:
+                outcome = prefetched.result()
+            except (ServiceUnavailable, WrongStep, RunFinished):
+                outcome = None  # it was asked for early; asking again now gives the answer that counts
+            if isinstance(outcome, bytes):
+                return outcome
+        began = time.perf_counter()
+        outcome = self._retried(lambda: self._fetch(self._step, self._options.wait_ms))
+        if isinstance(outcome, Waiting):
+            self._waited_s[outcome.reason] += time.perf_counter() - began
+        return outcome
+
+    def _fetch(self, step: int, wait_ms: int) -> bytes | Waiting:
+        return self._client.fetch_batch(step, self._epoch, wait_ms=wait_ms)
+
+    def _train_step(self, batch: Batch) -> Tally:
+        """One optimizer step over all rows of the batch."""
+        began = time.perf_counter()
+        tally = Tally()
+        rows, at_once = [row for row in batch.micro_batches if len(row.rewards)], self._options.rows_per_forward
+        for start in range(0, len(rows), at_once):
+            loss = rows_loss(
+                self._model, rows[start : start + at_once], batch.meta.batch_loss_tokens, self._options.objective, tally
+            )
+            loss.backward()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * min(1.0, (self._step + 1) / self._options.warm_up_steps)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._grad_norm, self._train_s = float(norm), time.perf_counter() - began
+        return tally
+
+    # ------------------------------------------------------------------ weights and checkpoints
+
+    def _publish_if_due(self) -> float:
+        """After the last step of a version: load the new weights into the engines, then announce them."""
+        version = self._step // self._steps_per_publish
+        if version == self._version:
+            return 0.0
+        began = time.perf_counter()
+        self._version = version
+        self._load_engines()
+        return time.perf_counter() - began
+
+    def _load_engines(self) -> None:
+        options = self._options
+        folder = options.weights_dir / f"v{self._version:06d}"
+        save_model(self._model, options.model, folder)
+        self._engines.publish(folder, self._version)
+        uri = folder.resolve().as_uri()
+        self._retried(lambda: self._client.publish_policy(self._version, self._epoch, weights_uri=uri))
+        keep_newest(options.weights_dir, "v*", KEPT_WEIGHTS)
+
+    def _checkpoint(self) -> None:
+        options = self._options
+        newest = latest_checkpoint(options.checkpoint_dir)
+        if newest is not None and read_state(newest).step == self._step:
+            return
+        state = TrainerState(options.run, self._step, self._version)
+        save_checkpoint(
+            options.checkpoint_dir, self._model, self._optimizer, options.model, state, options.keep_checkpoints
+        )
+        self._retried(lambda: self._client.checkpoint(self._step, self._epoch, keep=options.keep_checkpoints))
+        log.info("checkpoint run=%s step=%d", options.run, self._step)
+
+    # ------------------------------------------------------------------ waiting and telling
+
+    def _retried(self, call: Any) -> Any:
+        """Repeat a call while the service is away, for `service_timeout_s` at most."""
+        deadline = time.monotonic() + self._options.service_timeout_s
+        pause_s = 0.1
+        while True:
+            try:
+                return call()
+            except ServiceUnavailable as error:
+                if time.monotonic() > deadline or self.stop.is_set():
+                    raise
+                log.warning("waiting for the service: %s", error.detail)
+                self.stop.wait(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+
+    def _tell(self, waiting: Waiting) -> None:
+        if time.monotonic() - self._told_at >= TELL_WAITING_EVERY_S:
+            self._told_at = time.monotonic()
+            log.info(
+                "waiting step=%d reason=%s have=%s need=%s blocked_on=%s",
+                self._step,
+                waiting.reason,
+                waiting.have,
+                waiting.need,
+                waiting.blocked_on,
+            )
+
+    def _record(self, batch: Batch, tally: Tally, wait_s: float, publish_s: float, step_s: float) -> None:
+        """Append one line of figures to the metrics file."""
+        rows = [row for row in batch.micro_batches if len(row.rewards)]
+        rewards = [reward for row in rows for reward in row.rewards.tolist()]
+        ages = [age for row in rows for age in row.staleness.tolist()]
+        line = {
+            "time": time.time(),
+            "step": batch.meta.step,
+            "version": batch.meta.version,
+            "loss": tally.mean("loss"),
+            "reward_mean": sum(rewards) / len(rewards),
+            "grad_norm": self._grad_norm,
+            "clip_fraction": tally.mean("clipped"),
+            "ratio_mean": tally.mean("ratio"),
+            "entropy": tally.mean("entropy"),
+            "tokens": batch.meta.tokens,
+            "loss_tokens": tally.tokens,
+            "staleness_mean": sum(ages) / len(ages),
+            "staleness_max": max(ages),
+            "wait_s": wait_s,
+            "wait_reasons": dict(self._waited_s),
+            "train_s": self._train_s,
+            "publish_s": publish_s,
+            "step_s": step_s,
+            "tokens_per_s": batch.meta.tokens / step_s,
+        }
+        self._waited_s.clear()
+        log.info(
+            "step=%d reward=%.3f loss=%.4f staleness=%d wait=%.2fs train=%.2fs",
+            line["step"],
+            line["reward_mean"],
+            line["loss"],
+            line["staleness_max"],
+            wait_s,
+            self._train_s,
+        )
+        if self._options.metrics_file:
+            with self._options.metrics_file.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
