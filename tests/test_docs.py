@@ -98,7 +98,7 @@ def test_every_call_is_documented_with_its_roles() -> None:
 def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
     """Requests name nothing that the page does not."""
     words = set(re.findall(r"\w+", HTTP))
-    shapes = {call.body for call in CALLS if call.body} | {
+    shapes: set[type[msgspec.Struct]] = {call.body for call in CALLS if call.body} | {
         BatchSpec,
         Limits,
         RunConfig,

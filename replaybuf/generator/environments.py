@@ -56,7 +56,8 @@ class ReasoningGym:
 
     A prompt says which in its metadata: `{"reasoning_gym": {"dataset": NAME, "entry": {...}, "config": {...}}}`, where
     `entry` is the dataset's own and may be left out for datasets that compare with `answer` alone, and `config` holds
-    the dataset's options where scoring depends on them.
+    the dataset's options where scoring depends on them. `"partial_credit": false` beside them makes every score but a
+    full one 0.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,8 @@ class ReasoningGym:
         """Ask the dataset what the completion is worth."""
         task = _task(prompt)
         entry = task.get("entry") or {"question": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
-        return Score(float(self._scorer(task)(completion_text, entry)))
+        score = float(self._scorer(task)(completion_text, entry))
+        return Score(score if task.get("partial_credit", True) else float(score >= 1.0))
 
     def _scorer(self, task: dict[str, Any]) -> Callable[[str, dict[str, Any]], float]:
         name, config = task["dataset"], task.get("config") or {}

@@ -70,7 +70,7 @@ class Prompts:
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         self._prompts = tuple(prompts)
-        self._seed = seed
+        self._seed = seed % (1 << 64)
         self._shuffle = shuffle
         self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._new_order)
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,9 @@ _: tuple[Environment, ...] = (Spelling(), Broken(lambda prompt, text: Score(0.0)
 
 
 class _Server(uvicorn.Server):
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # signals are the test runner's
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # signals are the test runner's
 
 
 @contextlib.asynccontextmanager
@@ -136,6 +137,7 @@ class EngineDouble:
         self.calls: list[str] = []
         self.script: deque[Script] = deque()
         self.always: Script | None = None
+        self.probed = asyncio.Event()
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -191,6 +193,7 @@ class EngineDouble:
 
     async def _health(self, request: Request) -> Response:
         self.calls.append("health")
+        self.probed.set()
         return Response(status_code=200 if self.healthy else 503)
 
 
@@ -213,9 +216,10 @@ def fail(status: int, text: str = "it broke") -> Script:
 
 
 class ServiceDouble:
-    """The producer's side of a service: tickets from `supply`, appends judged by `judge`, a policy that can be waited for.
+    """The producer's side of a service: tickets, appends judged by `judge`, a policy that can be waited for.
 
-    `faults`: errors that the next calls are answered with, by the last part of the path.
+    `prompts`: size of the supply; `open`: how many tickets may still be issued before `change` allows more; `faults`:
+    errors that the next calls are answered with, by the name of the handler.
     """
 
     def __init__(self, *, prompts: int | None = None, group_size: int | None = 4, **config: Any) -> None:

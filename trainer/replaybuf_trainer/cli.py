@@ -9,11 +9,11 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from replaybuf.errors import Fenced, Invalid, MissingExtra, ServiceUnavailable
+from replaybuf.errors import Fenced, MissingExtra, ServiceUnavailable
 
 FENCED_EXIT_CODE = 3
 
@@ -27,7 +27,7 @@ def _need_torch(command: str) -> None:
 
 
 def init_model(
-    *, out: Path, task: str = "spell_backward", seed: int = 0, target_accuracy: float = 0.25, threads: int = 2
+    *, out: Path, task: str = "spell_backward", seed: int = 0, target_accuracy: float = 0.25, threads: int = 1
 ) -> None:
     """Make a tiny Qwen3 model with a character tokenizer and warm it up with supervision.
 
@@ -148,7 +148,7 @@ def train(
     weights_dir: Path = Path(".replaybuf/weights"),
     checkpoint_every_steps: int = 20,
     keep_checkpoints: int = 2,
-    on_resume: str = "redeliver",
+    on_resume: Literal["redeliver", "resample"] = "redeliver",
     poll_s: float = 0.5,
     wait_ms: int = 0,
     prefetch: bool = True,
@@ -231,10 +231,6 @@ def train(
     from replaybuf_trainer.loss import Objective
     from replaybuf_trainer.trainer import Trainer, TrainOptions
 
-    if on_resume not in ("redeliver", "resample"):
-        raise Invalid(
-            f"on_resume is {on_resume!r}; it must be redeliver or resample", name="on_resume", value=on_resume
-        )
     torch.set_num_threads(threads)
     options = TrainOptions(
         url=url,

@@ -14,8 +14,9 @@ import logging
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
 import msgspec
 import torch
@@ -36,6 +37,8 @@ from replaybuf_trainer.weights import EnginePublisher, keep_newest, save_model
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 TELL_WAITING_EVERY_S = 5.0
 KEPT_WEIGHTS = 3
 
@@ -51,7 +54,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     weights_dir: Path
     checkpoint_every_steps: int = 20
     keep_checkpoints: int = 2
-    on_resume: str = "redeliver"
+    on_resume: Literal["redeliver", "resample"] = "redeliver"
     poll_s: float = 0.5
     wait_ms: int = 0
     prefetch: bool = True
@@ -175,7 +178,7 @@ class Trainer:
             loss = rows_loss(
                 self._model, rows[start : start + at_once], batch.meta.batch_loss_tokens, self._options.objective, tally
             )
-            loss.backward()
+            torch.autograd.backward(loss)
         for group in self._optimizer.param_groups:
             group["lr"] = self._options.learning_rate * min(1.0, (self._step + 1) / self._options.warm_up_steps)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm)
@@ -219,7 +222,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ waiting and telling
 
-    def _retried(self, call: Any) -> Any:
+    def _retried(self, call: Callable[[], T]) -> T:
         """Repeat a call while the service is away, for `service_timeout_s` at most."""
         deadline = time.monotonic() + self._options.service_timeout_s
         pause_s = 0.1

@@ -75,7 +75,7 @@ def make(folder: Path, task: str, seed: int, target_accuracy: float) -> None:
         raise Invalid(f"task is {task!r}; known: {', '.join(TASKS)}", name="task", value=task, bound=list(TASKS))
     words = collect_words(seed)
     print(
-        f"{len(words.train)} words to train on, {len(words.held_out)} held out, {len(words.check)} to check the warm start",
+        f"{len(words.train)} words to train on, {len(words.held_out)} held out, {len(words.check)} for checks",
         flush=True,
     )
     tokenizer, model = character_tokenizer(), new_model(seed)
@@ -100,7 +100,7 @@ def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS)
         loss = _supervised_loss(model, tokenizer, chosen)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -109,7 +109,7 @@ def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy
             if (step + 1) % (5 * CHECK_EVERY_STEPS) == 0 or accuracy >= target_accuracy:
                 seconds = time.monotonic() - began
                 print(
-                    f"step {step + 1}: loss {float(loss):.3f}, sampled accuracy {accuracy:.3f}, {seconds:.0f} s",
+                    f"step {step + 1}: loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}, {seconds:.0f} s",
                     flush=True,
                 )
             if accuracy >= target_accuracy:
@@ -131,7 +131,7 @@ def sampled_accuracy(model: Any, tokenizer: Any, words: list[str], rng: np.rando
     while not wave.done:
         wave.step(0)
     told = [tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
-    return sum(answer == word[::-1] for answer, word in zip(told, words, strict=True)) / len(words)
+    return float(np.mean([answer == word[::-1] for answer, word in zip(told, words, strict=True)]))
 
 
 def _supervised_loss(model: Any, tokenizer: Any, words: list[str]) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from replaybuf.errors import Invalid, NoRoom, ServiceUnavailable
+from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable
 from replaybuf_trainer.engine.sampler import Row, Wave
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class Worker(threading.Thread):
             command, done = self._commands.popleft()
             try:
                 command(done)
-            except Exception as error:  # the boundary of a command: who gave it gets the error
+            except (ReplaybufError, RuntimeError) as error:  # who gave the command gets the error
                 done.set_exception(error)
 
     def _refuse_all(self) -> None:

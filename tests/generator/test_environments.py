@@ -1,0 +1,76 @@
+"""What completions are worth in the built-in environments, and what a prompt must bring for them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.generator.environments import ExactMatch, ReasoningGym, check_prompts, load_environment
+from tests.generator.doubles import make_prompt
+
+pytest.importorskip("reasoning_gym")
+
+ENTRY = {"question": "Spell: sun", "answer": "nus", "metadata": {"word": "sun", "word_len": 3}}
+TASK = {"dataset": "spell_backward", "entry": ENTRY}
+
+
+@pytest.mark.parametrize(("completion", "reward"), [("bac", 1.0), ("  bac\n", 1.0), ("ba", 0.0), ("", 0.0)])
+def test_exact_match_compares_the_stripped_completion(completion: str, reward: float) -> None:
+    assert ExactMatch().score(make_prompt("cab", answer="bac "), completion).reward == reward
+
+
+def test_exact_match_needs_an_answer() -> None:
+    with pytest.raises(Invalid, match=r"words\.jsonl, line 1: has no answer"):
+        check_prompts(ExactMatch(), [make_prompt()], "words.jsonl")
+
+
+def test_reasoning_gym_scores_by_the_dataset_with_partial_credit() -> None:
+    environment, prompt = ReasoningGym(), make_prompt("sun>", reasoning_gym=TASK)
+    scores = [environment.score(prompt, completion).reward for completion in ("nus", "nsu", "")]
+    assert scores[0] == 1.0
+    assert 0.0 < scores[1] < 1.0
+    assert scores[2] == 0.0
+
+
+def test_reasoning_gym_makes_an_entry_from_the_answer() -> None:
+    prompt = make_prompt("sun>", answer="nus", reasoning_gym={"dataset": "spell_backward"})
+    ReasoningGym().check(prompt)
+    assert ReasoningGym().score(prompt, "nus").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "metadata.reasoning_gym.dataset is missing"),
+        ({"reasoning_gym": "spell_backward"}, "metadata.reasoning_gym.dataset is missing"),
+        ({"reasoning_gym": {"dataset": "spell_backward"}}, "has neither answer nor"),
+        ({"reasoning_gym": {"dataset": "no_such", "entry": ENTRY}}, "dataset 'no_such' cannot be made"),
+        ({"reasoning_gym": TASK | {"config": {"min_word_len": -1}}}, "cannot be made"),
+    ],
+)
+def test_a_prompt_that_reasoning_gym_cannot_score_is_refused(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        ReasoningGym().check(make_prompt(**metadata))
+
+
+def test_without_reasoning_gym_the_install_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[demo\]'"):
+        ReasoningGym()
+
+
+def test_environments_are_found_by_their_entry_point() -> None:
+    assert isinstance(load_environment("exact-match"), ExactMatch)
+
+
+def test_an_unknown_environment_is_refused_with_the_installed_ones() -> None:
+    with pytest.raises(Invalid, match=r"environment is 'chess'; installed: .*exact-match"):
+        load_environment("chess")
+
+
+def test_the_demos_prompts_are_scored(tmp_path: Path) -> None:
+    check_prompts(ReasoningGym(), [make_prompt("sun>", answer="nus", reasoning_gym=TASK)], "prompts.jsonl")

@@ -1,0 +1,76 @@
+"""An evaluation scores completions of held-out prompts and says which versions sampled them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaybuf.errors import EngineUnfit, Invalid, RewardFault
+from replaybuf.generator.engines import VllmEngine
+from replaybuf.generator.environments import Score
+from replaybuf.generator.evaluation import EvaluationResult, evaluate
+from replaybuf.generator.scoring import Scorer
+from tests.generator.doubles import TIMEOUT_S, Broken, EngineDouble, Spelling, make_prompt, make_tokenizer, reply
+
+
+def run(
+    double: EngineDouble, folder: Path, texts: list[str], environment: Any = None, **options: Any
+) -> EvaluationResult:
+    async def main() -> EvaluationResult:
+        async with double.up():
+            engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
+            try:
+                return await evaluate(
+                    engine,
+                    Scorer(environment or Spelling(), timeout_s=TIMEOUT_S),
+                    [make_prompt(text) for text in texts],
+                    make_tokenizer(folder),
+                    **{"temperature": 0.0, "max_tokens": 8} | options,
+                )
+            finally:
+                await engine.aclose()
+
+    return asyncio.run(main())
+
+
+def test_the_mean_reward_and_the_versions_are_told(tmp_path: Path) -> None:
+    double = EngineDouble(version=4)
+    double.script.append(reply(token_ids=[0, 0, 0], weight_versions=[{"version": 5, "start": 0, "end": 3}]))
+    result = run(double, tmp_path, ["abc"] * 4, max_inflight_prompts=1)
+    assert result == EvaluationResult(accuracy=0.75, n=4, failed=0, versions=(4, 5))
+
+
+def test_temperature_and_number_of_samples_are_the_callers(tmp_path: Path) -> None:
+    double = EngineDouble()
+    assert run(double, tmp_path, ["abc", "abd"], temperature=1.0, samples=3).n == 6
+    assert {(request["n"], request["temperature"]) for request in double.requests} == {(3, 1.0)}
+
+
+def test_prompts_that_fail_are_counted_apart(tmp_path: Path) -> None:
+    def picky(prompt: Any, text: str) -> Score:
+        if prompt.text == "abd":
+            raise ValueError("cannot judge")
+        return Score(1.0)
+
+    result = run(EngineDouble(), tmp_path, ["abc", "abd", "abe"], Broken(picky))
+    assert (result.accuracy, result.n, result.failed) == (1.0, 2, 1)
+
+
+def test_an_evaluation_in_which_everything_fails_tells_why(tmp_path: Path) -> None:
+    with pytest.raises(RewardFault, match="is not finite"):
+        run(EngineDouble(), tmp_path, ["abc"], Broken(lambda prompt, text: Score(float("nan"))))
+
+
+def test_an_engine_that_does_not_fit_is_told_though_others_succeeded(tmp_path: Path) -> None:
+    double = EngineDouble()
+    double.script.append(reply(weight_versions=[{"version": "other", "start": 0, "end": 3}]))
+    with pytest.raises(EngineUnfit):
+        run(double, tmp_path, ["abc", "abc"])
+
+
+def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="prompts is empty"):
+        run(EngineDouble(), tmp_path, [])

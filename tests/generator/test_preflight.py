@@ -1,0 +1,87 @@
+"""What could only end in refused groups is refused at the start; what may still come is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pytest
+
+from replaybuf.calls import RunFacts, facts_of
+from replaybuf.client import AsyncClient
+from replaybuf.errors import Invalid, NotFound, ServiceUnavailable
+from replaybuf.generator.preflight import check_fit, check_group_size, wait_for_run
+from tests.generator.doubles import TIMEOUT_S, ServiceDouble, make_prompt
+
+
+def facts(**config: Any) -> RunFacts:
+    return facts_of({"config": config})
+
+
+def fit(run: RunFacts, *texts: str, **options: Any) -> None:
+    check_fit(
+        run,
+        [make_prompt(text) for text in texts],
+        **{"group_size": 2, "max_tokens": 10, "max_model_len": None} | options,
+    )
+
+
+def test_a_run_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> RunFacts:
+        service = ServiceDouble(group_size=8)
+        service.faults["run"] = deque([ServiceUnavailable("starting"), NotFound("run 'r' is not known")])
+        async with service.up(), AsyncClient(service.url, "r") as client:
+            return await wait_for_run(client, TIMEOUT_S)
+
+    assert asyncio.run(main()).group_size == 8
+    assert "waiting for the run: run 'r' is not known" in caplog.text
+
+
+def test_a_service_that_does_not_come_is_named() -> None:
+    async def main() -> None:
+        async with AsyncClient("http://127.0.0.1:9", "r") as client:
+            await wait_for_run(client, 0.3)
+
+    with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:9.*waited 0\.3 s"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(("asked", "configured", "size"), [(4, None, 4), (None, 8, 8), (8, 8, 8)])
+def test_the_group_size_is_the_callers_or_the_runs(asked: int | None, configured: int | None, size: int) -> None:
+    assert check_group_size(asked, facts(group_size=configured)) == size
+
+
+@pytest.mark.parametrize(("asked", "configured"), [(4, 8), (None, None), (0, None)])
+def test_a_group_size_that_no_group_could_have_is_refused(asked: int | None, configured: int | None) -> None:
+    with pytest.raises(Invalid, match=rf"group size is {asked}; the run's group_size is {configured}"):
+        check_group_size(asked, facts(group_size=configured))
+
+
+def test_what_fits_passes() -> None:
+    fit(facts(batch={"seq_len": 13, "tokens_per_batch": 8}), "a", "abc", max_model_len=13)
+
+
+def test_a_prompt_that_could_outgrow_a_micro_batch_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(Invalid, match=r"prompt 'abc' .* that makes 13; the run's batch.seq_len is 12") as caught:
+        fit(facts(batch={"seq_len": 12}), "a", "abc")
+    assert (caught.value.name, caught.value.bound) == ("max_tokens", 9)
+
+
+def test_a_run_that_truncates_takes_any_length() -> None:
+    fit(facts(batch={"seq_len": 12, "overlong": "truncate"}), "abc")
+
+
+def test_a_prompt_that_could_outgrow_the_engine_is_refused() -> None:
+    with pytest.raises(Invalid, match="the engine's max_model_len is 12"):
+        fit(facts(), "abc", max_model_len=12)
+
+
+def test_a_group_that_fits_no_batch_is_refused() -> None:
+    with pytest.raises(Invalid, match=r"a group of 2 rollouts .* at least 8 tokens; .*tokens_per_batch is 7"):
+        fit(facts(batch={"tokens_per_batch": 7}), "abc")
+
+
+def test_an_estimator_nobody_knows_is_refused() -> None:
+    with pytest.raises(Invalid, match="advantage is 'ppo'"):
+        fit(facts(advantage="ppo"), "a")

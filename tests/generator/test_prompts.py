@@ -1,0 +1,122 @@
+"""Prompts come from a file, in an order that the ticket's index alone decides; what is wrong in the file is named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import Invalid
+from replaybuf.generator.prompts import Prompt, Prompts, read_prompts
+from tests.generator.doubles import make_prompt, make_tokenizer, write_tokenizer
+
+
+def read(folder: Path, *lines: dict[str, Any] | str, **config: Any) -> list[Prompt]:
+    """Write lines as a prompts file and read it."""
+    from replaybuf.generator.tokenizer import Tokenizer
+
+    file = folder / "words.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    tokenizer = Tokenizer(write_tokenizer(folder / "model", **config)) if config else make_tokenizer(folder / "model")
+    return read_prompts(file, tokenizer)
+
+
+def make_prompts(count: int, **options: Any) -> Prompts:
+    return Prompts([make_prompt(prompt_id=f"p{number}") for number in range(count)], **options)
+
+
+def ids(prompts: Prompts, indexes: range) -> list[str]:
+    return [prompts.at(index).prompt_id for index in indexes]
+
+
+def test_a_prompt_keeps_what_its_line_says(tmp_path: Path) -> None:
+    (prompt,) = read(tmp_path, {"prompt_id": "x", "prompt": "cab", "answer": "bac", "metadata": {"level": 3}})
+    assert (prompt.prompt_id, prompt.text, prompt.answer, prompt.metadata) == ("x", "cab", "bac", {"level": 3})
+    assert prompt.token_ids.tolist() == [2, 0, 1]
+
+
+def test_a_prompt_without_an_id_is_called_after_file_and_line(tmp_path: Path) -> None:
+    prompts = read(tmp_path, {"prompt": "a"}, "", {"prompt": "b"})
+    assert [prompt.prompt_id for prompt in prompts] == ["words/1", "words/3"]
+
+
+def test_a_number_is_an_answer_too(tmp_path: Path) -> None:
+    assert [p.answer for p in read(tmp_path, {"prompt": "a", "answer": 42})] == ["42"]
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    (prompt,) = read(tmp_path, {"prompt_ids": [2, 0, 1]})
+    assert (prompt.token_ids.tolist(), prompt.text) == ([2, 0, 1], "cab")
+
+
+def test_messages_are_rendered(tmp_path: Path) -> None:
+    (prompt,) = read(
+        tmp_path, {"messages": [{"role": "user", "content": "cab"}]}, chat_template="{{ messages[0].content }}>"
+    )
+    assert prompt.text == "cab>"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Input data was truncated"),
+        ({"answer": "x"}, "has none of prompt, messages, prompt_ids"),
+        ({"prompt": "a", "prompt_ids": [1]}, "has prompt and prompt_ids"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"messages": []}, "messages is empty"),
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"prompt_ids": [1, 99]}, "prompt_ids from 1 to 99; the tokenizer has ids from 0 to 28"),
+        ({"prompt_ids": [-1]}, "prompt_ids from -1"),
+        ({"prompt": "a", "answr": "b"}, "unknown field `answr`"),
+        ({"prompt": 3}, "Expected `str | null`"),
+        ({"prompt_id": "first", "prompt": "b"}, "prompt_id 'first' stands already in line 1"),
+        ({"messages": [{"role": "user"}]}, "no chat template"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: dict[str, Any] | str, message: str) -> None:
+    with pytest.raises(Invalid, match=r"words\.jsonl, line 2: ") as caught:
+        read(tmp_path, {"prompt_id": "first", "prompt": "a"}, line)
+    assert message in caught.value.detail
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="holds no prompt"):
+        read(tmp_path, "")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"gone\.jsonl: No such file"):
+        read_prompts(tmp_path / "gone.jsonl", make_tokenizer(tmp_path))
+
+
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own() -> None:
+    prompts = make_prompts(50, seed=1)
+    first, second = ids(prompts, range(50)), ids(prompts, range(50, 100))
+    assert Counter(first) == Counter(second) == Counter(p.prompt_id for p in prompts)
+    assert first != second
+
+
+def test_the_order_depends_on_seed_and_index_alone() -> None:
+    far = range(995, 1005)
+    assert ids(make_prompts(10, seed=7), far) == ids(make_prompts(10, seed=7), far)
+    assert ids(make_prompts(10, seed=7), range(10)) != ids(make_prompts(10, seed=8), range(10))
+
+
+def test_the_order_is_the_same_in_every_release() -> None:
+    """Frozen: generators of different versions may serve one run."""
+    assert ids(make_prompts(8, seed=0), range(8)) == ["p0", "p2", "p1", "p5", "p4", "p3", "p6", "p7"]
+
+
+def test_the_order_of_the_file_can_be_kept() -> None:
+    assert ids(make_prompts(3, shuffle=False), range(5)) == ["p0", "p1", "p2", "p0", "p1"]
+
+
+@given(st.integers(1, 40), st.integers(0, 2**70), st.integers(0, 10**9))
+def test_any_index_has_a_prompt(count: int, seed: int, index: int) -> None:
+    prompts = make_prompts(count, seed=seed)
+    assert prompts.at(index).prompt_id == make_prompts(count, seed=seed).at(index).prompt_id

