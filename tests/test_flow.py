@@ -1,0 +1,269 @@
+"""Tickets: one prompt index is out, due again, failed or done, never two of these; storage brings the same book back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaybuf.errors import NotFound
+from replaybuf.flow import Ticket, TicketBook, TicketChange, parse_ticket, prompt_key
+
+ADAPTERS = ("", "math", "a/b")
+NUMBERS = st.integers(0, 10**18 - 1)
+
+# ---------------------------------------------------------------------- the text of a ticket
+
+
+@given(st.text(max_size=6), NUMBERS, NUMBERS, st.integers(1, 10**9 - 1))
+def test_a_ticket_reads_back_as_it_was_written(adapter: str, generation: int, index: int, attempt: int) -> None:
+    ticket = Ticket(adapter, generation, index, attempt)
+    assert parse_ticket(str(ticket)) == ticket
+
+
+@given(st.text(alphabet="0123456789t-/ab٣ \n", max_size=12) | st.text(max_size=20))
+def test_what_reads_as_a_ticket_is_written_the_same_way(text: str) -> None:
+    """No second spelling of a ticket is taken, and garbage is `NotFound`, never another error."""
+    try:
+        ticket = parse_ticket(text)
+    except NotFound as error:
+        assert error.value == text and error.name == "ticket"
+    else:
+        assert str(ticket) == text and ticket.attempt >= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "t0-0", "t0-0-0", "t00-0-1", "t0-0-01", "t-1-0-1", "t0-0-1 ", "T0-0-1", "/t0-0-1", "t٣-0-1", "t0-0-1-2"]
+    + ["t" + "9" * 5000 + "-0-1"],
+)
+def test_garbage_is_no_ticket(text: str) -> None:
+    with pytest.raises(NotFound, match="is not one this service issued"):
+        parse_ticket(text)
+
+
+def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:
+    assert (prompt_key("", 7), prompt_key("math", 7)) == ("p7", "math/p7")
+
+
+# ---------------------------------------------------------------------- the book against a model
+
+
+@dataclasses.dataclass
+class Prompt:
+    """Where one prompt stands: `out` until a deadline, `due` again, `failed` or `done`; tries so far."""
+
+    state: str
+    attempt: int
+    generation: int
+    deadline_s: float = 0.0
+
+
+class Storage:
+    """What the service keeps of the changes: a sorted set of tickets, a hash of counters."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def keep(self, change: TicketChange) -> None:
+        for text in change.drop:
+            del self.tickets[text]
+        self.tickets.update(change.deadlines_s)
+        self.counts.update(change.counts)
+
+
+class TicketMachine(RuleBasedStateMachine):
+    """Producers that take, lose, return and fulfil tickets, in any order."""
+
+    @initialize(ttl_s=st.integers(1, 20), max_attempts=st.integers(1, 3), prompts=st.none() | st.integers(1, 6))
+    def start(self, ttl_s: int, max_attempts: int, prompts: int | None) -> None:
+        self.terms = (ttl_s, max_attempts, prompts)
+        self.book = TicketBook(ttl_s, max_attempts, prompts)
+        self.storage = Storage()
+        self.prompts: dict[str, list[Prompt]] = {adapter: [] for adapter in ADAPTERS}
+        self.counts: Counter[str] = Counter()
+        self.now_s = 1000.0
+        self.generation = 0
+
+    def those(self, state: str) -> dict[tuple[str, int], Prompt]:
+        return {
+            (adapter, index): prompt
+            for adapter, prompts in self.prompts.items()
+            for index, prompt in enumerate(prompts)
+            if prompt.state == state
+        }
+
+    def ticket_of(self, key: tuple[str, int]) -> Ticket:
+        prompt = self.prompts[key[0]][key[1]]
+        return Ticket(key[0], prompt.generation, key[1], prompt.attempt)
+
+    def take_back(self, key: tuple[str, int]) -> None:
+        prompt = self.prompts[key[0]][key[1]]
+        prompt.state, prompt.deadline_s = ("failed" if prompt.attempt == self.terms[1] else "due"), 0.0
+
+    # -- rules
+
+    @rule(adapter=st.sampled_from(ADAPTERS), count=st.integers(0, 4))
+    def issue(self, adapter: str, count: int) -> None:
+        """Prompts due again come first, then new indexes in order, as many as there are."""
+        ttl_s, _, supply = self.terms
+        due = {key for key in self.those("due") if key[0] == adapter}
+        prompts = self.prompts[adapter]
+        fresh = count - min(len(due), count)
+        if supply is not None:
+            fresh = min(fresh, supply - len(prompts))
+        change = self.book.issue(adapter, count, self.generation, self.now_s)
+        again = {ticket.prompt for ticket in change.issued[: min(len(due), count)]}
+        assert again <= due and len(again) == min(len(due), count)
+        new = [ticket.prompt_index for ticket in change.issued[len(again) :]]
+        assert new == list(range(len(prompts), len(prompts) + fresh))
+        prompts += [Prompt("out", 0, 0) for _ in new]
+        for ticket in change.issued:
+            prompt = prompts[ticket.prompt_index]
+            prompt.state, prompt.generation, prompt.deadline_s = "out", self.generation, self.now_s + ttl_s
+            prompt.attempt += 1
+            assert ticket == self.ticket_of(ticket.prompt)
+            assert change.deadlines_s[str(ticket)] == prompt.deadline_s
+        self.counts["issued"] += len(change.issued)
+        self.storage.keep(change)
+
+    @rule(seconds=st.integers(0, 30))
+    def expire(self, seconds: int) -> None:
+        """A ticket expires at its deadline, not a second earlier."""
+        self.now_s += seconds
+        late = [key for key, prompt in self.those("out").items() if prompt.deadline_s <= self.now_s]
+        tickets = {key: self.ticket_of(key) for key in late}
+        for key in late:
+            self.take_back(key)
+        change = self.book.expire(self.now_s)
+        assert set(change.failed) == {tickets[key] for key in late if key in self.those("failed")}
+        assert bool(change) == bool(late)
+        self.counts["expired"] += len(late)
+        self.storage.keep(change)
+
+    @precondition(lambda self: self.those("out"))
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.those("out"))))
+        ticket = self.ticket_of(key)
+        assert self.book.holds(ticket)
+        change = self.book.give_back(ticket)
+        self.take_back(key)
+        assert change.failed == ([ticket] if key in self.those("failed") else [])
+        self.counts["returned"] += 1
+        self.storage.keep(change)
+
+    @rule(data=st.data(), adapter=st.sampled_from(ADAPTERS), index=st.integers(0, 6))
+    def give_back_what_is_not_out(self, data: st.DataObject, adapter: str, index: int) -> None:
+        """An earlier attempt, a later one or one never issued: `NotFound`, and nothing changes."""
+        attempt, generation = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
+        ticket = Ticket(adapter, generation, index, attempt)
+        if (adapter, index) in self.those("out") and ticket == self.ticket_of((adapter, index)):
+            return
+        assert not self.book.holds(ticket)
+        with pytest.raises(NotFound, match="is not out"):
+            self.book.give_back(ticket)
+
+    @rule(adapter=st.sampled_from(ADAPTERS), indexes=st.sets(st.integers(0, 8), max_size=3))
+    def store_groups(self, adapter: str, indexes: set[int]) -> None:
+        """A stored group strikes its prompt, out or due again; twice or for a prompt that failed changes nothing."""
+        at_hand = self.those("out").keys() | self.those("due").keys()
+        struck = {(adapter, index) for index in indexes} & at_hand
+        change = self.book.done((adapter, index) for index in sorted(indexes))
+        assert set(change.drop) == {str(self.ticket_of(key)) for key in struck} and not change.counts
+        for key in struck:
+            self.prompts[key[0]][key[1]].state = "done"
+        self.storage.keep(change)
+
+    @rule()
+    def rewind(self) -> None:
+        self.generation += 1
+
+    @rule()
+    def restart(self) -> None:
+        """From here on the book that storage brought back is the one in use."""
+        self.book = self.restored()
+
+    def restored(self) -> TicketBook:
+        book = TicketBook(*self.terms)
+        book.restore(self.storage.tickets.items(), dict(self.storage.counts))
+        return book
+
+    # -- what holds after every step
+
+    @invariant()
+    def the_book_holds_what_the_model_holds(self) -> None:
+        for book in (self.book, self.restored()):
+            out, due = self.those("out"), self.those("due")
+            assert (book.out, book.due_again) == (len(out), len(due))
+            assert sorted(book.prompts_at_hand()) == sorted([*out, *due])
+            assert all(book.holds(self.ticket_of(key)) for key in out)
+            assert not any(book.holds(self.ticket_of(key)) for key in due)
+            assert book.next_deadline_s() == min((p.deadline_s for p in out.values()), default=None)
+            assert book.counts == self.counts
+            issued = {adapter: len(prompts) for adapter, prompts in self.prompts.items() if prompts}
+            assert book.next_index == issued
+            for adapter, prompts in self.prompts.items():
+                left = self.terms[2] is None or len(prompts) < self.terms[2]
+                assert book.used_up(adapter) == (not left and not any(key[0] == adapter for key in due))
+
+    @invariant()
+    def no_prompt_has_more_attempts_than_allowed(self) -> None:
+        for prompts in self.prompts.values():
+            assert all(1 <= prompt.attempt <= self.terms[1] for prompt in prompts)
+
+
+TestTicketBookAgainstAModel = TicketMachine.TestCase
+TestTicketBookAgainstAModel.settings = settings(
+    max_examples=80, stateful_step_count=30, derandomize=True, deadline=None
+)
+
+# ---------------------------------------------------------------------- single decisions
+
+
+def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    first = book.issue("", 1, 0, 0.0).issued[0]
+    assert book.give_back(first).failed == []
+    second = book.issue("", 1, 0, 0.0).issued[0]
+    assert (second.prompt_index, second.attempt) == (0, 2)
+    assert book.give_back(second).failed == [second]
+    assert book.used_up("") and book.issue("", 1, 0, 0.0).issued == []
+
+
+def test_a_ticket_expires_at_its_deadline() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    book.issue("", 1, 0, 5.0)
+    assert not book.expire(14.5)
+    assert book.expire(15.0).counts == {"expired": 1}
+
+
+def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place() -> None:
+    """Guarantee 9: one stored group per prompt index, whichever attempt brought it."""
+    book = TicketBook(ttl_s=10, max_attempts=3, prompts=None)
+    book.issue("", 1, 0, 0.0)
+    book.expire(10.0)
+    again = book.issue("", 1, 0, 10.0).issued[0]
+    assert book.done([again.prompt]).drop == [str(again)]
+    assert (book.out, book.due_again) == (0, 0)
+
+
+def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    ticket = book.issue("", 5, 0, 0.0).issued[0]
+    assert book.used_up("")
+    book.give_back(ticket)
+    assert not book.used_up("")
+
+
+def test_a_change_that_changes_nothing_is_false() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    assert not book.issue("", 0, 0, 0.0)
+    assert not book.expire(1e9)
+    assert not book.done([("", 0)])
+    assert book.issue("", 1, 0, 0.0)
