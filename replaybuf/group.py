@@ -271,8 +271,8 @@ def _check_numbers(group: Group) -> Rejection | None:
             continue
         if not np.isfinite(column).all():
             return Rejection("non_finite_logprobs", f"{name} holds NaN or infinity; finite values are needed")
-        highest = float(column.max())
-        if highest > LOGPROB_TOLERANCE:
+        highest = column.max()
+        if highest > np.float32(LOGPROB_TOLERANCE):
             return Rejection("positive_logprobs", f"{name} holds {highest:.6g}; at most {LOGPROB_TOLERANCE} is allowed")
     for name, values in [("reward", group.rewards), *((f"rewards.{k}", v) for k, v in group.reward_parts.items())]:
         if not (np.abs(values) <= LARGEST_SCORE).all():
