@@ -20,7 +20,7 @@ from rich.console import Console
 from replaybuf import __version__, plugins
 from replaybuf.errors import ReplaybufError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 app = App(
     name="replaybuf",
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         app.meta(arguments)
     except ReplaybufError as error:
         print(f"replaybuf: {error.detail}", file=sys.stderr)
-        log.debug("error", exc_info=True)
+        logger.debug("error", exc_info=True)
         sys.exit(1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)

@@ -246,9 +246,10 @@ def _view(buffer: memoryview, name: str, column: Column) -> npt.NDArray[Any]:
         raise BrokenFrame(f"column {name} has codec {column.codec!r}; this release reads 'raw'", name=name)
     dtype = np.dtype(column.dtype)
     inside = column.offset >= 0 and column.length >= 0 and column.offset + column.length <= len(buffer)
-    if not inside or column.length % dtype.itemsize:
+    if not inside or column.length % dtype.itemsize or column.offset % ALIGNMENT_BYTES:
         raise BrokenFrame(
-            f"column {name} lies at {column.offset} with {column.length} bytes; the frame has {len(buffer)}",
+            f"column {name} lies at {column.offset} with {column.length} bytes; the frame has {len(buffer)}, "
+            f"columns start at multiples of {ALIGNMENT_BYTES}",
             name=name,
             value=column.length,
             bound=len(buffer),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from replaybuf.batch import BatchMeta
@@ -16,6 +17,9 @@ from replaybuf.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.index import ENTRY, NO_PROMPT_INDEX
 from replaybuf.ledger import BatchEntry, BatchRecord, ConfigRecord
 from replaybuf.strategy import Budget, BufferView, Groups
+
+steady = settings(derandomize=True, deadline=None, max_examples=60)
+"""Settings of a property test: the same examples on every machine, no verdict by the clock."""
 
 LARGEST_TOKEN = 2**31 - 1
 

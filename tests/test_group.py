@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import GroupRejected
@@ -25,7 +25,7 @@ from replaybuf.group import (
     group_to_json,
     truncate,
 )
-from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, wire_group, wire_groups
+from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, wire_group, wire_groups, steady
 
 NAN, INF = math.nan, math.inf
 FIELDS_PER_TOKEN = ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs")
@@ -41,7 +41,7 @@ def reason_of(made: Group, **bounds: Any) -> str | None:
 
 
 @given(wire_groups())
-@settings(derandomize=True, deadline=None)
+@steady
 def test_a_group_survives_the_way_from_json_to_columns_and_back(wire: GroupJson) -> None:
     """What was left out comes back as the default that it stands for; everything else as it was."""
     back = group_to_json(group_from_json(wire))
@@ -57,14 +57,14 @@ def test_a_group_survives_the_way_from_json_to_columns_and_back(wire: GroupJson)
 
 
 @given(groups())
-@settings(derandomize=True, deadline=None)
+@steady
 def test_columns_survive_the_way_through_json_text(made: Group) -> None:
     text = msgspec.json.encode(group_to_json(made))
     assert_same_group(group_from_json(msgspec.json.decode(text, type=GroupJson)), made)
 
 
 @given(groups())
-@settings(derandomize=True, deadline=None)
+@steady
 def test_columns_agree_on_rollouts_and_tokens(made: Group) -> None:
     n, tokens = made.rollouts, int(made.completion_lengths.sum())
     assert made.tokens == int(made.lengths.sum()) == len(made.prompt_ids) + tokens
@@ -237,7 +237,7 @@ def test_a_masked_token_is_held_to_the_same_rules() -> None:
 
 
 @given(groups())
-@settings(derandomize=True, deadline=None)
+@steady
 def test_spans_may_come_in_any_order(made: Group) -> None:
     order = np.random.default_rng(made.tokens).permutation(len(made.version_spans))
     shuffled = dataclasses.replace(made, version_spans=made.version_spans[order], adapter="")
@@ -245,7 +245,7 @@ def test_spans_may_come_in_any_order(made: Group) -> None:
 
 
 @given(groups(), st.lists(st.tuples(*[st.integers(-1, 5)] * 4), max_size=6))
-@settings(derandomize=True, deadline=None)
+@steady
 def test_spans_are_accepted_only_where_they_cover_every_token_once(
     made: Group, spans: list[tuple[int, int, int, int]]
 ) -> None:
@@ -262,7 +262,7 @@ def test_spans_are_accepted_only_where_they_cover_every_token_once(
 
 
 @given(groups(longest=9), st.integers(1, 20))
-@settings(derandomize=True, deadline=None)
+@steady
 def test_a_truncated_group_is_consistent_and_no_longer_than_it_must_be(made: Group, seq_len: int) -> None:
     """Lengths are min(tokens, seq_len), but one completion token stays; the rest is what stood there before."""
     made = dataclasses.replace(made, adapter="")

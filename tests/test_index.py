@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaybuf.group import Admissible, Group, Rejection, check_group, group_from_json
 from replaybuf.index import ENTRY, FREED, IN_BATCHES, LIVE, NEVER, Index, entry_of
 from replaybuf.strategy import Groups
-from tests.builders import group, groups, rollout, wire_group
+from tests.builders import group, groups, rollout, wire_group, steady
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 SQUEEZED_ABOVE = 1024
@@ -157,7 +157,7 @@ def test_columns_are_copied_a_number_of_times_that_grows_with_the_logarithm() ->
 
 
 @given(groups())
-@settings(derandomize=True, deadline=None)
+@steady
 def test_the_entry_of_a_group_sums_it_up(made: Group) -> None:
     entry = np.frombuffer(entry_of(made, 640, 0xFEDCBA98, 9, 1234.5), ENTRY)[0]
     lengths = made.lengths.tolist()

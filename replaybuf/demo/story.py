@@ -46,6 +46,10 @@ GROUPS_PER_BATCH = 32
 SEQ_LEN = 128
 MAX_NEW_TOKENS = 8
 MAX_STALENESS = 1
+LEARNING_RATE = 2e-4
+LONG_POLL_MS = 1000
+"""The service holds the trainer's question for a batch so long: steps here are shorter than the pause of a poll."""
+REPORT_EVERY_S = 2.0
 SAMPLES = 4
 """Completions per held-out problem at temperature 1."""
 EXAM_SHARES = (0.2, 0.4, 0.6, 0.8)
@@ -144,7 +148,7 @@ class Demo:
                 self._enter("accuracy before")
                 await self._measure(exam, 0, greedy=True)
             marks = background.create_task(self._measure_during(exam))
-            await self._train(supervisor, serve_url)
+            await self._train(supervisor, client, serve_url)
             marks.cancel()
             self._enter("accuracy after")
             await self._measure(exam, self.progress.total_steps, greedy=True)
@@ -182,10 +186,11 @@ class Demo:
         self._view.event(f"engine listening on {self._engine_url}")
         return serve_url
 
-    async def _train(self, supervisor: Supervisor, serve_url: str) -> None:
+    async def _train(self, supervisor: Supervisor, client: AsyncClient, serve_url: str) -> None:
         """Start trainer and generator; return when the trainer has done the last step."""
         self._enter(TRAINING)
         folder, url = self._folder, ("--url", serve_url, "--run", RUN, "--engine", self._engine_url)
+        epoch = (await client.get_run())["epoch"]
         train = self._start(
             supervisor,
             "train",
@@ -194,8 +199,13 @@ class Demo:
             *("--checkpoint-dir", str(folder.checkpoints)),
             *("--weights-dir", str(folder.weights)),
             *("--metrics-file", str(folder.train_metrics)),
+            *("--learning-rate", str(LEARNING_RATE)),
+            *("--wait-ms", str(LONG_POLL_MS)),
+            *("--seed", str(self._request.seed)),
             may_finish=True,
         )
+        if self.progress.first_step:
+            await self._attached(client, epoch)
         self._start(
             supervisor,
             "generate",
@@ -206,10 +216,19 @@ class Demo:
             *("--group-size", str(GROUP_SIZE)),
             *("--max-tokens", str(MAX_NEW_TOKENS)),
             *("--metrics-file", str(folder.generate_metrics)),
+            *("--report-every-s", str(REPORT_EVERY_S)),
             may_finish=True,
         )
         await supervisor.finished(train)
         self._read_metrics()
+
+    async def _attached(self, client: AsyncClient, epoch: int) -> None:
+        """Wait until a resumed trainer has taken the run over, and with it brought the engine back to its weights.
+
+        Groups that the engine made with its initial weights would only be evicted as too old.
+        """
+        while (await client.get_run())["epoch"] == epoch:
+            await asyncio.sleep(POLL_S)
 
     def _start(
         self, supervisor: Supervisor, command: str, *options: str, may_finish: bool = False, stops_last: bool = False

@@ -96,6 +96,15 @@ class Daemon:
         """What was done so far."""
         return self._flight.progress
 
+    @property
+    def waiting(self) -> str | None:
+        """Say why less is going on than could."""
+        if self._flight.service_away:
+            return "service_away"
+        if not self._engine.up:
+            return "engine_away"
+        return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied
+
     async def run(self, stop: asyncio.Event) -> None:
         """Generate until `stop` is set or no ticket will come any more; tickets left then are given back."""
         flight, delivery = self._flight, self._delivery
@@ -246,22 +255,13 @@ class Daemon:
         logger.info("stopping: %d groups are in flight", len(self._flight.works))
         await self._flight.stop()
 
-    @property
-    def _waiting(self) -> str | None:
-        """Say why less is going on than could."""
-        if self._flight.service_away:
-            return "service_away"
-        if not self._engine.up:
-            return "engine_away"
-        return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied
-
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(self._options.report_every_s)
             self._tell_status()
 
     def _tell_status(self) -> None:
-        status = self.progress.line(time.time(), self._waiting)
+        status = self.progress.line(time.time(), self.waiting)
         log_status(status)
         if self._options.metrics_file is not None:
             append_status(self._options.metrics_file, status)

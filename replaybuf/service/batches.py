@@ -20,7 +20,7 @@ from replaybuf.service.journal import LONGEST_WAIT_S, Journal
 from replaybuf.service.selector import Selector
 from replaybuf.strategy import Selection
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 KEPT_BATCHES = 3
 """Packed batches held in memory, newest served last: the step in training, the prefetched one, one spare."""
@@ -126,7 +126,7 @@ class Batches:
                 await self._finish()
 
     async def _finish(self) -> None:
-        log.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
+        logger.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
         await self._journal.set_state("finished", "prompts")
         await self._journal.notify()
 
@@ -191,7 +191,7 @@ class Batches:
         by_reason: dict[str, list[int]] = {}
         for number, reason in sorted(broken.items()):
             by_reason.setdefault(reason, []).append(number)
-        log.error("groups are unusable run=%s numbers=%s", self._journal.name, by_reason)
+        logger.error("groups are unusable run=%s numbers=%s", self._journal.name, by_reason)
         await self._journal.append(DeadLetterRecord(numbers=by_reason, at_s=self._journal.clock()))
 
     async def _packed(self, step: int) -> Assembled:

@@ -24,7 +24,7 @@ from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
 from replaybuf.store.redis import ToAppend, decode_strings
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ class Door:
         answer: dict[str, Any] = {"tickets": [], "published_version": journal.state.published[adapter]}
         if isinstance(outcome, WaitingAnswer):
             return answer | {"waiting": outcome}
-        log.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome.issued))
+        logger.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome.issued))
         answer["tickets"] = [
             {
                 "ticket": str(ticket),
@@ -266,7 +266,7 @@ class Door:
         ticket = parse_ticket(text)
         async with self._journal.decision():
             change = self._book.give_back(ticket)
-            log.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
+            logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._keep(change, reason)
         await self._journal.notify()
 
@@ -281,7 +281,7 @@ class Door:
     async def _expire(self) -> None:
         change = self._book.expire(self._journal.clock())
         if change:
-            log.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
+            logger.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
             await self._keep(change, "expired")
 
     async def _keep(self, change: TicketChange, reason: str = "") -> None:

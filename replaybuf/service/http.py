@@ -45,7 +45,7 @@ from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.service.session import AttachRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 READ = frozenset({"reader"})
 OPEN: frozenset[str] = frozenset()
@@ -315,7 +315,7 @@ def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Respon
         except ClientDisconnect:
             return Response(status_code=499)  # nobody is left to read it
         finally:
-            log.debug("%s %s seconds=%.4f", call.method, request.url.path, time.perf_counter() - started)
+            logger.debug("%s %s seconds=%.4f", call.method, request.url.path, time.perf_counter() - started)
 
     return endpoint
 
@@ -344,5 +344,5 @@ async def _http_problem(request: Request, error: Exception) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.exception("%s %s failed", request.method, request.url.path, exc_info=error)
     return _problem_response(ReplaybufError(f"{type(error).__name__}: {error}").problem())

@@ -25,7 +25,7 @@ from replaybuf.service.answers import WaitingAnswer
 from replaybuf.state import RunState
 from replaybuf.store import Store
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Journal:
                 yield
             except StrategyFault as fault:
                 if self.state.config_state == "running":
-                    log.error("run paused run=%s reason=%s", self.name, fault.detail)
+                    logger.error("run paused run=%s reason=%s", self.name, fault.detail)
                     await self.set_state("paused", fault.detail)
                 raise
 

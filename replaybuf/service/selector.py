@@ -24,7 +24,7 @@ from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
 from replaybuf.strategy import Budget, BufferView, Evictions, Flow, Groups, Selection, Strategy, Waiting
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Selector:
             return call()
         except Exception as error:  # a plug-in may raise anything; the run pauses with it, the service lives
             name = self._journal.config.strategy.name
-            log.exception("strategy raised run=%s strategy=%s call=%s", self._journal.name, name, what)
+            logger.exception("strategy raised run=%s strategy=%s call=%s", self._journal.name, name, what)
             raise StrategyFault(
                 f"strategy {name!r} raised in {what}: {error!r}", name=what, value=repr(error)
             ) from error

@@ -18,7 +18,7 @@ from replaybuf.service.auth import Tokens
 from replaybuf.service.http import application
 from replaybuf.service.service import ServeOptions, Service, opened
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 5
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,7 +44,7 @@ async def serve(options: ServeOptions) -> None:
             await server.serve(sockets=[listening])
     finally:
         listening.close()
-    log.info("stopped")
+    logger.info("stopped")
 
 
 class _Server(uvicorn.Server):

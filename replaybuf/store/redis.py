@@ -30,7 +30,7 @@ from replaybuf.index import ENTRY, Numbers, entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -82,11 +82,16 @@ async def world(
     reward_timeout_s: float = TIMEOUT_S,
     patience_s: float = TIMEOUT_S,
     stages: Sequence[Stage] = (),
+    serve: bool = True,
     **options: Any,
 ) -> AsyncIterator[World]:
     sampling = Sampling(n=service.config["group_size"], max_tokens=8)
     given: dict[str, Any] = {"producer": "me", "sampling": sampling, "poll_wait_ms": 100}
-    async with engine.up(), service.up(), AsyncClient(service.url, "r", timeout_s=TIMEOUT_S) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(engine.up())
+        if serve:
+            await stack.enter_async_context(service.up())
+        client = await stack.enter_async_context(AsyncClient(service.url, "r", timeout_s=TIMEOUT_S))
         fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], patience_s=patience_s)
         daemon = Daemon(
             client,
@@ -503,6 +508,28 @@ def test_groups_are_kept_while_the_service_is_away(tmp_path: Path, caplog: pytes
 
     run(main())
     assert "waiting" in caplog.text and "for the service (append): full" in caplog.text
+
+
+def test_groups_are_kept_while_nothing_listens_at_the_services_address(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=2)
+        engine.always = gate
+        async with contextlib.AsyncExitStack() as gone:
+            await gone.enter_async_context(service.up())
+            port = int(service.url.rpartition(":")[2])
+            async with world(tmp_path, engine, service, serve=False) as w:
+                w.start()
+                await gate.requests(2)
+                await gone.aclose()
+                gate.open.set()
+                async with asyncio.timeout(TIMEOUT_S):
+                    while w.daemon.waiting != "service_away":  # noqa: ASYNC110 - nothing is told while nothing listens
+                        await asyncio.sleep(0.01)
+                async with service.up(port):
+                    await w.end()
+        assert len(service.groups) == 2
+
+    run(main())
 
 
 def test_a_group_ahead_of_the_published_version_is_held_until_it_is_published(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from replaybuf_trainer.loss import Objective, Tally, rows_loss
 from replaybuf_trainer.model import load_model
 from replaybuf_trainer.weights import EnginePublisher, keep_newest, save_model
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class Trainer:
         self._version = self._step // self._steps_per_publish
         attached = self._retried(lambda: self._client.attach(resume_step=self._step, on_resume=options.on_resume))
         self._epoch = attached.epoch
-        log.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
+        logger.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
         self._load_engines()
 
     def _next_batch(self) -> Batch:
@@ -218,7 +218,7 @@ class Trainer:
             options.checkpoint_dir, self._model, self._optimizer, options.model, state, options.keep_checkpoints
         )
         self._retried(lambda: self._client.checkpoint(self._step, self._epoch, keep=options.keep_checkpoints))
-        log.info("checkpoint run=%s step=%d", options.run, self._step)
+        logger.info("checkpoint run=%s step=%d", options.run, self._step)
 
     # ------------------------------------------------------------------ waiting and telling
 
@@ -232,14 +232,14 @@ class Trainer:
             except ServiceUnavailable as error:
                 if time.monotonic() > deadline or self.stop.is_set():
                     raise
-                log.warning("waiting for the service: %s", error.detail)
+                logger.warning("waiting for the service: %s", error.detail)
                 self.stop.wait(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
 
     def _tell(self, waiting: Waiting) -> None:
         if time.monotonic() - self._told_at >= TELL_WAITING_EVERY_S:
             self._told_at = time.monotonic()
-            log.info(
+            logger.info(
                 "waiting step=%d reason=%s have=%s need=%s blocked_on=%s",
                 self._step,
                 waiting.reason,
@@ -275,7 +275,7 @@ class Trainer:
             "tokens_per_s": batch.meta.tokens / step_s,
         }
         self._waited_s.clear()
-        log.info(
+        logger.info(
             "step=%d reward=%.3f loss=%.4f staleness=%d wait=%.2fs train=%.2fs",
             line["step"],
             line["reward_mean"],

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from replaybuf.errors import ServiceUnavailable
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -78,7 +78,7 @@ class EnginePublisher:
                 self._call(url, "/update_weight_version", {"new_version": str(version)})
             finally:
                 self._call(url, "/resume")
-        log.debug("published version=%d engines=%d", version, len(self._urls))
+        logger.debug("published version=%d engines=%d", version, len(self._urls))
 
     def _call(self, url: str, path: str, body: dict[str, Any] | None = None) -> None:
         for attempt in (1, 2):

@@ -25,7 +25,7 @@ from replaybuf.errors import Invalid, ReplaybufError
 from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LARGEST_N = 1024
 _numbers = itertools.count()
@@ -217,7 +217,7 @@ async def _collective_rpc(request: Request) -> Response:
     try:
         await asyncio.wrap_future(_engine(request).worker.reload(Path(folder)))
     except Invalid as error:
-        log.error("weights refused, the old ones go on: %s", error.detail)
+        logger.error("weights refused, the old ones go on: %s", error.detail)
         return _error(500, error.detail, "weights_path")
     return _json({"results": [None]})
 

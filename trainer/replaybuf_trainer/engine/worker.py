@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable
 from replaybuf_trainer.engine.sampler import Row, Wave
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GATHER_S = 0.002
 """Wait for requests that are about to arrive: one wave of many rows costs little more than one of few."""
@@ -147,7 +147,7 @@ class Worker(threading.Thread):
             try:
                 self._sample([row for request in self._running for row in request.rows])
             except Exception as error:  # the boundary of this task: its callers get it, the engine goes on
-                log.exception("sampling failed")
+                logger.exception("sampling failed")
                 for request in self._running:
                     if not request.done.done():
                         request.done.set_exception(error)

@@ -1,0 +1,177 @@
+"""`replaybuf generate` as a process, between the real service and an engine that answers by script."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunClient
+from tests.generator.doubles import EngineDouble, Gate, write_tokenizer
+
+WORDS = ("abc", "bca", "cab", "abd", "bad", "dab")
+TIMEOUT_S = 60.0
+STOP_S = 4.0
+
+
+def write_prompts(folder: Path) -> Path:
+    file = folder / "words.jsonl"
+    file.write_text("".join(json.dumps({"prompt": word, "answer": word[::-1]}) + "\n" for word in WORDS))
+    return file
+
+
+@contextlib.asynccontextmanager
+async def generator(
+    folder: Path, url: str, run: str, engine: str, /, **options: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start `replaybuf generate`; it is killed at the end where it still runs."""
+    given = {
+        "url": url,
+        "run": run,
+        "engine": engine,
+        "environment": "exact-match",
+        "prompts": str(write_prompts(folder)),
+        "tokenizer": str(write_tokenizer(folder / "model")),
+        "max-tokens": "8",
+        "metrics-file": str(folder / "generate.jsonl"),
+    } | options
+    arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replaybuf.cli", "generate", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def bounded(main: Coroutine[Any, Any, None]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await main
+
+    asyncio.run(run())
+
+
+def put(run: RunClient, **config: Any) -> None:
+    batch = {"groups_per_batch": 3, "tokens_per_batch": 512, "seq_len": 64}
+    assert run.put(batch=batch, group_size=4, **config).status_code == 201
+
+
+def test_a_finite_supply_is_generated_trained_and_ends_with_exit_code_0(tmp_path: Path, run: RunClient) -> None:
+    put(run, tickets={"prompts": 12})
+
+    def train(engine: EngineDouble) -> list[dict[str, Any]]:
+        epoch, records = run.attach(), []
+        for step in range(4):
+            response = run.batch(step, epoch, wait_ms=20000)
+            assert response.status_code == 200, response.text
+            records.append(run.get(f"batches/{step}/record").json())
+            assert run.ack(step, epoch).status_code == 200
+            engine.version = step + 1  # the engine has the weights before the version is announced
+            assert run.publish(step + 1, epoch).status_code == 200
+        return records
+
+    async def main() -> None:
+        async with (
+            EngineDouble().up() as engine,
+            generator(tmp_path, _url(run), run.run, engine.url) as process,
+        ):
+            records = await asyncio.to_thread(train, engine)
+            _, error = await process.communicate()
+            assert process.returncode == 0, error.decode()
+        used = [entry for record in records for entry in record["groups"]]
+        assert sorted(entry["prompt_index"] for entry in used) == list(range(12))
+        assert max(entry["staleness"] for entry in used) <= 1
+        assert len({entry["prompt_id"] for entry in used}) == len(WORDS)
+
+    bounded(main())
+    state = run.state()
+    assert state["groups"]["stored"] == 12
+    assert state["groups"]["rejected"] == {}
+    assert (state["tickets"]["out"], state["tickets"]["failed"]) == (0, 0)
+    last = json.loads((tmp_path / "generate.jsonl").read_text().splitlines()[-1])
+    assert (last["groups"], last["rollouts"], last["reward_mean"]) == (12, 48, 1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_gives_tickets_back_and_ends_it_in_time_with_exit_code_0(
+    tmp_path: Path, run: RunClient, number: signal.Signals
+) -> None:
+    put(run)
+
+    async def main() -> None:
+        gate = Gate()
+        async with EngineDouble().up() as engine:
+            engine.always = gate
+            async with generator(tmp_path, _url(run), run.run, engine.url) as process:
+                await gate.requests(3)
+                process.send_signal(number)
+                async with asyncio.timeout(STOP_S):
+                    _, error = await process.communicate()
+                assert process.returncode == 0, error.decode()
+            gate.open.set()
+
+    bounded(main())
+    tickets = run.state()["tickets"]
+    assert tickets["out"] == 0
+    assert tickets["returned"] == tickets["issued"] > 0
+
+
+def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with generator(tmp_path, "http://127.0.0.1:9", "r", "http://127.0.0.1:9") as process:
+            assert process.stderr is not None
+            async for line in process.stderr:
+                if b"waiting for the run" in line:
+                    break
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(STOP_S):
+                assert await process.wait() == 0
+
+    bounded(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"environment": "chess"}, "environment is 'chess'; installed: "),
+        ({"group-size": "8"}, "group size is 8; the run's group_size is 4"),
+        ({"max-tokens": "63"}, "with max_tokens 63 that makes 66; the engine's max_model_len is 64"),
+        ({"max-tokens": "0"}, "max_tokens is 0; at least 1 is needed"),
+        ({"engine-timeout-s": "0"}, "engine_timeout_s is 0.0; more than 0 is needed"),
+        ({"prompts": "/nowhere.jsonl"}, "prompts file /nowhere.jsonl: No such file"),
+        ({"model": "other"}, "serves ['tiny']; asked for is 'other'"),
+        ({"url": "localhost"}, "url is 'localhost'; needed: http://HOST:PORT"),
+        ({"engine": "localhost"}, "engine is 'localhost'; needed: http://HOST:PORT"),
+    ],
+)
+def test_what_cannot_work_ends_it_at_once_with_one_message(
+    tmp_path: Path, run: RunClient, options: dict[str, str], message: str
+) -> None:
+    put(run)
+
+    async def main() -> None:
+        async with (
+            EngineDouble().up() as engine,
+            generator(tmp_path, _url(run), run.run, engine.url, **options) as process,
+        ):
+            _, error = await process.communicate()
+            assert process.returncode == 1
+            last = error.decode().splitlines()[-1]
+            assert last.startswith("replaybuf: ") and message in last
+
+    bounded(main())
+
+
+def _url(run: RunClient) -> str:
+    return str(run.http.base_url)

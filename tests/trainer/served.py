@@ -1,0 +1,117 @@
+"""An engine of the trainer package behind real HTTP, in this process, and the oracle its answers are held against."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+
+from replaybuf_trainer.engine.server import Engine, application
+from replaybuf_trainer.engine.worker import Worker
+from replaybuf_trainer.model import character_tokenizer, load_model, new_model
+from replaybuf_trainer.weights import save_model
+
+TIMEOUT_S = 20.0
+POLL_S = 0.002
+NAME = "policy"
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` holds; fail naming `what` after `TIMEOUT_S`."""
+    ends_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < ends_s, f"waited {TIMEOUT_S:g} s in vain: {what}"
+        time.sleep(POLL_S)
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    """Write a model folder with random weights of this seed; return it."""
+    tokens = folder.parent / "tokenizer"
+    if not tokens.is_dir():
+        character_tokenizer().save_pretrained(tokens)
+    save_model(new_model(seed), tokens, folder)
+    return folder
+
+
+def oracle(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+    """Return the model's raw logprob of every completion token, by one plain forward pass of transformers."""
+    ids = torch.tensor([[*prompt, *completion]])
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1)
+    found: list[float] = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
+    return found
+
+
+class ServedEngine:
+    """One engine and a client of it. `worker` is the engine's own, for tests that look inside."""
+
+    def __init__(self, url: str, worker: Worker, model: Any) -> None:
+        self.url = url
+        self.worker = worker
+        self.model = model
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        """POST a JSON body."""
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: Sequence[int] | str, **parameters: Any) -> list[dict[str, Any]]:
+        """Ask for completions with token ids and logprobs; return the choices."""
+        response = self.ask(prompt, **parameters)
+        assert response.status_code == 200, response.text
+        choices: list[dict[str, Any]] = response.json()["choices"]
+        return choices
+
+    def ask(self, prompt: Sequence[int] | str, **parameters: Any) -> httpx.Response:
+        """Ask for completions with token ids and logprobs."""
+        return self.post("/v1/completions", {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **parameters})
+
+    def reload(self, folder: Path, version: int) -> None:
+        """Load the weights in `folder` and label them."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        assert self.post("/collective_rpc", call).status_code == 200
+        assert self.post("/update_weight_version", {"new_version": str(version)}).status_code == 200
+
+    def metric(self, name: str) -> float:
+        """Read one figure of `GET /metrics`."""
+        line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(name))
+        return float(line.rpartition(" ")[2])
+
+    def version(self) -> str:
+        """Read the label of the present weights."""
+        label: str = self.http.get("/weight_info").json()["weight_version"]
+        return label
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[ServedEngine]:
+    """Serve a model folder on a free port until the block ends."""
+    model = load_model(folder)
+    worker = Worker(model, max_rows=256, threads=1)
+    shared = Engine(worker, character_tokenizer(), name=NAME, eos_token_id=2, context_tokens=256)
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(application(shared), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    worker.start()
+    thread.start()
+    until(lambda: server.started, "the engine's server starts")
+    engine = ServedEngine(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, model)
+    try:
+        yield engine
+    finally:
+        engine.http.close()
+        worker.close()
+        worker.join(TIMEOUT_S)
+        server.should_exit = True
+        thread.join(TIMEOUT_S)
+        listening.close()

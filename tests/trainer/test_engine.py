@@ -1,0 +1,367 @@
+"""The engine over HTTP: what it samples is what it says it sampled, whatever happens to its weights meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from replaybuf_trainer.model import load_model
+from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle, until
+
+TOLERANCE = 1e-4
+EOS = 2
+WORD = [70, 88, 79, 79, 68, 33]
+LONG = {"n": 64, "max_tokens": 240}
+"""With random weights 1 token in 98 ends a completion: of 64, some last longer than it takes to pause them."""
+
+
+def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run a call in a thread of its own."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(call, *args, **kwargs)
+    threads.shutdown(wait=False)
+    return future
+
+
+def in_the_middle(engine: ServedEngine) -> Future[list[dict[str, Any]]]:
+    """Ask for long completions; return when some of their tokens are sampled."""
+    before = engine.metric("vllm:generation_tokens_total")
+    asked = in_background(engine.complete, WORD, **LONG)
+    until(lambda: engine.metric("vllm:generation_tokens_total") > before + 64, "tokens are sampled")
+    return asked
+
+
+def assert_sampled_by(model: Any, choice: dict[str, Any], start: int = 0) -> None:
+    """Check the told logprobs from token `start` on against the model."""
+    expected = oracle(model, choice["prompt_token_ids"], choice["token_ids"])
+    assert choice["logprobs"]["token_logprobs"][start:] == pytest.approx(expected[start:], abs=TOLERANCE)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_logprobs_are_the_raw_log_softmax_of_the_model(shared_engine: ServedEngine, temperature: float) -> None:
+    """Whatever the temperature, which only decides what is chosen."""
+    for choice in shared_engine.complete(WORD, n=4, max_tokens=20, temperature=temperature):
+        assert_sampled_by(shared_engine.model, choice)
+
+
+def test_requests_of_different_lengths_do_not_disturb_each_other_in_one_batch(shared_engine: ServedEngine) -> None:
+    """Prompts of 1 to 24 tokens sampled together get the logprobs they would get alone."""
+    with ThreadPoolExecutor(24) as threads:
+        prompts = [list(range(3, 4 + length)) for length in range(24)]
+        for choices in threads.map(lambda prompt: shared_engine.complete(prompt, n=2, max_tokens=12), prompts):
+            for choice in choices:
+                assert_sampled_by(shared_engine.model, choice)
+
+
+def test_temperature_zero_takes_the_most_likely_token(shared_engine: ServedEngine) -> None:
+    """Every token of a greedy completion is the argmax at its place."""
+    choice = shared_engine.complete(WORD, max_tokens=10, temperature=0)[0]
+    ids = torch.tensor([[*WORD, *choice["token_ids"]]])
+    best = shared_engine.model(input_ids=ids).logits[0].argmax(-1)
+    assert choice["token_ids"] == best[len(WORD) - 1 : -1].tolist()
+
+
+def test_tokens_are_drawn_in_proportion_to_their_probability(shared_engine: ServedEngine) -> None:
+    """First tokens of many completions follow the model's distribution (chi-squared, 97 degrees of freedom)."""
+    draws = [c["token_ids"][0] for s in range(8) for c in shared_engine.complete(WORD, n=1000, max_tokens=1, seed=s)]
+    expected = torch.softmax(shared_engine.model(input_ids=torch.tensor([WORD])).logits[0, -1], -1) * len(draws)
+    found = torch.bincount(torch.tensor(draws), minlength=98)
+    assert float(((found - expected) ** 2 / expected).sum()) < 160.0  # exceeded once in 20,000 by chance
+
+
+def test_the_same_seed_gives_the_same_completions_whatever_is_sampled_beside_them(shared_engine: ServedEngine) -> None:
+    """A seeded request alone, again, and among others."""
+    asked: dict[str, Any] = {"n": 3, "max_tokens": 16, "seed": 7}
+    alone = [choice["token_ids"] for choice in shared_engine.complete(WORD, **asked)]
+    with ThreadPoolExecutor(9) as threads:
+        others = [threads.submit(shared_engine.complete, WORD[k:], n=8, max_tokens=30) for k in range(5)]
+        again = [threads.submit(shared_engine.complete, WORD, **asked) for _ in range(4)]
+        for future in again:
+            assert [choice["token_ids"] for choice in future.result()] == alone
+        for other in others:
+            other.result()
+    assert [choice["token_ids"] for choice in shared_engine.complete(WORD, **{**asked, "seed": 8})] != alone
+    assert len({tuple(ids) for ids in alone}) == 3
+
+
+def test_a_completion_ends_with_the_end_token_or_at_its_length(shared_engine: ServedEngine) -> None:
+    """As vLLM has it: the end token is among the ids, not in the text."""
+    choices = shared_engine.complete(WORD, n=64, max_tokens=60, seed=0)
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
+    for choice in choices:
+        ids, stopped = choice["token_ids"], choice["finish_reason"] == "stop"
+        assert (ids[-1] == EOS) == stopped
+        assert EOS not in ids[:-1]
+        assert stopped or len(ids) == 60
+        assert "<eos>" not in choice["text"]
+
+
+def test_a_stop_token_of_the_request_ends_its_completions(shared_engine: ServedEngine) -> None:
+    """Every token is made a stop token: each completion has exactly one."""
+    for choice in shared_engine.complete(WORD, n=4, max_tokens=9, stop_token_ids=list(range(98))):
+        assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "stop")
+
+
+def test_an_answer_has_the_shape_of_vllms(shared_engine: ServedEngine) -> None:
+    """Choices in order, prompt ids given back, usage summed up, a text as prompt taken like its tokens."""
+    answer = shared_engine.ask("culla>", n=2, max_tokens=4, model=NAME).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert all(choice["prompt_token_ids"] == WORD for choice in answer["choices"])
+    generated = sum(len(choice["token_ids"]) for choice in answer["choices"])
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": generated, "total_tokens": 6 + generated}
+    assert (answer["object"], answer["model"]) == ("text_completion", NAME)
+    assert shared_engine.http.get("/v1/models").json()["data"][0] | {"max_model_len": 256} == {
+        "id": NAME,
+        "object": "model",
+        "max_model_len": 256,
+    }
+
+
+def test_figures_are_counted(engine: ServedEngine) -> None:
+    """The counter of tokens is the sum of what was answered; nothing runs or waits afterwards."""
+    choices = engine.complete(WORD, n=5, max_tokens=7)
+    assert engine.metric("vllm:generation_tokens_total") == sum(len(choice["token_ids"]) for choice in choices)
+    until(lambda: engine.metric("vllm:num_requests_running") == 0, "nothing runs")
+    assert engine.metric("vllm:num_requests_waiting") == 0
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"prompt": [3] * 250, "max_tokens": 20}, ["250", "20", "256"]),
+        ({"prompt": [3, 98]}, ["97"]),
+        ({"prompt": [3, -1]}, ["prompt"]),
+        ({"prompt": []}, ["prompt"]),
+        ({"prompt": WORD, "n": 0}, ["n"]),
+        ({"prompt": WORD, "temperature": -1}, ["temperature"]),
+        ({"prompt": WORD, "max_tokens": 0}, ["max_tokens"]),
+        ({"prompt": WORD, "top_p": 0.5}, ["top_p"]),
+        ({"prompt": WORD, "stream": True}, ["stream"]),
+        ({"prompt": WORD, "temperature": "warm"}, ["temperature"]),
+    ],
+)
+def test_a_request_out_of_bounds_is_answered_400_with_its_figures(
+    shared_engine: ServedEngine, asked: dict[str, Any], words: list[str]
+) -> None:
+    """An OpenAI error object that names what is wrong."""
+    response = shared_engine.post("/v1/completions", asked)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["code"] == 400
+    assert all(word in error["message"] for word in words), error["message"]
+
+
+def test_an_unknown_model_is_answered_404(shared_engine: ServedEngine) -> None:
+    """As vLLM answers it."""
+    response = shared_engine.ask(WORD, model="other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, 404)
+    assert NAME in response.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def test_new_weights_sample_under_the_new_label(engine: ServedEngine, models: Path) -> None:
+    """Before and after a reload, each completion names the weights its logprobs come from."""
+    before = engine.complete(WORD, max_tokens=8)[0]
+    old = load_model(models / "a")
+    engine.reload(models / "b", 5)
+    after = engine.complete(WORD, max_tokens=8)[0]
+    assert_sampled_by(old, before)
+    assert_sampled_by(load_model(models / "b"), after)
+    assert after["weight_versions"] == [{"version": "5", "start": 0, "end": len(after["token_ids"])}]
+    assert engine.version() == "5"
+
+
+def swapped_in_the_middle(engine: ServedEngine, folder: Path) -> list[dict[str, Any]]:
+    """Load weights as version 3 while completions are frozen in the middle; return the choices that lasted."""
+    asked = in_the_middle(engine)
+    assert engine.post("/pause?mode=keep").status_code == 200
+    engine.reload(folder, 3)
+    assert engine.post("/resume").status_code == 200
+    return [choice for choice in asked.result(TIMEOUT_S) if len(choice["weight_versions"]) == 2]
+
+
+def test_version_spans_cover_a_completion_that_lived_through_a_reload(engine: ServedEngine, models: Path) -> None:
+    """Spans follow one another from the first token to the last, old label first."""
+    choices = swapped_in_the_middle(engine, models / "b")
+    assert choices
+    for choice in choices:
+        first, second = choice["weight_versions"]
+        assert (first["start"], second["end"]) == (0, len(choice["token_ids"]))
+        assert first["end"] == second["start"] > 0
+        assert (first["version"], second["version"]) == ("0", "3")
+
+
+def test_tokens_before_a_reload_are_those_of_the_old_weights(engine: ServedEngine, models: Path) -> None:
+    """The span of the old label has the old weights' logprobs."""
+    old = load_model(models / "a")
+    for choice in swapped_in_the_middle(engine, models / "b"):
+        ids, end = choice["token_ids"], choice["weight_versions"][0]["end"]
+        told = choice["logprobs"]["token_logprobs"][:end]
+        assert told == pytest.approx(oracle(old, WORD, ids)[:end], abs=TOLERANCE)
+
+
+def test_the_first_token_under_the_new_label_is_sampled_by_the_new_weights(engine: ServedEngine, models: Path) -> None:
+    """Its logits come from the new weights, not from what the old ones left over before the pause."""
+    old = load_model(models / "a")
+    choices = swapped_in_the_middle(engine, models / "b")
+    assert choices
+    for choice in choices:
+        at = choice["weight_versions"][1]["start"]
+        stale = oracle(old, WORD, choice["token_ids"])[at]
+        assert abs(choice["logprobs"]["token_logprobs"][at] - stale) > TOLERANCE
+
+
+def nothing(folder: Path) -> None:
+    """Take the weights file away."""
+    (folder / "model.safetensors").unlink()
+
+
+def cut_short(folder: Path) -> None:
+    """Cut the weights file in the middle."""
+    os.truncate(folder / "model.safetensors", 100_000)
+
+
+def not_finite(folder: Path) -> None:
+    """Put a NaN into one tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def lacking(folder: Path) -> None:
+    """Leave one tensor out."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def misshapen(folder: Path) -> None:
+    """Make one tensor too short."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+
+
+def unknown(folder: Path) -> None:
+    """Add a tensor that the model does not have."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.extra": torch.ones(2)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("break_it", [nothing, cut_short, not_finite, lacking, misshapen, unknown])
+def test_broken_weights_are_refused_and_the_old_ones_go_on(
+    shared_engine: ServedEngine, models: Path, tmp_path: Path, break_it: Callable[[Path], None]
+) -> None:
+    """500 with the folder or tensor in the message; what is sampled afterwards is still the old policy."""
+    folder = tmp_path / "broken"
+    shutil.copytree(models / "b", folder)
+    break_it(folder)
+    call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    response = shared_engine.post("/collective_rpc", call)
+    assert response.status_code == 500
+    assert str(folder) in response.json()["error"]["message"]
+    assert shared_engine.http.get("/health").status_code == 200
+    assert_sampled_by(load_model(models / "a"), shared_engine.complete(WORD, max_tokens=8)[0])
+
+
+def test_a_call_that_the_engine_does_not_have_is_answered_400(shared_engine: ServedEngine) -> None:
+    """Unknown methods, a missing path, a label that is no version and an unknown way to pause are named."""
+    for path, body in (
+        ("/collective_rpc", {"method": "save_weights"}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}),
+        ("/update_weight_version", {"new_version": "newest"}),
+        ("/pause?mode=later", None),
+    ):
+        response = shared_engine.post(path, body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, 400), path
+    assert not shared_engine.http.get("/is_paused").json()["is_paused"]
+
+
+# ---------------------------------------------------------------------- pauses
+
+
+def test_keep_freezes_completions_until_resume(engine: ServedEngine) -> None:
+    """No token is sampled while paused; afterwards all completions end as if nothing had been."""
+    asked = in_the_middle(engine)
+    engine.post("/pause?mode=keep")
+    assert engine.http.get("/is_paused").json() == {"is_paused": True}
+    frozen = engine.metric("vllm:generation_tokens_total")
+    assert engine.http.get("/health").status_code == 200
+    assert engine.metric("vllm:generation_tokens_total") == frozen
+    assert not asked.done()
+    engine.post("/resume")
+    for choice in asked.result(TIMEOUT_S):
+        assert choice["finish_reason"] in ("stop", "length")
+        assert_sampled_by(engine.model, choice)
+
+
+def test_abort_answers_with_what_is_there(engine: ServedEngine) -> None:
+    """Partial tokens under finish reason abort, right logprobs included."""
+    asked = in_the_middle(engine)
+    engine.post("/pause?mode=abort")
+    choices = asked.result(TIMEOUT_S)
+    aborted = [choice for choice in choices if choice["finish_reason"] == "abort"]
+    assert aborted
+    for choice in aborted:
+        assert 0 < len(choice["token_ids"]) < LONG["max_tokens"]
+        assert_sampled_by(engine.model, choice)
+
+
+def test_wait_lets_completions_end_first(engine: ServedEngine) -> None:
+    """The pause is answered once everything in flight is finished; nothing is aborted."""
+    asked = in_the_middle(engine)
+    engine.post("/pause?mode=wait")
+    assert engine.metric("vllm:num_requests_running") == 0
+    assert {choice["finish_reason"] for choice in asked.result(TIMEOUT_S)} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_requests_sent_during_a_pause_wait_for_its_end(engine: ServedEngine, mode: str) -> None:
+    """They are queued, not refused."""
+    engine.post(f"/pause?mode={mode}")
+    asked = in_background(engine.complete, WORD, max_tokens=4)
+    until(lambda: engine.metric("vllm:num_requests_waiting") == 1, "the request waits")
+    engine.post("/resume")
+    assert asked.result(TIMEOUT_S)[0]["finish_reason"] in ("stop", "length")
+
+
+# ---------------------------------------------------------------------- the process
+
+
+def test_the_command_says_where_it_listens_and_ends_on_sigterm(models: Path) -> None:
+    """`replaybuf engine --port 0` prints the address it took, serves, and ends with exit code 0."""
+    command = [sys.executable, "-m", "replaybuf.cli", "engine", "--model", str(models / "a"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", line)
+            assert found, line + (process.stderr.read() if not line else "")
+            with httpx.Client(base_url=found[1], timeout=TIMEOUT_S) as http:
+                assert http.get("/health").status_code == 200
+                answer = http.post("/v1/completions", json={"prompt": WORD, "max_tokens": 2})
+                assert answer.status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_S) == 0, process.stderr.read()
+        finally:
+            process.kill()
