@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); torch is the large part. Details: $(PIP_LOG)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --log $(PIP_LOG) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
-	@echo "installed: $$($(BIN)/replaybuf --version), $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')"
+	@echo "installed: replaybuf $$($(BIN)/replaybuf --version), $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')"
 
 demo: $(STAMP)
 	$(BIN)/replaybuf demo $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from cyclopts.config import Env, Toml
 from rich.console import Console
 
 from replaybuf import __version__, plugins
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import Invalid, ReplaybufError
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +152,17 @@ def _with_config(
     _configure_logging(log_level)
     sources: list[object] = [Env("REPLAYBUF_")]
     if config is not None:
+        _check_toml(config)
         sources.append(Toml(config, must_exist=True, search_parents=False))
     app.config = tuple(sources)
     return app(tokens)
+
+
+def _check_toml(path: Path) -> None:
+    try:
+        tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Invalid(f"config file {path} cannot be read: {error}", name="config", value=str(path)) from error
 
 
 def _configure_logging(level: str) -> None:

@@ -25,7 +25,7 @@ from replaybuf.group import (
     group_to_json,
     truncate,
 )
-from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, wire_group, wire_groups, steady
+from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, steady, wire_group, wire_groups
 
 NAN, INF = math.nan, math.inf
 FIELDS_PER_TOKEN = ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs")

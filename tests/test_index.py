@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaybuf.group import Admissible, Group, Rejection, check_group, group_from_json
 from replaybuf.index import ENTRY, FREED, IN_BATCHES, LIVE, NEVER, Index, entry_of
 from replaybuf.strategy import Groups
-from tests.builders import group, groups, rollout, wire_group, steady
+from tests.builders import group, groups, rollout, steady, wire_group
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 SQUEEZED_ABOVE = 1024

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -27,18 +28,43 @@ class Scores:
     parts: dict[str, Float64s]
 
 
+class _Worker:
+    """A thread that does one job after another; `idle` workers wait for the next.
+
+    Not `concurrent.futures`: its threads are joined at the end of the process, so one that hangs would hold that up.
+    Not a new thread per group: starting one blocks the event loop until the thread runs.
+    """
+
+    def __init__(self, idle: list[_Worker]) -> None:
+        self._idle = idle
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="replaybuf-score", daemon=True).start()
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Do `job`, which raises nothing; at most one is given at a time."""
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+            self._idle.append(self)
+
+
 class Scorer:
     """Runs an environment, each group in a thread of its own, for at most `timeout_s` seconds.
 
     A thread that hangs cannot be ended. It is left behind, as a daemon thread, so that it does not hold up the end of
     the process either; `stuck` <= MAX_STUCK counts them, and beyond that scoring raises `ReplaybufError`. Code that
     hangs inside an extension without releasing the interpreter lock is out of reach of this bound.
+
+    There are as many threads as groups were ever scored at the same time, which the caller bounds, plus the stuck ones.
     """
 
     def __init__(self, environment: Environment, *, timeout_s: float) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
         self._left_behind: list[Future[Scores]] = []
+        self._idle: list[_Worker] = []
 
     @property
     def stuck(self) -> int:
@@ -77,7 +103,8 @@ class Scorer:
                 # An exception that means something to coroutines must not travel through one as itself.
                 promise.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
-        threading.Thread(target=run, name="replaybuf-score", daemon=True).start()
+        worker = self._idle.pop() if self._idle else _Worker(self._idle)
+        worker.do(run)
         return promise
 
 

@@ -38,7 +38,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Decode sequences of token ids, leaving special tokens out."""
-        return self._tokenizer.decode_batch(token_ids, skip_special_tokens=True)
+        # One by one: for the few sequences of a group the library's own batching costs more than it saves.
+        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render chat messages by the folder's template, up to where the assistant's answer starts.

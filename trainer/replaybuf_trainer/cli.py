@@ -143,7 +143,7 @@ def train(
     url: str = "http://127.0.0.1:8900",
     run: str,
     model: Path,
-    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    engine: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     checkpoint_dir: Path = Path(".replaybuf/checkpoints"),
     weights_dir: Path = Path(".replaybuf/weights"),
     checkpoint_every_steps: int = 20,

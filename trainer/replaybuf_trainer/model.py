@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from replaybuf.errors import Invalid
 
@@ -53,5 +54,6 @@ def load_model(folder: Path) -> Any:
     """Load a model folder in float32 on the CPU. Raises `Invalid` where it is not one."""
     if not (folder / "config.json").is_file():
         raise Invalid(f"model folder {folder} has no config.json", name="model", value=str(folder))
+    transformers_logging.disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return model.eval()

@@ -1,0 +1,186 @@
+"""Packing: every rollout once, rows within seq_len, ranks with equal counts and even costs, few rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replaybuf.errors import Invalid
+from replaybuf.packing import MAX_RANKS, best_fit_decreasing, pack, padding_fraction, rollout_costs
+from tests.builders import steady
+
+SEQ_LEN = 8192
+Lengths = npt.NDArray[np.int32]
+
+
+def lognormal_lengths(count: int, seed: int) -> Lengths:
+    """Draw lengths as reasoning runs have them: median 665 tokens, a long tail cut at seq_len."""
+    drawn = np.random.default_rng(seed).lognormal(6.5, 0.9, count)
+    return np.clip(drawn, 16, SEQ_LEN).astype(np.int32)
+
+
+def first_fit_decreasing(lengths: Lengths, seq_len: int) -> int:
+    """Count the bins of the textbook method, which looks through all bins for each item."""
+    rooms: list[int] = []
+    for size in sorted(lengths.tolist(), reverse=True):
+        at = next((n for n, room in enumerate(rooms) if room >= size), None)
+        if at is None:
+            rooms.append(seq_len - size)
+        else:
+            rooms[at] -= size
+    return len(rooms)
+
+
+def rank_costs(lengths: Lengths, grid: list[list[list[int]]]) -> npt.NDArray[np.float64]:
+    """Cost of each rank, [ranks]."""
+    costs = rollout_costs(lengths)
+    return np.array([sum(float(costs[row].sum()) for row in rank if row) for rank in grid])
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Lengths, int, int]:
+    """Draw lengths, seq_len and ranks: also all of one length, all full, none at all."""
+    seq_len = draw(st.integers(2, 200))
+    size = st.integers(1, seq_len) | st.integers(max(1, seq_len // 3), max(1, seq_len // 2)) | st.just(seq_len)
+    lengths = draw(st.lists(size, max_size=40))
+    return np.array(lengths, np.int32), seq_len, draw(st.integers(1, 12))
+
+
+@given(jobs())
+@settings(steady, max_examples=300)
+def test_every_rollout_is_placed_once_in_a_row_that_holds_it(job: tuple[Lengths, int, int]) -> None:
+    lengths, seq_len, ranks = job
+    grid = pack(lengths, seq_len, ranks)
+    placed = [item for rank in grid for row in rank for item in row]
+    assert sorted(placed) == list(range(len(lengths)))
+    assert all(sum(int(lengths[item]) for item in row) <= seq_len for rank in grid for row in rank)
+
+
+@given(jobs())
+@settings(steady, max_examples=300)
+def test_ranks_have_the_fewest_equal_numbers_of_rows_that_the_bins_need(job: tuple[Lengths, int, int]) -> None:
+    lengths, seq_len, ranks = job
+    grid = pack(lengths, seq_len, ranks)
+    bins = len(best_fit_decreasing(lengths, seq_len))
+    per_rank = max(1, math.ceil(bins / ranks))
+    assert [len(rank) for rank in grid] == [per_rank] * ranks
+
+
+@given(jobs())
+@settings(steady, max_examples=300)
+def test_a_filler_row_appears_only_where_rollouts_are_fewer_than_rows(job: tuple[Lengths, int, int]) -> None:
+    lengths, seq_len, ranks = job
+    rows = [row for rank in pack(lengths, seq_len, ranks) for row in rank]
+    assert len(lengths) < len(rows) or all(rows)
+
+
+@given(jobs())
+@settings(steady, max_examples=300)
+def test_the_rows_of_a_rank_stand_in_the_order_of_their_cost(job: tuple[Lengths, int, int]) -> None:
+    """So that the slots of all ranks, which wait for each other, cost about the same."""
+    lengths, seq_len, ranks = job
+    costs = rollout_costs(lengths)
+    for rank in pack(lengths, seq_len, ranks):
+        in_order = [float(costs[row].sum()) if row else 0.0 for row in rank]
+        assert in_order == sorted(in_order, reverse=True)
+
+
+@given(jobs())
+@steady
+def test_the_same_lengths_give_the_same_grid(job: tuple[Lengths, int, int]) -> None:
+    lengths, seq_len, ranks = job
+    assert pack(lengths, seq_len, ranks) == pack(lengths.copy(), seq_len, ranks)
+
+
+@given(jobs())
+@steady
+def test_no_two_rows_of_the_bins_would_fit_into_one(job: tuple[Lengths, int, int]) -> None:
+    """Any-fit: a new row is opened only where no open one has room, so the bins are fewer than twice the least."""
+    lengths, seq_len, _ = job
+    rows = best_fit_decreasing(lengths, seq_len)
+    filled = sorted(int(lengths[row].sum()) for row in rows)
+    assert len(filled) < 2 or filled[0] + filled[1] > seq_len
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(("count", "seeds"), [(512, 30), (4096, 4)])
+def test_bins_are_as_few_as_first_fit_makes_and_close_to_the_least_possible(count: int, seeds: int) -> None:
+    """Least possible: tokens / seq_len. On average within 1 percent of it, in no case more than one bin above."""
+    ratios = []
+    for seed in range(seeds):
+        lengths = lognormal_lengths(count, seed)
+        bins, least = len(best_fit_decreasing(lengths, SEQ_LEN)), math.ceil(int(lengths.sum()) / SEQ_LEN)
+        assert bins <= first_fit_decreasing(lengths, SEQ_LEN)
+        assert bins <= max(least + 1, 1.01 * least)
+        ratios.append(bins / least)
+    assert np.mean(ratios) <= 1.01
+
+
+def test_costs_of_8_ranks_differ_by_at_most_half_a_percent() -> None:
+    """512 rollouts, 7 to 9 rows per rank; the seeds include batches whose rows are full to the last per mille."""
+    for seed in range(100):
+        lengths = lognormal_lengths(512, seed)
+        costs = rank_costs(lengths, pack(lengths, SEQ_LEN, 8))
+        assert costs.max() / costs.mean() <= 1.005, seed
+
+
+def test_rows_full_to_the_last_token_are_dealt_so_that_ranks_are_even() -> None:
+    """No rank can pack its share alone here: all 64 rows are full, and only whole rows of like cost can move."""
+    rng = np.random.default_rng(0)
+    cuts = [np.sort(rng.choice(np.arange(64, SEQ_LEN, 64), 7, replace=False)) for _ in range(64)]
+    lengths = np.concatenate([np.diff(cut, prepend=0, append=SEQ_LEN) for cut in cuts]).astype(np.int32)
+    grid = pack(lengths, SEQ_LEN, 8)
+    assert sum(map(len, grid)) == len(best_fit_decreasing(lengths, SEQ_LEN)) == 64
+    costs = rank_costs(lengths, grid)
+    assert costs.max() / costs.mean() <= 1.005
+
+
+def test_slots_of_all_ranks_cost_about_the_same() -> None:
+    """Ranks wait for each other after every micro-batch: what the dearest of each slot costs, over the mean."""
+    shares = []
+    for seed in range(20):
+        lengths = lognormal_lengths(512, seed)
+        costs = rollout_costs(lengths)
+        slots = np.array([[float(costs[row].sum()) for row in rank] for rank in pack(lengths, SEQ_LEN, 8)])
+        shares.append(slots.max(axis=0).sum() / slots.mean(axis=0).sum())
+    assert np.mean(shares) <= 1.08
+
+
+def test_the_cost_of_a_rollout_grows_faster_than_its_length() -> None:
+    """a·L + b·L²; at 12288 tokens attention costs as much as the dense layers."""
+    one, long = rollout_costs(np.array([1, 12288], np.int32)).tolist()
+    assert long == pytest.approx(2 * 12288) and long > 12288 * one
+
+
+@pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1, 10**9])
+def test_a_number_of_ranks_outside_1_to_4096_is_refused(ranks: int) -> None:
+    with pytest.raises(Invalid, match=rf"dp_world_size is {ranks}; it must be in 1\.\.4096") as caught:
+        pack(np.array([3], np.int32), 8, ranks)
+    assert (caught.value.name, caught.value.value, caught.value.bound) == ("dp_world_size", ranks, 4096)
+
+
+@pytest.mark.parametrize("ranks", [1, MAX_RANKS])
+def test_any_number_of_ranks_from_1_to_4096_is_served(ranks: int) -> None:
+    grid = pack(np.array([3, 8, 1], np.int32), 8, ranks)
+    assert len(grid) == ranks and sorted(i for rank in grid for row in rank for i in row) == [0, 1, 2]
+
+
+def test_a_rollout_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(Invalid, match="a rollout has 9 tokens; a micro-batch has room for seq_len = 8") as caught:
+        pack(np.array([3, 9, 1], np.int32), 8, 2)
+    assert (caught.value.value, caught.value.bound) == (9, 8)
+
+
+def test_nothing_to_pack_gives_one_empty_row_per_rank() -> None:
+    assert pack(np.array([], np.int32), 8, 3) == [[[]], [[]], [[]]]
+
+
+def test_padding_is_the_unused_share_of_all_rows() -> None:
+    lengths = np.array([8, 4, 2], np.int32)
+    assert padding_fraction(lengths, pack(lengths, 8, 2), 8) == pytest.approx(1 - 14 / 16)
+    assert padding_fraction(lengths, [], 8) == 0.0
