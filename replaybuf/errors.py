@@ -264,7 +264,7 @@ def from_problem(status: int, document: dict[str, Any], retry_after_s: float | N
     fields = {key: document.get(key) for key in ("name", "value", "bound")}
     error: ReplaybufError
     if cls is InvalidGroups:
-        error = InvalidGroups(detail, list(document.get("results", [])), **fields)
+        error = InvalidGroups(detail, list(document.get("results") or []), **fields)
     else:
         error = cls(detail, **fields)
     if retry_after_s is not None:

@@ -23,6 +23,8 @@ from replaybuf.errors import Invalid
 
 Rows = npt.NDArray[np.int64]
 
+_CHUNK = 8192
+
 REASONS = (
     "finished",
     "paused",
@@ -236,24 +238,24 @@ def fill(groups: Groups, order: npt.NDArray[np.int64], budget: Budget) -> Select
     A group that no longer fits is passed over for the next one that does. Full means: `budget.groups` groups, or no
     more room although more groups stand ready. Raises nothing; returns `Waiting` where the groups do not fill it.
     """
-    tokens = groups.tokens[order].astype(np.int64)
     limit = len(order) if budget.groups is None else budget.groups
     room = np.iinfo(np.int64).max if budget.tokens is None else budget.tokens
-    ends = np.cumsum(tokens)
-    taken = min(int(np.searchsorted(ends, room, side="right")), limit, len(order))
-    chosen = list(range(taken))
-    room -= int(ends[taken - 1]) if taken else 0
-    smallest = int(tokens.min()) if len(tokens) else 0
-    for position in range(taken, len(order)):
+    smallest = int(groups.tokens.min()) if len(groups) else 0
+    chosen: list[int] = []
+    for start in range(0, len(order), _CHUNK):
         if len(chosen) >= limit or room < smallest:
             break
-        if tokens[position] <= room:
-            chosen.append(position)
-            room -= int(tokens[position])
+        positions = order[start : start + _CHUNK]
+        tokens = groups.tokens[positions]
+        fitting = np.flatnonzero(tokens <= room)
+        for position, size in zip(positions[fitting].tolist(), tokens[fitting].tolist(), strict=True):
+            if size <= room and len(chosen) < limit:
+                chosen.append(position)
+                room -= size
     full_by_groups = budget.groups is not None and len(chosen) >= budget.groups
-    full_by_tokens = budget.tokens is not None and len(ends) > 0 and int(ends[-1]) >= budget.tokens
-    if full_by_groups or full_by_tokens:
-        return Selection(groups.row[order[np.array(chosen, np.int64)]])
+    full_by_tokens = budget.tokens is not None and (room == 0 or len(chosen) < len(order))
+    if chosen and (full_by_groups or full_by_tokens):
+        return Selection(groups.row[np.array(chosen, np.int64)])
     return Waiting("too_few_groups" if budget.groups is not None else "too_few_tokens")
 
 

@@ -217,7 +217,12 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
         tokenizer,
         DaemonOptions(
             producer=options.producer,
-            sampling=Sampling(n=group_size, max_tokens=options.max_tokens, temperature=options.temperature),
+            sampling=Sampling(
+                n=group_size,
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                stop_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+            ),
             advantage=facts.advantage,
             metadata={"environment": options.environment, "producer": options.producer},
             max_inflight_groups=options.max_inflight_groups,

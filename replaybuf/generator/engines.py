@@ -36,11 +36,15 @@ _ABORTED = "abort"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample: `n` completions of one prompt, each at most `max_tokens` long, at `temperature` >= 0."""
+    """How to sample: `n` completions of one prompt, each at most `max_tokens` long, at `temperature` >= 0.
+
+    `stop_token_ids` end a completion, and are part of it, beside those the engine knows by itself.
+    """
 
     n: int
     max_tokens: int
     temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -208,6 +212,7 @@ class VllmEngine:
             "n": sampling.n,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
+            "stop_token_ids": sampling.stop_token_ids,
             "logprobs": 0,  # the sampled token's own, no alternatives
             "return_token_ids": True,
         }

@@ -13,7 +13,7 @@ from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
     """`max_staleness` (k >= 0): how many versions a group may be behind the policy it trains."""
 
-    max_staleness: Annotated[int, Meta(ge=0)] = 1
+    max_staleness: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1
 
 
 class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):

@@ -15,7 +15,7 @@ from replaybuf.generator.engines import Sample, Sampling, VllmEngine
 from tests.generator.doubles import EngineDouble, Script, fail, reply
 
 PROMPT = np.array([2, 0, 1], np.int32)
-SAMPLING = Sampling(n=2, max_tokens=5, temperature=0.7)
+SAMPLING = Sampling(n=2, max_tokens=5, temperature=0.7, stop_token_ids=(28,))
 
 
 def with_engine(
@@ -60,6 +60,7 @@ def test_the_request_asks_for_token_ids_and_the_sampled_tokens_logprobs() -> Non
             "n": 2,
             "max_tokens": 5,
             "temperature": 0.7,
+            "stop_token_ids": [28],
             "logprobs": 0,
             "return_token_ids": True,
         }
@@ -70,7 +71,12 @@ def test_who_sampled_and_how_is_written_down() -> None:
     double = EngineDouble()
     made = sample(double, logprobs_mode="processed_logprobs")
     assert made.metadata["engine"] == {"url": double.url, "model": "tiny", "logprobs_mode": "processed_logprobs"}
-    assert made.metadata["sampling"] == {"n": 2, "max_tokens": 5, "temperature": 0.7}
+    assert made.metadata["sampling"] == {
+        "n": 2,
+        "max_tokens": 5,
+        "temperature": 0.7,
+        "stop_token_ids": (28,),
+    }
 
 
 def test_versions_that_the_server_labels_are_taken_exactly() -> None:

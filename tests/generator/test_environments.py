@@ -36,6 +36,11 @@ def test_reasoning_gym_scores_by_the_dataset_with_partial_credit() -> None:
     assert scores[2] == 0.0
 
 
+def test_a_prompt_may_ask_for_all_or_nothing() -> None:
+    environment, prompt = ReasoningGym(), make_prompt("sun>", reasoning_gym=TASK | {"partial_credit": False})
+    assert [environment.score(prompt, completion).reward for completion in ("nus", "nsu")] == [1.0, 0.0]
+
+
 def test_reasoning_gym_makes_an_entry_from_the_answer() -> None:
     prompt = make_prompt("sun>", answer="nus", reasoning_gym={"dataset": "spell_backward"})
     ReasoningGym().check(prompt)

@@ -1,0 +1,314 @@
+"""Run configuration: the defaults of the contract, what is refused and why, strict decoding of JSON bodies."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.config import (
+    BatchSpec,
+    ConfigPatch,
+    Limits,
+    RunConfig,
+    StrategySpec,
+    TicketSpec,
+    check_run_config,
+    check_run_name,
+    convert,
+    decode_json,
+    differing_fields,
+    known,
+)
+from replaybuf.errors import Invalid, Malformed, NotFound
+from replaybuf.group import GroupJson
+from tests.builders import run_config, steady, wire_group, wire_groups
+
+
+def decoded(body: object) -> RunConfig:
+    """Decode a run configuration from values or from raw bytes."""
+    return decode_json(body if isinstance(body, bytes) else json.dumps(body).encode(), RunConfig)
+
+
+# ---------------------------------------------------------------------- defaults
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    """Literally as documented; only the strategy's options are filled in later, by the strategy."""
+    assert msgspec.to_builtins(decoded({"batch": {}})) == {
+        "strategy": {"name": "one-step-off-policy", "options": {}},
+        "filters": [],
+        "batch": {
+            "tokens_per_batch": 65536,
+            "groups_per_batch": None,
+            "seq_len": 4096,
+            "pad_to_multiple_of": 1,
+            "overlong": "reject",
+        },
+        "group_size": None,
+        "vocab_size": None,
+        "steps_per_publish": 1,
+        "max_steps": None,
+        "seed": 0,
+        "advantage": "grpo",
+        "tickets": {"ttl_s": 600, "max_attempts": 3, "prompts": None},
+        "limits": {"max_tokens_live": None, "max_group_bytes": 67108864},
+        "adapters": {},
+    }
+
+
+def test_the_batch_alone_has_to_be_given() -> None:
+    with pytest.raises(Malformed, match="missing required field `batch`"):
+        decoded({})
+    assert decoded({"batch": {}}) == run_config()
+
+
+def test_a_configuration_written_out_reads_back_as_itself() -> None:
+    config = run_config(batch=BatchSpec(seq_len=64), seed=7, tickets=TicketSpec(prompts=9))
+    assert decode_json(msgspec.json.encode(config), RunConfig) == config
+
+
+@pytest.mark.parametrize(("steps_per_publish", "versions"), [(1, [0, 1, 2, 3, 4]), (3, [0, 0, 0, 1, 1])])
+def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versions: list[int]) -> None:
+    config = run_config(steps_per_publish=steps_per_publish)
+    assert [config.version_of(step) for step in range(5)] == versions
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value", "bound"),
+    [
+        (
+            run_config(batch=BatchSpec(tokens_per_batch=None)),
+            "batch.tokens_per_batch",
+            None,
+            "one of the two set",
+        ),
+        (run_config(batch=BatchSpec(tokens_per_batch=15), group_size=8), "batch.tokens_per_batch", 15, 16),
+        (run_config(batch=BatchSpec(tokens_per_batch=1)), "batch.tokens_per_batch", 1, 2),
+        (run_config(limits=Limits(max_tokens_live=65535)), "limits.max_tokens_live", 65535, 65536),
+        (
+            run_config(
+                batch=BatchSpec(tokens_per_batch=None, groups_per_batch=4),
+                group_size=8,
+                limits=Limits(max_tokens_live=63),
+            ),
+            "limits.max_tokens_live",
+            63,
+            64,
+        ),
+        (run_config(batch=BatchSpec(pad_to_multiple_of=3)), "batch.pad_to_multiple_of", 3, 4096),
+        (run_config(batch=BatchSpec(pad_to_multiple_of=8192)), "batch.pad_to_multiple_of", 8192, 4096),
+        (run_config(adapters={"math": {}}), "adapters", ["math"], []),
+    ],
+    ids=["no budget", "group above budget", "budget of 1", "live", "live by groups", "padding", "long padding", "lora"],
+)
+def test_what_would_deadlock_or_starve_is_refused_with_name_value_and_bound(
+    config: RunConfig, name: str, value: object, bound: object
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        check_run_config(config)
+    assert (caught.value.name, caught.value.value, caught.value.bound) == (name, value, bound)
+    assert name in caught.value.detail and (value is None or str(value) in caught.value.detail)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        run_config(),
+        run_config(batch=BatchSpec(tokens_per_batch=16), group_size=8),
+        run_config(limits=Limits(max_tokens_live=65536)),
+        run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=1)),
+        run_config(batch=BatchSpec(pad_to_multiple_of=4096)),
+        run_config(batch=BatchSpec(groups_per_batch=4), limits=Limits(max_tokens_live=8)),
+    ],
+    ids=["defaults", "one group", "one batch", "by groups", "padding to seq_len", "both bounds"],
+)
+def test_what_can_just_work_is_taken(config: RunConfig) -> None:
+    check_run_config(config)
+
+
+@pytest.mark.parametrize("run", ["r", "0", "a.b-c_d", "x" * 63])
+def test_a_run_name_within_the_pattern_is_taken(run: str) -> None:
+    assert check_run_name(run) == run
+
+
+@pytest.mark.parametrize("run", ["", "R", "-a", ".a", "_a", "a b", "a/b", "a\n", "é", "x" * 64])
+def test_a_run_name_outside_the_pattern_is_refused(run: str) -> None:
+    """It stands in paths and in Redis keys."""
+    with pytest.raises(Invalid) as caught:
+        check_run_name(run)
+    assert (caught.value.name, caught.value.value) == ("run", run)
+    assert caught.value.bound == "[a-z0-9][a-z0-9._-]{0,62}"
+
+
+def test_what_is_not_known_is_refused_with_what_is() -> None:
+    known("stage", "a", ["a", "b"])
+    with pytest.raises(NotFound, match="stage is 'c'; known: a, b"):
+        known("stage", "c", ["a", "b"])
+
+
+# ---------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"batch": {"seq_length": 1}}, "batch"),
+        ({"batch": {}, "stratgy": {}}, "body"),
+        ({"batch": 5}, "batch"),
+        ({"batch": {"seq_len": "4096"}}, "batch.seq_len"),
+        ({"batch": {"seq_len": 1.5}}, "batch.seq_len"),
+        ({"batch": {}, "filters": [{"name": "a"}, {"name": 3}]}, "filters[1].name"),
+        ({"batch": {}, "seed": True}, "seed"),
+        ([], "body"),
+        (None, "body"),
+    ],
+    ids=str,
+)
+def test_another_shape_is_malformed_with_the_place(body: object, name: str) -> None:
+    with pytest.raises(Malformed) as caught:
+        decoded(body)
+    assert caught.value.name == name and caught.value.status == 400
+
+
+@pytest.mark.parametrize("field", ["seq_length", "stratgy"])
+def test_an_unknown_field_is_named(field: str) -> None:
+    with pytest.raises(Malformed, match=f"unknown field `{field}`"):
+        decoded({"batch": {}, field: 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "value", "bound"),
+    [
+        ({"batch": {"seq_len": 1}}, "batch.seq_len", 1, ">= 2"),
+        ({"batch": {"tokens_per_batch": 0}}, "batch.tokens_per_batch", 0, ">= 1"),
+        ({"batch": {"overlong": "cut"}}, "batch.overlong", "cut", "'cut'"),
+        ({"batch": {}, "seed": -1}, "seed", -1, ">= 0"),
+        ({"batch": {}, "seed": 2**70}, "seed", 2**70, "<= 9007199254740991"),
+        ({"batch": {}, "tickets": {"ttl_s": 0}}, "tickets.ttl_s", 0, "> 0"),
+        ({"batch": {}, "tickets": {"ttl_s": math.inf}}, "tickets.ttl_s", math.inf, "<= 31622400"),
+        ({"batch": {}, "limits": {"max_group_bytes": 2**70}}, "limits.max_group_bytes", 2**70, "<= 9007199254740991"),
+    ],
+    ids=str,
+)
+def test_a_value_outside_its_bound_is_invalid_with_name_value_and_bound(
+    body: object, name: str, value: object, bound: str
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        decoded(body)
+    assert (caught.value.name, caught.value.value, caught.value.status) == (name, value, 422)
+    assert bound in str(caught.value.bound) and name in caught.value.detail
+
+
+def test_a_ticket_that_never_expires_is_refused_as_not_a_number_of_seconds() -> None:
+    """NaN compares with nothing; it must not slip through a bound."""
+    with pytest.raises(Invalid, match=r"tickets\.ttl_s is nan"):
+        decoded({"batch": {}, "tickets": {"ttl_s": math.nan}})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"batch": {}',
+        b'{"batch": 5, broken',
+        b'{"batch": {}} trailing',
+        b"nan",
+        b"\xff\xfe",
+        b'{"advantage": "\xff", "batch": {}}',
+        '{"batch": {}}'.encode("utf-16"),
+        b'{"batch": {}, "advantage": "\\ud800"}',
+        b'{"batch": {}, "adapters": {"a": {"b":' + b"[" * 100_000,
+        b'{"batch": 5, "adapters": {"a": {"b":' + b"[" * 100_000 + b"]" * 100_000 + b"}}}",
+        b'{"batch": {}, "seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=[
+        *("empty", "brace", "cut", "cut behind a fault", "trailing", "word", "not text", "not UTF-8", "UTF-16"),
+        *("half a surrogate pair", "nested", "nested behind a fault", "digits"),
+    ],
+)
+def test_what_is_not_json_is_malformed_never_another_error(body: bytes) -> None:
+    with pytest.raises(Malformed, match="body is not JSON"):
+        decoded(body)
+
+
+def test_a_field_given_twice_does_not_hide_which_value_was_wrong() -> None:
+    with pytest.raises(Malformed, match=r"filters\[1\]"):
+        decoded(b'{"batch": {}, "filters": [{}, {"x": 1}], "filters": []}')
+
+
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0123 batch\\ud8e-.N', max_size=40).map(str.encode))
+@steady
+def test_random_bodies_are_refused_as_malformed_or_invalid(body: bytes) -> None:
+    for raw in (body, b'{"batch":' + body):
+        with pytest.raises((Malformed, Invalid)):
+            decoded(raw)
+
+
+@given(wire_groups())
+@steady
+def test_a_group_as_python_writes_it_is_decoded(wire: GroupJson) -> None:
+    """Python's encoder escapes, as pairs of surrogates too, and writes floats in full."""
+    text = json.dumps(msgspec.to_builtins(wire)).encode()
+    assert decode_json(text, GroupJson) == wire
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_taken_as_one(value: float) -> None:
+    """Python writes NaN and Infinity; the check of the group names them, so decoding lets them through."""
+    wire: dict[str, Any] = msgspec.to_builtins(wire_group(prompt_id="Ω😀"))
+    wire["rollouts"][0]["reward"] = value
+    read = decode_json(json.dumps(wire).encode(), GroupJson)
+    assert str(read.rollouts[0].reward) == str(value) and read.prompt_id == "Ω😀"
+
+
+def test_beside_a_number_that_is_not_finite_everything_else_is_still_strict() -> None:
+    wire: dict[str, Any] = msgspec.to_builtins(wire_group())
+    wire["rollouts"][0] |= {"reward": math.nan, "completion_ids": ["3"]}
+    with pytest.raises(Malformed, match=r"rollouts\[0\].completion_ids\[0\] is '3'"):
+        decode_json(json.dumps(wire).encode(), GroupJson)
+
+
+def test_values_are_converted_with_the_place_named_below_its_owner() -> None:
+    assert convert({"seq_len": 64}, BatchSpec, "batch") == BatchSpec(seq_len=64)
+    with pytest.raises(Invalid, match=r"batch\.seq_len: Expected `int` >= 2") as caught:
+        convert({"seq_len": 1}, BatchSpec, "batch")
+    assert caught.value.name == "batch.seq_len"
+
+
+# ---------------------------------------------------------------------- differences
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields"),
+    [
+        ({}, []),
+        ({"seed": 1}, ["seed"]),
+        ({"batch": BatchSpec(seq_len=64, pad_to_multiple_of=2)}, ["batch.pad_to_multiple_of", "batch.seq_len"]),
+        ({"strategy": StrategySpec(name="on-policy")}, ["strategy.name"]),
+        ({"strategy": StrategySpec(options={"max_staleness": 2})}, ["strategy.options"]),
+        ({"filters": [StrategySpec(name="zero-variance")]}, ["filters"]),
+        ({"limits": Limits(max_tokens_live=65536), "group_size": 8}, ["group_size", "limits.max_tokens_live"]),
+        ({"adapters": {"math": {}}}, ["adapters.math"]),
+    ],
+    ids=str,
+)
+def test_fields_that_differ_are_named_with_dots(changed: dict[str, Any], fields: list[str]) -> None:
+    assert differing_fields(run_config(), run_config(**changed)) == fields
+    assert differing_fields(run_config(**changed), run_config()) == fields
+
+
+def test_a_patch_names_only_what_it_changes() -> None:
+    patch = decode_json(b'{"state": "paused"}', ConfigPatch)
+    assert (patch.state, patch.strategy, patch.filters, patch.limits) == ("paused", None, None, None)
+    with pytest.raises(Malformed, match="unknown field `batch`"):
+        decode_json(b'{"batch": {}}', ConfigPatch)

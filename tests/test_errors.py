@@ -1,0 +1,191 @@
+"""The error tree: one table, drawn in its docstring; every error travels as a problem document and comes back."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+from replaybuf import errors
+from replaybuf.errors import (
+    BrokenFrame,
+    Conflict,
+    EngineAway,
+    EngineFault,
+    EngineUnfit,
+    Fenced,
+    Gone,
+    GroupRejected,
+    Invalid,
+    InvalidGroups,
+    Malformed,
+    MissingExtra,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    ReplaybufError,
+    RewardFault,
+    RunFinished,
+    ServiceUnavailable,
+    WrongStep,
+    from_problem,
+)
+
+STAY_AT_HOME: set[type[ReplaybufError]] = {
+    GroupRejected,
+    EngineFault,
+    EngineAway,
+    EngineUnfit,
+    RewardFault,
+    MissingExtra,
+}
+"""Raised and caught within one process; they never cross HTTP."""
+
+
+def all_errors() -> list[type[ReplaybufError]]:
+    """List every error class that the module defines."""
+    return [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, ReplaybufError)]
+
+
+TRAVEL = sorted(set(all_errors()) - STAY_AT_HOME, key=lambda cls: cls.__name__)
+
+
+def made(cls: type[ReplaybufError]) -> ReplaybufError:
+    """Build an error with name, value and bound."""
+    fields: dict[str, Any] = {"name": "step", "value": 7, "bound": [0, 5]}
+    if cls is InvalidGroups:
+        return InvalidGroups("step is 7", [{"group_id": "g", "status": "rejected", "reason": "overlong"}], **fields)
+    return cls("step is 7", **fields)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
+    """Names, parents and, where they are drawn, statuses."""
+    drawn: dict[str, tuple[str, str | None]] = {}
+    path: list[str] = ["ReplaybufError"]
+    for indent, name, status in re.findall(r"^    ([│ ]*)[├└]── (\w+)\s+(\d{3})?", errors.__doc__ or "", re.MULTILINE):
+        depth = len(indent) // 4 + 1
+        path[depth:] = [name]
+        drawn[name] = (path[depth - 1], status or None)
+    coded = {cls.__name__: cls for cls in all_errors() if cls is not ReplaybufError}
+    assert drawn.keys() == coded.keys()
+    for name, (parent, status) in drawn.items():
+        assert coded[name].__bases__[0].__name__ == parent
+        assert status is None or int(status) == coded[name].status, name
+
+
+def test_every_error_has_a_slug_of_its_own_a_title_and_a_known_status() -> None:
+    slugs = [cls.slug for cls in all_errors()]
+    assert len(set(slugs)) == len(slugs)
+    for cls in all_errors():
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cls.slug) and cls.title and cls.__doc__
+        assert HTTPStatus(cls.status) >= 400
+
+
+# ---------------------------------------------------------------------- problem documents
+
+
+def test_a_problem_document_has_the_fields_of_rfc_9457_and_name_value_bound() -> None:
+    assert Invalid("seed is -1; at least 0", name="seed", value=-1, bound=0).problem() == {
+        "type": "urn:replaybuf:problem:invalid",
+        "title": "Invalid value",
+        "status": 422,
+        "detail": "seed is -1; at least 0",
+        "name": "seed",
+        "value": -1,
+        "bound": 0,
+    }
+
+
+def test_a_problem_without_a_field_to_name_has_no_machine_fields() -> None:
+    assert NotFound("no such page").problem().keys() == {"type", "title", "status", "detail"}
+
+
+@pytest.mark.parametrize("cls", TRAVEL, ids=lambda cls: cls.__name__)
+def test_every_error_that_travels_comes_back_as_itself(cls: type[ReplaybufError]) -> None:
+    """Over JSON text: same class, message, name, value and bound."""
+    sent = made(cls)
+    read = from_problem(cls.status, json.loads(json.dumps(sent.problem())))
+    assert type(read) is cls
+    assert read.problem() == sent.problem()
+    assert str(read) == read.detail == "step is 7"
+
+
+@pytest.mark.parametrize(
+    ("status", "cls"),
+    [
+        (400, Malformed),
+        (404, NotFound),
+        (409, Conflict),
+        (410, Gone),
+        (422, Invalid),
+        (429, NoRoom),
+        (503, ServiceUnavailable),
+        (500, ReplaybufError),
+        (418, ReplaybufError),
+    ],
+)
+def test_an_answer_of_someone_else_is_read_by_its_status(status: int, cls: type[ReplaybufError]) -> None:
+    """A proxy's answer, or a slug of a later release: the nearest class, never one more specific."""
+    for document in ({}, {"type": "urn:replaybuf:problem:from-the-future"}, {"type": "about:blank", "detail": "no"}):
+        assert type(from_problem(status, document)) is cls
+
+
+@pytest.mark.parametrize("cls", sorted(STAY_AT_HOME, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_an_error_that_never_travels_is_not_built_from_an_answer(cls: type[ReplaybufError]) -> None:
+    """Their constructors want more than a problem document has."""
+    read = from_problem(cls.status, {"type": f"urn:replaybuf:problem:{cls.slug}", "detail": "x"})
+    assert type(read) not in STAY_AT_HOME
+
+
+def test_the_message_of_an_empty_answer_is_its_status() -> None:
+    assert str(from_problem(502, {})) == "HTTP status 502"
+    assert str(from_problem(502, {"title": "Bad gateway"})) == "Bad gateway"
+
+
+def test_how_long_to_wait_is_taken_from_the_header() -> None:
+    assert from_problem(429, {}, retry_after_s=7.5).retry_after_s == 7.5
+    assert from_problem(429, {}).retry_after_s == NoRoom("full").retry_after_s == 1.0
+    assert from_problem(404, {}).retry_after_s is None
+
+
+def test_results_of_rejected_groups_travel_with_the_problem() -> None:
+    sent = made(InvalidGroups)
+    read = from_problem(422, sent.problem())
+    assert isinstance(read, InvalidGroups) and read.results == sent.problem()["results"]
+    bare = from_problem(422, {"type": "urn:replaybuf:problem:invalid-groups", "results": None})
+    assert isinstance(bare, InvalidGroups) and bare.results == []
+
+
+# ---------------------------------------------------------------------- what callers rely on
+
+
+@pytest.mark.parametrize(
+    ("cls", "caught_as"),
+    [
+        (BrokenFrame, Malformed),
+        (GroupRejected, Invalid),
+        (Fenced, Conflict),
+        (WrongStep, Conflict),
+        (NotLeader, Conflict),
+        (RunFinished, Gone),
+        (EngineAway, EngineFault),
+    ],
+)
+def test_the_specific_is_caught_by_the_general(cls: type[ReplaybufError], caught_as: type[ReplaybufError]) -> None:
+    assert issubclass(cls, caught_as) and cls.status == caught_as.status
+
+
+def test_a_missing_extra_names_the_command_that_installs_it() -> None:
+    assert "pip install 'replaybuf[trainer]'" in str(MissingExtra("replaybuf train", "trainer"))
+
+
+def test_a_rejected_group_keeps_the_word_it_is_counted_by() -> None:
+    rejected = GroupRejected("overlong", "a rollout has 9 tokens", name="seq_len", value=9, bound=8)
+    assert (rejected.reason, rejected.detail, rejected.bound) == ("overlong", "a rollout has 9 tokens", 8)

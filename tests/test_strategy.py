@@ -1,0 +1,281 @@
+"""The contract of a strategy: what it is told, filling a budget, the staleness window, options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from replaybuf.errors import Invalid
+from replaybuf.strategy import (
+    REASONS,
+    Budget,
+    BufferView,
+    Evictions,
+    Feedback,
+    Flow,
+    Groups,
+    Selection,
+    Strategy,
+    StrategyOptions,
+    Waiting,
+    check_options,
+    fill,
+    window_capacity,
+)
+from tests.builders import buffer_view, live_groups, steady
+
+
+class Plain(Strategy[StrategyOptions]):
+    """A strategy with all defaults."""
+
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        return fill(groups, np.arange(len(groups)), budget)
+
+
+def test_the_reasons_for_waiting_are_the_closed_list_of_the_contract() -> None:
+    """The order counts: the first that holds is told."""
+    assert (
+        *("finished", "paused", "awaiting_ack", "awaiting_publication", "rate_limited", "all_stale"),
+        *("reuse_exhausted", "no_producers", "no_groups", "too_few_groups", "too_few_tokens"),
+    ) == REASONS
+
+
+# ---------------------------------------------------------------------- filling a budget
+
+
+def filled_plainly(tokens: list[int], order: list[int], budget: Budget) -> tuple[list[int], bool]:
+    """Go through the groups one by one: what is taken, and whether the batch is full then."""
+    taken: list[int] = []
+    passed_over = 0
+    room = 10**18 if budget.tokens is None else budget.tokens
+    for position in order:
+        if budget.groups is not None and len(taken) == budget.groups:
+            break
+        if tokens[position] <= room:
+            taken.append(position)
+            room -= tokens[position]
+        else:
+            passed_over += 1
+    by_groups = budget.groups is not None and len(taken) == budget.groups
+    by_tokens = budget.tokens is not None and (room == 0 or passed_over > 0)
+    return taken, bool(taken) and (by_groups or by_tokens)
+
+
+BUDGETS = st.builds(
+    Budget, tokens=st.none() | st.integers(1, 100), groups=st.none() | st.integers(1, 8), seq_len=st.just(64)
+).filter(lambda budget: budget.tokens is not None or budget.groups is not None)
+
+
+@given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.randoms(use_true_random=False))
+@example([60, 60], Budget(tokens=100, groups=None, seq_len=64), None)
+@steady
+def test_fill_takes_what_going_through_the_groups_one_by_one_takes(
+    tokens: list[int], budget: Budget, random: Any
+) -> None:
+    """Whole groups in the order given; one that does not fit is passed over; waiting unless the batch is full."""
+    order = list(range(len(tokens)))
+    if random is not None:
+        random.shuffle(order)
+    groups = live_groups(tokens, first_row=100)
+    chosen = fill(groups, np.array(order, np.int64), budget)
+    taken, full = filled_plainly(tokens, order, budget)
+    if full:
+        assert isinstance(chosen, Selection)
+        assert chosen.rows.tolist() == [100 + position for position in taken] and chosen.weights is None
+        assert budget.tokens is None or sum(tokens[position] for position in taken) <= budget.tokens
+    else:
+        assert chosen == Waiting("too_few_tokens" if budget.groups is None else "too_few_groups")
+
+
+def test_fill_passes_over_a_group_that_does_not_fit_for_the_next_that_does() -> None:
+    chosen = fill(live_groups([50, 60, 40, 10]), np.arange(4), Budget(tokens=100, groups=None, seq_len=64))
+    assert isinstance(chosen, Selection) and chosen.rows.tolist() == [1, 3, 4]
+
+
+def test_a_batch_is_full_when_either_bound_is_reached() -> None:
+    budget = Budget(tokens=100, groups=2, seq_len=64)
+    few = fill(live_groups([10, 10, 10]), np.arange(3), budget)
+    large = fill(live_groups([90, 20]), np.arange(2), budget)
+    assert isinstance(few, Selection) and few.rows.tolist() == [1, 2]
+    assert isinstance(large, Selection) and large.rows.tolist() == [1]
+
+
+def test_no_batch_is_made_of_groups_that_are_all_too_large() -> None:
+    """A selection of nothing would break the contract and pause the run."""
+    assert fill(live_groups([200]), np.arange(1), Budget(100, None, 64)) == Waiting("too_few_tokens")
+
+
+def test_fill_takes_from_a_million_groups_without_a_loop_over_them() -> None:
+    """The budget is reached after few; the rest is looked at by numpy alone."""
+    groups = live_groups([30] * 1_000_000)
+    chosen = fill(groups, np.arange(len(groups)), Budget(tokens=65536, groups=None, seq_len=64))
+    assert isinstance(chosen, Selection) and len(chosen.rows) == 65536 // 30
+
+
+# ---------------------------------------------------------------------- the staleness window
+
+
+def capacity_plainly(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
+    """Count the batches still open to a group started now, then what they lack, group by group."""
+    if max_staleness is None:
+        batches = look_ahead + 1
+    else:
+        newest = buffer.published_version + max_staleness
+        steps = range(buffer.step, buffer.step + 200)
+        batches = sum(1 for step in steps if step // buffer.steps_per_publish <= newest)
+    if not batches:
+        return 0
+    lacking = []
+    if buffer.budget.groups is not None:
+        lacking.append(batches * buffer.budget.groups - buffer.groups_live)
+    if buffer.budget.tokens is not None:
+        more = 0
+        while buffer.tokens_live + more * flow.tokens_per_group < batches * buffer.budget.tokens:
+            more += 1
+        lacking.append(more)
+    return max(0, min(lacking) - buffer.tickets_out)
+
+
+@given(
+    budget=BUDGETS,
+    step=st.integers(0, 12),
+    published=st.integers(0, 6),
+    steps_per_publish=st.integers(1, 3),
+    live=st.integers(0, 20),
+    tokens_live=st.integers(0, 400),
+    tickets=st.integers(0, 10),
+    tokens_per_group=st.integers(4, 80).map(lambda n: n / 2),
+    max_staleness=st.none() | st.integers(0, 4),
+    look_ahead=st.integers(0, 2),
+)
+@steady
+def test_capacity_is_what_counting_open_batches_gives(
+    budget: Budget,
+    step: int,
+    published: int,
+    steps_per_publish: int,
+    live: int,
+    tokens_live: int,
+    tickets: int,
+    tokens_per_group: float,
+    max_staleness: int | None,
+    look_ahead: int,
+) -> None:
+    buffer = buffer_view(
+        budget=budget,
+        step=step,
+        version=step // steps_per_publish,
+        published_version=published,
+        steps_per_publish=steps_per_publish,
+        groups_live=live,
+        tokens_live=tokens_live,
+        tickets_out=tickets,
+    )
+    flow = Flow(now_s=0.0, tokens_per_group=tokens_per_group)
+    found = window_capacity(buffer, flow, max_staleness, look_ahead)
+    assert found == capacity_plainly(buffer, flow, max_staleness, look_ahead)
+
+
+def test_capacity_is_closed_until_a_publication_opens_the_window() -> None:
+    """On-policy: step 3 is next and version 2 published; what is generated now would be stale at once."""
+    budget, flow = Budget(tokens=None, groups=4, seq_len=64), Flow(0.0, 10.0)
+    view = buffer_view(step=3, version=3, published_version=2, budget=budget)
+    assert window_capacity(view, flow, 0, 0) == 0
+    assert window_capacity(dataclasses.replace(view, published_version=3), flow, 0, 0) == 4
+    assert window_capacity(view, flow, 1, 1) == 4
+
+
+def test_capacity_counts_live_groups_and_tickets() -> None:
+    view = buffer_view(budget=Budget(None, 8, 64), groups_live=3, tickets_out=4)
+    assert window_capacity(view, Flow(0.0, 10.0), 0, 0) == 1
+    assert window_capacity(dataclasses.replace(view, tickets_out=9), Flow(0.0, 10.0), 0, 0) == 0
+
+
+# ---------------------------------------------------------------------- defaults
+
+
+def test_a_strategy_that_says_nothing_is_on_policy_and_uses_a_group_once() -> None:
+    plain = Plain(StrategyOptions())
+    assert (plain.max_staleness, plain.max_uses, plain.look_ahead) == (0, 1, 0)
+    plain.observe(Feedback(0, {"loss": 1.0}))
+    view, flow = buffer_view(budget=Budget(None, 8, 64)), Flow(0.0, 10.0)
+    assert plain.admit(view, flow) == window_capacity(view, flow, 0, 0) == 8
+
+
+def test_a_strategy_without_select_cannot_be_built() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Strategy(StrategyOptions())  # type: ignore[abstract]
+
+
+def test_groups_that_are_too_stale_for_every_later_batch_are_evicted_with_that_reason() -> None:
+    groups = live_groups([5, 5, 5], versions=[2, 3, 4])
+    assert Plain(StrategyOptions()).evict(groups, buffer_view(version=4)) == Evictions((1, 2), ("too_stale",) * 2)
+    assert Plain(StrategyOptions()).evict(groups, buffer_view(version=2)) == Evictions()
+
+
+def test_a_strategy_without_a_bound_of_staleness_evicts_nothing() -> None:
+    class Patient(Plain):
+        @property
+        def max_staleness(self) -> int | None:
+            return None
+
+    assert Patient(StrategyOptions()).evict(live_groups([5]), buffer_view(version=99)) == Evictions()
+
+
+def test_groups_are_taken_by_position_or_by_mask() -> None:
+    groups = live_groups([5, 6, 7], versions=[0, 1, 2], first_row=10)
+    assert groups.take(np.array([2, 0])).row.tolist() == [12, 10]
+    assert groups.take(groups.policy_version > 0).tokens.tolist() == [6, 7]
+    assert len(groups) == 3
+
+
+# ---------------------------------------------------------------------- options
+
+
+class Options(StrategyOptions, frozen=True):
+    """Two options with defaults, one without."""
+
+    order: str
+    max_staleness: Annotated[int, Meta(ge=0)] = 1
+    cooldown: int = 0
+
+    valid: ClassVar[str] = "order, max_staleness (default 1), cooldown (default 0)"
+
+
+def test_options_are_built_with_their_defaults() -> None:
+    assert check_options("x", {"order": "fifo"}, Options) == Options(order="fifo", max_staleness=1)
+
+
+@pytest.mark.parametrize(
+    ("given_", "told"),
+    [
+        ({"order": "fifo", "max_stalenes": 2}, "unknown field `max_stalenes`"),
+        ({"order": "fifo", "max_staleness": -1}, "Expected `int` >= 0"),
+        ({"order": "fifo", "max_staleness": "2"}, "Expected `int`, got `str`"),
+        ({}, "missing required field `order`"),
+    ],
+)
+def test_a_bad_option_is_refused_with_the_valid_ones(given_: dict[str, Any], told: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        check_options("mine", given_, Options)
+    assert "options of strategy 'mine'" in caught.value.detail and told in caught.value.detail
+    assert f"valid options: {Options.valid}" in caught.value.detail
+    assert (caught.value.name, caught.value.value) == ("strategy.options", given_)
+
+
+def test_a_strategy_without_options_says_so() -> None:
+    with pytest.raises(Invalid, match="valid options: none"):
+        check_options("mine", {"k": 1}, StrategyOptions)
+
+
+def test_options_do_not_change_under_a_strategy() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        Options(order="fifo").cooldown = 3  # type: ignore[misc]
