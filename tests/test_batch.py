@@ -245,10 +245,11 @@ def test_the_metadata_is_json_under_one_key() -> None:
     }
 
 
-def test_tensors_are_aligned_to_their_items() -> None:
-    """The data start at a multiple of 8 bytes and 4-byte columns come first, so that views are aligned."""
+@pytest.mark.parametrize("length", range(8))
+def test_tensors_are_aligned_to_their_items(length: int) -> None:
+    """Whatever the header's length: data start at a multiple of 8 bytes, 4-byte columns come first."""
     rows = [whole(use(group_of_lengths([3]))), whole(use(group_of_lengths([6, 2])))]
-    body = encode_batch(meta_of(rows), rows)
+    body = encode_batch(meta_of(rows, run="r" * length), rows)
     base = np.frombuffer(body, np.uint8).ctypes.data
     for micro_batch in read_batch(body).micro_batches:
         for field in dataclasses.fields(MicroBatch):

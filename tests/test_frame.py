@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -357,4 +358,4 @@ def test_random_bodies_end_in_broken_frame(raw: bytes) -> None:
 
 def test_a_frame_that_says_it_is_empty_does_not_loop_forever() -> None:
     with pytest.raises(BrokenFrame):
-        list(split_frames(PREFIX.pack(b"RBF1", 0, 0, 1, 0) * 2))
+        list(itertools.islice(split_frames(PREFIX.pack(b"RBF1", 0, 0, 1, 0) * 2), 3))

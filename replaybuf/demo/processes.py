@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,17 @@ STATES = {"R": "running", "S": "idle", "D": "disk", "T": "stopped", "t": "traced
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """One process now: `state` is a word; sizes are resident bytes, `peak_bytes` since it started; None = not known."""
+    """One process now; None = not known.
+
+    `state` is a word; sizes are resident bytes, `peak_bytes` since it started; `cpu_s` is processor time used so far.
+    """
 
     name: str
     pid: int
     state: str
     memory_bytes: int | None = None
     peak_bytes: int | None = None
+    cpu_s: float | None = None
 
 
 def look(name: str, pid: int) -> list[ProcessState]:
@@ -39,6 +44,7 @@ def _read(name: str | None, pid: int) -> ProcessState | None:
         return ProcessState(name or str(pid), pid, "not known")
     try:
         text = (PROC / str(pid) / "status").read_text()
+        cpu_s = _cpu_s((PROC / str(pid) / "stat").read_text())
     except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
         return None
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
@@ -48,6 +54,7 @@ def _read(name: str | None, pid: int) -> ProcessState | None:
         state=STATES.get(fields["State"][:1], fields["State"]),
         memory_bytes=_size(fields.get("VmRSS")),
         peak_bytes=_size(fields.get("VmHWM")),
+        cpu_s=cpu_s,
     )
 
 
@@ -57,6 +64,11 @@ def _children(pid: int) -> Iterator[int]:
             yield from map(int, path.read_text().split())
         except (FileNotFoundError, ProcessLookupError):  # the thread ended while we looked
             continue
+
+
+def _cpu_s(stat: str) -> float:
+    user, system = stat.rpartition(")")[2].split()[11:13]  # the name before may hold spaces and brackets itself
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _size(kibibytes: str | None) -> int | None:

@@ -62,12 +62,15 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the demo up to its end: seconds by phase, peak bytes by process, and how it ended."""
+    """One start of the demo up to its end, and how it ended.
+
+    `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and processor seconds by process.
+    """
 
     phases: dict[str, float]
     peaks: dict[str, int]
     outcome: str
-    first_step: int = 0
+    cpu_s: dict[str, float] = {}
 
 
 class LineReader(Generic[StructT]):
@@ -142,6 +145,7 @@ class Progress:
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     processes: list[ProcessState] = dataclasses.field(default_factory=list)
     peaks: dict[str, int] = dataclasses.field(default_factory=dict)
+    cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add_steps(self, lines: Iterable[TrainerLine]) -> None:
         """Take lines of the trainer. A line voids what an earlier start wrote of its step and the steps after it."""
@@ -156,9 +160,11 @@ class Progress:
         self.evaluations = sorted([*others, evaluation], key=lambda one: one.step)
 
     def add_processes(self, found: Sequence[ProcessState]) -> None:
-        """Take a look at the processes; the highest peak of each name is kept after it has ended."""
+        """Take a look at the processes; peak and processor time of each name are kept after it has ended."""
         self.processes = list(found)
         for process in found:
+            if process.cpu_s is not None:
+                self.cpu_s[process.name] = process.cpu_s
             if process.peak_bytes is not None:
                 self.peaks[process.name] = max(self.peaks.get(process.name, 0), process.peak_bytes)
 

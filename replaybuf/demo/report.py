@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from replaybuf.demo.folder import Request
 from replaybuf.demo.progress import Evaluation, Progress, Session, TrainerLine, Waited
-from replaybuf.demo.view import clock, megabytes, percent
+from replaybuf.demo.view import clock, megabytes, percent, seconds
 from replaybuf.errors import NotFound
 
 NumberT = TypeVar("NumberT", int, float)
@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True):
     """One demo, from its first start to its end, resumes included (`sessions`: how many starts it took).
 
     `wall_s` and `phases` add up the starts whose end was seen; a start that ended in `kill -9` leaves no figure.
-    `peak_memory_bytes`: largest resident size of each process.
+    `peak_memory_bytes`: largest resident size of each process; `cpu_s`: processor seconds it used.
     """
 
     seed: int
@@ -103,6 +103,7 @@ class Report(msgspec.Struct, frozen=True):
     waiting: Waiting
     phases: dict[str, float]
     peak_memory_bytes: dict[str, int]
+    cpu_s: dict[str, float]
     groups: GroupCounts
     trained_tokens: int
     evaluations: list[Evaluation]
@@ -118,9 +119,7 @@ def build_report(request: Request, progress: Progress, sessions: Sequence[Sessio
     before, after, lines = progress.before, progress.after, progress.ordered
     if before is None or before.greedy is None or after is None or after.greedy is None:
         raise NotFound("accuracy was not measured before and after the training; start the demo with --overwrite")
-    phases: Counter[str] = Counter()
-    for session in sessions:
-        phases.update(session.phases)
+    phases = _summed(session.phases for session in sessions)
     return Report(
         seed=request.seed,
         steps=len(lines),
@@ -130,6 +129,7 @@ def build_report(request: Request, progress: Progress, sessions: Sequence[Sessio
         waiting=_waiting(progress.waited()),
         phases={name: round(seconds, 2) for name, seconds in phases.items()},
         peak_memory_bytes=_peaks(sessions),
+        cpu_s={name: round(seconds, 2) for name, seconds in _summed(session.cpu_s for session in sessions).items()},
         groups=_groups(progress),
         trained_tokens=sum(line.tokens for line in lines),
         evaluations=progress.evaluations,
@@ -149,6 +149,14 @@ def _staleness(lines: Sequence[TrainerLine]) -> Staleness:
 
 def _waiting(waited: Waited) -> Waiting:
     return Waiting(seconds=waited.seconds, share=waited.share, by_reason=waited.shares())
+
+
+def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for part in parts:
+        for name, seconds in part.items():
+            sums[name] += seconds
+    return dict(sums)
 
 
 def _peaks(sessions: Sequence[Session]) -> dict[str, int]:
@@ -209,6 +217,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ),
         ("tokens trained", f"{report.trained_tokens:,}"),
         ("peak memory", _joined(report.peak_memory_bytes, megabytes) or "not known on this system"),
+        ("processor time", _joined(report.cpu_s, seconds) or "not known on this system"),
         *([("starts", f"{report.sessions}")] if report.sessions > 1 else []),
     ]
 

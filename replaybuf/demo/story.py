@@ -131,8 +131,9 @@ class Demo:
 
     def _close_session(self, outcome: str) -> None:
         self.progress.phases.leave()
-        line = Session(phases=self.progress.phases.seconds, peaks=self.progress.peaks, outcome=outcome)
-        append_line(self._folder.sessions, line)
+        known = self.progress
+        session = Session(phases=known.phases.seconds, peaks=known.peaks, cpu_s=known.cpu_s, outcome=outcome)
+        append_line(self._folder.sessions, session)
 
     async def _story(self, supervisor: Supervisor) -> None:
         async with asyncio.TaskGroup() as background, AsyncExitStack() as clients:
@@ -227,7 +228,7 @@ class Demo:
 
         Groups that the engine made with its initial weights would only be evicted as too old.
         """
-        while (await client.get_run())["epoch"] == epoch:
+        while (await client.get_run())["epoch"] == epoch:  # noqa: ASYNC110 - another process attaches
             await asyncio.sleep(POLL_S)
 
     def _start(

@@ -142,6 +142,11 @@ def megabytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 1e6:,.0f} MB"
 
 
+def seconds(duration_s: float) -> str:
+    """Write a duration in whole seconds."""
+    return f"{duration_s:,.0f} s"
+
+
 def percent(share: float | None) -> str:
     """Write a share, 0..1, in percent; `-` where it is not known."""
     return "-" if share is None else f"{share:.1%}"
@@ -184,11 +189,12 @@ def _figures(progress: Progress) -> RenderableType:
 
 def _processes(progress: Progress) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("process", "pid", "state", "memory", "peak"):
+    for name in ("process", "pid", "state", "processor", "memory", "peak"):
         table.add_column(name, justify="left" if name in ("process", "state") else "right")
     for process in progress.processes:
+        cpu = "-" if process.cpu_s is None else seconds(process.cpu_s)
         sizes = (megabytes(process.memory_bytes), megabytes(process.peak_bytes))
-        table.add_row(process.name, str(process.pid), process.state, *sizes)
+        table.add_row(process.name, str(process.pid), process.state, cpu, *sizes)
     return table
 
 

@@ -51,8 +51,8 @@ def progress() -> Progress:
     }
     recorded.add_processes(
         [
-            ProcessState("serve", 11, "idle", 80_000_000, 90_000_000),
-            ProcessState("train", 12, "running", 400_000_000, 500_000_000),
+            ProcessState("serve", 11, "idle", 80_000_000, 90_000_000, 5.0),
+            ProcessState("train", 12, "running", 400_000_000, 500_000_000, 8.5),
         ]
     )
     return recorded
@@ -62,8 +62,18 @@ def progress() -> Progress:
 def sessions() -> list[Session]:
     """Two starts: the first was stopped, the second went to the end."""
     return [
-        Session(phases={"warm start": 15.0, "training": 4.0}, peaks={"serve": 90_000_000}, outcome="stopped by Ctrl-C"),
-        Session(phases={"training": 6.0}, peaks={"serve": 80_000_000, "train": 500_000_000}, outcome="finished"),
+        Session(
+            phases={"warm start": 15.0, "training": 4.0},
+            peaks={"serve": 90_000_000},
+            cpu_s={"serve": 2.0},
+            outcome="stopped by Ctrl-C",
+        ),
+        Session(
+            phases={"training": 6.0},
+            peaks={"serve": 80_000_000, "train": 500_000_000},
+            cpu_s={"serve": 3.0, "train": 8.5},
+            outcome="finished",
+        ),
     ]
 
 

@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 WORDS = ("abc", "bcd", "cab", "dab")
 LETTERS = "abcd"
 STEP_S = 0.03
@@ -113,6 +115,8 @@ def train(options: dict[str, str]) -> None:
     checkpoint = Path(options["--checkpoint-dir"]) / "step"
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     checkpoint.parent.mkdir(exist_ok=True)
+    run = f"{options['--url']}/v1/runs/{options['--run']}"
+    httpx.post(f"{run}/attach", json={"resume_step": 0}).raise_for_status()
     total, behaviour = int(os.environ["STANDIN_STEPS"]), os.environ.get("STANDIN_TRAIN")
     for step in range(first, total):
         if behaviour and step == total // 2:

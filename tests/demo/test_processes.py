@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_a_process_is_described_with_its_memory_and_its_children() -> None:
         assert own.name == "serve"
         assert own.memory_bytes is not None and own.peak_bytes is not None
         assert own.peak_bytes >= own.memory_bytes > 1_000_000
+        assert own.cpu_s is not None
+        assert 0.0 < own.cpu_s <= time.process_time() + 0.1
         assert child.pid in [found.pid for found in children]
 
 

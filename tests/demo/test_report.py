@@ -30,6 +30,7 @@ def test_report_json_has_the_names_others_read(report: Report) -> None:
     assert sorted(document) == [
         "accuracy",
         "cores",
+        "cpu_s",
         "curve",
         "evaluations",
         "groups",
@@ -61,6 +62,7 @@ def test_figures_are_those_that_were_measured(report: Report) -> None:
     """Sums over the starts for time, maxima for memory, means over the steps for the rest."""
     assert report.phases == {"warm start": 15.0, "training": 10.0}
     assert report.peak_memory_bytes == {"serve": 90_000_000, "train": 500_000_000}
+    assert report.cpu_s == {"serve": 5.0, "train": 8.5}
     assert report.staleness.mean == pytest.approx(0.45)
     assert report.staleness.max == 1
     assert report.waiting.share == pytest.approx(0.25)
@@ -88,6 +90,7 @@ def test_the_closing_table_says_what_was_won_and_how(report: Report) -> None:
     assert "25.0% of its steps' time (too_few_groups 20.0%, fetching 5.0%)" in text
     assert "350 stored, 320 used, 10 dropped (too_stale 10), 20 left" in text
     assert "serve 90 MB, train 500 MB" in text
+    assert "serve 5 s, train 8 s" in text
     assert "out/report.html" in text
     for note in NOTES:
         assert note[:80] in text

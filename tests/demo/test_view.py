@@ -83,7 +83,7 @@ def test_the_panel_shows_everything_that_is_known(progress: Progress) -> None:
         "25% (too_few_groups 20%, fetching 5%)",
     ):
         assert expected in text
-    assert re.search(r"train +12 +running +400 MB +500 MB", text)
+    assert re.search(r"train +12 +running +8 s +400 MB +500 MB", text)
 
 
 def test_an_empty_demo_can_be_shown() -> None:

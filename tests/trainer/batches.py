@@ -68,7 +68,7 @@ def group_of(members: Sequence[Rollout], *, with_ref: bool = True, **fields: Any
     )
 
 
-def packed(
+def packed_body(
     members: Sequence[Rollout],
     rows: Sequence[Sequence[int]],
     *,
@@ -76,7 +76,7 @@ def packed(
     sampling_weight: float | None = None,
     with_ref: bool = True,
     step: int = 0,
-) -> Batch:
+) -> bytes:
     """Pack rollouts as one group: `rows[i]` are the rollouts of micro-batch `i`; an empty row is a filler."""
     entry = BatchGroup(
         group=group_of(members, with_ref=with_ref),
@@ -96,7 +96,12 @@ def packed(
         batch_loss_tokens=sum(sum(one.completion_mask) for one in members),
     )
     segments = [[Segment(entry, number) for number in row] for row in rows]
-    return read_batch(encode_batch(meta, segments, pad_to_multiple_of=pad_to_multiple_of))
+    return bytes(encode_batch(meta, segments, pad_to_multiple_of=pad_to_multiple_of))
+
+
+def packed(members: Sequence[Rollout], rows: Sequence[Sequence[int]], **fields: Any) -> Batch:
+    """Pack rollouts as `packed_body` does, and read them."""
+    return read_batch(packed_body(members, rows, **fields))
 
 
 def logprobs_alone(model: Any, one: Rollout) -> torch.Tensor:

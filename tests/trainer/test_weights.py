@@ -222,9 +222,7 @@ def test_an_engine_that_is_gone_is_named(tmp_path: Path) -> None:
     publisher.close()
 
 
-def test_published_weights_are_what_the_engine_samples_from(
-    engine: ServedEngine, models: Path, tmp_path: Path
-) -> None:
+def test_published_weights_are_what_the_engine_samples_from(engine: ServedEngine, models: Path, tmp_path: Path) -> None:
     """Save, publish, sample: the logprobs are those of the model that was saved, under its version."""
     model = load_model(models / "a")
     with torch.no_grad():

@@ -1,0 +1,105 @@
+"""A service and engines that answer the trainer as a test scripted them, and write down every call in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from replaybuf.calls import Attached, Waiting
+from replaybuf.errors import RunFinished
+from replaybuf_trainer.checkpoint import latest_checkpoint
+from replaybuf_trainer.model import load_model
+from tests.trainer.batches import packed_body, rollouts
+
+STEPS = 4
+EPOCH = 7
+
+
+def body(step: int) -> bytes:
+    """The batch of a step: four rollouts drawn from its number."""
+    return packed_body(rollouts(4, seed=step), [[0, 1], [2, 3]], step=step)
+
+
+class ScriptedService:
+    """A service that answers as scripted and writes every call into `events`, which the engines share.
+
+    `answers[step]` come first when that step is asked for; then its batch, or `RunFinished` from step `STEPS` on.
+    `faults[call]` are raised first when that call is made. `when[event]` is done as soon as the event is written.
+    """
+
+    def __init__(self, checkpoints: Path) -> None:
+        self.events: list[str] = []
+        self.answers: defaultdict[int, list[Waiting | Exception]] = defaultdict(list)
+        self.faults: defaultdict[str, list[Exception]] = defaultdict(list)
+        self.when: dict[str, Callable[[], None]] = {}
+        self.steps_per_publish = 1
+        self.fetching = threading.Event()
+        self._checkpoints = checkpoints
+        self._acked = 0
+
+    def get_run(self) -> dict[str, Any]:
+        """Tell the configuration."""
+        self._called("get_run")
+        return {"config": {"steps_per_publish": self.steps_per_publish}}
+
+    def attach(self, *, resume_step: int, **_: Any) -> Attached:
+        """Attach where asked for."""
+        self._called("attach", f"attach {resume_step}")
+        self._acked = resume_step
+        return Attached(epoch=EPOCH, step=resume_step)
+
+    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | Waiting:
+        """Answer as scripted, then with the batch."""
+        assert (epoch, dp_rank) == (EPOCH, 0)
+        self._called("fetch", f"fetch {step}")
+        self.fetching.set()
+        if self.answers[step]:
+            answer = self.answers[step].pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        if step >= STEPS:
+            raise RunFinished("finished")
+        return body(step)
+
+    def ack(self, step: int, epoch: int, feedback: Any = None) -> None:
+        """Take acks in order."""
+        self._called("ack", f"ack {step}")
+        assert (step, epoch) == (self._acked, EPOCH)
+        self._acked += 1
+
+    def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None) -> None:
+        """Refuse what the service would refuse: a version above that of the next unacked step."""
+        self._called("publish", f"publish {version}")
+        assert version <= self._acked // self.steps_per_publish
+        assert weights_uri is not None and weights_uri.startswith("file:///")
+
+    def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> None:
+        """Take a checkpoint that is on disk by now."""
+        self._called("checkpoint", f"checkpoint {step}")
+        assert latest_checkpoint(self._checkpoints) == self._checkpoints / f"step-{step:06d}"
+
+    def _called(self, call: str, event: str = "") -> None:
+        if self.faults[call]:
+            raise self.faults[call].pop(0)
+        self.events.append(event or call)
+        self.when.get(event, lambda: None)()
+
+
+class ScriptedEngines:
+    """Stands where the publisher stands, and writes what is loaded into the service's events."""
+
+    events: list[str]
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def publish(self, folder: Path, version: int) -> None:
+        """Load what is there."""
+        load_model(folder)
+        self.events.append(f"load {version}")
+
+    def close(self) -> None:
+        """End."""
