@@ -4,6 +4,7 @@
 #   make demo [SEED=1] [STEPS=100] [ARGS=--overwrite]
 #   make test [ARGS="tests/service -k resume"]
 #   make check                       lint, format, types, import rules
+#   make bench [ARGS="--steps 60"]   the demo against the same parts joined by a plain file queue
 #   make clean                       caches and build output; .venv and .replaybuf stay
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 EXTRAS := trainer,demo,generate,dev
 
-.PHONY: help install demo test check clean
+.PHONY: help install demo test check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +41,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/file_queue.py $(ARGS)
 
 clean:
 	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -28,7 +28,7 @@ import msgspec
 from replaybuf.errors import Conflict, Invalid
 
 DEFAULT_SEED = 0
-DEFAULT_STEPS = 500
+DEFAULT_STEPS = 300
 LOCK_WAIT_S = 5.0
 POLL_S = 0.1
 

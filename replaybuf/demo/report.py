@@ -16,7 +16,7 @@ from rich.text import Text
 
 from replaybuf.demo.folder import Request
 from replaybuf.demo.progress import Evaluation, Progress, Session, TrainerLine, Waited
-from replaybuf.demo.view import clock, megabytes, percent, seconds
+from replaybuf.demo.view import clock, megabytes, percent, whole_seconds
 from replaybuf.errors import NotFound
 
 NumberT = TypeVar("NumberT", int, float)
@@ -217,7 +217,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ),
         ("tokens trained", f"{report.trained_tokens:,}"),
         ("peak memory", _joined(report.peak_memory_bytes, megabytes) or "not known on this system"),
-        ("processor time", _joined(report.cpu_s, seconds) or "not known on this system"),
+        ("processor time", _joined(report.cpu_s, whole_seconds) or "not known on this system"),
         *([("starts", f"{report.sessions}")] if report.sessions > 1 else []),
     ]
 

@@ -46,7 +46,7 @@ GROUPS_PER_BATCH = 32
 SEQ_LEN = 128
 MAX_NEW_TOKENS = 8
 MAX_STALENESS = 1
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 1e-4
 LONG_POLL_MS = 1000
 """The service holds the trainer's question for a batch so long: steps here are shorter than the pause of a poll."""
 REPORT_EVERY_S = 2.0

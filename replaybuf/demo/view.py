@@ -142,7 +142,7 @@ def megabytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 1e6:,.0f} MB"
 
 
-def seconds(duration_s: float) -> str:
+def whole_seconds(duration_s: float) -> str:
     """Write a duration in whole seconds."""
     return f"{duration_s:,.0f} s"
 
@@ -192,7 +192,7 @@ def _processes(progress: Progress) -> RenderableType:
     for name in ("process", "pid", "state", "processor", "memory", "peak"):
         table.add_column(name, justify="left" if name in ("process", "state") else "right")
     for process in progress.processes:
-        cpu = "-" if process.cpu_s is None else seconds(process.cpu_s)
+        cpu = "-" if process.cpu_s is None else whole_seconds(process.cpu_s)
         sizes = (megabytes(process.memory_bytes), megabytes(process.peak_bytes))
         table.add_row(process.name, str(process.pid), process.state, cpu, *sizes)
     return table

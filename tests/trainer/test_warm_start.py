@@ -118,21 +118,18 @@ def test_generator_and_environment_take_the_problems(made: Path, name: str, spli
         assert environment.score(prompt, "").reward == 0.0
 
 
-def test_the_folder_says_openly_that_it_was_warmed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard output tells supervision from reinforcement learning, and how far it came."""
-    make(tmp_path / "model", "spell_backward", 0, 0.0)
-    told = capsys.readouterr().out
-    assert "not reinforcement learning" in told
-    assert "sampled accuracy" in told
-
-
-def test_the_same_seed_makes_the_same_folder(made: Path, tmp_path: Path) -> None:
-    """Weights, tokenizer and problems, byte for byte."""
+def test_the_same_seed_makes_the_same_folder_and_says_openly_how(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, tokenizer and problems byte for byte; standard output tells supervision from reinforcement learning."""
     again = tmp_path / "again"
     make(again, "spell_backward", 0, 0.0)
     names = sorted(path.name for path in made.iterdir())
     assert sorted(path.name for path in again.iterdir()) == names
     assert [name for name in names if (made / name).read_bytes() != (again / name).read_bytes()] == []
+    told = capsys.readouterr().out
+    assert "not reinforcement learning" in told
+    assert "sampled accuracy" in told
 
 
 def test_a_target_that_is_not_reached_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,268 @@
+"""What the buffer costs the demo: its training again, with engine, generator and trainer joined by a folder of files.
+
+    python benchmarks/file_queue.py --steps 60
+
+First `replaybuf demo` trains for so many steps. Then the same model, engine, prompts, scoring, advantages, packing and
+trainer code run once more, with the same seed and batch, but without service, Redis and client: a producer writes the
+batch of step s into a folder as soon as version s-1 is published (one step off-policy), the trainer takes it from there.
+Both are judged by the time between the trainer's steps.
+
+The reference leaves out whatever makes a buffer: nothing is durable or may fail, there is one producer and one consumer,
+no ticket, staleness check, ledger, resume or console; and it leaves out the demo's view and its accuracy measurements on
+the way. So the ratio is an upper bound of what the service itself costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch
+from replaybuf.client import Attached, Client, Ticket, Waiting
+from replaybuf.demo import story
+from replaybuf.demo.folder import Folder
+from replaybuf.demo.progress import LineReader, TrainerLine
+from replaybuf.demo.supervisor import Stop, Supervisor
+from replaybuf.errors import RunFinished
+from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.environments import load_environment
+from replaybuf.generator.groups import new_group
+from replaybuf.generator.prompts import Prompts, read_prompts
+from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.group import Group
+from replaybuf.packing import pack
+
+WARM_UP_STEPS = 5
+"""Steps that are not counted: processes start, caches fill."""
+POLL_S = 0.002
+DEMO_TIMEOUT_S = 1800.0
+START_TIMEOUT_S = 60.0
+TARGET = 1.3
+
+
+def main() -> None:
+    """Compare, or play one of the two parts of the file queue."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=("produce", "train"), help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part == "produce":
+        asyncio.run(produce(Folder(given.root), given.engine, given.steps, given.seed))
+    elif given.part == "train":
+        train(Folder(given.root), given.engine, given.steps, given.seed)
+    else:
+        compare(given.steps, given.seed)
+
+
+def compare(steps: int, seed: int) -> None:
+    """Run both and print the time per step of each and their ratio."""
+    with tempfile.TemporaryDirectory() as scratch:
+        demo, queue = Folder(Path(scratch) / "demo"), Folder(Path(scratch) / "queue")
+        options = ["--data-dir", str(demo.root), "--steps", str(steps), "--seed", str(seed)]
+        subprocess.run([*story.PROGRAM, "demo", *options], check=True, timeout=DEMO_TIMEOUT_S)
+        queue.create()
+        queue.model.symlink_to(demo.model)
+        asyncio.run(run_queue(queue, steps, seed))
+        with_buffer, without = step_seconds(demo), step_seconds(queue)
+    print(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, {steps} steps")
+    print_times("demo, through the buffer", with_buffer)
+    print_times("file queue", without)
+    ratio = statistics.fmean(with_buffer) / statistics.fmean(without)
+    print(f"ratio of the means {ratio:.2f} (at most {TARGET} is wanted)")
+
+
+def step_seconds(folder: Folder) -> list[float]:
+    """Read the seconds between the trainer's steps, without the first ones."""
+    times = [line.time for line in LineReader(folder.train_metrics, TrainerLine).new_lines()]
+    return np.diff(times[WARM_UP_STEPS:]).tolist()
+
+
+def print_times(name: str, seconds: Sequence[float]) -> None:
+    """Print mean and spread of the time per step."""
+    low, middle, high = (
+        statistics.quantiles(seconds, n=20)[0],
+        statistics.median(seconds),
+        statistics.quantiles(seconds, n=20)[-1],
+    )
+    print(f"{name:26} {statistics.fmean(seconds):.3f} s per step (median {middle:.3f}, 5-95% {low:.3f}-{high:.3f})")
+
+
+async def run_queue(folder: Folder, steps: int, seed: int) -> None:
+    """Run engine, producer and trainer to the last step. Raises `SystemExit` where one of them dies."""
+    async with Supervisor(folder.logs) as supervisor:
+
+        async def whole() -> None:
+            options = ["--model", str(folder.model), "--port", "0", "--threads", "1"]
+            engine = supervisor.start(
+                "engine", [*story.PROGRAM, "engine", *options], environment=story.CHILD_ENVIRONMENT
+            )
+            url = await supervisor.listening(engine, START_TIMEOUT_S)
+            common = ["--root", str(folder.root), "--engine", url, "--steps", str(steps), "--seed", str(seed)]
+            for part in ("produce", "train"):
+                command = [sys.executable, __file__, "--part", part, *common]
+                child = supervisor.start(part, command, environment=story.CHILD_ENVIRONMENT, may_finish=True)
+            await supervisor.finished(child)
+
+        stop = await supervisor.supervise(whole())
+    if isinstance(stop, Stop):
+        raise SystemExit("\n".join([stop.reason, *stop.log_lines]))
+
+
+async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
+    """Generate the groups of every step and write them into the folder, one step ahead of the trainer."""
+    tokenizer = Tokenizer(folder.model)
+    prompts = Prompts(read_prompts(folder.prompts, tokenizer), seed=seed)
+    scorer = Scorer(load_environment(story.ENVIRONMENT), timeout_s=30.0)
+    engine = VllmEngine(engine_url, timeout_s=60.0)
+    await engine.prepare()
+    sampling = Sampling(n=story.GROUP_SIZE, max_tokens=story.MAX_NEW_TOKENS)
+
+    async def generate(index: int) -> Group:
+        prompt = prompts.at(index)
+        sample = await engine.generate(prompt.token_ids, sampling)
+        scores = await scorer.score(prompt, tokenizer.decode(sample.completions))
+        ticket = Ticket(ticket="", prompt_index=index)
+        return new_group(ticket, prompt, sample, scores, temperature=1.0, advantage="grpo", metadata={})
+
+    for step in range(steps):
+        while published(folder) < step - story.MAX_STALENESS:
+            await asyncio.sleep(POLL_S)  # the trainer is another process
+        first = step * story.GROUPS_PER_BATCH
+        groups = await asyncio.gather(*(generate(first + n) for n in range(story.GROUPS_PER_BATCH)))
+        put(batch_file(folder, step), bytes(body(step, groups)))
+    await engine.aclose()
+
+
+def body(step: int, groups: Sequence[Group]) -> bytearray:
+    """Pack groups into the body of a batch, as the service would for one rank."""
+    used = [
+        BatchGroup(group=group, index=n, staleness=step - group.policy_version, times_sampled=1)
+        for n, group in enumerate(groups)
+    ]
+    segments = [Segment(entry, n) for entry in used for n in range(entry.group.rollouts)]
+    lengths = np.concatenate([group.lengths for group in groups])
+    rows = [[segments[item] for item in row] for row in pack(lengths, story.SEQ_LEN, 1)[0]]
+    tokens, loss_tokens = int(lengths.sum()), sum(int(group.completion_mask.sum()) for group in groups)
+    meta = BatchMeta(
+        run="queue",
+        step=step,
+        generation=0,
+        batch_id=str(step),
+        digest="",
+        dp_rank=0,
+        dp_world_size=1,
+        version=step,
+        strategy="",
+        options={},
+        micro_batches=len(rows),
+        adapters=[""] * len(rows),
+        group_ids=[str(n) for n in range(len(groups))],
+        tokens=tokens,
+        padding=0,
+        loss_tokens=loss_tokens,
+        rollouts=len(segments),
+        batch_tokens=tokens,
+        batch_loss_tokens=loss_tokens,
+        batch_rollouts=len(segments),
+        batch_groups=len(groups),
+    )
+    return encode_batch(meta, rows)
+
+
+class FileQueue:
+    """What the reference trainer asks of a client, answered from a folder."""
+
+    def __init__(self, folder: Folder, steps: int) -> None:
+        self._folder = folder
+        self._steps = steps
+
+    def get_run(self) -> dict[str, Any]:
+        """Tell the part of the configuration that the trainer reads."""
+        return {"config": {"steps_per_publish": 1}}
+
+    def attach(self, **_: Any) -> Attached:
+        """Take anybody as the trainer."""
+        return Attached(epoch=1, step=0)
+
+    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | Waiting:
+        """Take the batch of a step from the folder, waiting up to `wait_ms` for it."""
+        if step >= self._steps:
+            raise RunFinished("all steps are trained")
+        path, deadline = batch_file(self._folder, step), time.monotonic() + wait_ms / 1000
+        while not path.exists():
+            if time.monotonic() >= deadline:
+                return Waiting(reason="no_groups")
+            time.sleep(POLL_S)
+        return path.read_bytes()
+
+    def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None) -> None:
+        """Delete the batch of a trained step."""
+        batch_file(self._folder, step).unlink()
+
+    def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None, adapter: str = "") -> None:
+        """Write down the version that the engine has loaded."""
+        put(self._folder.root / "version", str(version).encode())
+
+    def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> None:
+        """Keep nothing."""
+
+
+def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
+    """Run the reference trainer over the file queue."""
+    import torch
+    from replaybuf_trainer.trainer import Trainer, TrainOptions
+
+    torch.set_num_threads(1)
+    options = TrainOptions(
+        url="",
+        run="queue",
+        model=folder.model,
+        engines=(engine_url,),
+        checkpoint_dir=folder.checkpoints,
+        weights_dir=folder.weights,
+        wait_ms=story.LONG_POLL_MS,
+        learning_rate=story.LEARNING_RATE,
+        metrics_file=folder.train_metrics,
+        seed=seed,
+    )
+    # The trainer asks for no more of its client than FileQueue has.
+    Trainer(options, cast(Client, FileQueue(folder, steps))).train()
+
+
+def batch_file(folder: Folder, step: int) -> Path:
+    """Name the file of a step's batch."""
+    return folder.root / f"batch-{step}.safetensors"
+
+
+def published(folder: Folder) -> int:
+    """Read the newest version that the engine has loaded."""
+    path = folder.root / "version"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file that readers see whole or not at all."""
+    scratch = path.with_suffix(".part")
+    scratch.write_bytes(content)
+    scratch.rename(path)
+
+
+if __name__ == "__main__":
+    main()
