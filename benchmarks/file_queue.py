@@ -4,12 +4,12 @@
 
 First `replaybuf demo` trains for so many steps. Then the same model, engine, prompts, scoring, advantages, packing and
 trainer code run once more, with the same seed and batch, but without service, Redis and client: a producer writes the
-batch of step s into a folder as soon as version s-1 is published (one step off-policy), the trainer takes it from there.
+batch of step s into a folder as soon as version s-1 is published (one step off-policy), the trainer takes it there.
 Both are judged by the time between the trainer's steps.
 
-The reference leaves out whatever makes a buffer: nothing is durable or may fail, there is one producer and one consumer,
-no ticket, staleness check, ledger, resume or console; and it leaves out the demo's view and its accuracy measurements on
-the way. So the ratio is an upper bound of what the service itself costs.
+The reference leaves out whatever makes a buffer: nothing is durable or may fail, there is one producer and one
+consumer, no ticket, staleness check, ledger, resume or console. It leaves out the demo's view and its accuracy
+measurements on the way, too, so the ratio is an upper bound of what the service costs.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
         return new_group(ticket, prompt, sample, scores, temperature=1.0, advantage="grpo", metadata={})
 
     for step in range(steps):
-        while published(folder) < step - story.MAX_STALENESS:
-            await asyncio.sleep(POLL_S)  # the trainer is another process
+        while published(folder) < step - story.MAX_STALENESS:  # noqa: ASYNC110 - another process publishes
+            await asyncio.sleep(POLL_S)
         first = step * story.GROUPS_PER_BATCH
         groups = await asyncio.gather(*(generate(first + n) for n in range(story.GROUPS_PER_BATCH)))
         put(batch_file(folder, step), bytes(body(step, groups)))
@@ -227,6 +227,7 @@ class FileQueue:
 def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
     """Run the reference trainer over the file queue."""
     import torch
+
     from replaybuf_trainer.trainer import Trainer, TrainOptions
 
     torch.set_num_threads(1)

@@ -141,14 +141,14 @@ def test_rows_full_to_the_last_token_are_dealt_so_that_ranks_are_even() -> None:
 
 
 def test_exchanging_between_ranks_never_overfills_a_row() -> None:
-    """Rows almost full, a few rollouts each: ranks cannot pack alone, and most exchanges would not fit."""
-    for seed in range(60):
+    """Rows almost full of a few rollouts or many: ranks cannot pack alone, and most exchanges would not fit."""
+    for seed in range(200):
         rng = np.random.default_rng(seed)
-        seq_len, ranks, per_rank = 1000, 4, 3
-        cuts = [np.sort(rng.choice(np.arange(20, 970), 3 + seed % 6, replace=False)) for _ in range(ranks * per_rank)]
-        ends = seq_len - rng.integers(0, 25, ranks * per_rank)
+        seq_len, rows, pieces = 1000, 12, int(rng.integers(3, 30))
+        cuts = [np.sort(rng.choice(np.arange(1, 900), pieces, replace=False)) for _ in range(rows)]
+        ends = seq_len - rng.integers(0, 25, rows)
         lengths = np.concatenate([np.diff(c, prepend=0, append=e) for c, e in zip(cuts, ends, strict=True)])
-        grid = pack(lengths.astype(np.int32), seq_len, ranks)
+        grid = pack(lengths.astype(np.int32), seq_len, 4)
         assert max(sum(int(lengths[i]) for i in row) for rank in grid for row in rank) <= seq_len
         assert sorted(i for rank in grid for row in rank for i in row) == list(range(len(lengths)))
 

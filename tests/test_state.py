@@ -169,14 +169,15 @@ def story_of(state: RunState) -> dict[str, Any]:
 class RunStateMachine(RuleBasedStateMachine):
     """Everything a service may write, in any order that the service allows."""
 
-    @initialize(steps_per_publish=st.integers(1, 2), max_uses=st.sampled_from([1, 2, None]))
-    def start(self, steps_per_publish: int, max_uses: int | None) -> None:
+    @initialize(data=st.data(), steps_per_publish=st.sampled_from([1, 2]), max_uses=st.sampled_from([1, 2, None]))
+    def start(self, data: st.DataObject, steps_per_publish: int, max_uses: int | None) -> None:
         self.state = RunState()
         self.model = Model(steps_per_publish)
         self.ledger: list[bytes] = []
         self.stream: list[Any] = []
         self.most_uses: int | None = 1
         self.configure(max_uses)
+        self.store(data, 5)
 
     # -- writing
 
@@ -228,6 +229,16 @@ class RunStateMachine(RuleBasedStateMachine):
         model.made.append(ModelBatch(step, model.entries, [g.number for g in chosen], model.generation))
         model.next_step += 1
 
+    @precondition(lambda self: self.model.next_step == self.model.step and self.model.at("live"))
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def train(self, data: st.DataObject, count: int) -> None:
+        """A whole step, and fresh groups of the version it makes."""
+        self.assemble(data)
+        self.ack()
+        if self.model.published < self.model.version_of(self.model.step):
+            self.publish()
+        self.store(data, count)
+
     @precondition(lambda self: self.model.step in self.model.batches)
     @rule()
     def ack(self) -> None:
@@ -264,12 +275,14 @@ class RunStateMachine(RuleBasedStateMachine):
             self.model.groups[number].freed = True
         assert self.write(PurgeRecord(numbers=sorted(dead))) == dead
 
+    @precondition(lambda self: self.model.step > self.model.oldest)
     @rule(data=st.data(), keep=st.integers(1, 3))
     def checkpoint(self, data: st.DataObject, keep: int) -> None:
         step = data.draw(st.integers(self.model.oldest, self.model.step))
         freed = self.write(CheckpointRecord(step=step, keep=keep))
         assert freed == self.model.checkpoint(step, keep), "exactly what no resume needs is freed"
 
+    @precondition(lambda self: self.model.next_step > self.model.oldest)
     @rule(data=st.data(), mode=st.sampled_from(["redeliver", "resample"]))
     def rewind(self, data: st.DataObject, mode: OnResume) -> None:
         model = self.model
@@ -282,17 +295,12 @@ class RunStateMachine(RuleBasedStateMachine):
             )
         )
 
+    @precondition(lambda self: self.model.next_step > 1)
     @rule(max_uses=st.sampled_from([1, 2, 3, None]))
     def change_max_uses(self, max_uses: int | None) -> None:
         unacked = [g for b in self.model.batches.values() if not b.acked for g in b.numbers]
         if max_uses is None or all(len(self.model.groups[n].uses) <= max_uses for n in unacked):
             self.configure(max_uses)
-
-    @rule(ranks=st.integers(1, 8))
-    def attach(self, ranks: int) -> None:
-        epoch = self.state.epoch + 1
-        self.write(AttachRecord(epoch=epoch, step=0, dp_world_size=ranks, seq_len=64, pad_to_multiple_of=1))
-        assert self.state.epoch == epoch
 
     # -- what holds after every step
 
@@ -610,6 +618,15 @@ def test_what_a_ticket_of_an_older_generation_lost_is_the_lowest_version_gone_ba
             RewindRecord(step=step, generation=run.state.generation + 1, on_resume="redeliver", version=step, until=0)
         )
     assert [run.state.lost_version_since(generation) for generation in range(4)] == [1, 1, 2, None]
+
+
+def test_the_trainer_that_attached_last_holds_the_run() -> None:
+    run = Run()
+    assert run.state.epoch == 0
+    for epoch in (1, 2):
+        run.apply(AttachRecord(epoch=epoch, step=0, dp_world_size=4, seq_len=64, pad_to_multiple_of=8))
+        assert run.state.epoch == epoch
+    assert run.state.attached is not None and run.state.attached.dp_world_size == 4
 
 
 def test_prompts_that_failed_are_remembered_with_their_reason() -> None:

@@ -108,6 +108,7 @@ class Demo:
         self._generator_lines = LineReader(folder.generate_metrics, GeneratorLine)
         self._client: AsyncClient | None = None
         self._engine_url = ""
+        self._resumed = False
         self._load_history()
 
     async def run(self) -> Stop | None:
@@ -128,6 +129,7 @@ class Demo:
         for evaluation in LineReader(self._folder.evaluations, Evaluation).new_lines():
             self.progress.add_evaluation(evaluation)
         self.progress.first_step = self.progress.done_steps
+        self._resumed = self.progress.first_step > 0
 
     def _close_session(self, outcome: str) -> None:
         self.progress.phases.leave()
@@ -165,7 +167,7 @@ class Demo:
         """Make the model, unless an earlier start has made it; what a broken one left is made again."""
         if self._folder.prompts.is_file() and self._folder.held_out.is_file():
             done, total = self.progress.done_steps, self.progress.total_steps
-            self._view.event(f"resuming at step {done} of {total}, with the model and the buffer as they are")
+            self._view.event(f"resuming: {done} of {total} steps are done; model and buffer are taken as they are")
             return
         self._enter("warm start")
         self._view.event(f"warm start: supervised training to {TARGET_ACCURACY:.0%} sampled accuracy; this is not RL")
@@ -280,7 +282,12 @@ class Demo:
             await asyncio.sleep(POLL_S)
 
     def _read_metrics(self) -> None:
-        self.progress.add_steps(self._trainer_lines.new_lines())
+        lines = self._trainer_lines.new_lines()
+        if self._resumed and lines:
+            self._resumed = False
+            self.progress.first_step = lines[0].step
+            self._view.event(f"trainer went on at step {lines[0].step}, its newest checkpoint")
+        self.progress.add_steps(lines)
         self.progress.generated += self._generator_lines.new_lines()
 
     def _look(self, supervisor: Supervisor) -> None:

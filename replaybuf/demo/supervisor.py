@@ -36,8 +36,8 @@ from replaybuf.errors import ServiceUnavailable
 T = TypeVar("T")
 
 STOP_WITHIN_S = 5.0
-CLIENTS_S = 2.5
-FORCE_S = 4.25
+CLIENTS_S = 2.25
+FORCE_S = 3.5
 POLL_S = 0.05
 LAST_LINES = 15
 BLAME_S = 1.0

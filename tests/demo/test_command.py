@@ -91,7 +91,8 @@ def test_a_child_that_dies_is_named_with_its_last_lines_and_the_way_on(start: St
     assert f"go on with: replaybuf demo --resume --data-dir {tmp_path / 'demo'}" in output
     code, output = finished(start("--resume"))
     assert code == 0, output
-    assert f"resuming at step {STEPS // 2} of {STEPS}" in output
+    assert f"resuming: {STEPS // 2} of {STEPS} steps are done" in output
+    assert f"trainer went on at step {STEPS // 2}, its newest checkpoint" in output
     assert "warm start" not in output.split("accuracy")[0]
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["curve"]["step"] == list(range(STEPS))
