@@ -153,6 +153,16 @@ def test_exchanging_between_ranks_never_overfills_a_row() -> None:
         assert sorted(i for rank in grid for row in rank for i in row) == list(range(len(lengths)))
 
 
+@pytest.mark.parametrize("seed", [571, 1121, 1153])
+def test_a_rollout_moves_only_to_a_row_that_has_room(seed: int) -> None:
+    """Batches, found by search, in which the best exchange would be a move into a row that is too full for it."""
+    rng = np.random.default_rng(seed)
+    mean, sigma = rng.uniform(4.5, 7.5), rng.uniform(0.5, 1.3)
+    ranks = int(rng.choice([2, 3, 4, 8, 16]))
+    lengths = np.clip(rng.lognormal(mean, sigma, int(rng.integers(32, 300))), 16, 2048).astype(np.int32)
+    assert max(int(lengths[row].sum()) for rank in pack(lengths, 2048, ranks) for row in rank) <= 2048
+
+
 def test_slots_of_all_ranks_cost_about_the_same() -> None:
     """Ranks wait for each other after every micro-batch: what the dearest of each slot costs, over the mean."""
     shares = []

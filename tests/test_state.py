@@ -278,7 +278,7 @@ class RunStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.step > self.model.oldest)
     @rule(data=st.data(), keep=st.integers(1, 3))
     def checkpoint(self, data: st.DataObject, keep: int) -> None:
-        step = data.draw(st.integers(self.model.oldest, self.model.step))
+        step = data.draw(st.sampled_from(range(self.model.step, self.model.oldest - 1, -1)))
         freed = self.write(CheckpointRecord(step=step, keep=keep))
         assert freed == self.model.checkpoint(step, keep), "exactly what no resume needs is freed"
 

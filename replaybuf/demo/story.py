@@ -116,6 +116,8 @@ class Demo:
         try:
             async with Supervisor(self._folder.logs, keep_open=[self._lock]) as supervisor:
                 stop = await supervisor.supervise(self._story(supervisor))
+                if stop:
+                    self._view.event(f"stopping: {stop.reason}")
                 self._look(supervisor)
         except ExceptionGroup as faults:  # of the story's tasks: they stop each other, so the first is the cause
             self._close_session("failed")

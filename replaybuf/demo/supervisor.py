@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import re
 import signal
@@ -33,11 +34,13 @@ from typing import Any, Self, TypeVar
 from replaybuf.demo import guard
 from replaybuf.errors import ServiceUnavailable
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 STOP_WITHIN_S = 5.0
-CLIENTS_S = 2.25
-FORCE_S = 3.5
+CLIENTS_S = 2.0
+FORCE_S = 3.25
 POLL_S = 0.05
 LAST_LINES = 15
 BLAME_S = 1.0
@@ -129,6 +132,7 @@ class Supervisor:
         child = self._spawn(name, command, environment=environment, may_finish=may_finish, stops_last=stops_last)
         self._tell_guard(f"+{child.pid}")
         self.children.append(child)
+        log.info("started name=%s pid=%d", name, child.pid)
         return child
 
     async def listening(self, child: Child, timeout_s: float) -> str:
@@ -148,7 +152,8 @@ class Supervisor:
 
     async def finished(self, child: Child) -> None:
         """Wait for an exit with code 0. Any other exit stops the demo; then this never returns and is cancelled."""
-        if await child.exited != 0:
+        # shielded: cancelling the waiter must not cancel what it waits for, or the child would pass for gone
+        if await asyncio.shield(child.exited) != 0:
             await asyncio.Event().wait()
 
     async def supervise(self, story: Coroutine[Any, Any, T]) -> T | Stop:
@@ -212,6 +217,7 @@ class Supervisor:
             return
 
     def _on_exit(self, child: Child, code: int) -> None:
+        log.info("exited name=%s pid=%d code=%d", child.name, child.pid, code)
         child.exited.set_result(code)
         if child is not self._guard:
             guard.signal_group(child.pid, signal.SIGKILL)  # what the child itself started and left behind
@@ -239,6 +245,7 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         self._stopping = True
+        log.info("stopping")
         force_at = self._loop.time() + FORCE_S
         await self._end([child for child in self.children if not child.stops_last], force_at - FORCE_S + CLIENTS_S)
         await self._end([child for child in self.children if child.stops_last], force_at)

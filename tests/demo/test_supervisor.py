@@ -156,6 +156,24 @@ def test_what_a_child_started_goes_with_it(tmp_path: Path) -> None:
     assert wait_until_gone([asyncio.run(scene())], 1.0) == []
 
 
+def test_a_child_that_is_waited_for_is_stopped_like_any_other(tmp_path: Path) -> None:
+    """When the wait is called off, the child behind it is still known to be alive, and is asked to stop."""
+
+    async def scene() -> tuple[Child, float]:
+        async with Supervisor(tmp_path) as supervisor:
+            train = supervisor.start("train", FOREVER)
+            engine = supervisor.start("engine", FOREVER)
+            story = supervisor.finished(train)
+            asyncio.get_running_loop().call_later(0.1, os.kill, engine.pid, signal.SIGKILL)
+            await supervisor.supervise(story)
+            began = time.monotonic()
+        return train, time.monotonic() - began
+
+    train, took_s = asyncio.run(scene())
+    assert train.exited.result() == -signal.SIGTERM
+    assert took_s < 1.0
+
+
 def test_the_url_is_read_from_the_childs_own_output(tmp_path: Path) -> None:
     """A line that an earlier start left in the same log file is not taken for this one's."""
     (tmp_path / "serve.log").write_text("listening on http://127.0.0.1:1\n")

@@ -30,16 +30,20 @@ TIMEOUT_S = 20.0
 """Every wait of a test ends here; none should come near."""
 
 
-def write_tokenizer(folder: Path, **config: Any) -> Path:
-    """Write a model folder whose tokenizer has one token per letter, and `</s>` as its last."""
+def write_tokenizer(folder: Path, *, ends_texts: bool = False, **config: Any) -> Path:
+    """Write a model folder whose tokenizer has one token per letter, and last `</s>`, on request after every text."""
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
 
     vocabulary = {letter: number for number, letter in enumerate(LETTERS)} | {"</s>": len(LETTERS)}
     made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
     made.add_special_tokens(["</s>"])
+    if ends_texts:
+        made.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+        )
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     if config:
@@ -296,7 +300,8 @@ class ServiceDouble:
             if faults:
                 error = faults.popleft()
                 await self.change()
-                return JSONResponse(error.problem(), error.status, media_type="application/problem+json")
+                headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+                return JSONResponse(error.problem(), error.status, headers, media_type="application/problem+json")
             return await handler(request)
 
         return guarded

@@ -325,7 +325,9 @@ def test_a_stop_gives_back_what_does_not_finish_in_time(tmp_path: Path, monkeypa
     run(main())
 
 
-def test_a_stop_while_the_service_is_away_ends_too(tmp_path: Path) -> None:
+def test_a_stop_while_the_service_is_away_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "FINISH_S", 1000.0)
+
     async def main() -> None:
         service = ServiceDouble()
         service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=60.0)])
@@ -499,7 +501,9 @@ def test_rewards_too_large_for_advantages_are_a_fault_of_the_reward(tmp_path: Pa
 def test_groups_are_kept_while_the_service_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         service = ServiceDouble(prompts=3)
-        service.faults["groups"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0), NoRoom("full")])
+        service.faults["groups"] = deque(
+            [ServiceUnavailable("restarting", retry_after_s=0.0), NoRoom("full", retry_after_s=0.0)]
+        )
         service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0)])
         async with world(tmp_path, EngineDouble(), service) as w:
             await w.run()

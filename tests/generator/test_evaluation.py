@@ -13,7 +13,7 @@ from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Score
 from replaybuf.generator.evaluation import EvaluationResult, evaluate
 from replaybuf.generator.scoring import Scorer
-from tests.generator.doubles import TIMEOUT_S, Broken, EngineDouble, Spelling, make_prompt, make_tokenizer, reply
+from tests.generator.doubles import TIMEOUT_S, Broken, EngineDouble, Gate, Spelling, make_prompt, make_tokenizer, reply
 
 
 def run(
@@ -47,6 +47,28 @@ def test_temperature_and_number_of_samples_are_the_callers(tmp_path: Path) -> No
     double = EngineDouble()
     assert run(double, tmp_path, ["abc", "abd"], temperature=1.0, samples=3).n == 6
     assert {(request["n"], request["temperature"]) for request in double.requests} == {(3, 1.0)}
+
+
+def test_no_more_prompts_are_in_flight_than_allowed(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, double = Gate(), EngineDouble()
+        double.always = gate
+        async with double.up():
+            engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
+            scorer, tokenizer = Scorer(Spelling(), timeout_s=TIMEOUT_S), make_tokenizer(tmp_path)
+            prompts = [make_prompt(text) for text in ("a", "b", "c", "d")]
+            evaluating = asyncio.create_task(
+                evaluate(engine, scorer, prompts, tokenizer, temperature=1, max_tokens=8, max_inflight_prompts=2)
+            )
+            await gate.requests(2)
+            assert gate.arrived.locked()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(gate.requests(1), 0.1)
+            gate.open.set()
+            assert (await evaluating).n == 4
+            await engine.aclose()
+
+    asyncio.run(main())
 
 
 def test_prompts_that_fail_are_counted_apart(tmp_path: Path) -> None:

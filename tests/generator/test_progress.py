@@ -19,6 +19,8 @@ def test_counts_grow_while_rates_start_anew_with_every_line() -> None:
     second = progress.line(104.0, "rate_limited")
     assert (second.groups, second.rollouts_per_s, second.reward_mean) == (4, 0.0, None)
     assert second.waiting == "rate_limited"
+    progress.stored(builders.group(builders.rollout(reward=0.25)))
+    assert progress.line(105.0, None).reward_mean == 0.25
 
 
 def test_every_line_of_the_metrics_file_is_one_json_object(tmp_path: Path) -> None:

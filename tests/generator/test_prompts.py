@@ -61,6 +61,23 @@ def test_messages_are_rendered(tmp_path: Path) -> None:
     assert prompt.text == "cab>"
 
 
+def test_a_template_writes_the_special_tokens_itself(tmp_path: Path) -> None:
+    plain, rendered = read(
+        tmp_path,
+        {"prompt": "cab"},
+        {"messages": [{"role": "user", "content": "cab"}]},
+        chat_template="{{ messages[0].content }}",
+        ends_texts=True,
+    )
+    assert plain.token_ids.tolist() == [2, 0, 1, 28]
+    assert rendered.token_ids.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 + 5])
+def test_any_whole_number_is_a_seed(seed: int) -> None:
+    assert sorted(ids(make_prompts(4, seed=seed), range(4))) == ["p0", "p1", "p2", "p3"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -223,11 +223,6 @@ def test_tokens_before_a_reload_are_those_of_the_old_weights(engine: ServedEngin
         assert told == pytest.approx(oracle(old, WORD, ids)[:end], abs=TOLERANCE)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Wave computes the logits of the next token right after a token is sampled: after a reload the first token "
-    "is still drawn from the old weights' logits, but labelled with the new version",
-)
 def test_the_first_token_under_the_new_label_is_sampled_by_the_new_weights(engine: ServedEngine, models: Path) -> None:
     """Its logits come from the new weights, not from what the old ones left over before the pause."""
     old = load_model(models / "a")

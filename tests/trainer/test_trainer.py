@@ -213,11 +213,6 @@ def test_a_stop_while_waiting_leaves_a_checkpoint(scripted: ScriptedService, tmp
     assert newest is not None and read_state(newest).step == 2
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Trainer._retried raises ServiceUnavailable once stop is set, so train() leaves without its checkpoint and "
-    "the command ends with exit code 1",
-)
 def test_a_stop_while_the_service_is_away_leaves_a_checkpoint(
     scripted: ScriptedService, tmp_path: Path, models: Path
 ) -> None:

@@ -62,10 +62,6 @@ def test_every_printable_character_is_one_token_and_comes_back() -> None:
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the tokenizer's unk token is <pad>: a character it does not know becomes padding without a word",
-)
 def test_a_character_that_it_does_not_know_is_refused() -> None:
     """A prompt that loses characters would be scored as if it had them."""
     with pytest.raises(Exception, match=r"UNK|unk"):

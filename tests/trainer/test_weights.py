@@ -193,10 +193,6 @@ def test_refused_weights_name_engine_status_and_answer(
     assert scripted.paths[-1] == "/resume"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="EnginePublisher._call repeats a call after a transport error only, not after a 500 as field notes advise",
-)
 def test_one_refusal_is_tried_again(scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path) -> None:
     """A single 500 does not end the training."""
     scripted.answers["/collective_rpc"] = [500]

@@ -20,7 +20,7 @@ CONTEXT_TOKENS = 256
 def character_tokenizer() -> Any:
     """Make a tokenizer with one token per printable ASCII character, and pad, bos, eos: 98 in all."""
     vocabulary = {token: number for number, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    backend = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: a character it lacks is an error
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS)

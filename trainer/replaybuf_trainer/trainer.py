@@ -94,7 +94,10 @@ class Trainer:
 
         Raises `Fenced` where another trainer took the run, `ServiceUnavailable` where service or engines stay away.
         """
-        self._start()
+        try:
+            self._start()
+        except Stopped:
+            return 0
         try:
             while not self.stop.is_set():
                 began = time.perf_counter()
@@ -104,9 +107,16 @@ class Trainer:
                     break
                 waited = time.perf_counter() - began
                 figures = self._train_step(batch)
-                self._retried(lambda: self._client.ack(self._step, self._epoch))
+                try:
+                    self._retried(lambda: self._client.ack(self._step, self._epoch))
+                except Stopped:  # the weights hold a step that does not count yet: the checkpoint before it stands
+                    logger.warning("stopped before the ack of step %d was answered", self._step)
+                    return self._step
                 self._step += 1
-                publish_s = self._publish_if_due()
+                try:
+                    publish_s = self._publish_if_due()
+                except Stopped:
+                    break
                 self._record(batch, figures, waited, publish_s, time.perf_counter() - began)
                 if self._step % self._options.checkpoint_every_steps == 0:
                     self._checkpoint()
@@ -217,7 +227,10 @@ class Trainer:
         save_checkpoint(
             options.checkpoint_dir, self._model, self._optimizer, options.model, state, options.keep_checkpoints
         )
-        self._retried(lambda: self._client.checkpoint(self._step, self._epoch, keep=options.keep_checkpoints))
+        try:
+            self._retried(lambda: self._client.checkpoint(self._step, self._epoch, keep=options.keep_checkpoints))
+        except Stopped:
+            logger.warning("the service is away and has not heard of the checkpoint; it stands on disk all the same")
         logger.info("checkpoint run=%s step=%d", options.run, self._step)
 
     # ------------------------------------------------------------------ waiting and telling
@@ -230,7 +243,9 @@ class Trainer:
             try:
                 return call()
             except ServiceUnavailable as error:
-                if time.monotonic() > deadline or self.stop.is_set():
+                if self.stop.is_set():
+                    raise Stopped from error
+                if time.monotonic() > deadline:
                     raise
                 logger.warning("waiting for the service: %s", error.detail)
                 self.stop.wait(pause_s)

@@ -92,6 +92,9 @@ class EnginePublisher:
                 ) from error
             if response.is_success:
                 return
+            if response.is_server_error and attempt == 1:
+                logger.warning("engine %s answered %s with %d, asking once more", url, path, response.status_code)
+                continue
             raise ServiceUnavailable(
                 f"engine {url} answered {path} with {response.status_code}: {response.text[:300]}",
                 name="engine",

@@ -83,15 +83,17 @@ class Wave:
     def __init__(self, model: Any, rows: list[Row]) -> None:
         self.active = list(rows)
         self._model = model
-        with torch.inference_mode():
-            self._prefill(rows)
+        self._slots: _Slots | None = None
+        self._positions = torch.empty(0)
 
     @property
     def done(self) -> bool:
         """Say whether every row is finished."""
         return not self.active
 
-    def _prefill(self, rows: list[Row]) -> None:
+    def _prefill(self) -> torch.Tensor:
+        """Run the prompts; return the logits [R, V] of the first token of every row."""
+        rows = self.active
         distinct = {tuple(row.prompt_ids): None for row in rows}
         prompts = [list(prompt) for prompt in distinct]
         number = {prompt: i for i, prompt in enumerate(distinct)}
@@ -111,29 +113,34 @@ class Wave:
             use_cache=False,
         ).last_hidden_state
         last = hidden[torch.arange(len(prompts)), lengths - 1]
-        self._logits = self._model.lm_head(last)[prompt_of_row]
         self._positions = lengths[prompt_of_row].clone()
         self._slots = _Slots(recorded, prompt_of_row, width + max(row.max_tokens for row in rows))
+        logits: torch.Tensor = self._model.lm_head(last)[prompt_of_row]
+        return logits
 
     def step(self, version: int) -> None:
-        """Sample one token per active row with the model's present weights, labelled `version`."""
-        with torch.inference_mode():
-            tokens, logprobs = self._sample()
-            keep: list[int] = []
-            for i, (row, token, logprob) in enumerate(zip(self.active, tokens, logprobs, strict=True)):
-                row.token_ids.append(token)
-                row.logprobs.append(logprob)
-                row.versions.append(version)
-                if token in row.stop_ids:
-                    row.finish_reason = "stop"
-                elif len(row.token_ids) >= row.max_tokens:
-                    row.finish_reason = "length"
-                else:
-                    keep.append(i)
-            self._advance(tokens, keep)
+        """Sample one token per active row with the model's present weights, labelled `version`.
 
-    def _sample(self) -> tuple[list[int], list[float]]:
-        logprobs = torch.log_softmax(self._logits.float(), -1)
+        The logits are computed here and not after the token before, so that weights which came in between count.
+        """
+        with torch.inference_mode():
+            logits = self._prefill() if self._slots is None else self._forward(self._slots)
+            tokens, logprobs = self._sample(logits)
+        keep: list[int] = []
+        for i, (row, token, logprob) in enumerate(zip(self.active, tokens, logprobs, strict=True)):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            if token in row.stop_ids:
+                row.finish_reason = "stop"
+            elif len(row.token_ids) >= row.max_tokens:
+                row.finish_reason = "length"
+            else:
+                keep.append(i)
+        self._keep(keep)
+
+    def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        logprobs = torch.log_softmax(logits.float(), -1)
         temperatures = torch.tensor([row.temperature for row in self.active])[:, None]
         uniforms = torch.tensor([row.uniforms[len(row.token_ids)] for row in self.active], dtype=torch.float64)[:, None]
         # The logprob that is told is raw; only the choice is made at the row's temperature.
@@ -144,24 +151,28 @@ class Wave:
         tokens = torch.where(temperatures.squeeze(1) == 0, logprobs.argmax(-1), tokens)
         return tokens.tolist(), logprobs.gather(1, tokens[:, None]).squeeze(1).tolist()
 
-    def _advance(self, tokens: list[int], keep: list[int]) -> None:
-        if len(keep) < len(self.active):
-            rows = torch.tensor(keep, dtype=torch.long)
-            self._slots.keep(rows)
-            self._positions = self._positions[rows]
-            self.active = [self.active[i] for i in keep]
-        if not self.active:
-            return
-        slots, positions = self._slots, self._positions
+    def _forward(self, slots: _Slots) -> torch.Tensor:
+        """Run the last token of every row; return the logits [R, V] of the next."""
+        positions = self._positions
         slots.positions = positions
         slots.width = int(positions.max()) + 1
         visible = (torch.arange(slots.width)[None] <= positions[:, None])[:, None, None]
         hidden = self._model.model(
-            input_ids=torch.tensor([tokens[i] for i in keep])[:, None],
+            input_ids=torch.tensor([row.token_ids[-1] for row in self.active])[:, None],
             attention_mask=visible,
             position_ids=positions[:, None],
             past_key_values=slots,
             use_cache=False,
         ).last_hidden_state
-        self._logits = self._model.lm_head(hidden[:, 0])
         self._positions = positions + 1
+        logits: torch.Tensor = self._model.lm_head(hidden[:, 0])
+        return logits
+
+    def _keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone."""
+        if len(rows) < len(self.active) and self._slots is not None:
+            chosen = torch.tensor(rows, dtype=torch.long)
+            with torch.inference_mode():
+                self._slots.keep(chosen)
+                self._positions = self._positions[chosen]
+            self.active = [self.active[i] for i in rows]
