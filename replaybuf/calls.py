@@ -175,7 +175,7 @@ class RunCalls:
     def attach(
         self,
         dp_world_size: int = 1,
-        resume_step: int | None = 0,
+        resume_step: int | None = None,
         on_resume: Literal["redeliver", "resample"] = "redeliver",
         seq_len: int | None = None,
         pad_to_multiple_of: int | None = None,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import redis.asyncio as aioredis
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from replaybuf import plugins
@@ -49,7 +50,7 @@ async def examine(redis_url: str | None, data_dir: Path, host: str, port: int, c
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     for finding in findings:
         mark = f"[{colours[finding.level]}]{finding.level}[/]"
-        table.add_row(finding.what, mark, finding.seen, finding.advice)
+        table.add_row(finding.what, mark, escape(finding.seen), escape(finding.advice))
     console.print(table)
     return all(finding.level != "fail" for finding in findings)
 

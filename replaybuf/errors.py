@@ -13,14 +13,14 @@
     ├── NotFound            404  unknown run, ticket, group, step
     ├── Conflict            409  the change would break a guarantee
     │   ├── Fenced          409  an epoch or leader that a newer one replaced
-    │   ├── WrongStep       409  a step out of order
-    │   └── NotLeader       409  this server follows another one
+    │   └── WrongStep       409  a step out of order
     ├── Gone                410  bytes that a checkpoint freed
     │   └── RunFinished     410  no further batch will come
     ├── TooLarge            413  body or group above its limit
     ├── UnsupportedMedia    415  unknown media type
     ├── NoRoom              429  capacity or memory used up; retry after a while
     ├── ServiceUnavailable  503  service or Redis not reachable; retry after a while
+    │   ├── NotLeader       503  this server follows another one; ask that one, or again after its lease
     │   └── UnsupportedServer    a Redis that is too old or lacks what we need
     ├── StrategyFault       500  a strategy broke its contract
     ├── EngineFault              an inference engine gave no usable answer to one request
@@ -142,12 +142,6 @@ class WrongStep(Conflict):
     slug, title = "wrong-step", "Wrong step"
 
 
-class NotLeader(Conflict):
-    """This server follows another one, which alone may write."""
-
-    slug, title = "not-leader", "Not the leader"
-
-
 class Gone(ReplaybufError):
     """Bytes that were freed after a checkpoint."""
 
@@ -190,6 +184,12 @@ class ServiceUnavailable(ReplaybufError):
     def __init__(self, detail: str, *, retry_after_s: float = 1.0, **fields: Any) -> None:
         super().__init__(detail, **fields)
         self.retry_after_s = retry_after_s
+
+
+class NotLeader(ServiceUnavailable):
+    """This server follows another one, which alone decides for the run; its lease may end."""
+
+    slug, title = "not-leader", "Not the leader"
 
 
 class UnsupportedServer(ServiceUnavailable):

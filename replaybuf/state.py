@@ -152,6 +152,8 @@ class RunState:
 
     def place_of(self, number: int) -> tuple[str, str | None]:
         """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason)."""
+        if number >= len(self._fates):
+            return "live", None  # stored a moment ago and not taken in yet
         rows = self.index.rows_of([number])
         if not len(rows):
             fate = self._fates[number]

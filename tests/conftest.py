@@ -30,6 +30,7 @@ class ServeProcess:
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
+        self._groups: list[int] = []
 
     @property
     def pid(self) -> int:
@@ -59,6 +60,7 @@ class ServeProcess:
             start_new_session=True,
         )
         assert self._process.stdout is not None
+        self._groups.append(self._process.pid)
         for line in self._process.stdout:
             found = re.match(r"listening on (http://\S+)", line)
             if found:
@@ -92,8 +94,9 @@ class ServeProcess:
         """Leave nothing behind: the server and, had it been killed, its Valkey (same process group)."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        for group in self._groups:  # an adopted Valkey is still in the group of the server that started it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         self._wait()
         if self._log is not None:
             self._log.close()

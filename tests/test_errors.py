@@ -173,7 +173,7 @@ def test_results_of_rejected_groups_travel_with_the_problem() -> None:
         (GroupRejected, Invalid),
         (Fenced, Conflict),
         (WrongStep, Conflict),
-        (NotLeader, Conflict),
+        (NotLeader, ServiceUnavailable),
         (RunFinished, Gone),
         (EngineAway, EngineFault),
     ],

@@ -103,7 +103,10 @@ class Door:
         if rejection:
             raise GroupRejected(rejection.reason, rejection.detail)
         if group.advantages is None:
-            filled = advantages(config.advantage, group.rewards)
+            try:
+                filled = advantages(config.advantage, group.rewards)
+            except Invalid as error:
+                raise GroupRejected("non_finite_advantages", error.detail) from None
             group, frame = dataclasses.replace(group, advantages=filled), None
         encoded = frame if frame is not None else encode_frame(group)
         if len(encoded) > config.limits.max_group_bytes:

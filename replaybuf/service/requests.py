@@ -142,7 +142,7 @@ async def read_groups(request: Request) -> list[Incoming]:
 def _groups_in(body: bytes) -> list[GroupJson]:
     try:
         several = "groups" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError, RecursionError):
         several = b'"groups"' in body  # not strict JSON (NaN, or broken); decoding in full tells what is wrong
     return decode_json(body, GroupsRequest).groups if several else [decode_json(body, GroupJson)]
 

@@ -162,9 +162,9 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    logger.info("redis answers again")
-                    await self.store.prepare()
                     self.trouble = None
+                    await self.store.prepare()
+                    logger.info("redis answers again")
             except (ServiceUnavailable, NoRoom) as error:
                 if self.trouble is None:
                     logger.error("waiting for redis: %s", error.detail)

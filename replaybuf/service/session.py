@@ -20,6 +20,10 @@ from replaybuf.strategy import Feedback
 logger = logging.getLogger(__name__)
 
 
+LONGEST_ROW = 2**31 - 1
+"""Positions in a row are 32-bit."""
+
+
 class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a trainer attaches: its ranks, the step it resumes at (None = where the run stands), its row layout."""
 
@@ -96,7 +100,7 @@ class Session:
         divides = multiple >= 1 and seq_len % multiple == 0
         for name, value, fits, bound in (
             ("dp_world_size", ranks, 1 <= ranks <= MAX_RANKS, f"1..{MAX_RANKS}"),
-            ("seq_len", seq_len, seq_len >= 2, "at least 2"),
+            ("seq_len", seq_len, 2 <= seq_len <= LONGEST_ROW, f"2..{LONGEST_ROW}"),
             ("pad_to_multiple_of", multiple, divides, f"a divisor of seq_len = {seq_len}"),
             ("on_resume", request.on_resume, request.on_resume in ("redeliver", "resample"), "redeliver or resample"),
         ):
@@ -132,6 +136,7 @@ class Session:
                     bound=state.step,
                 )
             if step == state.step:
+                _check_feedback(feedback)
                 await journal.append(AckRecord(step=step, epoch=epoch, feedback=feedback, at_s=journal.clock()))
                 if feedback:
                     strategy = self._selector.strategy
@@ -202,3 +207,10 @@ class Session:
                 await journal.append(CheckpointRecord(step=step, keep=keep, at_s=journal.clock()))
         await journal.notify()
         return {"checkpoints": state.checkpoints, "oldest_step": state.oldest_step}
+
+
+def _check_feedback(feedback: dict[str, Any] | None) -> None:
+    try:
+        msgspec.msgpack.encode(feedback)
+    except OverflowError:
+        raise Invalid("feedback holds a whole number beyond 64 bits", name="feedback", bound="64 bits") from None

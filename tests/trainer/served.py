@@ -19,7 +19,7 @@ from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.model import character_tokenizer, load_model, new_model
 from replaybuf_trainer.weights import save_model
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 POLL_S = 0.002
 NAME = "policy"
 

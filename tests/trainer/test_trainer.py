@@ -30,7 +30,7 @@ from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService
 from tests.trainer.served import ServedEngine, oracle, until
 
 WAIT = Waiting(reason="too_few_groups", have=Amount(groups=1), need=Amount(groups=2), blocked_on="producers")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 LEAVE_S = 4.0
 """How long a trainer may take to leave after SIGTERM."""
 
