@@ -24,7 +24,7 @@ NumberT = TypeVar("NumberT", int, float)
 NOTES = (
     "The model did not start from nothing: before any reinforcement learning, a short supervised warm start on the "
     "training problems brought its sampled accuracy to about 25%. What came after that is due to rewards alone.",
-    "Sampled accuracy (temperature 1) rises far more than greedy accuracy (temperature 0): with a warm-started model "
+    "Sampled accuracy (temperature 1) rises more than greedy accuracy (temperature 0): with a warm-started model "
     "of this size, reinforcement learning mostly sharpens what the model can already do.",
     "Accuracy is the share of completions that the environment's own scorer gives full marks, on held-out problems "
     "that are never trained on.",
