@@ -58,7 +58,8 @@ def collect_words(seed: int) -> Words:
         if word.isascii() and word.isprintable():
             distinct.setdefault(word.lower(), word)
     order = np.random.default_rng(seed).permutation(len(distinct))
-    words = [list(distinct.values())[i] for i in order]
+    found = list(distinct.values())
+    words = [found[i] for i in order]
     held_out, check = words[:HELD_OUT_WORDS], words[HELD_OUT_WORDS : HELD_OUT_WORDS + CHECK_WORDS]
     kept_apart = {word.lower() for word in held_out + check}
     kept_apart |= {word[::-1] for word in kept_apart}
