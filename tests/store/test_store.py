@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import Conflict, Fenced, NoRoom, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, UnsupportedServer
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.ledger import AckRecord
@@ -99,12 +99,13 @@ def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer
         record = AckRecord(step=0, epoch=1)
         await store.append_record("led", lease.token, 1, record)
         await store.append_record("led", lease.token, 1, record)
-        for entry, other in ((1, AckRecord(step=5, epoch=1)), (3, record)):
-            with pytest.raises(Conflict):
-                await store.append_record("led", lease.token, entry, other)
+        with pytest.raises(Conflict):
+            await store.append_record("led", lease.token, 1, AckRecord(step=5, epoch=1))
+        with pytest.raises(DataLost, match="entry 2 was acknowledged"):
+            await store.append_record("led", lease.token, 3, record)
         newer = await store.lead("led", "two", 5000, force=True)
         assert newer.token != lease.token
-        with pytest.raises(Fenced):
+        with pytest.raises(NotLeader):
             await store.append_record("led", lease.token, 2, record)
 
     with_store(server, work)
