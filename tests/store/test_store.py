@@ -115,11 +115,11 @@ def test_a_lease_is_held_by_one_and_passes_on_when_it_ends(server: EmbeddedServe
     """The second asks in vain until the first one's time is over."""
 
     async def work(store: Store) -> None:
-        first = await store.lead("lease", "one", 200)
-        assert (await store.lead("lease", "two", 200)).token is None
-        assert (await store.lead("lease", "one", 200)).token == first.token
+        first = await store.lead("lease", "one", 0.2)
+        assert (await store.lead("lease", "two", 0.2)).token is None
+        assert (await store.lead("lease", "one", 0.2)).token == first.token
         await store.resign("lease", "one")
-        assert (await store.lead("lease", "two", 200)).token not in (None, first.token)
+        assert (await store.lead("lease", "two", 0.2)).token not in (None, first.token)
 
     with_store(server, work)
 
