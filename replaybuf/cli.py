@@ -83,7 +83,7 @@ def status(*, url: str = "http://127.0.0.1:8900", run: str | None = None, token:
     Parameters
     ----------
     url
-        Address of the service.
+        Address of the service; several servers of one Redis: with commas between.
     run
         Name of one run; all of them where it is left out.
     token
