@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
     given = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
     limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
     report = chaos(given.kills, given.seed, limit_s, given.folder, Console())
     if given.report:

@@ -13,6 +13,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from replaybuf.client import Client
 from tests.chaos.checker import check
 from tests.chaos.cluster import RUNS, Cluster
 from tests.chaos.faults import Faults
@@ -21,7 +22,8 @@ from tests.chaos.observer import Follower, Observer
 from tests.chaos.report import Report, build, show
 from tests.chaos.rest import Rest, fold
 
-WARM_UP_S = 2.0
+WARM_UP_TIMEOUT_S = 30.0
+WARM_UP_STEPS = 3
 END_TIMEOUT_S = 25.0
 
 
@@ -60,7 +62,7 @@ def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[
     observer = Observer(cluster.urls, list(RUNS), cluster.history)
     observer.start()
     try:
-        time.sleep(WARM_UP_S)
+        _warm_up(cluster)
         faults = Faults(cluster, recorder, random.Random(seed))
         faults.run(kills, ends_s)
         _drain(cluster, recorder)
@@ -69,6 +71,17 @@ def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[
     _look_closely(cluster, recorder)
     recorder.close()
     return faults.ended
+
+
+def _warm_up(cluster: Cluster) -> None:
+    """Wait until every run has trained some steps: faults before there is load hurt nobody."""
+    for run in RUNS:
+        with Client(cluster.url, run) as client:
+            ends_s = now_s() + WARM_UP_TIMEOUT_S
+            while client.get_run()["step"] < WARM_UP_STEPS:
+                if now_s() > ends_s:
+                    raise RuntimeError(f"run {run} does not begin: {client.get_run()}")
+                time.sleep(0.1)
 
 
 def _drain(cluster: Cluster, recorder: Recorder) -> None:

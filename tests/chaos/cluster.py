@@ -121,10 +121,10 @@ class Cluster:
         """List the runs that a server says it leads; none where it does not answer soon."""
         try:
             reply = httpx.get(f"{url}/readyz", timeout=PROBE_TIMEOUT_S)
-            led: list[str] = msgspec.json.decode(reply.content)["runs"]
+            leaders: dict[str, str | None] = msgspec.json.decode(reply.content)["leaders"]
         except (httpx.TransportError, msgspec.DecodeError, KeyError):
             return []
-        return [run for run in led if run in RUNS]
+        return [run for run, leader in leaders.items() if leader == url]
 
     # ------------------------------------------------------------------ commands
 

@@ -13,11 +13,12 @@ from tests.chaos.cluster import RUNS, Cluster
 from tests.chaos.history import Faulted, Recorder, now_s
 from tests.chaos.processes import Child
 
-ROLES = ("leader", "standby", "valkey", "producer", "generator", "trainer")
+ROLES = ("leader", "leader", "standby", "valkey", "producer", "generator", "trainer", "trainer")
+"""Leaders and trainers twice: their deaths have the most to break."""
 RESTART_PAUSE_S = (0.05, 1.0)
 STOP_S = (0.2, 5.0)
 """Some stops outlast the lease of 3 s."""
-BETWEEN_S = (0.4, 2.2)
+BETWEEN_S = (0.6, 3.4)
 REPLACED_FROM_S = 1.5
 """A trainer that stands still for longer may get a successor meanwhile."""
 TICK_S = 0.02

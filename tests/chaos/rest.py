@@ -168,8 +168,8 @@ async def fold(redis_url: str, run: str) -> Folded:
     """Fold the streams anew, without any service."""
     store = await Store.open(redis_url)
     try:
-        journal = Journal(run, store, "", now_s)
-        await journal.load(0)
+        journal = Journal(run, store, now_s)
+        await journal.load()
         return Folded(at_s=now_s(), run=run, groups=group_counts(journal.state))
     finally:
         await store.close()

@@ -32,6 +32,8 @@ FENCED = 3
 RETRY_FOR_S = 10.0
 CHECKPOINT_EVERY_STEPS = 4
 ZOMBIE_TRIES = 5
+REATTACHES = 0.03
+"""Share of steps after which the trainer resumes anew, as a job does that was started again in its process."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -67,6 +69,8 @@ class TrainerActor:
         while not self._stopping.is_set():
             if not self._train_step() and not self._stopping.is_set():
                 return self._haunt()
+            if self._rng.random() < REATTACHES:
+                self._attach(self._read_place())
         return 0
 
     # ------------------------------------------------------------------ life
