@@ -13,8 +13,8 @@ from tests.chaos.cluster import RUNS, Cluster
 from tests.chaos.history import Faulted, Recorder, now_s
 from tests.chaos.processes import Child
 
-ROLES = ("leader", "leader", "standby", "valkey", "producer", "generator", "trainer", "trainer")
-"""Leaders and trainers twice: their deaths have the most to break."""
+ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
+"""Those twice whose deaths have the most to break. There is no standby while a server that was hurt comes back."""
 RESTART_PAUSE_S = (0.05, 1.0)
 STOP_S = (0.2, 5.0)
 """Some stops outlast the lease of 3 s."""

@@ -62,18 +62,19 @@ class TrainerActor:
 
     def train(self) -> int:
         """Train until stopped or fenced; return the exit code."""
-        place = self._read_place()
-        while not self._attach(place):
-            if self._stopping.wait(0.3):
-                return 0
+        self._attach_until_answered()
         while not self._stopping.is_set():
             if not self._train_step() and not self._stopping.is_set():
                 return self._haunt()
             if self._rng.random() < REATTACHES:
-                self._attach(self._read_place())
+                self._attach_until_answered()
         return 0
 
     # ------------------------------------------------------------------ life
+
+    def _attach_until_answered(self) -> None:
+        while not self._attach(self._read_place()) and not self._stopping.wait(0.3):
+            pass
 
     def _attach(self, place: Place) -> bool:
         resume_step = self._rng.choice(place.checkpoints)
