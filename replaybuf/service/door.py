@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -36,7 +37,11 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good."""
+    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good.
+
+    The book of tickets is changed first, then storage. Where the outcome of that is not known (connection lost), the
+    next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
+    """
 
     def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
         self.rejected: Counter[str] = Counter()
@@ -46,15 +51,26 @@ class Door:
         self._selector = selector
         self._book = book
         self._pulling = asyncio.Lock()
+        self._unsure = False
 
     async def restore(self, counts: dict[str, int]) -> None:
         """Take in what storage holds of tickets and refusals."""
         self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
+        await self._read_book(counts)
+
+    async def _read_book(self, counts: dict[str, int]) -> None:
         self._book.restore(await self._journal.store.tickets(self._journal.name), counts)
         prompts = self._book.prompts_at_hand()
         numbers = await self._journal.store.numbers_of(self._journal.name, [prompt_key(*prompt) for prompt in prompts])
         failed = self._journal.state.failed_prompts
         await self._strike([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+
+    async def _settle_book(self) -> None:
+        """Make sure that the book is what storage holds. Called within a decision."""
+        if self._unsure:
+            with self._unsure_on_failure():
+                self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
+                await self._read_book(await self._journal.store.counts(self._journal.name))
 
     # ------------------------------------------------------------------ groups
 
@@ -195,10 +211,11 @@ class Door:
         taken = False
         async with self._pulling:
             async for numbers, values, strings in journal.store.read_index(journal.name, journal.state.stored):
+                decoded = [decode_strings(raw) for raw in strings]
+                # Before they are taken in: were this to fail afterwards, nobody would do it again.
+                await journal.store.adopt([entry.payload_key for entry in decoded])
                 journal.state.store(numbers, values)
                 taken = True
-                decoded = [decode_strings(raw) for raw in strings]
-                await journal.store.adopt([entry.payload_key for entry in decoded])
                 indexes = values["prompt_index"].tolist()
                 await self._strike([(e.adapter, i) for e, i in zip(decoded, indexes, strict=True) if i >= 0])
                 await self._evict_arrivals(numbers)
@@ -249,6 +266,7 @@ class Door:
         journal, book = self._journal, self._book
         self._selector.last_asked_s = journal.clock()
         async with journal.decision():
+            await self._settle_book()
             await self._expire()
             have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
             if journal.state.state != "running":
@@ -265,10 +283,11 @@ class Door:
             return change
 
     async def return_ticket(self, text: str, reason: str) -> None:
-        """Take a ticket back; after `max_attempts` its prompt is recorded as failed. Raises `NotFound`."""
+        """Take a ticket back; after `max_attempts` failed ones its prompt is recorded as failed. Raises `NotFound`."""
         ticket = parse_ticket(text)
         async with self._journal.decision():
-            change = self._book.give_back(ticket)
+            await self._settle_book()
+            change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._keep(change, reason)
         await self._journal.notify()
@@ -276,8 +295,9 @@ class Door:
     async def expire_tickets(self) -> None:
         """Take back tickets past their deadline."""
         deadline_s = self._book.next_deadline_s()
-        if deadline_s is not None and deadline_s <= self._journal.clock():
+        if self._unsure or (deadline_s is not None and deadline_s <= self._journal.clock()):
             async with self._journal.decision():
+                await self._settle_book()
                 await self._expire()
             await self._journal.notify()
 
@@ -289,23 +309,33 @@ class Door:
 
     async def _keep(self, change: TicketChange, reason: str = "") -> None:
         journal = self._journal
-        # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
-        for ticket in change.failed:
-            record = TicketRecord(
-                adapter=ticket.adapter,
-                prompt_index=ticket.prompt_index,
-                outcome="failed",
-                attempts=ticket.attempt,
-                reason=reason,
-                at_s=journal.clock(),
-            )
-            await journal.append(record)
-        if change:
-            await journal.store.change_tickets(
-                journal.name, journal.token, drop=change.drop, deadlines_s=change.deadlines_s, counts=change.counts
-            )
+        with self._unsure_on_failure():
+            # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
+            for ticket in change.failed:
+                record = TicketRecord(
+                    adapter=ticket.adapter,
+                    prompt_index=ticket.prompt_index,
+                    outcome="failed",
+                    attempts=ticket.attempt,
+                    reason=reason,
+                    at_s=journal.clock(),
+                )
+                await journal.append(record)
+            if change:
+                await journal.store.change_tickets(
+                    journal.name, journal.token, drop=change.drop, deadlines_s=change.deadlines_s, counts=change.counts
+                )
+
+    @contextlib.contextmanager
+    def _unsure_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._unsure = True
+            raise
 
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
         change = self._book.done(prompts)
         if change:
-            await self._journal.store.change_tickets(self._journal.name, self._journal.token, drop=change.drop)
+            with self._unsure_on_failure():
+                await self._journal.store.change_tickets(self._journal.name, self._journal.token, drop=change.drop)
