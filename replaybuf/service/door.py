@@ -20,7 +20,6 @@ from replaybuf.errors import (
     NoRoom,
     NotFound,
     NotLeader,
-    ServiceUnavailable,
     TooLarge,
 )
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
@@ -50,7 +49,11 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good."""
+    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good.
+
+    The book of tickets is changed first, then storage. Where the outcome of that is not known (connection lost), the
+    next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
+    """
 
     def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
         self.rejected: Counter[str] = Counter()
@@ -80,10 +83,10 @@ class Door:
         numbers = await self._journal.store.numbers_of(self._journal.name, [prompt_key(*prompt) for prompt in prompts])
         failed = self._journal.state.failed_prompts
         await self._strike([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
-        self._unsure = False
 
     async def open(self) -> None:
         """Get ready to lead. Called while taking over."""
+        self._unsure = False
         await self.restore()
         self._to_adopt = deque(self._recent())
 
@@ -333,10 +336,10 @@ class Door:
             return change
 
     async def return_ticket(self, text: str, reason: str) -> None:
-        """Take a ticket back; after `max_attempts` its prompt is recorded as failed. Raises `NotFound`."""
+        """Take a ticket back; after `max_attempts` failed ones its prompt is recorded as failed. Raises `NotFound`."""
         ticket = parse_ticket(text)
         async with self._deciding():
-            change = self._book.give_back(ticket)
+            change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._keep(change, reason)
         await self._journal.notify()
@@ -344,7 +347,7 @@ class Door:
     async def expire_tickets(self) -> None:
         """Take back tickets past their deadline."""
         deadline_s = self._book.next_deadline_s()
-        if deadline_s is not None and deadline_s <= self._journal.clock():
+        if self._unsure or (deadline_s is not None and deadline_s <= self._journal.clock()):
             async with self._deciding():
                 await self._expire()
             await self._journal.notify()
@@ -357,29 +360,23 @@ class Door:
 
     async def _keep(self, change: TicketChange, reason: str = "") -> None:
         journal = self._journal
-        # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
-        for ticket in change.failed:
-            record = TicketRecord(
-                adapter=ticket.adapter,
-                prompt_index=ticket.prompt_index,
-                outcome="failed",
-                attempts=ticket.attempt,
-                reason=reason,
-                at_s=journal.clock(),
-            )
-            await journal.append(record)
-        await self._store(change)
+        with self._unsure_on_failure():
+            # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
+            for ticket in change.failed:
+                record = TicketRecord(
+                    adapter=ticket.adapter,
+                    prompt_index=ticket.prompt_index,
+                    outcome="failed",
+                    attempts=ticket.attempt,
+                    reason=reason,
+                    at_s=journal.clock(),
+                )
+                await journal.append(record)
+            await self._store(change)
 
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
-        await self._store(self._book.done(prompts))
-
-    @contextlib.asynccontextmanager
-    async def _deciding(self) -> AsyncIterator[None]:
-        """Decide about tickets, with what storage holds of them known."""
-        async with self._journal.decision():
-            if self._unsure:
-                await self.restore()
-            yield
+        with self._unsure_on_failure():
+            await self._store(self._book.done(prompts))
 
     async def _store(self, change: TicketChange) -> None:
         if not change:
@@ -396,6 +393,21 @@ class Door:
         except NotLeader:
             journal.follow(None)
             raise
-        except (ServiceUnavailable, asyncio.CancelledError):
-            self._unsure = True  # the book is ahead of what storage may hold
+
+    @contextlib.asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Decide about tickets, with what storage holds of them known."""
+        async with self._journal.decision():
+            if self._unsure:
+                with self._unsure_on_failure():
+                    self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
+                    await self.restore()
+            yield
+
+    @contextlib.contextmanager
+    def _unsure_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._unsure = True
             raise
