@@ -115,7 +115,8 @@ class Journal:
 
     async def check_kept(self) -> None:
         """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again."""
-        ends, known = await self.store.ends(self.name), self.ends
+        known = self.ends  # first: what is acknowledged while we ask may not be in the answer
+        ends = await self.store.ends(self.name)
         if ends.entry < known.entry or ends.group < known.group:
             seen = f"the ledger ends at entry {ends.entry} and the index at group {ends.group}"
             self.lost = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
