@@ -12,7 +12,7 @@ from tests.chaos.history import OK, now_s
 
 T = TypeVar("T")
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
 """Bounds a call to a server that stands still, so that the other one is asked soon."""
 
 

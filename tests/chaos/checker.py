@@ -126,6 +126,9 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
     for kind, epoch, value in sorted(answered - recorded):
         if kind in ("attach", "ack"):
             yield f"{kind} with epoch {epoch} (step {value}) was answered and is not in the ledger"
+    for call in run.calls:
+        if call.outcome == "data-lost":
+            yield f"{call.server} took acknowledged data for lost at {call.at_s:.3f}"
     for payload in run.payloads:
         if payload.rollouts is None:
             yield f"the rollouts of group {payload.group_id}, which may still be needed, are gone"

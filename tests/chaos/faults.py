@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tests.chaos.cluster import RUNS, Cluster
-from tests.chaos.history import Faulted, Recorder, now_s
+from tests.chaos.history import Faulted, Healed, Recorder, now_s
 from tests.chaos.processes import Child
 
 ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
@@ -124,6 +124,7 @@ class Faults:
 
     def _healed(self, child: Child) -> None:
         self._hurt.discard(child.name)
+        self._recorder.write(Healed(at_s=now_s(), process=child.name))
         if child is self._cluster.valkey:
             self._valkey_back_s = now_s()
 

@@ -170,6 +170,12 @@ class Faulted(Event, frozen=True, kw_only=True):
     led: list[str] = []
 
 
+class Healed(Event, frozen=True, kw_only=True):
+    """A process that was hurt goes on, or was started again."""
+
+    process: str
+
+
 AnyEvent = (
     TicketsTaken
     | TicketReturned
@@ -184,6 +190,7 @@ AnyEvent = (
     | PayloadRead
     | Drained
     | Faulted
+    | Healed
 )
 
 _decode = msgspec.json.Decoder(AnyEvent).decode

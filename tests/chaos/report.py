@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -18,6 +19,7 @@ from tests.chaos.history import (
     Call,
     Faulted,
     GroupSent,
+    Healed,
     LedgerSeen,
     StateSeen,
     TicketsTaken,
@@ -25,11 +27,15 @@ from tests.chaos.history import (
     of_type,
 )
 
+BACK_S = 3.0
+"""A server that was started again needs about so long to fold the streams."""
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one chaos run.
 
-    `takeovers_s`: seconds from the fault on a leader to the first write that another server answered, per run it led.
+    `takeovers_s`: seconds from the fault on a leader to the first write that another server answered, per run it led;
+    apart from them those during which Valkey or the other server was hurt too.
     """
 
     seed: int
@@ -42,6 +48,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rewinds: dict[str, int]
     calls: int
     takeovers_s: list[float]
+    disturbed_takeovers_s: list[float]
     ended_by_themselves: list[str]
     violations: list[Violation]
 
@@ -59,6 +66,7 @@ def build(
     kills: dict[str, dict[str, int]] = {}
     for (role, kind), count in sorted(Counter((fault.role, fault.kind) for fault in faults).items()):
         kills.setdefault(role, {})[kind] = count
+    takeovers = list(_takeovers(history))
     last = {seen.run: seen.state for seen in of_type(history, StateSeen)}
     records = {(seen.run, seen.entry): seen.record for seen in of_type(history, LedgerSeen)}.values()
     return Report(
@@ -71,7 +79,8 @@ def build(
         attaches=sum(bool(attached.epoch) for attached in of_type(history, Attached)),
         rewinds=dict(Counter(record["on_resume"] for record in records if record["type"] == "REWIND")),
         calls=sum(isinstance(event, Call) for event in history),
-        takeovers_s=_takeovers_s(history, faults),
+        takeovers_s=[takeover.seconds for takeover in takeovers if not takeover.disturbed],
+        disturbed_takeovers_s=[takeover.seconds for takeover in takeovers if takeover.disturbed],
         ended_by_themselves=ended,
         violations=violations,
     )
@@ -87,15 +96,14 @@ def show(report: Report, console: Console) -> None:
         total.update(kinds)
     table.add_row("all", str(total["kill"]), str(total["stop"]))
     console.print(table)
-    times = sorted(report.takeovers_s)
-    spread = f", {times[0]:.1f} to {times[-1]:.1f} s, median {times[len(times) // 2]:.1f} s" if times else ""
     for name, value in (
         ("groups stored", report.groups_stored),
         ("steps acked", report.steps_acked),
         ("batch bodies served", report.bodies_served),
         ("trainers attached", report.attaches),
         ("rewinds", ", ".join(f"{count} {kind}" for kind, count in report.rewinds.items()) or 0),
-        ("takeovers", f"{len(times)}{spread}"),
+        ("takeovers", _spread(report.takeovers_s)),
+        ("with other faults", _spread(report.disturbed_takeovers_s)),
         ("calls judged", report.calls),
         ("seconds", report.wall_s),
         ("violations", len(report.violations)),
@@ -110,16 +118,45 @@ def show(report: Report, console: Console) -> None:
         console.print(f"ENDED BY ITSELF: {ended}", highlight=False, markup=False)
 
 
-def _takeovers_s(history: Sequence[AnyEvent], faults: Sequence[Faulted]) -> list[float]:
+def _spread(times_s: Sequence[float]) -> str:
+    times = sorted(times_s)
+    return f"{len(times)}" + (
+        f", {times[0]:.1f} to {times[-1]:.1f} s, median {times[len(times) // 2]:.1f} s" if times else ""
+    )
+
+
+class _Takeover(NamedTuple):
+    seconds: float
+    disturbed: bool
+
+
+def _takeovers(history: Sequence[AnyEvent]) -> Iterator[_Takeover]:
     writes = [event for event in history if isinstance(event, Call) and _is_write(event)]
-    found = []
-    for fault in faults:
+    away = list(_times_away(history))
+    for fault in of_type(history, Faulted):
         for run in fault.led:
             after = (call for call in writes if call.run == run and call.sent_s > fault.at_s)
             first = min(after, key=lambda call: call.at_s, default=None)
             if first is not None and first.server != fault.server:
-                found.append(round(first.at_s - fault.at_s, 2))
-    return found
+                others = (hurt for hurt in away if hurt.process != fault.process)
+                disturbed = any(hurt.from_s < first.at_s and hurt.until_s > fault.at_s for hurt in others)
+                yield _Takeover(round(first.at_s - fault.at_s, 2), disturbed)
+
+
+class _Away(NamedTuple):
+    process: str
+    from_s: float
+    until_s: float
+
+
+def _times_away(history: Sequence[AnyEvent]) -> Iterator[_Away]:
+    """Tell when Valkey or a server was hurt, and the time it needs to serve again."""
+    since_s: dict[str, float] = {}
+    for event in history:
+        if isinstance(event, Faulted) and event.role in ("valkey", "leader", "standby"):
+            since_s[event.process] = event.at_s
+        elif isinstance(event, Healed) and event.process in since_s:
+            yield _Away(event.process, since_s.pop(event.process), event.at_s + BACK_S)
 
 
 def _is_write(event: Call) -> bool:

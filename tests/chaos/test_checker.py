@@ -305,6 +305,11 @@ def an_answered_attach_is_not_in_the_ledger(history: History) -> None:
 
 
 @fault(1)
+def the_service_tells_of_lost_data(history: History) -> None:
+    history.append(wrote("ack", 2, 2, 25.0, "data-lost"))
+
+
+@fault(1)
 def rollouts_that_a_resume_needs_are_gone(history: History) -> None:
     replace(history, PayloadRead, 0, rollouts=None)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.checker import Violation
-from tests.chaos.history import AnyEvent, Faulted, TicketsTaken, TrainerWrote
+from tests.chaos.history import AnyEvent, Faulted, Healed, TicketsTaken, TrainerWrote
 from tests.chaos.report import build
 
 LEADER, STANDBY = "http://a", "http://b"
@@ -49,6 +49,19 @@ def test_a_takeover_is_the_time_to_the_first_write_that_another_server_answers(
 ) -> None:
     """Asked after the fault, and answered with success."""
     assert build(events, [], [], seed=0, wall_s=1.0).takeovers_s == takeovers_s
+
+
+@pytest.mark.parametrize(("process", "disturbed"), [("serve-2", True), ("valkey", True), ("serve-1", False)])
+def test_a_takeover_while_others_are_hurt_is_counted_apart(process: str, disturbed: bool) -> None:
+    """It measures their recovery as well."""
+    events: list[AnyEvent] = [
+        fault(8.0, process=process, role="standby", led=[]),
+        Healed(at_s=9.0, process=process),
+        fault(10.0),
+        ack(STANDBY, 10.5, 13.0),
+    ]
+    report = build(events, [], [], seed=0, wall_s=1.0)
+    assert (report.takeovers_s, report.disturbed_takeovers_s) == (([], [3.0]) if disturbed else ([3.0], []))
 
 
 def test_faults_are_counted_by_process_and_kind() -> None:

@@ -63,6 +63,8 @@ class TrainerActor:
     def train(self) -> int:
         """Train until stopped or fenced; return the exit code."""
         self._attach_until_answered()
+        if self._step == 0:  # the beginning is a checkpoint too, and the first one to be dropped
+            self._write_until_answered("checkpoint", 0)
         while not self._stopping.is_set():
             if not self._train_step() and not self._stopping.is_set():
                 return self._haunt()
