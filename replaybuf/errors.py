@@ -20,6 +20,7 @@
     ├── UnsupportedMedia    415  unknown media type
     ├── NoRoom              429  capacity or memory used up; retry after a while
     ├── ServiceUnavailable  503  service or Redis not reachable; retry after a while
+    │   ├── NotDurable      503  written, but not confirmed on disk or replicas in time; send it again
     │   ├── NotLeader       503  this server follows another one; ask that one, or again after its lease
     │   └── UnsupportedServer    a Redis that is too old or lacks what we need
     ├── StrategyFault       500  a strategy broke its contract
@@ -184,6 +185,15 @@ class ServiceUnavailable(ReplaybufError):
     def __init__(self, detail: str, *, retry_after_s: float = 1.0, **fields: Any) -> None:
         super().__init__(detail, **fields)
         self.retry_after_s = retry_after_s
+
+
+class NotDurable(ServiceUnavailable):
+    """A write that Redis took, but did not confirm on its disk or on enough replicas in time.
+
+    It may become durable yet. Sent again it is recognised, and answered once it is confirmed.
+    """
+
+    slug, title = "not-durable", "Not confirmed as durable"
 
 
 class NotLeader(ServiceUnavailable):

@@ -19,7 +19,8 @@ def show(url: str, run: str | None, token: str | None, console: Console) -> None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     path = f"/v1/runs/{run}" if run else "/v1/runs"
     try:
-        response = httpx.get(url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
+        with httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT_S) as http:
+            response, readiness = http.get(path), http.get("/readyz")
     except httpx.HTTPError as error:
         raise ServiceUnavailable(
             f"no answer from {url}: {error or type(error).__name__}", name="url", value=url
@@ -28,10 +29,24 @@ def show(url: str, run: str | None, token: str | None, console: Console) -> None
     if response.is_error:
         raise from_problem(response.status_code, body)
     runs = [body] if run else body["runs"]
+    for line in _server(msgspec.json.decode(readiness.content)):
+        console.print(line, markup=False)
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
         console.print(_table(state))
+
+
+def _server(ready: dict[str, Any]) -> list[str]:
+    """Describe the server from its `/readyz`: durability, what is weaker than wanted, what it waits for."""
+    lines = [
+        f"durability {ready['durability']} ({ready['durability_met_by']}), wanted {ready['durability_wanted']}, "
+        f"{ready['replicas']} replicas connected, {ready['wait_replicas']} waited for, redis {ready['redis_version']}"
+    ]
+    lines += [f"  {reason}" for reason in ready["durability_reasons"]]
+    if ready["waiting_for"]:
+        lines.append(f"waiting for redis: {ready['waiting_for']}")
+    return lines
 
 
 def _table(state: dict[str, Any]) -> Table:

@@ -49,6 +49,7 @@ class Door:
 
     async def restore(self, counts: dict[str, int]) -> None:
         """Take in what storage holds of tickets and refusals."""
+        self.duplicates += counts.get("duplicate", 0)
         self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
         self._book.restore(await self._journal.store.tickets(self._journal.name), counts)
         prompts = self._book.prompts_at_hand()
@@ -308,4 +309,7 @@ class Door:
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
         change = self._book.done(prompts)
         if change:
-            await self._journal.store.change_tickets(self._journal.name, self._journal.token, drop=change.drop)
+            # Not durably: a restart strikes again the prompts whose group is stored.
+            await self._journal.store.change_tickets(
+                self._journal.name, self._journal.token, drop=change.drop, durably=False
+            )

@@ -121,7 +121,9 @@ class Journal:
         await self.store.set_count(self.name, "freed_through", through)
 
     async def _catch_up(self) -> None:
-        async for chunk in self.store.read_ledger(self.name, self.state.entries):
+        read = [chunk async for chunk in self.store.read_ledger(self.name, self.state.entries)]
+        await self.store.confirm(self.name)  # what was read must not be lost again once it is acted on
+        for chunk in read:
             for entry, record in chunk:
                 self._apply(entry, record)
         self._unsure = False
