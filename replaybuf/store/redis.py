@@ -121,7 +121,8 @@ class ServerReport:
 
 
 # Words with which a server refuses writes that it may take later: it cannot save, is a replica, lost its replicas, ...
-_TAKES_NO_WRITES = re.compile(r"(?:^|\s)(MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED)\b")
+_NOT_NOW = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
+_TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_NOT_NOW})\b")
 
 _strings_encoder = msgspec.msgpack.Encoder()
 _strings_decoder = msgspec.msgpack.Decoder(EntryStrings)
