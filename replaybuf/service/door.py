@@ -73,6 +73,7 @@ class Door:
         refused = {k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")}
         self.rejected.clear()
         self.rejected.update(refused)
+        self.duplicates = counts.get("duplicate", 0)
         self._book.restore(await journal.store.tickets(journal.name), counts)
         journal.freed(counts.get("freed_through", 0))
 
@@ -376,9 +377,10 @@ class Door:
 
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
         with self._unsure_on_failure():
-            await self._store(self._book.done(prompts))
+            # Not durably: a restart strikes again the prompts whose group is stored.
+            await self._store(self._book.done(prompts), durably=False)
 
-    async def _store(self, change: TicketChange) -> None:
+    async def _store(self, change: TicketChange, *, durably: bool = True) -> None:
         if not change:
             return
         journal = self._journal
@@ -389,6 +391,7 @@ class Door:
                 drop=change.drop,
                 deadlines_s=change.deadlines_s,
                 counts=change.counts,
+                durably=durably,
             )
         except NotLeader:
             journal.follow(None)
