@@ -4,8 +4,8 @@
 
 A Valkey server of each kind runs on a unix socket, behind a `replaybuf serve` of its own:
 
-- always: `appendfsync always`, durability strict. The reference of every ratio. "no wait" leaves out the WAITAOF by
-  which the service checks that setting.
+- always: `appendfsync always`, durability strict. The reference of every ratio. "always-no-wait" leaves out the
+  WAITAOF by which the service checks that setting.
 - everysec: `appendfsync everysec`, durability relaxed: a kill of Redis loses what it has not written out yet.
 - everysec+waitaof: the same server, durability strict: every acknowledged write is followed by WAITAOF.
 
@@ -49,7 +49,7 @@ PRODUCERS = 8
 ROLLOUTS, TOKENS = 8, 512
 KINDS: dict[str, tuple[Level, Level]] = {  # server, wanted
     "always": ("strict", "strict"),
-    "always, no wait": ("strict", "relaxed"),
+    "always-no-wait": ("strict", "relaxed"),
     "everysec": ("relaxed", "relaxed"),
     "everysec+waitaof": ("relaxed", "strict"),
 }

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import LedgerGap
 from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, Numbers
 from replaybuf.ledger import (
     AckRecord,
@@ -208,11 +208,14 @@ class RunState:
         self.index.insert(numbers, entries)
         self.stored += len(numbers)
         self._fates.extend(bytes(int(numbers[-1]) + 1 - len(self._fates)))
+        if self.failed_prompts:  # a group that came late: its prompt has not failed
+            came = set(entries["prompt_index"].tolist())
+            self.failed_prompts = {p: why for p, why in self.failed_prompts.items() if p[0] or p[1] not in came}
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
         if entry != self.entries + 1:
-            raise ReplaybufError(
+            raise LedgerGap(
                 f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
             )
         self.entries = entry
@@ -242,8 +245,17 @@ class RunState:
                 self.published[record.adapter] = record.version
                 self.weights_uri[record.adapter] = record.weights_uri
             case TicketRecord():
-                self.failed_prompts[record.adapter, record.prompt_index] = record.reason
+                if not self._has_group(record.adapter, record.prompt_index):
+                    self.failed_prompts[record.adapter, record.prompt_index] = record.reason
         return _NONE
+
+    def _has_group(self, adapter: str, prompt_index: int) -> bool:
+        """Say whether the group of a prompt is stored. Entries name no adapter yet, so only `""` can be told.
+
+        Looking at the rows at hand is enough: whoever has taken the group in strikes its prompt's tickets, so the
+        record of a failure always precedes whatever could have freed the row.
+        """
+        return not adapter and bool((self.index["prompt_index"] == prompt_index).any())
 
     def _configure(self, record: ConfigRecord) -> Numbers:
         self.config = msgspec.convert(record.config, RunConfig)

@@ -2,6 +2,6 @@
 
 from replaybuf.store.durability import Wanted
 from replaybuf.store.embedded import EmbeddedServer
-from replaybuf.store.redis import Appended, IndexEntry, Lease, ServerReport, Store
+from replaybuf.store.redis import Appended, Ends, IndexEntry, Lease, ServerReport, Store
 
-__all__ = ["Appended", "EmbeddedServer", "IndexEntry", "Lease", "ServerReport", "Store", "Wanted"]
+__all__ = ["Appended", "EmbeddedServer", "Ends", "IndexEntry", "Lease", "ServerReport", "Store", "Wanted"]

@@ -2,7 +2,8 @@
 
 Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
 number, a payload has a key of its own per attempt. A lost connection and a server that takes no writes raise
-`ServiceUnavailable`, a full server `NoRoom`, a lost lease `Fenced`. What is acknowledged goes through `_durably`, which
+`ServiceUnavailable`, a full server `NoRoom`, a lost lease `NotLeader`, a Redis that forgot what
+it had acknowledged `DataLost`. What is acknowledged goes through `_durably`, which
 waits for the server's confirmation on the same connection and raises `NotDurable` without it; a repeat writes something
 too, so that its wait covers the first try. One client serves all calls; the blocking read of new entries has its own.
 """
@@ -27,7 +28,16 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError, Res
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from replaybuf.errors import Conflict, Fenced, NoRoom, NotDurable, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    NoRoom,
+    NotDurable,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    UnsupportedServer,
+)
 from replaybuf.group import Group
 from replaybuf.index import ENTRY, Numbers, entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
@@ -89,11 +99,19 @@ class ToAppend:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """Who leads a run: `token` is our fencing token, or None with the `holder` and the time left."""
+    """Who leads a run: `token` is our fencing token, or None where the `holder` leads for another `left_s` seconds."""
 
     token: str | None
     holder: str
-    left_ms: int
+    left_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """Where the streams of a run end: number of the newest ledger entry and of the newest group; 0 = none."""
+
+    entry: int
+    group: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +159,7 @@ class Store:
         self.unconfirmed = 0
         self.replicas_confirmed = 0
         self._barrier: Barrier | None = None
+        self._reads_durable = True
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
@@ -195,7 +214,7 @@ class Store:
         info: dict[str, Any] = await self._guard(self._redis.info())
         settings = await self._settings(info)
         verdict = judge(settings, self.wanted)
-        self._barrier = verdict.barrier
+        self._barrier, self._reads_durable = verdict.barrier, verdict.reads_durable
         return ServerReport(
             version=str(info.get("redis_version") or info.get("valkey_version")),
             durability=verdict.level,
@@ -259,12 +278,21 @@ class Store:
         """Add a name to the list of runs."""
         await self._guard(self._redis.sadd(keys.RUNS, run))
 
-    async def lead(self, run: str, holder: str, ttl_ms: int, *, force: bool = False) -> Lease:
+    async def lead(self, run: str, holder: str, ttl_s: float, *, force: bool = False) -> Lease:
         """Take or renew the lease on a run; `force` takes it from whoever holds it, fencing him."""
-        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], [holder, ttl_ms, "1" if force else "0"])
+        arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
+        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], arguments)
         if reply[0] == 1:
-            return Lease(_text(reply[1]), holder, ttl_ms)
-        return Lease(None, _text(reply[1]), int(reply[2]))
+            return Lease(_text(reply[1]), holder, ttl_s)
+        return Lease(None, _text(reply[1]), int(reply[2]) / 1000)
+
+    async def ends(self, run: str) -> Ends:
+        """Say where the streams of a run end."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.xrevrange(keys.ledger(run), count=1)
+        pipe.hget(keys.counts(run), "stored")
+        newest, stored = await self._guard(pipe.execute())
+        return Ends(int(newest[0][0].partition(b"-")[0]) if newest else 0, int(stored or 0))
 
     async def resign(self, run: str, holder: str) -> None:
         """Give the lease back, if it is held."""
@@ -273,9 +301,11 @@ class Store:
     # ------------------------------------------------------------------ groups
 
     async def append(
-        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float
+        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float, token: str = ""
     ) -> list[Appended]:
         """Store groups; returns once what is answered `stored` is durable.
+
+        With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
 
         Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
         deleted; a first attempt whose answer was lost gets its TTL removed by the repeat.
@@ -290,7 +320,7 @@ class Store:
             await self.unlink(payload_keys)  # some may have found room; left there they would fill what is freed
             raise
         pipe = self._redis.pipeline(transaction=False)
-        stream, ids, counts = keys.index(run), keys.group_ids(run), keys.counts(run)
+        touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
         for key, item in zip(payload_keys, groups, strict=True):
             numbers = entry_of(item.group, len(item.frame), item.crc32c, published_version, now_s)
             strings = EntryStrings(
@@ -301,9 +331,12 @@ class Store:
                 item.group.ticket,
                 item.group.lengths.astype("<i4").tobytes(),
             )
-            arguments = [item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
-            pipe.fcall("rb_publish", 3, stream, ids, counts, *arguments)
+            arguments = [token, item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
+            pipe.fcall("rb_publish", len(touched), *touched, *arguments)
         replies = await self._guard(pipe.execute())
+        for reply in replies:
+            if reply[0] < 0:
+                raise _fenced(run, token, _text(reply[1]))
         results = [
             Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
         ]
@@ -332,11 +365,17 @@ class Store:
             pipe.persist(key)
         await self._guard(pipe.execute())
 
-    async def read_index(self, run: str, after: int) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
-        """Read the index stream from behind number `after`: numbers, `ENTRY` values and encoded strings, in chunks."""
+    async def read_index(
+        self, run: str, after: int, through: int | None = None
+    ) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
+        """Read the index stream from behind number `after`, to `through`, in chunks.
+
+        Each holds numbers, `ENTRY` values and encoded strings.
+        """
+        end = "+" if through is None else f"{through}-0"
         while True:
             raw = await self._guard(
-                self._redis.xrange(keys.index(run), min=f"({after}-0", max="+", count=READ_CHUNK_ENTRIES)
+                self._redis.xrange(keys.index(run), min=f"({after}-0", max=end, count=READ_CHUNK_ENTRIES)
             )
             if not raw:
                 return
@@ -360,6 +399,11 @@ class Store:
                 values = np.frombuffer(fields[b"n"], ENTRY)[0]
                 found.append(IndexEntry(number, values, decode_strings(fields[b"s"])))
         return found
+
+    async def strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
+        """Fetch the variable part of the index entries `first` to `last`."""
+        raw = await self._guard(self._redis.xrange(keys.index(run), min=f"{first}-0", max=f"{last}-0"))
+        return [decode_strings(_fields(entry[1])[b"s"]) for entry in raw]
 
     async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
         """Look up the numbers under which ids are stored."""
@@ -395,9 +439,11 @@ class Store:
             pipe.unlink(key)
         await self._guard(pipe.execute())
 
-    async def wait_for_groups(self, after: Mapping[str, int], timeout_s: float) -> list[str]:
-        """Block until the index stream of a run has entries behind its number; return those runs."""
-        streams: dict[Any, Any] = {keys.index(run): f"{number}-0" for run, number in after.items()}
+    async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
+        """Block until a stream of a run has entries behind its known end; return those runs."""
+        streams: dict[Any, Any] = {}
+        for run, ends in known.items():
+            streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
         reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
         try:
             async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
@@ -409,24 +455,25 @@ class Store:
                 name="redis",
                 value=self.url,
             ) from None
-        named = {keys.index(run).encode(): run for run in after}
-        return [named[stream] for stream in (reply or {})]
+        news = set(reply or {})
+        return [run for run in known if news & {keys.index(run).encode(), keys.ledger(run).encode()}]
 
     # ------------------------------------------------------------------ ledger
 
     async def append_record(self, run: str, token: str, number: int, record: AnyRecord) -> None:
-        """Append ledger entry `number`. Raises `Fenced` where a newer leader exists, `Conflict` where it is taken."""
+        """Append ledger entry `number`.
+
+        Raises `NotLeader` where a newer leader exists, `DataLost` where the entries before it are gone, `Conflict`
+        where another record has the number.
+        """
         reply = await self._call_durably(
             "rb_append", [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
         )
         outcome, detail = _text(reply[0]), _text(reply[1])
         if outcome == "fenced":
-            raise Fenced(
-                f"run {run}: our fencing token is {token}, the newest is {detail}; another server leads",
-                name="fence",
-                value=token,
-                bound=detail,
-            )
+            raise _fenced(run, token, detail)
+        if outcome == "gap":
+            raise data_lost(run, f"the ledger ends at entry {detail}, and entry {number - 1} was acknowledged")
         if outcome != "ok":
             raise Conflict(
                 f"run {run}: ledger entry {number} is {outcome}; the newest is {detail}",
@@ -467,7 +514,7 @@ class Store:
         counts: Mapping[str, int] | None = None,
         durably: bool = True,
     ) -> None:
-        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `Fenced`.
+        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `NotLeader`.
 
         `durably=False` where a restart finds out by itself what is lost.
         """
@@ -480,7 +527,7 @@ class Store:
             [token, len(drop), *drop, len(put) // 2, *put, *raised],
         )
         if _text(reply[0]) != "ok":
-            raise Fenced(f"run {run}: our fencing token is {token}, the newest is {_text(reply[1])}", name="fence")
+            raise _fenced(run, token, _text(reply[1]))
 
     async def counts(self, run: str) -> dict[str, int]:
         """Read the run's counters."""
@@ -498,14 +545,17 @@ class Store:
 
     # ------------------------------------------------------------------ durability
 
-    async def confirm(self, run: str) -> None:
-        """Wait until everything that could be read before this call is durable. Raises `NotDurable`.
+    async def confirmed_ends(self, run: str) -> Ends | None:
+        """Say how far the streams of a run are durable; None where everything that can be read is. Raises `NotDurable`.
 
-        Whoever acts on what it read, not on what it was answered, calls this in between: after a start, and after an
-        append whose outcome was not known.
+        Whoever acts on what it reads, not on what it was answered, reads no further.
         """
-        if self._barrier:  # it covers what the server wrote before a write of this connection: so here is one
-            await self._call_durably("rb_count", [keys.counts(run)], [1, "confirmed", 1])
+        if self._barrier is None or self._reads_durable:
+            return None
+        ends = await self.ends(run)
+        # The wait covers what the server wrote before the last write of this connection: so here is one.
+        await self._call_durably("rb_count", [keys.counts(run)], [1, "confirmed", 1])
+        return ends
 
     async def _durably(self, pipe: Any) -> list[Any]:
         """Execute a pipeline of writes; return its replies once the server confirms what it wrote."""
@@ -513,8 +563,11 @@ class Store:
         if barrier is None:
             replies: list[Any] = await self._guard(pipe.execute())
             return replies
-        pipe.execute_command(*barrier.command)
-        *replies, waited = await self._guard(_executed(pipe))
+        waits = barrier.commands
+        for wait in waits:
+            pipe.execute_command(*wait)
+        all_replies = await self._guard(_executed(pipe, len(waits)))
+        replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
         try:
             confirmed = barrier.check(waited)
         except NotDurable:
@@ -556,13 +609,33 @@ class Store:
         return ServiceUnavailable(f"Redis at {self.url} takes no writes for now: {error}", name="redis", value=self.url)
 
 
-async def _executed(pipe: Any) -> list[Any]:
-    """Execute a pipeline whose last command is a wait; raise the first error of the others, return the wait's."""
+async def _executed(pipe: Any, waits: int) -> list[Any]:
+    """Execute a pipeline whose last commands are waits; raise the first error of the others, return that of waits."""
     replies: list[Any] = await pipe.execute(raise_on_error=False)
-    for reply in replies[:-1]:
+    for reply in replies[:-waits]:
         if isinstance(reply, Exception):
             raise reply
     return replies
+
+
+def data_lost(run: str, seen: str) -> DataLost:
+    """Build the error of a Redis that does not hold what it acknowledged."""
+    return DataLost(
+        f"run {run}: {seen}; Redis was emptied, or replaced by an older copy, under the running service, which writes "
+        "nothing more for this run. Restore Redis from its append-only file; the service goes on once all is there",
+        name="redis",
+        value=run,
+    )
+
+
+def _fenced(run: str, token: str, newest: str) -> ReplaybufError:
+    if not newest:
+        return data_lost(run, f"the fencing token is gone, and {token} was acknowledged")
+    return NotLeader(
+        f"run {run}: our fencing token is {token}, the newest is {newest}; another server leads",
+        name="leader",
+        bound=newest,
+    )
 
 
 def decode_strings(raw: bytes) -> EntryStrings:
