@@ -138,6 +138,8 @@ def _durability(report: ServerReport) -> Finding:
     advice = (
         "" if strict else "CONFIG SET as named, and in the server's configuration file; until then a kill loses data"
     )
+    if strict and not report.met_by.startswith("appendfsync always"):
+        advice = "for crashes of the whole machine, and for speed: CONFIG SET appendfsync always"
     seen = "; ".join([report.summary, *report.reasons])
     return Finding("durability", "ok" if strict else "warn", seen, advice)
 

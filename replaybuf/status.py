@@ -20,38 +20,14 @@ READINESS = "/readyz"
 
 def show(url: str, run: str | None, token: str | None, console: Console) -> None:
     """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
-    addresses = addresses_of(url)
-    body = _first_answer(addresses, f"/v1/runs/{run}" if run else "/v1/runs", token)
+    address, body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
     runs = [body] if run else body["runs"]
-    for line in _server(_first_answer(addresses, READINESS, token)):
+    for line in _server(_ask(address, READINESS, None)):
         console.print(line, markup=False)
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
         console.print(_table(state))
-
-
-def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> dict[str, Any]:
-    """Ask one address after the other. Raises what the last one answered where none serves."""
-    *others, last = addresses
-    for address in others:
-        with contextlib.suppress(ServiceUnavailable):
-            return _ask(address, path, token)
-    return _ask(last, path, token)
-
-
-def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        response = httpx.get(address + path, headers=headers, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
-        raise ServiceUnavailable(
-            f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
-        ) from error
-    body: dict[str, Any] = msgspec.json.decode(response.content)
-    if response.is_error and path != READINESS:  # not ready is an answer too, and says why
-        raise from_problem(response.status_code, body)
-    return body
 
 
 def _server(ready: dict[str, Any]) -> list[str]:
@@ -64,6 +40,32 @@ def _server(ready: dict[str, Any]) -> list[str]:
     if ready["waiting_for"]:
         lines.append(f"waiting for redis: {ready['waiting_for']}")
     return lines
+
+
+def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> tuple[str, dict[str, Any]]:
+    """Ask one address after the other; return the first that serves, and its answer.
+
+    Raises what the last one answered where none serves.
+    """
+    *others, last = addresses
+    for address in others:
+        with contextlib.suppress(ServiceUnavailable):
+            return address, _ask(address, path, token)
+    return last, _ask(last, path, token)
+
+
+def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        response = httpx.get(address + path, headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise ServiceUnavailable(
+            f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
+        ) from error
+    body: dict[str, Any] = msgspec.json.decode(response.content)
+    if response.is_error and path != READINESS:  # its 503 says what it waits for
+        raise from_problem(response.status_code, body)
+    return body
 
 
 def _table(state: dict[str, Any]) -> Table:

@@ -38,10 +38,10 @@ TROUBLE_PAUSE_S = 0.5
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server runs: where it listens, where its data lies or which Redis it uses, who may call, and what every
-    acknowledged write is to survive (`Wanted`).
+    """How a server runs: where it listens, where its data lies or which Redis it uses, who may call.
 
-    `advertise_url` is what clients of other servers are told; without it, where this one listens.
+    `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
+    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
     """
 
     host: str = "127.0.0.1"

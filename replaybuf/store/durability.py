@@ -8,6 +8,7 @@ without WAITAOF, `appendfsync always` is taken at its word. Replicas count only 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from replaybuf.errors import Invalid, NotDurable
@@ -22,8 +23,8 @@ LONGEST_WAIT_S = 8.0
 class Wanted:
     """What is asked of every acknowledged write.
 
-    `strict`: it is on the server's disk. `replicas`: so many replicas have it too (strict: on disk, where the server
-    has WAITAOF). Not confirmed within `timeout_s` seconds: the write is answered `NotDurable`.
+    `strict`: it is on the server's disk. `replicas`: so many replicas have it, too, in memory. Not confirmed within
+    `timeout_s` seconds: the write is answered `NotDurable`.
     """
 
     level: Level = "strict"
@@ -52,45 +53,46 @@ STRICT = Wanted()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Barrier:
-    """The wait behind a write, on the write's own connection: `local` = 1 for the server's disk, and `replicas`.
+    """The wait behind a write, on the write's own connection: for the server's disk, for so many `replicas`, or both.
 
-    WAITAOF and WAIT cover what their connection wrote, and with it everything the server wrote before that.
+    WAITAOF and WAIT cover what their connection wrote, and with it everything the server wrote before that. WAITAOF for
+    replicas is not used: they tell once a second what they synced, so that every write would take a second.
     """
 
-    local: int
+    local: bool
     replicas: int
     timeout_s: float
-    waitaof: bool
 
     @property
-    def command(self) -> tuple[str | int, ...]:
-        """The command that waits."""
+    def commands(self) -> list[tuple[str | int, ...]]:
+        """The commands that wait."""
         timeout_ms = max(1, int(self.timeout_s * 1000))
-        if self.waitaof:
-            return ("WAITAOF", self.local, self.replicas, timeout_ms)
-        return ("WAIT", self.replicas, timeout_ms)
+        waits: list[tuple[str | int, ...]] = [("WAITAOF", 1, 0, timeout_ms)] if self.local else []
+        return [*waits, ("WAIT", self.replicas, timeout_ms)] if self.replicas else waits
 
     @property
     def text(self) -> str:
-        """Name the wait as a person would: `WAITAOF 1 0`."""
-        return " ".join(map(str, self.command[:-1]))
+        """Name the waits as a person would: `WAITAOF 1 0 and WAIT 1`."""
+        return " and ".join(" ".join(map(str, command[:-1])) for command in self.commands)
 
-    def check(self, reply: Any) -> int:
+    def check(self, replies: Sequence[Any]) -> int:
         """Return how many replicas confirmed. Raises `NotDurable` where fewer did, or the server refused to wait."""
-        if isinstance(reply, Exception):
-            raise NotDurable(
-                f"the write is not confirmed: the server refused {self.text}: {reply}",
-                name="durability",
-                bound=self.text,
-            ) from reply
-        local, replicas = (int(reply[0]), int(reply[1])) if self.waitaof else (0, int(reply))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise NotDurable(
+                    f"the write is not confirmed: the server refused {self.text}: {reply}",
+                    name="durability",
+                    bound=self.text,
+                ) from reply
+        local = int(replies[0][0]) if self.local else 0
+        replicas = int(replies[-1]) if self.replicas else 0
         if local < self.local or replicas < self.replicas:
             raise NotDurable(
-                f"the write is not confirmed: within {self.timeout_s:g} s it reached {local} of {self.local} own disks "
-                f"and {replicas} of {self.replicas} replicas ({self.text}); it may still become durable, send it again",
+                f"the write is not confirmed: within {self.timeout_s:g} s it reached {local} of {int(self.local)} own "
+                f"disks and {replicas} of {self.replicas} replicas ({self.text}); send it again",
                 name="durability",
                 value={"local": local, "replicas": replicas},
-                bound={"local": self.local, "replicas": self.replicas, "timeout_s": self.timeout_s},
+                bound={"local": int(self.local), "replicas": self.replicas, "timeout_s": self.timeout_s},
             )
         return replicas
 
@@ -112,15 +114,14 @@ class Settings:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
     """The level in force, how it is met (`appendfsync always`, `WAITAOF 1 0`, ...), why it is not strict or what else
-    is wrong, and the wait that every acknowledged write gets. `sees_durable`: what a client reads is on disk already,
-    because the server answers nobody before it has synced.
+    is wrong, and the wait that every acknowledged write gets. `reads_durable`: what can be read is durable already.
     """
 
     level: Level
     met_by: str
     reasons: tuple[str, ...]
     barrier: Barrier | None
-    sees_durable: bool
+    reads_durable: bool
 
 
 def judge(server: Settings, wanted: Wanted) -> Verdict:
@@ -131,10 +132,11 @@ def judge(server: Settings, wanted: Wanted) -> Verdict:
         and not server.no_fsync_on_rewrite
         and not server.is_replica
     )
-    # With appendfsync no the server never tells when its disk has a write: WAITAOF would only time out.
+    # With appendfsync no the server never tells when its disk has a write: WAITAOF would only time out. With always it
+    # costs nothing, and the answer proves what a setting, read a while ago and changed since, only promises.
     can_wait = server.waitaof and server.appendonly is True and server.appendfsync != "no"
-    barrier = _barrier(wanted, can_wait, server.waitaof)
-    on_disk = always or (barrier is not None and barrier.local == 1)
+    barrier = Barrier(can_wait and wanted.level == "strict", wanted.replicas, wanted.timeout_s)
+    on_disk = always or barrier.local
     reasons = [] if on_disk else _weaknesses(server)
     if server.policy is None:
         reasons.append("maxmemory-policy is not told; a full server may drop data: set maxmemory-policy noeviction")
@@ -151,24 +153,15 @@ def judge(server: Settings, wanted: Wanted) -> Verdict:
             "write is answered 503 not-durable"
         )
     means = ["appendfsync always"] if always else []
-    if barrier and (not always or wanted.replicas):
-        means.append(barrier.text)
+    shown = dataclasses.replace(barrier, local=barrier.local and not always)
+    met_by = " and ".join([*means, *([shown.text] if shown.commands else [])]) or _plainly(server)
     return Verdict(
-        level, " and ".join(means) or _plainly(server), tuple(reasons), barrier, always and not wanted.replicas
+        level,
+        met_by,
+        tuple(reasons),
+        barrier if barrier.commands else None,
+        reads_durable=always and not wanted.replicas,
     )
-
-
-def _barrier(wanted: Wanted, can_wait: bool, waitaof: bool) -> Barrier | None:
-    if wanted.level == "strict" and waitaof:
-        # Also with appendfsync always, where it costs nothing: the answer proves what a setting, read a while ago and
-        # changed since, only promises.
-        local = int(can_wait)
-        if local or wanted.replicas:
-            return Barrier(local, wanted.replicas, wanted.timeout_s, waitaof=True)
-        return None
-    if wanted.replicas:
-        return Barrier(0, wanted.replicas, wanted.timeout_s, waitaof=False)
-    return None
 
 
 def _weaknesses(server: Settings) -> list[str]:

@@ -2,10 +2,10 @@
 
 Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
 number, a payload has a key of its own per attempt. A lost connection and a server that takes no writes raise
-`ServiceUnavailable`, a full server `NoRoom`, a lost lease `NotLeader`, a Redis that forgot what it had acknowledged
-`DataLost`. What is acknowledged goes through `_durably`, which waits for the server's confirmation on the same
-connection and raises `NotDurable` without it; a repeat writes something too, so that its wait covers the first try. One
-client serves all calls; the blocking read of new entries has its own.
+`ServiceUnavailable`, a full server `NoRoom`, a lost lease `NotLeader`, a Redis that forgot what
+it had acknowledged `DataLost`. What is acknowledged goes through `_durably`, which
+waits for the server's confirmation on the same connection and raises `NotDurable` without it; a repeat writes something
+too, so that its wait covers the first try. One client serves all calls; the blocking read of new entries has its own.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Store:
         self.unconfirmed = 0
         self.replicas_confirmed = 0
         self._barrier: Barrier | None = None
-        self._sees_durable = False
+        self._reads_durable = True
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
@@ -214,7 +214,7 @@ class Store:
         info: dict[str, Any] = await self._guard(self._redis.info())
         settings = await self._settings(info)
         verdict = judge(settings, self.wanted)
-        self._barrier, self._sees_durable = verdict.barrier, verdict.sees_durable
+        self._barrier, self._reads_durable = verdict.barrier, verdict.reads_durable
         return ServerReport(
             version=str(info.get("redis_version") or info.get("valkey_version")),
             durability=verdict.level,
@@ -365,11 +365,17 @@ class Store:
             pipe.persist(key)
         await self._guard(pipe.execute())
 
-    async def read_index(self, run: str, after: int) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
-        """Read the index stream from behind number `after`: numbers, `ENTRY` values and encoded strings, in chunks."""
+    async def read_index(
+        self, run: str, after: int, through: int | None = None
+    ) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
+        """Read the index stream from behind number `after`, to `through`, in chunks.
+
+        Each holds numbers, `ENTRY` values and encoded strings.
+        """
+        end = "+" if through is None else f"{through}-0"
         while True:
             raw = await self._guard(
-                self._redis.xrange(keys.index(run), min=f"({after}-0", max="+", count=READ_CHUNK_ENTRIES)
+                self._redis.xrange(keys.index(run), min=f"({after}-0", max=end, count=READ_CHUNK_ENTRIES)
             )
             if not raw:
                 return
@@ -539,16 +545,17 @@ class Store:
 
     # ------------------------------------------------------------------ durability
 
-    async def confirm(self, run: str) -> None:
-        """Wait until everything that could be read before this call is durable. Raises `NotDurable`.
+    async def confirmed_ends(self, run: str) -> Ends | None:
+        """Say how far the streams of a run are durable; None where everything that can be read is. Raises `NotDurable`.
 
-        Whoever acts on what it read, not on what it was answered, calls this in between: after a start, and after an
-        append whose outcome was not known.
+        Whoever acts on what it reads, not on what it was answered, reads no further.
         """
-        if (
-            self._barrier and not self._sees_durable
-        ):  # it covers what the server wrote before a write of this connection: so here is one
-            await self._call_durably("rb_count", [keys.counts(run)], [1, "confirmed", 1])
+        if self._barrier is None or self._reads_durable:
+            return None
+        ends = await self.ends(run)
+        # The wait covers what the server wrote before the last write of this connection: so here is one.
+        await self._call_durably("rb_count", [keys.counts(run)], [1, "confirmed", 1])
+        return ends
 
     async def _durably(self, pipe: Any) -> list[Any]:
         """Execute a pipeline of writes; return its replies once the server confirms what it wrote."""
@@ -556,8 +563,11 @@ class Store:
         if barrier is None:
             replies: list[Any] = await self._guard(pipe.execute())
             return replies
-        pipe.execute_command(*barrier.command)
-        *replies, waited = await self._guard(_executed(pipe))
+        waits = barrier.commands
+        for wait in waits:
+            pipe.execute_command(*wait)
+        all_replies = await self._guard(_executed(pipe, len(waits)))
+        replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
         try:
             confirmed = barrier.check(waited)
         except NotDurable:
@@ -599,10 +609,10 @@ class Store:
         return ServiceUnavailable(f"Redis at {self.url} takes no writes for now: {error}", name="redis", value=self.url)
 
 
-async def _executed(pipe: Any) -> list[Any]:
-    """Execute a pipeline whose last command is a wait; raise the first error of the others, return the wait's."""
+async def _executed(pipe: Any, waits: int) -> list[Any]:
+    """Execute a pipeline whose last commands are waits; raise the first error of the others, return that of waits."""
     replies: list[Any] = await pipe.execute(raise_on_error=False)
-    for reply in replies[:-1]:
+    for reply in replies[:-waits]:
         if isinstance(reply, Exception):
             raise reply
     return replies

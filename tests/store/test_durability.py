@@ -57,8 +57,8 @@ UNTOLD = settings(True, None, rewrite=None, refused="ERR unknown command")
         (UNTOLD, STRICT, "strict", "WAITAOF 1 0", "WAITAOF 1 0"),
         (UNTOLD, RELAXED, "relaxed", "unknown", None),
         (settings(replica=True), STRICT, "relaxed", "WAITAOF 1 0", "WAITAOF 1 0"),
-        (settings(replicas=2), Wanted(replicas=2), "strict", "appendfsync always and WAITAOF 1 2", "WAITAOF 1 2"),
-        (settings(False, replicas=1), Wanted(replicas=1), "relaxed", "WAITAOF 0 1", "WAITAOF 0 1"),
+        (settings(replicas=2), Wanted(replicas=2), "strict", "appendfsync always and WAIT 2", "WAITAOF 1 0 and WAIT 2"),
+        (settings(False, replicas=1), Wanted(replicas=1), "relaxed", "WAIT 1", "WAIT 1"),
         (settings(waitaof=False, replicas=1), Wanted(replicas=1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
         (settings(replicas=1), Wanted("relaxed", 1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
     ],
@@ -82,7 +82,7 @@ def test_strict_is_never_said_without_the_disk(appendonly: bool | None, appendfs
     ):
         server = settings(appendonly, appendfsync, policy=policy, rewrite=rewrite, waitaof=waitaof, refused=refused)
         verdict = judge(server, wanted)
-        waits = verdict.barrier is not None and verdict.barrier.local == 1
+        waits = verdict.barrier is not None and verdict.barrier.local
         always = appendonly is True and appendfsync == "always" and not rewrite
         if verdict.level == "strict":
             assert (waits or always) and policy == "noeviction" and not verdict.reasons
@@ -106,15 +106,15 @@ def test_waits_out_of_bounds_are_refused(replicas: int, timeout_s: float) -> Non
 
 def test_an_unmet_wait_names_what_was_reached_and_what_is_needed() -> None:
     """In the words and in the machine fields; a server that refuses to wait confirms nothing either."""
-    barrier = Barrier(1, 2, 0.5, waitaof=True)
-    assert barrier.check([1, 2]) == 2
-    for reply in ([0, 2], [1, 1]):
+    barrier = Barrier(local=True, replicas=2, timeout_s=0.5)
+    assert barrier.check([[1, 0], 2]) == 2
+    for local, replicas in ((0, 2), (1, 1)):
         with pytest.raises(NotDurable) as caught:
-            barrier.check(reply)
-        assert caught.value.value == {"local": reply[0], "replicas": reply[1]}
+            barrier.check([[local, 0], replicas])
+        assert caught.value.value == {"local": local, "replicas": replicas}
         assert caught.value.bound == {"local": 1, "replicas": 2, "timeout_s": 0.5}
-    with pytest.raises(NotDurable, match="refused WAITAOF 1 2"):
-        barrier.check(ValueError("appendonly is disabled"))
+    with pytest.raises(NotDurable, match="refused WAITAOF 1 0 and WAIT 2"):
+        barrier.check([ValueError("appendonly is disabled"), 2])
 
 
 # ---------------------------------------------------------------------- on real servers
@@ -209,7 +209,7 @@ def test_a_repeat_of_what_was_not_confirmed_waits_for_the_first_try(tmp_path: Pa
             lambda: store.append("r", [to_append("a")], 0, time.time()),
             lambda: store.append_record("r", token, 1, record),
             lambda: store.change_tickets("r", token, drop=["t0-0-1"], counts={"returned": 1}),
-            lambda: store.confirm("r"),
+            lambda: store.confirmed_ends("r"),
         )
         replica.signal(signal.SIGSTOP)
         for _ in range(2):  # the first try, and the repeat on another connection
