@@ -71,8 +71,10 @@ class Door:
         journal = self._journal
         counts = await journal.store.counts(journal.name)
         refused = {k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")}
+        self.duplicates = counts.get("duplicate", 0)
         self.rejected.clear()
         self.rejected.update(refused)
+        self.duplicates = counts.get("duplicate", 0)
         self._book.restore(await journal.store.tickets(journal.name), counts)
         journal.freed(counts.get("freed_through", 0))
 
@@ -138,7 +140,7 @@ class Door:
             status = "stored" if outcome.stored else "duplicate"
             results[position] = {"group_id": outcome.group_id, "status": status}
         self.duplicates += sum(not outcome.stored for outcome in appended)
-        await self.pull()
+        await self.pull(max(outcome.number for outcome in appended))
         return results
 
     def _admit(self, item: Incoming) -> ToAppend:
@@ -243,9 +245,9 @@ class Door:
             value=first["reason"],
         )
 
-    async def pull(self) -> None:
-        """Take in what is new in the index stream, whoever wrote it."""
-        await self._journal.pull()
+    async def pull(self, through: int | None = None) -> None:
+        """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
+        await self._journal.pull(through)
         await self.settle()
 
     async def follow(self) -> None:
@@ -376,9 +378,10 @@ class Door:
 
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
         with self._unsure_on_failure():
-            await self._store(self._book.done(prompts))
+            # Not durably: who leads next strikes again the prompts whose group is stored.
+            await self._store(self._book.done(prompts), durably=False)
 
-    async def _store(self, change: TicketChange) -> None:
+    async def _store(self, change: TicketChange, *, durably: bool = True) -> None:
         if not change:
             return
         journal = self._journal
@@ -389,6 +392,7 @@ class Door:
                 drop=change.drop,
                 deadlines_s=change.deadlines_s,
                 counts=change.counts,
+                durably=durably,
             )
         except NotLeader:
             journal.follow(None)

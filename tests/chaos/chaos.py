@@ -105,8 +105,10 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
 def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
     """Write down how every run stands, restart all servers, and look again; at last without them."""
     rests = [Rest(cluster.url, run, recorder) for run in RUNS]
+    seen = read_history(cluster.history)
     for rest in rests:
         rest.attach()
+        rest.send_again(seen)
     observer = Recorder(cluster.history, "last")
     for run in RUNS:
         follower = Follower(cluster.url, run, observer, END_TIMEOUT_S)

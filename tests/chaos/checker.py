@@ -83,6 +83,9 @@ class RunHistory:
         ]
         self.batches = {record.batch_id: record for _, record in self.ledger if isinstance(record, BatchRecord)}
         self.bodies = [asked for asked in self.asked if asked.body]
+        rest_s = min((drained.at_s for drained in self.drained), default=float("inf"))
+        self.sent_again = [sent for sent in self.sent if sent.at_s > rest_s]
+        """What was sent at rest, to learn whether it is still known: groups whose history the service has trimmed."""
         self._epochs = sorted((attached.at_s, attached.epoch) for attached in self.attached if attached.epoch)
 
     def epoch_before(self, instant_s: float) -> int:
@@ -112,7 +115,8 @@ def check(history: Sequence[AnyEvent]) -> list[Violation]:
 def stored_means_stored(run: RunHistory) -> Iterator[str]:
     """1. What was answered (stored, attached, acked) survives kill -9 of every process, Redis included."""
     stored = run.stored_groups()
-    ids = {group_id for group_id, _, _ in stored.values()}
+    trimmed = {sent.group_id for sent in run.sent_again if sent.outcome == "duplicate"}
+    ids = {group_id for group_id, _, _ in stored.values()} | trimmed
     prompts = {prompt_index for _, prompt_index, _ in stored.values()}
     for sent in run.sent:
         if sent.outcome == "stored" and sent.group_id not in ids:
@@ -133,8 +137,11 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
         if payload.rollouts is None:
             yield f"the rollouts of group {payload.group_id}, which may still be needed, are gone"
     for seen in _settled(run):
-        if seen.state["groups"]["stored"] != len(stored) or max(stored, default=0) != len(stored):
-            yield f"{seen.state['groups']['stored']} groups are stored, {len(stored)} were seen ({max(stored)} numbers)"
+        missing = set(range(_trimmed(run) + 1, seen.state["groups"]["stored"] + 1)) ^ {
+            number for number in stored if number > _trimmed(run)
+        }
+        if missing:
+            yield f"{seen.state['groups']['stored']} groups are stored; group numbers {sorted(missing)[:10]} do not fit"
         if seen.state["groups"]["dead_lettered"]:
             yield f"{seen.state['groups']['dead_lettered']} stored groups are not readable any more"
     yield from _changed_by_restart(run)
@@ -284,8 +291,12 @@ def every_prompt_and_step_once(run: RunHistory) -> Iterator[str]:
     for prompt_index, count in stored.items():
         if count > 1:
             yield f"prompt {prompt_index} is stored {count} times"
+    trimmed = {sent.prompt_index for sent in run.sent_again if sent.outcome == "duplicate"}
+    for sent in run.sent_again:
+        if sent.outcome == "stored":
+            yield f"group {sent.group_id} was not stored until it was sent again at rest"
     if any(drained.drained for drained in run.drained):  # every ticket has come to its end
-        missing = set(range(max(issued, default=-1) + 1)) - stored.keys() - failed
+        missing = set(range(max(issued, default=-1) + 1)) - stored.keys() - failed - trimmed
         if missing:
             yield f"prompts {sorted(missing)[:20]} were skipped ({len(missing)} in all)"
     yield from _issued_after_stored(run)
@@ -382,6 +393,11 @@ def _assembled(run: RunHistory) -> Iterator[tuple[int, BatchRecord, Known]]:
 
 def _of_trainers(run: RunHistory) -> list[TrainerWrote | BatchAsked]:
     return [*run.wrote, *run.asked]
+
+
+def _trimmed(run: RunHistory) -> int:
+    """Say up to which number groups are listed no more at the end."""
+    return min((group.number for group in run.groups if group.last), default=1) - 1
 
 
 def _total(groups: dict[str, Any]) -> int:

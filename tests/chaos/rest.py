@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from replaybuf.client import Client, Waiting
+from replaybuf.group import Group
+from replaybuf.ledger import TicketRecord
 from replaybuf.service.answers import group_counts
 from replaybuf.service.journal import Journal
 from replaybuf.store import Store
 from tests.chaos.calling import TIMEOUT_S, observed
+from tests.chaos.checker import RunHistory
 from tests.chaos.content import checksum, make_group
 from tests.chaos.history import (
     OK,
+    AnyEvent,
     Attached,
     BatchAsked,
     Drained,
@@ -34,6 +38,7 @@ T = TypeVar("T")
 DRAIN_TIMEOUT_S = 45.0
 RETRY_FOR_S = 30.0
 PAYLOADS_READ = 200
+SENT_AGAIN = 50
 WORLD = 2
 POLL_S = 0.2
 
@@ -83,15 +88,7 @@ class Rest:
             name = f"p{ticket.prompt_index}"
             version = taken.result.published_version if taken.result else 0
             group = make_group(name, version, named=False, ticket=ticket.ticket)
-            sent = observed(self._run, client, lambda group=group: client.append([group]))  # type: ignore[misc]
-            result = sent.result[0] if sent.result else None
-            sent.seen["outcome"] = result.status if result else sent.seen["outcome"]
-            stored &= sent.seen["outcome"] in ("stored", "duplicate")
-            reason = result.reason if result else None
-            event = GroupSent(
-                **sent.seen, group_id=name, prompt_index=ticket.prompt_index, policy_version=version, reason=reason
-            )
-            self._recorder.write(event)
+            stored &= self._send(name, ticket.prompt_index, group)
         return stored and any(ticket.attempt == 1 for ticket in tickets)
 
     # ------------------------------------------------------------------ looking
@@ -135,6 +132,36 @@ class Rest:
                     **asked.seen, epoch=self._epoch, step=step, rank=rank, world=WORLD, body=body, waiting=waiting
                 )
             )
+
+    def send_again(self, history: Sequence[AnyEvent]) -> None:
+        """Send groups again that are stored: some, and all that nobody has seen, as their history may be trimmed."""
+        events = RunHistory([event for event in history if event.run == self._run])
+        stored = events.stored_groups().values()
+        answered = {sent.group_id: sent.prompt_index for sent in events.sent if sent.outcome == "stored"}
+        ids, prompts = {group_id for group_id, _, _ in stored}, {prompt_index for _, prompt_index, _ in stored}
+        failed = {record.prompt_index for _, record in events.ledger if isinstance(record, TicketRecord)}
+        issued = {prompt_index for taken in events.tickets for _, prompt_index, _ in taken.tickets}
+        again = dict(list(answered.items())[:: len(answered) // SENT_AGAIN + 1])
+        again |= {name: prompt_index for name, prompt_index in answered.items() if name not in ids}
+        again |= {f"p{prompt_index}": prompt_index for prompt_index in issued - prompts - failed}
+        for name, prompt_index in again.items():
+            self._send(name, prompt_index, make_group(name, 0, named=True))
+
+    def _send(self, name: str, prompt_index: int | None, group: Group) -> bool:
+        """Append a group; say whether it is stored now."""
+        sent = observed(self._run, self._client, lambda: self._client.append([group]))
+        result = sent.result[0] if sent.result else None
+        outcome = result.status if result else str(sent.seen["outcome"])
+        self._recorder.write(
+            GroupSent(
+                **(sent.seen | {"outcome": outcome}),
+                group_id=name,
+                prompt_index=prompt_index,
+                policy_version=group.policy_version,
+                reason=result.reason if result else None,
+            )
+        )
+        return outcome in ("stored", "duplicate")
 
     def read_payloads(self) -> None:
         """Read groups that may still be needed, some of each kind."""

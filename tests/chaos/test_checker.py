@@ -227,6 +227,16 @@ def test_a_correct_history_passes() -> None:
     assert check(correct()) == []
 
 
+def test_a_group_whose_history_is_trimmed_is_known_by_being_a_duplicate() -> None:
+    """It is listed no more, and nobody may have seen it before."""
+    history = [event for event in correct() if not (isinstance(event, GroupSeen) and event.number == 1)]
+    rewrite(history, 3, batch(0, held(2, 1, 0)))
+    reserve(history, 1, rollouts=body_of(history, 1).rollouts[2:])
+    assert {violation.guarantee for violation in check(history)} == {1, 9}
+    history.append(sent(0, 52.5, "duplicate"))
+    assert check(sorted(history, key=lambda event: event.at_s)) == []
+
+
 # ---------------------------------------------------------------------- what can be wrong with it
 
 Fault = Callable[[History], None]
@@ -475,6 +485,11 @@ def a_stored_prompt_is_issued_again(history: History) -> None:
 def a_ticket_that_was_issued_is_unknown(history: History) -> None:
     event = msgspec.structs.replace(sent(4, 10.0, "rejected"), reason="unknown_ticket")
     history.append(event)
+
+
+@fault(9)
+def a_prompt_is_stored_only_at_the_very_end(history: History) -> None:
+    history.append(sent(4, 52.5))
 
 
 @fault(9)
