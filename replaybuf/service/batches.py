@@ -56,7 +56,8 @@ class Batches:
                 return await self._packed(step)  # what is written down is the same from any server
             self._journal.check_leading()
             self._check_askable(step)
-            outcome = await self._batch(step)
+            outcome = await self._batch(step, epoch)
+            self.check_epoch(epoch)  # an attach while it was read may have changed its layout
             self._account_wait(outcome)
             return outcome
 
@@ -104,11 +105,12 @@ class Batches:
                 bound=state.oldest_step,
             )
 
-    async def _batch(self, step: int) -> Assembled | WaitingAnswer:
+    async def _batch(self, step: int, epoch: int) -> Assembled | WaitingAnswer:
         if step > self._state.step + self._selector.strategy.look_ahead:
             return self._selector.explain("awaiting_ack")
         try:
             async with self._journal.decision():
+                self.check_epoch(epoch)  # an attach may have come first, with a history that ends long before this step
                 while self._state.next_step <= step:
                     waits = await self._assemble_next()
                     if waits and self._state.next_step == self._state.step and self._selector.supply_ended(waits):

@@ -118,6 +118,12 @@ class Journal:
                 if not self.leading:
                     self.token = None
 
+    @contextlib.asynccontextmanager
+    async def staying(self) -> AsyncIterator[bool]:
+        """Keep this server from taking over, and from deciding, while the body runs; tells whether it follows."""
+        async with self._deciding:
+            yield not self.leading
+
     def follow(self, leader_url: str | None) -> None:
         """Decide no more."""
         self.token, self.leading, self.leader_url = None, False, leader_url

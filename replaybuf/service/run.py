@@ -99,8 +99,9 @@ class Run:
     async def watch(self) -> None:
         """Raise `DataLost` where Redis was emptied; as a follower look at what the leader keeps beside the streams."""
         await self.journal.check_kept()
-        if not self.journal.leading:
-            await self.door.look()
+        async with self.journal.staying() as following:
+            if following:  # a leader's book is ahead of what was read before it led
+                await self.door.look()
 
     async def tick(self) -> None:
         """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads."""

@@ -11,6 +11,7 @@ import pytest
 from replaybuf.errors import DataLost
 from replaybuf.service.journal import Journal
 from replaybuf.store import Store
+from replaybuf.store.durability import STRICT
 from replaybuf.store.redis import Ends
 from tests.builders import config_record
 
@@ -21,6 +22,7 @@ class Answering:
     def __init__(self) -> None:
         self.journal = Journal("r", cast(Store, self), time.time)
         self.grows = False
+        self.wanted = STRICT
 
     async def ends(self, run: str) -> Ends:
         """Tell where the streams end, as they are now."""
