@@ -53,7 +53,9 @@ class Batches:
         async def attempt() -> Assembled | WaitingAnswer:
             self.check_epoch(epoch)
             if not self._journal.leading and step in self._state.batches:
-                return await self._packed(step)  # what is written down is the same from any server
+                packed = await self._packed(step)  # what is written down is the same from any server
+                self.check_epoch(epoch)
+                return packed
             self._journal.check_leading()
             self._check_askable(step)
             outcome = await self._batch(step, epoch)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from tests.chaos.cluster import RUNS, Cluster
 from tests.chaos.history import Faulted, Healed, Recorder, now_s
 from tests.chaos.processes import Child
+from tests.chaos.trainer import FENCED
 
 ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
 """Those twice whose deaths have the most to break. There is no standby while a server that was hurt comes back."""
@@ -134,7 +135,9 @@ class Faults:
             if code is None or child.name in self._hurt:
                 continue
             valkey_away = "valkey" in self._hurt or now_s() - self._valkey_back_s < START_GRACE_S
-            if not (child.role == "server" and valkey_away):
+            # A trainer that stood still may have attached before its successor did; the checker judges who fences whom.
+            fenced = child.role == "trainer" and code == FENCED
+            if not (fenced or (child.role == "server" and valkey_away)):
                 self.ended.append(f"{child.name} with {code}: {_last_line(child)}")
             self._hurt.add(child.name)
             self._later((0.3, 0.5), lambda child=child: self._restart(child))  # type: ignore[misc]

@@ -51,6 +51,8 @@ class TrainerActor:
     def __init__(self, urls: str, run: str, place: Path, recorder: Recorder, rng: random.Random, keep: int) -> None:
         self._run, self._recorder, self._rng, self._keep = run, recorder, rng, keep
         self._place = place
+        self._kept: tuple[int, ...] = ()
+        self._number = 0
         self._client = Client(urls, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._each = [Client(url, run, timeout_s=TIMEOUT_S) for url in urls.split(",")]
         self._epoch, self._step, self._world, self._look_ahead = 0, 0, 1, 0
@@ -80,6 +82,10 @@ class TrainerActor:
 
     def _attach(self, place: Place) -> bool:
         resume_step = self._rng.choice(place.checkpoints)
+        # Before the call: it may take effect without an answer, and drop the later checkpoints.
+        self._number += 1
+        self._kept = tuple(step for step in place.checkpoints if step <= resume_step)
+        self._write_place(Place(self._kept))
         self._world = self._rng.choice((1, 2, 2, 3))
         on_resume: Literal["redeliver", "resample"] = "resample" if self._rng.random() < 0.25 else "redeliver"
         done = observed(self._run, self._client, lambda: self._client.attach(self._world, resume_step, on_resume))
@@ -90,7 +96,6 @@ class TrainerActor:
         got = done.result
         self._recorder.write(Attached(**done.seen, **told, epoch=got.epoch, step=got.step, generation=got.generation))
         self._epoch, self._step, self._look_ahead = got.epoch, got.step, got.look_ahead
-        self._write_place(Place(tuple(step for step in place.checkpoints if step <= got.step)))
         return True
 
     def _haunt(self) -> int:
@@ -103,12 +108,13 @@ class TrainerActor:
         return FENCED
 
     def _read_place(self) -> Place:
-        """Read the newest file: every epoch has its own, so that a fenced trainer cannot overwrite its successor's."""
+        """Read the newest file: every attach begins a new one, so that a fenced trainer overwrites none that counts."""
         found = sorted(self._place.parent.glob(f"{self._place.name}-*.json"))
+        self._number = int(found[-1].stem.rpartition("-")[2]) if found else 0
         return msgspec.json.decode(found[-1].read_bytes(), type=Place) if found else Place()
 
     def _write_place(self, place: Place) -> None:
-        path = self._place.with_name(f"{self._place.name}-{self._epoch:06d}.json")
+        path = self._place.with_name(f"{self._place.name}-{self._number:06d}.json")
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_bytes(msgspec.json.encode(place))
         scratch.rename(path)
@@ -158,8 +164,8 @@ class TrainerActor:
         step = self._step
         if not self._write_until_answered("checkpoint", step):
             return False
-        kept = {*self._read_place().checkpoints, step}
-        self._write_place(Place(tuple(sorted(kept)[-(self._keep - 1) :])))
+        self._kept = tuple(sorted({*self._kept, step})[-(self._keep - 1) :])
+        self._write_place(Place(self._kept))
         return True
 
     # ------------------------------------------------------------------ calls
