@@ -23,7 +23,16 @@ import msgspec
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import Conflict, DataLost, NotFound, NotLeader, ReplaybufError, ServiceUnavailable, StrategyFault
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    LedgerGap,
+    NotFound,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    StrategyFault,
+)
 from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
@@ -114,9 +123,18 @@ class Journal:
         self.token, self.leading, self.leader_url = None, False, leader_url
 
     async def check_kept(self) -> None:
-        """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again."""
+        """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again.
+
+        Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
+        """
         ends, known = await self.store.ends(self.name), self.ends
         if ends.entry < known.entry or ends.group < known.group:
+            if ends.entry and self.store.wanted.level == "relaxed":
+                raise LedgerGap(
+                    f"run {self.name}: Redis lost ledger entries {ends.entry + 1} to {known.entry} and groups "
+                    f"{ends.group + 1} to {known.group}; durability is relaxed",
+                    name="redis",
+                )
             seen = f"the ledger ends at entry {ends.entry} and the index at group {ends.group}"
             self.lost = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
             raise self.lost
