@@ -41,6 +41,7 @@ def serve(
     data_dir: Path = Path(".replaybuf/data"),
     redis_url: str | None = None,
     tokens_file: Path | None = None,
+    advertise_url: str | None = None,
 ) -> None:
     """Run the service until SIGTERM or SIGINT.
 
@@ -58,6 +59,8 @@ def serve(
         Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH.
     tokens_file
         Tokens that callers must show; made by "replaybuf token new".
+    advertise_url
+        Address that other servers on the same Redis tell their clients when this one leads; where it listens, if unset.
     """
     from replaybuf.service.server import serve as run_server
     from replaybuf.service.service import ServeOptions
@@ -68,6 +71,7 @@ def serve(
         data_dir=str(data_dir),
         redis_url=redis_url,
         tokens_file=str(tokens_file) if tokens_file else None,
+        advertise_url=advertise_url,
     )
     _run(run_server(options))
 
@@ -79,7 +83,7 @@ def status(*, url: str = "http://127.0.0.1:8900", run: str | None = None, token:
     Parameters
     ----------
     url
-        Address of the service.
+        Address of the service; several servers of one Redis: with commas between.
     run
         Name of one run; all of them where it is left out.
     token

@@ -12,7 +12,7 @@
     ├── Forbidden           403  a token whose role may not make this call
     ├── NotFound            404  unknown run, ticket, group, step
     ├── Conflict            409  the change would break a guarantee
-    │   ├── Fenced          409  an epoch or leader that a newer one replaced
+    │   ├── Fenced          409  an epoch that a newer one replaced
     │   └── WrongStep       409  a step out of order
     ├── Gone                410  bytes that a checkpoint freed
     │   └── RunFinished     410  no further batch will come
@@ -22,6 +22,8 @@
     ├── ServiceUnavailable  503  service or Redis not reachable; retry after a while
     │   ├── NotLeader       503  this server follows another one; ask that one, or again after its lease
     │   └── UnsupportedServer    a Redis that is too old or lacks what we need
+    ├── DataLost            500  Redis does not hold what it acknowledged; the service refuses to go on
+    ├── LedgerGap                a ledger whose next entries were trimmed before they were read
     ├── StrategyFault       500  a strategy broke its contract
     ├── EngineFault              an inference engine gave no usable answer to one request
     │   ├── EngineAway           an engine that is not reachable, too late or broken; another try may help
@@ -131,7 +133,7 @@ class Conflict(ReplaybufError):
 
 
 class Fenced(Conflict):
-    """An epoch (trainer) or fencing token (service) that a newer one replaced."""
+    """The epoch of a trainer that a newer one replaced."""
 
     slug, title = "fenced", "Fenced by a newer owner"
 
@@ -187,7 +189,7 @@ class ServiceUnavailable(ReplaybufError):
 
 
 class NotLeader(ServiceUnavailable):
-    """This server follows another one, which alone decides for the run; its lease may end."""
+    """This server follows another one, which alone decides for the run; `value` is its address, where it is known."""
 
     slug, title = "not-leader", "Not the leader"
 
@@ -196,6 +198,18 @@ class UnsupportedServer(ServiceUnavailable):
     """A Redis that is too old or lacks what the storage needs; retrying does not help."""
 
     slug, title = "unsupported-server", "Unsupported Redis server"
+
+
+class DataLost(ReplaybufError):
+    """Redis does not hold what it acknowledged: it was emptied or replaced under a running service."""
+
+    slug, title = "data-lost", "Redis lost data"
+
+
+class LedgerGap(ReplaybufError):
+    """Entries of a stream that were trimmed before they were folded; the state is to be read anew."""
+
+    slug, title = "ledger-gap", "Gap in a stream"
 
 
 class StrategyFault(ReplaybufError):
@@ -256,7 +270,7 @@ def from_problem(status: int, document: dict[str, Any], retry_after_s: float | N
     slug = str(document.get("type", "")).rpartition(":")[2]
     detail = str(document.get("detail") or document.get("title") or f"HTTP status {status}")
     known = _tree(ReplaybufError)
-    local = (MissingExtra, GroupRejected, EngineFault, EngineAway, EngineUnfit, RewardFault)
+    local = (MissingExtra, LedgerGap, GroupRejected, EngineFault, EngineAway, EngineUnfit, RewardFault)
     known = [cls for cls in known if cls not in local]  # these never travel
     by_slug = {cls.slug: cls for cls in reversed(known)}
     by_status = {cls.status: cls for cls in reversed(known)}

@@ -107,9 +107,9 @@ class TicketBook:
         return len(self._again)
 
     def restore(self, tickets: Iterable[tuple[str, float]], counts: dict[str, int]) -> None:
-        """Take in what storage holds, instead of what was here: tickets with deadlines in seconds, counters."""
-        for held in (self._out, self._again, self.next_index, self.counts):
-            held.clear()
+        """Take in what storage holds, in place of what is here: tickets with deadlines in seconds, counters."""
+        for table in (self._out, self._again, self.next_index, self.counts):
+            table.clear()
         for text, deadline_s in tickets:
             ticket = parse_ticket(text)
             if deadline_s:

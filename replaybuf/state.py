@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import LedgerGap
 from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, Numbers
 from replaybuf.ledger import (
     AckRecord,
@@ -223,7 +223,7 @@ class RunState:
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
         if entry != self.entries + 1:
-            raise ReplaybufError(
+            raise LedgerGap(
                 f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
             )
         self.entries = entry

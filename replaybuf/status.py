@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from replaybuf.client import addresses_of
 from replaybuf.errors import ServiceUnavailable, from_problem
 
 TIMEOUT_S = 10.0
@@ -16,22 +19,35 @@ TIMEOUT_S = 10.0
 
 def show(url: str, run: str | None, token: str | None, console: Console) -> None:
     """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    path = f"/v1/runs/{run}" if run else "/v1/runs"
-    try:
-        response = httpx.get(url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
-        raise ServiceUnavailable(
-            f"no answer from {url}: {error or type(error).__name__}", name="url", value=url
-        ) from error
-    body = msgspec.json.decode(response.content)
-    if response.is_error:
-        raise from_problem(response.status_code, body)
+    body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
     runs = [body] if run else body["runs"]
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
         console.print(_table(state))
+
+
+def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> dict[str, Any]:
+    """Ask one address after the other. Raises what the last one answered where none serves."""
+    *others, last = addresses
+    for address in others:
+        with contextlib.suppress(ServiceUnavailable):
+            return _ask(address, path, token)
+    return _ask(last, path, token)
+
+
+def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        response = httpx.get(address + path, headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise ServiceUnavailable(
+            f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
+        ) from error
+    body: dict[str, Any] = msgspec.json.decode(response.content)
+    if response.is_error:
+        raise from_problem(response.status_code, body)
+    return body
 
 
 def _table(state: dict[str, Any]) -> Table:

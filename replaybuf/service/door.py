@@ -6,14 +6,22 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from replaybuf.advantages import advantages
-from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, NotFound, TooLarge
+from replaybuf.errors import (
+    GroupRejected,
+    Invalid,
+    InvalidGroups,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    TooLarge,
+)
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
@@ -21,11 +29,15 @@ from replaybuf.index import LIVE, Numbers
 from replaybuf.ledger import EvictRecord, TicketRecord
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
-from replaybuf.service.journal import Journal
+from replaybuf.service.journal import Arrivals, Journal
 from replaybuf.service.selector import Selector
-from replaybuf.store.redis import ToAppend, decode_strings
+from replaybuf.store import keys
+from replaybuf.store.redis import EntryStrings, ToAppend, decode_strings
 
 logger = logging.getLogger(__name__)
+
+ADOPTED_AT_ONCE = 2_000
+"""Payloads that a new leader makes permanent per tick."""
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -37,11 +49,7 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good.
-
-    The book of tickets is changed first, then storage. Where the outcome of that is not known (connection lost), the
-    next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
-    """
+    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good."""
 
     def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
         self.rejected: Counter[str] = Counter()
@@ -50,32 +58,54 @@ class Door:
         self._journal = journal
         self._selector = selector
         self._book = book
-        self._pulling = asyncio.Lock()
+        self._to_adopt: deque[tuple[int, int]] = deque()
+        self._settling = asyncio.Lock()
         self._unsure = False
 
-    async def restore(self, counts: dict[str, int]) -> None:
+    async def look(self) -> None:
         """Take in what storage holds of tickets and refusals."""
-        self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
-        await self._read_book(counts)
+        journal = self._journal
+        counts = await journal.store.counts(journal.name)
+        refused = {k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")}
+        self.rejected.clear()
+        self.rejected.update(refused)
+        self._book.restore(await journal.store.tickets(journal.name), counts)
+        journal.freed(counts.get("freed_through", 0))
 
-    async def _read_book(self, counts: dict[str, int]) -> None:
-        self._book.restore(await self._journal.store.tickets(self._journal.name), counts)
+    async def restore(self) -> None:
+        """Take in the tickets as storage holds them, less those whose prompt has come to its end."""
+        await self.look()
         prompts = self._book.prompts_at_hand()
         numbers = await self._journal.store.numbers_of(self._journal.name, [prompt_key(*prompt) for prompt in prompts])
         failed = self._journal.state.failed_prompts
         await self._strike([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+        self._unsure = False
 
-    async def _settle_book(self) -> None:
-        """Make sure that the book is what storage holds. Called within a decision."""
-        if self._unsure:
-            with self._unsure_on_failure():
-                self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
-                await self._read_book(await self._journal.store.counts(self._journal.name))
+    async def open(self) -> None:
+        """Get ready to lead. Called while taking over."""
+        await self.restore()
+        self._to_adopt = deque(self._recent())
+
+    def _recent(self) -> Iterator[tuple[int, int]]:
+        """Name, in pieces, the groups that may still have a TTL: their producer may have died before it went."""
+        index = self._journal.state.index
+        recent = index["number"][index["arrival_s"] > self._journal.clock() - keys.ORPHAN_TTL_S]
+        for start in range(0, len(recent), ADOPTED_AT_ONCE):
+            piece = recent[start : start + ADOPTED_AT_ONCE]
+            yield int(piece[0]), int(piece[-1])
+
+    async def adopt_recent(self) -> None:
+        """Make a piece of the payloads permanent that were published before this server led."""
+        if self._to_adopt:
+            first, last = self._to_adopt[0]
+            await self._adopt(await self._journal.store.strings(self._journal.name, first, last))
+            self._to_adopt.popleft()
 
     # ------------------------------------------------------------------ groups
 
     async def append(self, incoming: Sequence[Incoming]) -> list[dict[str, Any]]:
         """Store groups; one result each. Raises `TooLarge`, `InvalidGroups` where none could enter, `NoRoom`."""
+        self._journal.check_leading()
         results: list[dict[str, Any]] = [{} for _ in incoming]
         ready: list[tuple[int, ToAppend]] = []
         for position, item in enumerate(incoming):
@@ -94,7 +124,11 @@ class Door:
             raise self._refusal(results)
         journal = self._journal
         appended = await journal.store.append(
-            journal.name, [item for _, item in ready], journal.state.published[""], journal.clock()
+            journal.name,
+            [item for _, item in ready],
+            journal.state.published[""],
+            journal.clock(),
+            journal.token or "",
         )
         for (position, _), outcome in zip(ready, appended, strict=True):
             status = "stored" if outcome.stored else "duplicate"
@@ -207,20 +241,35 @@ class Door:
 
     async def pull(self) -> None:
         """Take in what is new in the index stream, whoever wrote it."""
-        journal = self._journal
-        taken = False
-        async with self._pulling:
-            async for numbers, values, strings in journal.store.read_index(journal.name, journal.state.stored):
-                decoded = [decode_strings(raw) for raw in strings]
-                # Before they are taken in: were this to fail afterwards, nobody would do it again.
-                await journal.store.adopt([entry.payload_key for entry in decoded])
-                journal.state.store(numbers, values)
-                taken = True
-                indexes = values["prompt_index"].tolist()
-                await self._strike([(e.adapter, i) for e, i in zip(decoded, indexes, strict=True) if i >= 0])
-                await self._evict_arrivals(numbers)
-        if taken:
-            await journal.notify()
+        await self._journal.pull()
+        await self.settle()
+
+    async def follow(self) -> None:
+        """Take in what the leader wrote."""
+        await self._journal.catch_up()
+        await self.settle()
+        await self._journal.notify()
+
+    async def settle(self) -> None:
+        """Do what arrivals ask for: make payloads permanent; as leader, strike tickets and evict what came too late.
+
+        Arrivals that meet trouble with Redis stay in the queue for the next call.
+        """
+        arrived = self._journal.arrived
+        if not arrived:
+            return
+        async with self._settling:
+            while arrived:
+                entries = [decode_strings(raw) for raw in arrived[0].strings]
+                await self._adopt(entries)
+                if self._journal.leading:
+                    await self._strike(_prompts(arrived[0]))
+                    await self._evict_arrivals(arrived[0].numbers)
+                arrived.popleft()
+        await self._journal.notify()
+
+    async def _adopt(self, entries: Iterable[EntryStrings]) -> None:
+        await self._journal.store.adopt([entry.payload_key for entry in entries])
 
     async def _evict_arrivals(self, numbers: Numbers) -> None:
         """Evict what arrived too late; the common case, nothing to evict, takes no lock."""
@@ -265,8 +314,7 @@ class Door:
     async def _issue(self, adapter: str, count: int) -> TicketChange | WaitingAnswer:
         journal, book = self._journal, self._book
         self._selector.last_asked_s = journal.clock()
-        async with journal.decision():
-            await self._settle_book()
+        async with self._deciding():
             await self._expire()
             have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
             if journal.state.state != "running":
@@ -285,8 +333,7 @@ class Door:
     async def return_ticket(self, text: str, reason: str) -> None:
         """Take a ticket back; after `max_attempts` failed ones its prompt is recorded as failed. Raises `NotFound`."""
         ticket = parse_ticket(text)
-        async with self._journal.decision():
-            await self._settle_book()
+        async with self._deciding():
             change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._keep(change, reason)
@@ -296,8 +343,7 @@ class Door:
         """Take back tickets past their deadline."""
         deadline_s = self._book.next_deadline_s()
         if self._unsure or (deadline_s is not None and deadline_s <= self._journal.clock()):
-            async with self._journal.decision():
-                await self._settle_book()
+            async with self._deciding():
                 await self._expire()
             await self._journal.notify()
 
@@ -309,33 +355,63 @@ class Door:
 
     async def _keep(self, change: TicketChange, reason: str = "") -> None:
         journal = self._journal
-        with self._unsure_on_failure():
-            # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
-            for ticket in change.failed:
-                record = TicketRecord(
-                    adapter=ticket.adapter,
-                    prompt_index=ticket.prompt_index,
-                    outcome="failed",
-                    attempts=ticket.attempt,
-                    reason=reason,
-                    at_s=journal.clock(),
-                )
+        # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
+        for ticket in change.failed:
+            record = TicketRecord(
+                adapter=ticket.adapter,
+                prompt_index=ticket.prompt_index,
+                outcome="failed",
+                attempts=ticket.attempt,
+                reason=reason,
+                at_s=journal.clock(),
+            )
+            with self._unsure_on_trouble():
                 await journal.append(record)
-            if change:
+        await self._store(change)
+
+    async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
+        await self._store(self._book.done(prompts))
+
+    @contextlib.asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Decide about tickets, with what storage holds of them known."""
+        journal = self._journal
+        async with journal.decision():
+            if self._unsure:
+                await self.restore()
+            # Groups that are folded and not settled yet: their prompts must neither fail nor be issued again.
+            while change := self._book.done([prompt for arrivals in journal.arrived for prompt in _prompts(arrivals)]):
+                await self._store(change)
+            yield
+
+    async def _store(self, change: TicketChange) -> None:
+        if not change:
+            return
+        journal = self._journal
+        try:
+            with self._unsure_on_trouble():
                 await journal.store.change_tickets(
-                    journal.name, journal.token, drop=change.drop, deadlines_s=change.deadlines_s, counts=change.counts
+                    journal.name,
+                    journal.token or "",
+                    drop=change.drop,
+                    deadlines_s=change.deadlines_s,
+                    counts=change.counts,
                 )
+        except NotLeader:
+            journal.follow(None)
+            raise
 
     @contextlib.contextmanager
-    def _unsure_on_failure(self) -> Iterator[None]:
+    def _unsure_on_trouble(self) -> Iterator[None]:
+        """Have the next decision read the book anew where this one failed: it is ahead of what storage may hold."""
         try:
             yield
         except BaseException:
             self._unsure = True
             raise
 
-    async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
-        change = self._book.done(prompts)
-        if change:
-            with self._unsure_on_failure():
-                await self._journal.store.change_tickets(self._journal.name, self._journal.token, drop=change.drop)
+
+def _prompts(arrivals: Arrivals) -> list[tuple[str, int]]:
+    """List the prompts whose groups came in."""
+    indexes = arrivals.values["prompt_index"].tolist()
+    return [(decode_strings(raw).adapter, i) for raw, i in zip(arrivals.strings, indexes, strict=True) if i >= 0]

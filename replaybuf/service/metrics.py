@@ -41,6 +41,7 @@ _RUN_GAUGES: _Metrics = {
     "step": ("Next unacked step", lambda run: run.state.step),
     "epoch": ("Epoch of the attached trainer", lambda run: run.state.epoch),
     "generation": ("Rewinds so far", lambda run: run.state.generation),
+    "leading": ("1 where this server leads the run, 0 where it follows", lambda run: float(run.journal.leading)),
     "index_bytes": ("Bytes of the in-memory index", lambda run: run.state.index.nbytes),
 }
 

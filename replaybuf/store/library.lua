@@ -1,9 +1,22 @@
 #!lua name=replaybuf1
 
+-- Say whether the caller may still write: its fencing token is the newest. "" where there is none, as in an emptied Redis.
+local function newest_fence(key)
+  return redis.call('GET', key) or ''
+end
+
 -- Put one group into the index unless its id, or its ticket's prompt, has one already.
--- keys: index, group ids, counts; args: group id, id of the ticket's prompt or "", numbers, strings
--- returns {1, number} or {0, number of the one that was first}
+-- keys: index, group ids, counts, fence
+-- args: fencing token ("" = a producer that writes here itself), group id, id of the ticket's prompt or "", numbers, strings
+-- returns {1, number}, {0, number of the one that was first} or {-1, newest fencing token}
 local function publish(keys, args)
+  local token = table.remove(args, 1)
+  if token ~= '' then
+    local fence = newest_fence(keys[4])
+    if fence ~= token then
+      return {-1, fence}
+    end
+  end
   local seen = redis.call('HGET', keys[2], args[1])
   if not seen and args[2] ~= '' then
     seen = redis.call('HGET', keys[2], args[2])
@@ -23,7 +36,7 @@ end
 -- Append ledger entry `n` if the caller still leads. Repeating an append that was done is recognised.
 -- keys: ledger, fence; args: fencing token, n, record
 local function append(keys, args)
-  local fence = redis.call('GET', keys[2])
+  local fence = newest_fence(keys[2])
   if fence ~= args[1] then
     return {'fenced', fence}
   end
@@ -34,7 +47,7 @@ local function append(keys, args)
     local there = redis.call('XRANGE', keys[1], id, id)[1]
     return {(there and there[2][2] == args[3]) and 'ok' or 'taken', tostring(newest)}
   end
-  if newest + 1 ~= tonumber(args[2]) and last then
+  if newest + 1 ~= tonumber(args[2]) then
     return {'gap', tostring(newest)}
   end
   redis.call('XADD', keys[1], id, 'r', args[3])
@@ -43,17 +56,21 @@ end
 
 -- Take or renew the lease. keys: lead, fence; args: who, ttl in ms, "1" to take it whoever holds it
 -- returns {1, fencing token} or {0, holder, ms left}
+-- A token is a number that grows and who took it, so that tokens from before a Redis was emptied stay strange to it.
 local function lead(keys, args)
   local holder = redis.call('GET', keys[1])
   if holder == args[1] then
     redis.call('PEXPIRE', keys[1], args[2])
-    return {1, redis.call('GET', keys[2])}
+    return {1, newest_fence(keys[2])}
   end
   if holder and args[3] ~= '1' then
     return {0, holder, redis.call('PTTL', keys[1])}
   end
   redis.call('SET', keys[1], args[1], 'PX', args[2])
-  return {1, tostring(redis.call('INCR', keys[2]))}
+  local before = tonumber(string.match(newest_fence(keys[2]), '^%d+') or '0')
+  local token = string.format('%d:%s', before + 1, args[1])
+  redis.call('SET', keys[2], token)
+  return {1, token}
 end
 
 -- Give the lease back if it is still ours. keys: lead; args: who
@@ -67,7 +84,7 @@ end
 -- Change tickets and their counters in one go. keys: tickets, counts, fence
 -- args: fencing token, number of tickets to drop, them, number to set, (deadline, ticket)..., (counter, increment)...
 local function tickets(keys, args)
-  local fence = redis.call('GET', keys[3])
+  local fence = newest_fence(keys[3])
   if fence ~= args[1] then
     return {'fenced', fence}
   end

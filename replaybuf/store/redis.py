@@ -2,7 +2,8 @@
 
 Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
 number, a payload has a key of its own per attempt. A lost connection raises `ServiceUnavailable`, a full server
-`NoRoom`, a lost lease `Fenced`. One client serves all calls; the blocking read of new entries has its own.
+`NoRoom`, a lost lease `NotLeader`, a Redis that forgot what it had acknowledged `DataLost`. One client serves all
+calls; the blocking read of new entries has its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from replaybuf.errors import Conflict, Fenced, NoRoom, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    NoRoom,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    UnsupportedServer,
+)
 from replaybuf.group import Group
 from replaybuf.index import ENTRY, Numbers, entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
@@ -84,11 +93,19 @@ class ToAppend:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """Who leads a run: `token` is our fencing token, or None with the `holder` and the time left."""
+    """Who leads a run: `token` is our fencing token, or None where the `holder` leads for another `left_s` seconds."""
 
     token: str | None
     holder: str
-    left_ms: int
+    left_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """Where the streams of a run end: number of the newest ledger entry and of the newest group; 0 = none."""
+
+    entry: int
+    group: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,12 +220,21 @@ class Store:
         """Add a name to the list of runs."""
         await self._guard(self._redis.sadd(keys.RUNS, run))
 
-    async def lead(self, run: str, holder: str, ttl_ms: int, *, force: bool = False) -> Lease:
+    async def lead(self, run: str, holder: str, ttl_s: float, *, force: bool = False) -> Lease:
         """Take or renew the lease on a run; `force` takes it from whoever holds it, fencing him."""
-        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], [holder, ttl_ms, "1" if force else "0"])
+        arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
+        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], arguments)
         if reply[0] == 1:
-            return Lease(_text(reply[1]), holder, ttl_ms)
-        return Lease(None, _text(reply[1]), int(reply[2]))
+            return Lease(_text(reply[1]), holder, ttl_s)
+        return Lease(None, _text(reply[1]), int(reply[2]) / 1000)
+
+    async def ends(self, run: str) -> Ends:
+        """Say where the streams of a run end."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.xrevrange(keys.ledger(run), count=1)
+        pipe.hget(keys.counts(run), "stored")
+        newest, stored = await self._guard(pipe.execute())
+        return Ends(int(newest[0][0].partition(b"-")[0]) if newest else 0, int(stored or 0))
 
     async def resign(self, run: str, holder: str) -> None:
         """Give the lease back, if it is held."""
@@ -217,9 +243,11 @@ class Store:
     # ------------------------------------------------------------------ groups
 
     async def append(
-        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float
+        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float, token: str = ""
     ) -> list[Appended]:
         """Store groups; returns once what is answered `stored` is durable.
+
+        With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
 
         Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
         deleted; a first attempt whose answer was lost gets its TTL removed by the repeat.
@@ -230,7 +258,7 @@ class Store:
             pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
         await self._guard(pipe.execute())
         pipe = self._redis.pipeline(transaction=False)
-        stream, ids, counts = keys.index(run), keys.group_ids(run), keys.counts(run)
+        touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
         for key, item in zip(payload_keys, groups, strict=True):
             numbers = entry_of(item.group, len(item.frame), item.crc32c, published_version, now_s)
             strings = EntryStrings(
@@ -241,9 +269,12 @@ class Store:
                 item.group.ticket,
                 item.group.lengths.astype("<i4").tobytes(),
             )
-            arguments = [item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
-            pipe.fcall("rb_publish", 3, stream, ids, counts, *arguments)
+            arguments = [token, item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
+            pipe.fcall("rb_publish", len(touched), *touched, *arguments)
         replies = await self._guard(pipe.execute())
+        for reply in replies:
+            if reply[0] < 0:
+                raise _fenced(run, token, _text(reply[1]))
         results = [
             Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
         ]
@@ -299,6 +330,11 @@ class Store:
                 found.append(IndexEntry(number, values, decode_strings(fields[b"s"])))
         return found
 
+    async def strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
+        """Fetch the variable part of the index entries `first` to `last`."""
+        raw = await self._guard(self._redis.xrange(keys.index(run), min=f"{first}-0", max=f"{last}-0"))
+        return [decode_strings(_fields(entry[1])[b"s"]) for entry in raw]
+
     async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
         """Look up the numbers under which ids are stored."""
         if not group_ids:
@@ -333,9 +369,11 @@ class Store:
             pipe.unlink(key)
         await self._guard(pipe.execute())
 
-    async def wait_for_groups(self, after: Mapping[str, int], timeout_s: float) -> list[str]:
-        """Block until the index stream of a run has entries behind its number; return those runs."""
-        streams: dict[Any, Any] = {keys.index(run): f"{number}-0" for run, number in after.items()}
+    async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
+        """Block until a stream of a run has entries behind its known end; return those runs."""
+        streams: dict[Any, Any] = {}
+        for run, ends in known.items():
+            streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
         reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
         try:
             async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
@@ -347,24 +385,25 @@ class Store:
                 name="redis",
                 value=self.url,
             ) from None
-        named = {keys.index(run).encode(): run for run in after}
-        return [named[stream] for stream in (reply or {})]
+        news = set(reply or {})
+        return [run for run in known if news & {keys.index(run).encode(), keys.ledger(run).encode()}]
 
     # ------------------------------------------------------------------ ledger
 
     async def append_record(self, run: str, token: str, number: int, record: AnyRecord) -> None:
-        """Append ledger entry `number`. Raises `Fenced` where a newer leader exists, `Conflict` where it is taken."""
+        """Append ledger entry `number`.
+
+        Raises `NotLeader` where a newer leader exists, `DataLost` where the entries before it are gone, `Conflict`
+        where another record has the number.
+        """
         reply = await self._call(
             "rb_append", [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
         )
         outcome, detail = _text(reply[0]), _text(reply[1])
         if outcome == "fenced":
-            raise Fenced(
-                f"run {run}: our fencing token is {token}, the newest is {detail}; another server leads",
-                name="fence",
-                value=token,
-                bound=detail,
-            )
+            raise _fenced(run, token, detail)
+        if outcome == "gap":
+            raise data_lost(run, f"the ledger ends at entry {detail}, and entry {number - 1} was acknowledged")
         if outcome != "ok":
             raise Conflict(
                 f"run {run}: ledger entry {number} is {outcome}; the newest is {detail}",
@@ -404,7 +443,7 @@ class Store:
         deadlines_s: Mapping[str, float] | None = None,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `Fenced`."""
+        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `NotLeader`."""
         put = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
         raised = [part for name, by in (counts or {}).items() for part in (name, by)]
         reply = await self._call(
@@ -413,7 +452,7 @@ class Store:
             [token, len(drop), *drop, len(put) // 2, *put, *raised],
         )
         if _text(reply[0]) != "ok":
-            raise Fenced(f"run {run}: our fencing token is {token}, the newest is {_text(reply[1])}", name="fence")
+            raise _fenced(run, token, _text(reply[1]))
 
     async def counts(self, run: str) -> dict[str, int]:
         """Read the run's counters."""
@@ -448,6 +487,26 @@ class Store:
             ) from error
         except RedisError as error:
             raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
+
+
+def data_lost(run: str, seen: str) -> DataLost:
+    """Build the error of a Redis that does not hold what it acknowledged."""
+    return DataLost(
+        f"run {run}: {seen}; Redis was emptied, or replaced by an older copy, under the running service, which writes "
+        "nothing more for this run. Restore Redis from its append-only file; the service goes on once all is there",
+        name="redis",
+        value=run,
+    )
+
+
+def _fenced(run: str, token: str, newest: str) -> ReplaybufError:
+    if not newest:
+        return data_lost(run, f"the fencing token is gone, and {token} was acknowledged")
+    return NotLeader(
+        f"run {run}: our fencing token is {token}, the newest is {newest}; another server leads",
+        name="leader",
+        bound=newest,
+    )
 
 
 def decode_strings(raw: bytes) -> EntryStrings:
