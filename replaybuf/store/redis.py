@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.errors import (
@@ -38,6 +38,7 @@ from replaybuf.group import Group
 from replaybuf.index import ENTRY, Numbers, entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
+from replaybuf.store.instep import InStepRedis
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+STALL_PAUSE_S = 1.0
+"""A Redis that did not answer in time is asked again after so long."""
 OLDEST_SERVER = (7, 0)
 READ_CHUNK_ENTRIES = 20_000
 READ_CHUNK_BYTES = 8 << 20
@@ -131,25 +134,29 @@ _strings_decoder = msgspec.msgpack.Decoder(EntryStrings)
 class Store:
     """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self, url: str, *, command_timeout_s: float | None = None, connect_timeout_s: float | None = None
+    ) -> None:
         self.url = url
+        self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
+        self._stalled_until_s = 0.0
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
-            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S if connect_timeout_s is None else connect_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "health_check_interval": 0,
         }
-        self._redis: aioredis.Redis = aioredis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, **common)
-        self._blocking: aioredis.Redis = aioredis.from_url(url, socket_timeout=None, **common)
+        self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, **common)
+        self._blocking = InStepRedis.from_url(url, socket_timeout=None, **common)
 
     @classmethod
-    async def open(cls, url: str) -> Store:
+    async def open(cls, url: str, **timeouts: float) -> Store:
         """Connect, check that the server is fit, load the function library.
 
         Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
         """
-        store = cls(url)
+        store = cls(url, **timeouts)
         try:
             await store.prepare()
         except BaseException:
@@ -184,10 +191,12 @@ class Store:
         settings: dict[str, str] = {}
         reasons: list[str] = []
         try:
-            raw = await self._redis.config_get("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
-            settings = {_text(key): _text(value) for key, value in raw.items()}
-        except ResponseError as error:
-            reasons.append(f"CONFIG GET is refused ({error}); what an acknowledged write is worth is unknown")
+            asked = self._redis.config_get("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
+            settings = {_text(key): _text(value) for key, value in (await self._guard(asked)).items()}
+        except ServiceUnavailable:
+            raise
+        except ReplaybufError as error:
+            reasons.append(f"CONFIG GET is refused ({error.detail}); what an acknowledged write is worth is unknown")
         if settings and settings.get("appendonly") != "yes":
             reasons.append("appendonly is 'no'; a killed server loses everything: set appendonly yes")
         if settings and settings.get("appendfsync") != "always":
@@ -376,12 +385,13 @@ class Store:
             streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
         reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
         try:
-            async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s + self.command_timeout_s):
                 reply = await self._guard(reading)
         except TimeoutError:
             await self._blocking.connection_pool.disconnect()
+            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
             raise ServiceUnavailable(
-                f"Redis at {self.url} did not answer a blocking read within {timeout_s + COMMAND_TIMEOUT_S} s",
+                f"Redis at {self.url} did not answer a blocking read within {timeout_s + self.command_timeout_s} s",
                 name="redis",
                 value=self.url,
             ) from None
@@ -478,15 +488,44 @@ class Store:
 
     async def _guard(self, command: Awaitable[Any]) -> Any:
         try:
-            return await command
+            self._check_answering()
+        except ServiceUnavailable:
+            if isinstance(command, Coroutine):
+                command.close()  # it is never awaited
+            raise
+        try:
+            reply = await command
+            self._stalled_until_s = 0.0
+            return reply
+        except RedisTimeoutError as error:
+            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
+            raise ServiceUnavailable(
+                f"Redis at {self.url} did not answer within {self.command_timeout_s} s", name="redis", value=self.url
+            ) from error
         except OutOfMemoryError as error:
             raise NoRoom(f"Redis at {self.url} is out of memory: {error}", name="maxmemory") from error
-        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        except (RedisConnectionError, OSError) as error:
+            self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
             raise ServiceUnavailable(
                 f"Redis at {self.url} cannot be reached: {error or type(error).__name__}", name="redis", value=self.url
             ) from error
         except RedisError as error:
             raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
+
+    def _check_answering(self) -> None:
+        """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
+
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
+        """
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            raise ServiceUnavailable(
+                f"Redis at {self.url} does not answer; it is asked again within {self.command_timeout_s} s",
+                name="redis",
+                value=self.url,
+            )
+        if self._stalled_until_s:
+            self._stalled_until_s = now_s + self.command_timeout_s
 
 
 def data_lost(run: str, seen: str) -> DataLost:
