@@ -24,6 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import (
     Conflict,
@@ -146,6 +147,8 @@ class Store:
             "socket_connect_timeout": CONNECT_TIMEOUT_S if connect_timeout_s is None else connect_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "health_check_interval": 0,
+            # While they are on, redis-py takes connections from its pool without a look whether they were closed.
+            "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
         self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, **common)
         self._blocking = InStepRedis.from_url(url, socket_timeout=None, **common)

@@ -147,6 +147,20 @@ def test_a_silent_redis_costs_one_timeout_not_one_per_caller(proxy: FaultyProxy,
     with_store(proxy, work)
 
 
+def test_connections_that_were_cut_while_idle_are_made_anew_unseen(proxy: FaultyProxy) -> None:
+    """Ten idle connections in the pool, all cut: not one call fails for it."""
+
+    async def work(store: Store) -> None:
+        await asyncio.gather(*(store.counts("idle") for _ in range(10)))
+        proxy.drop()
+        for _ in range(5):  # the event loop sees the ends of connections in its next rounds
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.gather(*(store.counts("idle") for _ in range(10)))
+
+    with_store(proxy, work)
+
+
 def test_a_blocking_read_ends_in_time_where_redis_is_silent(proxy: FaultyProxy) -> None:
     """It has no socket timeout of its own, and must not hang."""
 
