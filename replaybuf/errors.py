@@ -20,10 +20,11 @@
     ├── UnsupportedMedia    415  unknown media type
     ├── NoRoom              429  capacity or memory used up; retry after a while
     ├── ServiceUnavailable  503  service or Redis not reachable; retry after a while
+    │   ├── NotDurable      503  written, but not confirmed on disk or replicas in time; send it again
     │   ├── NotLeader       503  this server follows another one; ask that one, or again after its lease
+    │   ├── LedgerGap       503  a stream that does not go on where it was folded to; its run is read anew
     │   └── UnsupportedServer    a Redis that is too old or lacks what we need
     ├── DataLost            500  Redis does not hold what it acknowledged; the service refuses to go on
-    ├── LedgerGap                a ledger whose next entries were trimmed before they were read
     ├── StrategyFault       500  a strategy broke its contract
     ├── EngineFault              an inference engine gave no usable answer to one request
     │   ├── EngineAway           an engine that is not reachable, too late or broken; another try may help
@@ -188,10 +189,25 @@ class ServiceUnavailable(ReplaybufError):
         self.retry_after_s = retry_after_s
 
 
+class NotDurable(ServiceUnavailable):
+    """A write that Redis took, but did not confirm on its disk or on enough replicas in time.
+
+    It may become durable yet. Sent again it is recognised, and answered once it is confirmed.
+    """
+
+    slug, title = "not-durable", "Not confirmed as durable"
+
+
 class NotLeader(ServiceUnavailable):
     """This server follows another one, which alone decides for the run; `value` is its address, where it is known."""
 
     slug, title = "not-leader", "Not the leader"
+
+
+class LedgerGap(ServiceUnavailable):
+    """A stream does not go on where it was folded to: the state is read anew from what there is."""
+
+    slug, title = "ledger-gap", "Gap in a stream"
 
 
 class UnsupportedServer(ServiceUnavailable):
@@ -204,12 +220,6 @@ class DataLost(ReplaybufError):
     """Redis does not hold what it acknowledged: it was emptied or replaced under a running service."""
 
     slug, title = "data-lost", "Redis lost data"
-
-
-class LedgerGap(ReplaybufError):
-    """Entries of a stream that were trimmed before they were folded; the state is to be read anew."""
-
-    slug, title = "ledger-gap", "Gap in a stream"
 
 
 class StrategyFault(ReplaybufError):
@@ -270,7 +280,7 @@ def from_problem(status: int, document: dict[str, Any], retry_after_s: float | N
     slug = str(document.get("type", "")).rpartition(":")[2]
     detail = str(document.get("detail") or document.get("title") or f"HTTP status {status}")
     known = _tree(ReplaybufError)
-    local = (MissingExtra, LedgerGap, GroupRejected, EngineFault, EngineAway, EngineUnfit, RewardFault)
+    local = (MissingExtra, GroupRejected, EngineFault, EngineAway, EngineUnfit, RewardFault)
     known = [cls for cls in known if cls not in local]  # these never travel
     by_slug = {cls.slug: cls for cls in reversed(known)}
     by_status = {cls.status: cls for cls in reversed(known)}

@@ -15,25 +15,43 @@ from replaybuf.client import addresses_of
 from replaybuf.errors import ServiceUnavailable, from_problem
 
 TIMEOUT_S = 10.0
+READINESS = "/readyz"
 
 
 def show(url: str, run: str | None, token: str | None, console: Console) -> None:
     """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
-    body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
+    address, body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
     runs = [body] if run else body["runs"]
+    for line in _server(_ask(address, READINESS, None)):
+        console.print(line, markup=False)
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
         console.print(_table(state))
 
 
-def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> dict[str, Any]:
-    """Ask one address after the other. Raises what the last one answered where none serves."""
+def _server(ready: dict[str, Any]) -> list[str]:
+    """Describe the server from its `/readyz`: durability, what is weaker than wanted, what it waits for."""
+    lines = [
+        f"durability {ready['durability']} ({ready['durability_met_by']}), wanted {ready['durability_wanted']}, "
+        f"{ready['replicas']} replicas connected, {ready['wait_replicas']} waited for, redis {ready['redis_version']}"
+    ]
+    lines += [f"  {reason}" for reason in ready["durability_reasons"]]
+    if ready["waiting_for"]:
+        lines.append(f"waiting for redis: {ready['waiting_for']}")
+    return lines
+
+
+def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> tuple[str, dict[str, Any]]:
+    """Ask one address after the other; return the first that serves, and its answer.
+
+    Raises what the last one answered where none serves.
+    """
     *others, last = addresses
     for address in others:
         with contextlib.suppress(ServiceUnavailable):
-            return _ask(address, path, token)
-    return _ask(last, path, token)
+            return address, _ask(address, path, token)
+    return last, _ask(last, path, token)
 
 
 def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
@@ -45,7 +63,7 @@ def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
             f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
         ) from error
     body: dict[str, Any] = msgspec.json.decode(response.content)
-    if response.is_error:
+    if response.is_error and path != READINESS:  # its 503 says what it waits for
         raise from_problem(response.status_code, body)
     return body
 

@@ -139,7 +139,6 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
 
     local = {
         "missing-extra",
-        "ledger-gap",
         "group-rejected",
         "engine-fault",
         "engine-away",

@@ -49,7 +49,11 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good."""
+    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good.
+
+    The book of tickets is changed first, then storage. Where the outcome of that is not known (connection lost), the
+    next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
+    """
 
     def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
         self.rejected: Counter[str] = Counter()
@@ -67,8 +71,10 @@ class Door:
         journal = self._journal
         counts = await journal.store.counts(journal.name)
         refused = {k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")}
+        self.duplicates = counts.get("duplicate", 0)
         self.rejected.clear()
         self.rejected.update(refused)
+        self.duplicates = counts.get("duplicate", 0)
         self._book.restore(await journal.store.tickets(journal.name), counts)
         journal.freed(counts.get("freed_through", 0))
 
@@ -79,10 +85,10 @@ class Door:
         numbers = await self._journal.store.numbers_of(self._journal.name, [prompt_key(*prompt) for prompt in prompts])
         failed = self._journal.state.failed_prompts
         await self._strike([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
-        self._unsure = False
 
     async def open(self) -> None:
         """Get ready to lead. Called while taking over."""
+        self._unsure = False
         await self.restore()
         self._to_adopt = deque(self._recent())
 
@@ -134,7 +140,7 @@ class Door:
             status = "stored" if outcome.stored else "duplicate"
             results[position] = {"group_id": outcome.group_id, "status": status}
         self.duplicates += sum(not outcome.stored for outcome in appended)
-        await self.pull()
+        await self.pull(max(outcome.number for outcome in appended))
         return results
 
     def _admit(self, item: Incoming) -> ToAppend:
@@ -239,9 +245,9 @@ class Door:
             value=first["reason"],
         )
 
-    async def pull(self) -> None:
-        """Take in what is new in the index stream, whoever wrote it."""
-        await self._journal.pull()
+    async def pull(self, through: int | None = None) -> None:
+        """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
+        await self._journal.pull(through)
         await self.settle()
 
     async def follow(self) -> None:
@@ -263,7 +269,7 @@ class Door:
                 entries = [decode_strings(raw) for raw in arrived[0].strings]
                 await self._adopt(entries)
                 if self._journal.leading:
-                    await self._strike(_prompts(arrived[0]))
+                    await self._strike(prompts_of(arrived[0]))
                     await self._evict_arrivals(arrived[0].numbers)
                 arrived.popleft()
         await self._journal.notify()
@@ -355,55 +361,60 @@ class Door:
 
     async def _keep(self, change: TicketChange, reason: str = "") -> None:
         journal = self._journal
-        # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
-        for ticket in change.failed:
-            record = TicketRecord(
-                adapter=ticket.adapter,
-                prompt_index=ticket.prompt_index,
-                outcome="failed",
-                attempts=ticket.attempt,
-                reason=reason,
-                at_s=journal.clock(),
-            )
-            with self._unsure_on_trouble():
+        with self._unsure_on_failure():
+            # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
+            for ticket in change.failed:
+                record = TicketRecord(
+                    adapter=ticket.adapter,
+                    prompt_index=ticket.prompt_index,
+                    outcome="failed",
+                    attempts=ticket.attempt,
+                    reason=reason,
+                    at_s=journal.clock(),
+                )
                 await journal.append(record)
-        await self._store(change)
+            await self._store(change)
 
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
-        await self._store(self._book.done(prompts))
+        with self._unsure_on_failure():
+            # Not durably: who leads next strikes again the prompts whose group is stored.
+            await self._store(self._book.done(prompts), durably=False)
 
-    @contextlib.asynccontextmanager
-    async def _deciding(self) -> AsyncIterator[None]:
-        """Decide about tickets, with what storage holds of them known."""
-        journal = self._journal
-        async with journal.decision():
-            if self._unsure:
-                await self.restore()
-            # Groups that are folded and not settled yet: their prompts must neither fail nor be issued again.
-            while change := self._book.done([prompt for arrivals in journal.arrived for prompt in _prompts(arrivals)]):
-                await self._store(change)
-            yield
-
-    async def _store(self, change: TicketChange) -> None:
+    async def _store(self, change: TicketChange, *, durably: bool = True) -> None:
         if not change:
             return
         journal = self._journal
         try:
-            with self._unsure_on_trouble():
-                await journal.store.change_tickets(
-                    journal.name,
-                    journal.token or "",
-                    drop=change.drop,
-                    deadlines_s=change.deadlines_s,
-                    counts=change.counts,
-                )
+            await journal.store.change_tickets(
+                journal.name,
+                journal.token or "",
+                drop=change.drop,
+                deadlines_s=change.deadlines_s,
+                counts=change.counts,
+                durably=durably,
+            )
         except NotLeader:
             journal.follow(None)
             raise
 
+    @contextlib.asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Decide about tickets, with what storage holds of them known."""
+        async with self._journal.decision():
+            if self._unsure:
+                with self._unsure_on_failure():
+                    self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
+                    await self.restore()
+            # Groups that are folded and not settled yet: their prompts must neither fail nor be issued again.
+            while change := self._book.done(
+                prompt for arrivals in self._journal.arrived for prompt in prompts_of(arrivals)
+            ):
+                with self._unsure_on_failure():
+                    await self._store(change, durably=False)
+            yield
+
     @contextlib.contextmanager
-    def _unsure_on_trouble(self) -> Iterator[None]:
-        """Have the next decision read the book anew where this one failed: it is ahead of what storage may hold."""
+    def _unsure_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -411,7 +422,7 @@ class Door:
             raise
 
 
-def _prompts(arrivals: Arrivals) -> list[tuple[str, int]]:
+def prompts_of(arrivals: Arrivals) -> list[tuple[str, int]]:
     """List the prompts whose groups came in."""
     indexes = arrivals.values["prompt_index"].tolist()
     return [(decode_strings(raw).adapter, i) for raw, i in zip(arrivals.strings, indexes, strict=True) if i >= 0]

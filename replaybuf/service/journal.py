@@ -23,7 +23,16 @@ import msgspec
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import Conflict, DataLost, NotFound, NotLeader, ReplaybufError, ServiceUnavailable, StrategyFault
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    LedgerGap,
+    NotFound,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    StrategyFault,
+)
 from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
@@ -114,9 +123,18 @@ class Journal:
         self.token, self.leading, self.leader_url = None, False, leader_url
 
     async def check_kept(self) -> None:
-        """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again."""
+        """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again.
+
+        Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
+        """
         ends, known = await self.store.ends(self.name), self.ends
         if ends.entry < known.entry or ends.group < known.group:
+            if ends.entry and self.store.wanted.level == "relaxed":
+                raise LedgerGap(
+                    f"run {self.name}: Redis lost ledger entries {ends.entry + 1} to {known.entry} and groups "
+                    f"{ends.group + 1} to {known.group}; durability is relaxed",
+                    name="redis",
+                )
             seen = f"the ledger ends at entry {ends.entry} and the index at group {ends.group}"
             self.lost = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
             raise self.lost
@@ -132,27 +150,33 @@ class Journal:
     async def load(self) -> None:
         """Fold both streams from their beginning."""
         async with self._reading:
-            async for numbers, values, _ in self.store.read_index(self.name, 0):
+            ends = await self.store.confirmed_ends(self.name)
+            async for numbers, values, _ in self.store.read_index(self.name, 0, ends.group if ends else None):
                 self.state.store(numbers, values)
         await self.catch_up()
 
-    async def pull(self) -> None:
-        """Take in what is new in the index stream, whoever wrote it."""
+    async def pull(self, through: int | None = None) -> None:
+        """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
         async with self._reading:
-            await self._read_arrivals()
+            if through is None:
+                ends = await self.store.confirmed_ends(self.name)
+                through = ends.group if ends else None
+            await self._read_arrivals(through)
 
     async def catch_up(self) -> None:
-        """Take in what is new in both streams."""
+        """Take in what is new in both streams: what is confirmed, as it is not to be lost again once it is acted on."""
         async with self._reading:
-            async for chunk in self.store.read_ledger(self.name, self.state.entries):
+            ends = await self.store.confirmed_ends(self.name)
+            through, count = (ends.group, max(0, ends.entry - self.state.entries)) if ends else (None, None)
+            async for chunk in self.store.read_ledger(self.name, self.state.entries, count):
                 # A record names groups that were stored before it: their entries are read after it and folded first.
-                await self._read_arrivals()
+                await self._read_arrivals(through)
                 for entry, record in chunk:
                     self._apply(entry, record)
-            await self._read_arrivals()
+            await self._read_arrivals(through)
 
-    async def _read_arrivals(self) -> None:
-        async for numbers, values, strings in self.store.read_index(self.name, self.state.stored):
+    async def _read_arrivals(self, through: int | None) -> None:
+        async for numbers, values, strings in self.store.read_index(self.name, self.state.stored, through):
             self.state.store(numbers, values)
             self.arrived.append(Arrivals(numbers, values, strings))
 

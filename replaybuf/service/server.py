@@ -38,7 +38,7 @@ async def serve(options: ServeOptions) -> None:
         async with opened(options, url) as service:
             server = _Server(service, application(service, tokens))
             report = service.report
-            durability = report.durability if report else "unknown"
+            durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
             print(f"listening on {url}", flush=True)
             await server.serve(sockets=[listening])

@@ -21,10 +21,11 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.config import RunConfig, check_run_name
-from replaybuf.errors import Conflict, DataLost, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
+from replaybuf.errors import Conflict, DataLost, Invalid, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
 from replaybuf.service.lease import LEASE_S
 from replaybuf.service.run import Run
-from replaybuf.store import EmbeddedServer, ServerReport, Store
+from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
+from replaybuf.store.durability import Level
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ TROUBLE_PAUSE_S = 0.5
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a server runs: where it listens, where its data lies or which Redis it uses, who may call.
 
-    `advertise_url` is what clients of other servers are told; without it, where this one listens.
+    `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
+    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
     """
 
     host: str = "127.0.0.1"
@@ -48,6 +50,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     tokens_file: str | None = None
     advertise_url: str | None = None
+    durability: Level = "strict"
+    wait_replicas: int = 0
+    wait_timeout_s: float = 2.0
 
 
 class Service:
@@ -173,9 +178,6 @@ class Service:
     async def start(self) -> None:
         """Load every run; lead those that no other server leads."""
         await self._measure()
-        if self.report and self.report.durability != "strict":
-            for reason in self.report.reasons:
-                logger.warning("durability is relaxed: %s", reason)
         await self._discover()
 
     async def stop(self) -> None:
@@ -266,23 +268,45 @@ class Service:
                 await self._open(name)
 
     async def _measure(self) -> None:
-        self.report = await self.store.report()
+        before, self.report = self.report, await self.store.report()
+        _tell_durability(before, self.report)
         for run in self.runs.values():
             run.durability = self.report.durability
+
+
+def _tell_durability(before: ServerReport | None, now: ServerReport) -> None:
+    """Log what is weaker than wanted, at the start and when it changes."""
+    if before and (before.summary, before.reasons) == (now.summary, now.reasons):
+        return
+    level = logging.WARNING if now.wanted.level == "strict" else logging.INFO
+    for reason in now.reasons:
+        logger.log(level, "durability is %s, wanted is %s: %s", now.durability, now.wanted.level, reason)
+    if before:
+        logger.log(logging.INFO if not now.reasons else level, "durability is %s now", now.summary)
 
 
 @contextlib.asynccontextmanager
 async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
     """Bring a service that answers at `url` up on its Redis, do its background work, take it down in order.
 
-    Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve.
+    Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve, and
+    `Invalid` for options that cannot hold.
     """
-    server = None if options.redis_url else EmbeddedServer(Path(options.data_dir or ".replaybuf/data"))
+    wanted = Wanted(options.durability, options.wait_replicas, options.wait_timeout_s)
+    if not options.redis_url and wanted.replicas:
+        raise Invalid(
+            f"wait_replicas is {wanted.replicas}; the embedded Valkey has no replicas: use --redis-url",
+            name="wait_replicas",
+            value=wanted.replicas,
+            bound=0,
+        )
+    data_dir = Path(options.data_dir or ".replaybuf/data")
+    server = None if options.redis_url else EmbeddedServer(data_dir, options.durability)
     if server:
         await server.start()
     store = None
     try:
-        store = await Store.open(server.url if server else str(options.redis_url))
+        store = await Store.open(server.url if server else str(options.redis_url), wanted)
         service = Service(store, url=options.advertise_url or url, embedded=server is not None)
         await service.start()
         async with asyncio.TaskGroup() as tasks:

@@ -1,6 +1,7 @@
 """Durable storage in Redis streams: keys, the function library, the store, the embedded server."""
 
+from replaybuf.store.durability import Wanted
 from replaybuf.store.embedded import EmbeddedServer
 from replaybuf.store.redis import Appended, Ends, IndexEntry, Lease, ServerReport, Store
 
-__all__ = ["Appended", "EmbeddedServer", "Ends", "IndexEntry", "Lease", "ServerReport", "Store"]
+__all__ = ["Appended", "EmbeddedServer", "Ends", "IndexEntry", "Lease", "ServerReport", "Store", "Wanted"]

@@ -45,6 +45,7 @@ local function append(keys, args)
   local newest = last and tonumber(string.match(last[1], '^(%d+)')) or 0
   if newest >= tonumber(args[2]) then
     local there = redis.call('XRANGE', keys[1], id, id)[1]
+    redis.call('SET', keys[2], fence) -- a write, so that a wait for durability covers the entry that is there
     return {(there and there[2][2] == args[3]) and 'ok' or 'taken', tostring(newest)}
   end
   if newest + 1 ~= tonumber(args[2]) then
@@ -106,7 +107,18 @@ local function tickets(keys, args)
   return {'ok', ''}
 end
 
-redis.register_function('rb_publish', publish)
+-- Raise counters and set others. keys: counts; args: number to raise, (counter, increment)..., (counter, value)...
+local function count(keys, args)
+  local raised = 2 * tonumber(args[1])
+  for at = 2, #args, 2 do
+    redis.call(at <= raised and 'HINCRBY' or 'HSET', keys[1], args[at], args[at + 1])
+  end
+  return {'ok', ''}
+end
+
+-- All may run on a full server: what fills it are payloads, which are refused by themselves.
+redis.register_function{function_name = 'rb_publish', callback = publish, flags = {'allow-oom'}}
+redis.register_function{function_name = 'rb_count', callback = count, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_append', callback = append, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_lead', callback = lead, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_resign', callback = resign, flags = {'allow-oom'}}

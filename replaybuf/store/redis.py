@@ -1,9 +1,11 @@
 """The store: every command replaybuf sends to Redis.
 
 Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
-number, a payload has a key of its own per attempt. A lost connection raises `ServiceUnavailable`, a full server
-`NoRoom`, a lost lease `NotLeader`, a Redis that forgot what it had acknowledged `DataLost`. One client serves all
-calls; the blocking read of new entries has its own.
+number, a payload has a key of its own per attempt. A lost connection and a server that takes no writes raise
+`ServiceUnavailable`, a full server `NoRoom`, a lost lease `NotLeader`, a Redis that forgot what
+it had acknowledged `DataLost`. What is acknowledged goes through `_durably`, which
+waits for the server's confirmation on the same connection and raises `NotDurable` without it; a repeat writes something
+too, so that its wait covers the first try. One client serves all calls; the blocking read of new entries has its own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -21,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
@@ -30,6 +33,7 @@ from replaybuf.errors import (
     Conflict,
     DataLost,
     NoRoom,
+    NotDurable,
     NotLeader,
     ReplaybufError,
     ServiceUnavailable,
@@ -39,6 +43,7 @@ from replaybuf.group import Group
 from replaybuf.index import ENTRY, Numbers, entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
+from replaybuf.store.durability import STRICT, Barrier, Level, Settings, Wanted, judge
 from replaybuf.store.instep import InStepRedis
 
 logger = logging.getLogger(__name__)
@@ -50,6 +55,7 @@ CONNECT_TIMEOUT_S = 5.0
 STALL_PAUSE_S = 1.0
 """A Redis that did not answer in time is asked again after so long."""
 OLDEST_SERVER = (7, 0)
+LIBRARY = "replaybuf1"
 READ_CHUNK_ENTRIES = 20_000
 READ_CHUNK_BYTES = 8 << 20
 """Replies above 8 MiB halve the parser's speed and hold up other calls."""
@@ -116,31 +122,57 @@ class Ends:
 class ServerReport:
     """What the server is and how durable an acknowledged write is on it.
 
-    `durability` is `strict` only where a write is on disk before it is answered (`appendonly yes`,
-    `appendfsync always`); `reasons` say what is weaker or at risk.
+    `durability` is the level in force, `met_by` what it rests on, `reasons` say what is weaker than strict or at risk.
+    `replicas` are connected now.
     """
 
     version: str
-    durability: str
+    durability: Level
+    met_by: str
     reasons: tuple[str, ...]
+    wanted: Wanted
+    replicas: int
     used_memory_bytes: int
     max_memory_bytes: int
     max_memory_policy: str
 
+    @property
+    def summary(self) -> str:
+        """Level and what it rests on: `strict (appendfsync always)`."""
+        return f"{self.durability} ({self.met_by})"
+
+
+# Words with which a server refuses writes that it may take later: it cannot save, is a replica, lost its replicas, ...
+_NOT_NOW = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
+_TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_NOT_NOW})\b")
 
 _strings_encoder = msgspec.msgpack.Encoder()
 _strings_decoder = msgspec.msgpack.Decoder(EntryStrings)
 
 
 class Store:
-    """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`."""
+    """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`.
+
+    `unconfirmed` counts writes that were not confirmed in time, `replicas_confirmed` is how many replicas confirmed the
+    last write that waited for any.
+    """
 
     def __init__(
-        self, url: str, *, command_timeout_s: float | None = None, connect_timeout_s: float | None = None
+        self,
+        url: str,
+        wanted: Wanted = STRICT,
+        *,
+        command_timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
     ) -> None:
         self.url = url
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
         self._stalled_until_s = 0.0
+        self.wanted = wanted
+        self.unconfirmed = 0
+        self.replicas_confirmed = 0
+        self._barrier: Barrier | None = None
+        self._reads_durable = True
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
@@ -154,12 +186,12 @@ class Store:
         self._blocking = InStepRedis.from_url(url, socket_timeout=None, **common)
 
     @classmethod
-    async def open(cls, url: str, **timeouts: float) -> Store:
+    async def open(cls, url: str, wanted: Wanted = STRICT, **timeouts: float) -> Store:
         """Connect, check that the server is fit, load the function library.
 
         Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
         """
-        store = cls(url, **timeouts)
+        store = cls(url, wanted, **timeouts)
         try:
             await store.prepare()
         except BaseException:
@@ -180,7 +212,12 @@ class Store:
                 bound=oldest,
             )
         library = files("replaybuf.store").joinpath("library.lua").read_text()
-        await self._guard(self._redis.function_load(library, replace=True))
+        if not await self._has(library):  # loading it needs room, which a full server has not
+            await self._guard(self._redis.function_load(library, replace=True))
+
+    async def _has(self, library: str) -> bool:
+        listed = await self._guard(self._redis.function_list(LIBRARY, withcode=True))
+        return any(library.encode() in _flat(entry) for entry in listed)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -188,38 +225,62 @@ class Store:
         await self._blocking.aclose()
 
     async def report(self) -> ServerReport:
-        """Ask the server what it is and how it persists."""
+        """Ask the server what it is and how it persists; writes are waited for accordingly from now on."""
         info: dict[str, Any] = await self._guard(self._redis.info())
-        version = str(info.get("redis_version") or info.get("valkey_version"))
-        settings: dict[str, str] = {}
-        reasons: list[str] = []
-        try:
-            asked = self._redis.config_get("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
-            settings = {_text(key): _text(value) for key, value in (await self._guard(asked)).items()}
-        except ServiceUnavailable:
-            raise
-        except ReplaybufError as error:
-            reasons.append(f"CONFIG GET is refused ({error.detail}); what an acknowledged write is worth is unknown")
-        if settings and settings.get("appendonly") != "yes":
-            reasons.append("appendonly is 'no'; a killed server loses everything: set appendonly yes")
-        if settings and settings.get("appendfsync") != "always":
-            fsync = settings.get("appendfsync")
-            reasons.append(
-                f"appendfsync is {fsync!r}; a killed server loses acknowledged writes: set appendfsync always"
-            )
-        durability = "relaxed" if reasons else "strict"
-        policy = settings.get("maxmemory-policy", "unknown")
-        if settings and policy != "noeviction":
-            durability = "relaxed"
-            reasons.append(f"maxmemory-policy is {policy!r}; a full server drops data: set maxmemory-policy noeviction")
+        settings = await self._settings(info)
+        verdict = judge(settings, self.wanted)
+        self._barrier, self._reads_durable = verdict.barrier, verdict.reads_durable
         return ServerReport(
-            version=version,
-            durability=durability,
-            reasons=tuple(reasons),
+            version=str(info.get("redis_version") or info.get("valkey_version")),
+            durability=verdict.level,
+            met_by=verdict.met_by,
+            reasons=verdict.reasons,
+            wanted=self.wanted,
+            replicas=settings.replicas,
             used_memory_bytes=int(info.get("used_memory", 0)),
-            max_memory_bytes=int(settings.get("maxmemory", info.get("maxmemory", 0))),
-            max_memory_policy=policy,
+            max_memory_bytes=int(info.get("maxmemory", 0)),
+            max_memory_policy=settings.policy or "unknown",
         )
+
+    async def _settings(self, info: dict[str, Any]) -> Settings:
+        config: dict[str, str] = {}
+        refused = None
+        names = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxmemory-policy")
+        try:
+            raw = await self._guard(self._redis.config_get(*names))
+            config = {_text(key): _text(value) for key, value in raw.items()}
+        except ReplaybufError as error:  # some who sell Redis as a service refuse it; INFO tells part of it
+            if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+                raise
+            refused = str(error.__cause__)
+        appendonly = config["appendonly"] == "yes" if "appendonly" in config else None
+        if appendonly is None and "aof_enabled" in info:
+            appendonly = bool(int(info["aof_enabled"]))
+        rewriting = config.get("no-appendfsync-on-rewrite")
+        policy = config.get("maxmemory-policy") or info.get("maxmemory_policy")
+        return Settings(
+            appendonly=appendonly,
+            appendfsync=config.get("appendfsync"),
+            no_fsync_on_rewrite=None if rewriting is None else rewriting == "yes",
+            policy=None if policy is None else str(policy),
+            waitaof=await self._takes_waitaof(),
+            replicas=sum(
+                isinstance(value, dict) and value.get("state") == "online"
+                for name, value in info.items()
+                if name.startswith("slave")
+            ),
+            is_replica=info.get("role") == "slave",
+            refused=refused,
+        )
+
+    async def _takes_waitaof(self) -> bool:
+        try:
+            await self._guard(self._redis.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
+        except ReplaybufError as error:
+            if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
+                return False
+            raise
+        return True
 
     # ------------------------------------------------------------------ runs and lease
 
@@ -268,7 +329,11 @@ class Store:
         pipe = self._redis.pipeline(transaction=False)
         for key, item in zip(payload_keys, groups, strict=True):
             pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
-        await self._guard(pipe.execute())
+        try:
+            await self._guard(pipe.execute())
+        except NoRoom:
+            await self.unlink(payload_keys)  # some may have found room; left there they would fill what is freed
+            raise
         pipe = self._redis.pipeline(transaction=False)
         touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
         for key, item in zip(payload_keys, groups, strict=True):
@@ -304,7 +369,9 @@ class Store:
                 pipe.unlink(key)
                 if result.number in first:
                     pipe.persist(first[result.number])
-        await self._guard(pipe.execute())
+        if duplicates:  # counting them is the write by which the wait covers the append they repeat
+            pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", len(duplicates))
+        await self._durably(pipe)
 
     async def adopt(self, payload_keys: Iterable[str]) -> None:
         """Make payloads permanent whose producer died between publishing and saying so."""
@@ -313,11 +380,17 @@ class Store:
             pipe.persist(key)
         await self._guard(pipe.execute())
 
-    async def read_index(self, run: str, after: int) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
-        """Read the index stream from behind number `after`: numbers, `ENTRY` values and encoded strings, in chunks."""
+    async def read_index(
+        self, run: str, after: int, through: int | None = None
+    ) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
+        """Read the index stream from behind number `after`, to `through`, in chunks.
+
+        Each holds numbers, `ENTRY` values and encoded strings.
+        """
+        end = "+" if through is None else f"{through}-0"
         while True:
             raw = await self._guard(
-                self._redis.xrange(keys.index(run), min=f"({after}-0", max="+", count=READ_CHUNK_ENTRIES)
+                self._redis.xrange(keys.index(run), min=f"({after}-0", max=end, count=READ_CHUNK_ENTRIES)
             )
             if not raw:
                 return
@@ -409,7 +482,7 @@ class Store:
         Raises `NotLeader` where a newer leader exists, `DataLost` where the entries before it are gone, `Conflict`
         where another record has the number.
         """
-        reply = await self._call(
+        reply = await self._call_durably(
             "rb_append", [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
         )
         outcome, detail = _text(reply[0]), _text(reply[1])
@@ -455,11 +528,16 @@ class Store:
         drop: Sequence[str] = (),
         deadlines_s: Mapping[str, float] | None = None,
         counts: Mapping[str, int] | None = None,
+        durably: bool = True,
     ) -> None:
-        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `NotLeader`."""
+        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `NotLeader`.
+
+        `durably=False` where a restart finds out by itself what is lost.
+        """
         put = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
         raised = [part for name, by in (counts or {}).items() for part in (name, by)]
-        reply = await self._call(
+        call = self._call_durably if durably else self._call
+        reply = await call(
             "rb_tickets",
             [keys.tickets(run), keys.counts(run), keys.fence(run)],
             [token, len(drop), *drop, len(put) // 2, *put, *raised],
@@ -474,20 +552,73 @@ class Store:
 
     async def count(self, run: str, raised: Mapping[str, int]) -> None:
         """Raise counters."""
-        pipe = self._redis.pipeline(transaction=False)
-        for name, by in raised.items():
-            pipe.hincrby(keys.counts(run), name, by)
-        await self._guard(pipe.execute())
+        changes = [part for name, by in raised.items() for part in (name, by)]
+        await self._call("rb_count", [keys.counts(run)], [len(raised), *changes])
 
     async def set_count(self, run: str, name: str, value: int) -> None:
         """Set a counter."""
-        await self._guard(self._redis.hset(keys.counts(run), name, str(value)))
+        await self._call("rb_count", [keys.counts(run)], [0, name, value])
+
+    # ------------------------------------------------------------------ durability
+
+    async def confirmed_ends(self, run: str) -> Ends | None:
+        """Say how far the streams of a run are durable; None where everything that can be read is. Raises `NotDurable`.
+
+        Whoever acts on what it reads, not on what it was answered, reads no further.
+        """
+        if self._barrier is None or self._reads_durable:
+            return None
+        ends = await self.ends(run)
+        # The wait covers what the server wrote before the last write of this connection: so here is one.
+        await self._call_durably("rb_count", [keys.counts(run)], [1, "confirmed", 1])
+        return ends
+
+    async def _durably(self, pipe: Any) -> list[Any]:
+        """Execute a pipeline of writes; return its replies once the server confirms what it wrote."""
+        barrier = self._barrier
+        if barrier is None:
+            replies: list[Any] = await self._guard(pipe.execute())
+            return replies
+        waits = barrier.commands
+        for wait in waits:
+            pipe.execute_command(*wait)
+        all_replies = await self._guard(_executed(pipe, len(waits)))
+        replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
+        try:
+            confirmed = barrier.check(waited)
+        except NotDurable:
+            self.unconfirmed += 1
+            raise
+        if barrier.replicas:
+            self.replicas_confirmed = confirmed
+        return replies
+
+    async def _call_durably(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.fcall(function, len(names), *names, *arguments)
+        reply: list[Any] = (await self._durably(pipe))[0]
+        return reply
 
     # ------------------------------------------------------------------ plumbing
 
     async def _call(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
         reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
         return reply
+
+    def _check_answering(self) -> None:
+        """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
+
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
+        """
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            raise ServiceUnavailable(
+                f"Redis at {self.url} does not answer; it is asked again within {self.command_timeout_s} s",
+                name="redis",
+                value=self.url,
+            )
+        if self._stalled_until_s:
+            self._stalled_until_s = now_s + self.command_timeout_s
 
     async def _guard(self, command: Awaitable[Any]) -> Any:
         try:
@@ -507,28 +638,29 @@ class Store:
             ) from error
         except OutOfMemoryError as error:
             raise NoRoom(f"Redis at {self.url} is out of memory: {error}", name="maxmemory") from error
+        except BusyLoadingError as error:
+            raise self._takes_none(error) from error
         except (RedisConnectionError, OSError) as error:
             self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
             raise ServiceUnavailable(
                 f"Redis at {self.url} cannot be reached: {error or type(error).__name__}", name="redis", value=self.url
             ) from error
         except RedisError as error:
+            if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
+                raise self._takes_none(error) from error
             raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
 
-    def _check_answering(self) -> None:
-        """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
+    def _takes_none(self, error: RedisError) -> ServiceUnavailable:
+        return ServiceUnavailable(f"Redis at {self.url} takes no writes for now: {error}", name="redis", value=self.url)
 
-        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
-        """
-        now_s = time.monotonic()
-        if now_s < self._stalled_until_s:
-            raise ServiceUnavailable(
-                f"Redis at {self.url} does not answer; it is asked again within {self.command_timeout_s} s",
-                name="redis",
-                value=self.url,
-            )
-        if self._stalled_until_s:
-            self._stalled_until_s = now_s + self.command_timeout_s
+
+async def _executed(pipe: Any, waits: int) -> list[Any]:
+    """Execute a pipeline whose last commands are waits; raise the first error of the others, return that of waits."""
+    replies: list[Any] = await pipe.execute(raise_on_error=False)
+    for reply in replies[:-waits]:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
 
 
 def data_lost(run: str, seen: str) -> DataLost:
@@ -562,3 +694,7 @@ def _fields(raw: Any) -> dict[bytes, bytes]:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)

@@ -81,7 +81,11 @@ def test_after_a_doubled_reply_every_call_tells_the_truth_or_nothing(proxy: Faul
         await store.append_record(run, lease, 1, AckRecord(step=0, epoch=1))
         told += [[n.tolist() async for n, _, _ in store.read_index(run, 0)]]
         told += [[chunk async for chunk in store.read_ledger(run, 0)]]
-        told += [await store.counts(run), await store.tickets(run), await store.numbers_of(run, ["b", "a", "c"])]
+        told += [
+            (await store.counts(run))["stored"],
+            await store.tickets(run),
+            await store.numbers_of(run, ["b", "a", "c"]),
+        ]
         return told
 
     async def work(store: Store) -> None:

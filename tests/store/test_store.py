@@ -14,7 +14,7 @@ from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnava
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.ledger import AckRecord
-from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.store import EmbeddedServer, Store, Wanted, keys
 from replaybuf.store.redis import ToAppend
 
 Work = Callable[[Store], Awaitable[None]]
@@ -154,7 +154,7 @@ def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) ->
     async def main() -> None:
         embedded = EmbeddedServer(tmp_path)
         await embedded.start()
-        store = await Store.open(embedded.url)
+        store = await Store.open(embedded.url, Wanted("relaxed"))
         try:
             assert (await store.report()).durability == "strict"
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
@@ -177,8 +177,10 @@ async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         words = []
         for _ in range(int(line[1:])):
             await reader.readline()
-            words.append((await reader.readline()).strip().upper())
-        if words[0] == b"HELLO":
+            words.append((await reader.readline()).strip())
+        if words[0] == b"ECHO":
+            writer.write(b"$%d\r\n%b\r\n" % (len(words[1]), words[1]))
+        elif words[0] == b"HELLO":
             writer.write(b"%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n")
         elif words[0] == b"INFO":
             writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
