@@ -85,7 +85,8 @@ class FaultyProxy:
     def answer_once(self, mark: bytes, fate: str) -> None:
         """Let something befall the answer to the next command with `mark` in it.
 
-        `cut`: its first half, then the end; `lost`: the end; `twice`: the answer, two times.
+        `cut`: its first half, then the end; `lost`: the end; `twice`: the answer, two times; `unsent`: the
+        command itself is lost, then the end.
         """
         self._happened.clear()
         self._once = (mark, fate)
@@ -158,8 +159,11 @@ class FaultyProxy:
             if self._swallowing:
                 continue
             if self._once and self._once[0] in chunk:
-                asked.append(self._once[1])
-                self._once = None
+                fate, self._once = self._once[1], None
+                if fate == "unsent":
+                    self._happened.set()
+                    raise ConnectionResetError
+                asked.append(fate)
             upstream.write(chunk)
             await upstream.drain()
         raise ConnectionResetError
