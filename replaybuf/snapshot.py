@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections import Counter
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -115,9 +116,10 @@ def take(state: RunState) -> Snapshot:
         )
         for step, batch in state.batches.items()
     ]
+    copied: dict[str, Any] = {name: getattr(state, name) for name in _COPIED}
+    copied |= {name: dict(getattr(state, name)) for name in _COUNTERS}
     return Snapshot(
-        **{name: getattr(state, name) for name in _COPIED},
-        **{name: dict(getattr(state, name)) for name in _COUNTERS},
+        **copied,
         stored=state.stored,
         trimmed=state.trimmed,
         attached=state.attached and dataclasses.replace(state.attached),
@@ -213,12 +215,11 @@ def decode_snapshot(raw: bytes) -> Snapshot:
 
 
 def _batch(part: BatchPart) -> BatchState:
-    earlier = dict(_numbers(part.earlier).reshape(-1, 2).tolist())
+    numbers, steps = _numbers(part.earlier).reshape(-1, 2).T.tolist()
+    earlier = dict(zip(numbers, steps, strict=True))
     return BatchState(part.entry, part.generation, _numbers(part.numbers), earlier, part.acked)
 
 
 def _numbers(raw: bytes) -> npt.NDArray[np.int64]:
     numbers: npt.NDArray[np.int64] = np.frombuffer(raw, np.int64).copy()
     return numbers
-
-

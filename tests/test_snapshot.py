@@ -48,7 +48,9 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
         "rows": {name: index[name][rows].tolist() for name in index.columns},
         "trimmed": (state.trimmed, state.trimmed_entries, state.stored, state.entries, len(state.fates)),
         "history": (state.records, state.made, state.voided, state.checkpoints, state.rewinds, state.oldest_step),
-        "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.earlier, b.acked) for s, b in state.batches.items()},
+        "batches": {
+            s: (b.entry, b.generation, b.numbers.tolist(), b.earlier, b.acked) for s, b in state.batches.items()
+        },
         "counts": (state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
         "used": (state.groups_used, state.tokens_used, state.used_staleness),
         "words": (state.attached, state.failed_prompts, state.config, state.max_uses, state.config_state),

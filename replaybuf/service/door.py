@@ -17,12 +17,12 @@ from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
 from replaybuf.index import LIVE, Numbers
-from replaybuf.ledger import EvictRecord, TicketRecord
+from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
-from replaybuf.store.redis import ToAppend, decode_strings
+from replaybuf.store.redis import ToAppend
 
 logger = logging.getLogger(__name__)
 
@@ -194,28 +194,34 @@ class Door:
         journal = self._journal
         taken = False
         async with self._pulling:
-            async for numbers, values, strings in journal.store.read_index(journal.name, journal.state.stored):
-                journal.state.store(numbers, values)
+            async for chunk in journal.store.read_index(journal.name, journal.state.stored):
+                journal.state.store(chunk.numbers, chunk.values, chunk.malformed)
                 taken = True
-                decoded = [decode_strings(raw) for raw in strings]
-                await journal.store.adopt([entry.payload_key for entry in decoded])
-                indexes = values["prompt_index"].tolist()
-                await self._strike([(e.adapter, i) for e, i in zip(decoded, indexes, strict=True) if i >= 0])
-                await self._evict_arrivals(numbers)
+                if chunk.malformed.any():
+                    bad = chunk.numbers[chunk.malformed].tolist()
+                    logger.error("index entries are none of ours run=%s numbers=%s", journal.name, bad)
+                arrived = chunk.entries()
+                await journal.store.adopt([e.strings.payload_key for e in arrived if e.strings.payload_key])
+                prompts = [(e.strings.adapter, int(e.values["prompt_index"])) for e in arrived]
+                await self._strike([prompt for prompt in prompts if prompt[1] >= 0])
+                await self._evict_arrivals(chunk.numbers)
         if taken:
             await journal.notify()
 
     async def _evict_arrivals(self, numbers: Numbers) -> None:
-        """Evict what arrived too late; the common case, nothing to evict, takes no lock."""
-        if self._selector.evictable(numbers):
+        """Evict what arrived too late or too large; the common case, nothing to evict, takes no lock."""
+        if self._selector.evictable(numbers) or self._selector.oversized(numbers):
             async with self._journal.decision():
                 await self.evict(numbers)
 
     async def evict(self, only: Numbers | None = None) -> None:
-        """Record which live groups no batch from the next step on can use. Called within a decision."""
+        """Record which live groups no batch from the next step on, or none at all, can use. Within a decision."""
+        journal = self._journal
+        oversized = self._selector.oversized(only)
+        if oversized:
+            await journal.append(DeadLetterRecord(numbers={"over_budget": oversized}, at_s=journal.clock()))
         by_reason = self._selector.evictable(only)
         if by_reason:
-            journal = self._journal
             await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
 
     # ------------------------------------------------------------------ tickets

@@ -22,6 +22,8 @@ from replaybuf.errors import Conflict, NotFound, ReplaybufError, ServiceUnavaila
 from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.rebuild import forget_set_aside, load_state
+from replaybuf.snapshot import Snapshot
 from replaybuf.state import RunState
 from replaybuf.store import Store
 
@@ -48,6 +50,7 @@ class Journal:
         self._unsure = False
         self._to_free: list[Numbers] = []
         self._freed_through = 0
+        self.snapshot: Snapshot | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -59,10 +62,9 @@ class Journal:
     # ------------------------------------------------------------------ ledger
 
     async def load(self, freed_through: int) -> None:
-        """Fold both streams; payloads freed up to ledger entry `freed_through` are gone already."""
+        """Fold snapshot and both streams; payloads freed up to ledger entry `freed_through` are gone already."""
         self._freed_through = freed_through
-        async for numbers, values, _ in self.store.read_index(self.name, 0):
-            self.state.store(numbers, values)
+        self.snapshot = await load_state(self.store, self.name, self.state)
         await self._catch_up()
 
     @contextlib.asynccontextmanager
@@ -109,6 +111,11 @@ class Journal:
                 return record
         raise ReplaybufError(f"ledger entry {entry} of run {self.name} is not a batch", name="entry", value=entry)
 
+    @property
+    def owes_payloads(self) -> bool:
+        """Say whether groups were freed whose payloads are not deleted yet."""
+        return bool(self._to_free)
+
     async def free_payloads(self) -> None:
         """Delete the payloads that checkpoints and purges let go."""
         if not self._to_free:
@@ -117,6 +124,7 @@ class Journal:
         while self._to_free:
             entries = await self.store.entries(self.name, self._to_free[0].tolist())
             await self.store.unlink([entry.strings.payload_key for entry in entries])
+            await forget_set_aside(self, [entry for entry in entries if entry.number <= self.state.trimmed])
             self._to_free.pop(0)
         await self.store.set_count(self.name, "freed_through", through)
 

@@ -21,6 +21,7 @@ from replaybuf.service.door import Door
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector, resolve_config
 from replaybuf.service.session import Session
+from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState
 from replaybuf.store import Store
 from replaybuf.strategy import Strategy
@@ -39,6 +40,7 @@ class Run:
         self.door = Door(journal, self.selector, self.book)
         self.batches = Batches(journal, self.selector, self.door)
         self.session = Session(journal, self.selector, self.door, self.batches)
+        self.trimming = Trimming(journal)
         self.durability = "strict"
 
     @property
@@ -80,11 +82,12 @@ class Run:
         await self.journal.close()
 
     async def tick(self) -> None:
-        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads."""
+        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""
         await self.door.expire_tickets()
         if self.book.used_up(""):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
+        await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator
 

@@ -1,6 +1,7 @@
 """Durable storage in Redis streams: keys, the function library, the store, the embedded server."""
 
 from replaybuf.store.embedded import EmbeddedServer
-from replaybuf.store.redis import Appended, IndexEntry, Lease, ServerReport, Store
+from replaybuf.store.entries import IndexChunk, IndexEntry
+from replaybuf.store.redis import Appended, Lease, ServerReport, Store
 
-__all__ = ["Appended", "EmbeddedServer", "IndexEntry", "Lease", "ServerReport", "Store"]
+__all__ = ["Appended", "EmbeddedServer", "IndexChunk", "IndexEntry", "Lease", "ServerReport", "Store"]

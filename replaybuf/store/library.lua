@@ -1,15 +1,26 @@
 #!lua name=replaybuf1
 
+-- Number of the group that has this id; 0 where its history is trimmed; false where there is none.
+-- `bit` is the prompt index that the id stands for where it has the form of a ticket's default id, else ''.
+local function known(ids, id, done, bit)
+  local number = redis.call('HGET', ids, id)
+  if number then
+    return tonumber(number)
+  end
+  return bit ~= '' and redis.call('GETBIT', done, bit) == 1 and 0
+end
+
 -- Put one group into the index unless its id, or its ticket's prompt, has one already.
--- keys: index, group ids, counts; args: group id, id of the ticket's prompt or "", numbers, strings
--- returns {1, number} or {0, number of the one that was first}
+-- keys: index, group ids, counts, trimmed prompts of the id's adapter, and of the ticket's
+-- args: group id, id of the ticket's prompt or "", numbers, strings, prompt index of the first, of the second id or ""
+-- returns {1, number} or {0, number of the one that was first; 0 where its history is trimmed}
 local function publish(keys, args)
-  local seen = redis.call('HGET', keys[2], args[1])
-  if not seen and args[2] ~= '' then
-    seen = redis.call('HGET', keys[2], args[2])
+  local seen = known(keys[2], args[1], keys[4], args[5])
+  if not seen and args[2] ~= '' and args[2] ~= args[1] then
+    seen = known(keys[2], args[2], keys[5], args[6])
   end
   if seen then
-    return {0, tonumber(seen)}
+    return {0, seen}
   end
   local number = redis.call('HINCRBY', keys[3], 'stored', 1)
   redis.call('XADD', keys[1], number .. '-0', 'n', args[3], 's', args[4])
@@ -89,7 +100,50 @@ local function tickets(keys, args)
   return {'ok', ''}
 end
 
+-- Keep in a bitmap, a bit each, that these prompts have their group, instead of its default id in the table of ids.
+-- keys: group ids, trimmed prompts of the adapter, counts, fence
+-- args: fencing token, adapter, what stands before a prompt index in an id, (prompt index, number of its group)...
+local function done(keys, args)
+  local fence = redis.call('GET', keys[4])
+  if fence ~= args[1] then
+    return {'fenced', fence}
+  end
+  -- Only indexes that were issued: the bitmap is as long as the highest one.
+  local issued = tonumber(redis.call('HGET', keys[3], 'next:' .. args[2]) or 0)
+  for at = 4, #args, 2 do
+    local id = args[3] .. args[at]
+    if tonumber(args[at]) < issued and redis.call('HGET', keys[1], id) == args[at + 1] then
+      redis.call('SETBIT', keys[2], args[at], 1)
+      redis.call('HDEL', keys[1], id)
+    end
+  end
+  return {'ok', ''}
+end
+
+-- Replace the snapshot and drop what it makes needless, unless the caller is fenced or a newer one stands there.
+-- keys: snapshot, fence, index, ledger, entries set aside
+-- args: fencing token, snapshot, first index number kept, first ledger entry kept, (number, entry to set aside)...
+local function snapshot(keys, args)
+  local fence = redis.call('GET', keys[2])
+  if fence ~= args[1] then
+    return {'fenced', fence}
+  end
+  local standing = tonumber(redis.call('GETRANGE', keys[1], 4, 23)) or -1
+  if standing > tonumber(string.sub(args[2], 5, 24)) then
+    return {'older', tostring(standing)}
+  end
+  redis.call('SET', keys[1], args[2])
+  for at = 5, #args, 2 do
+    redis.call('HSET', keys[5], args[at], args[at + 1])
+  end
+  redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
+  redis.call('XTRIM', keys[4], 'MINID', args[4] .. '-0')
+  return {'ok', ''}
+end
+
 redis.register_function('rb_publish', publish)
+redis.register_function{function_name = 'rb_done', callback = done, flags = {'allow-oom'}}
+redis.register_function{function_name = 'rb_snapshot', callback = snapshot, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_append', callback = append, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_lead', callback = lead, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_resign', callback = resign, flags = {'allow-oom'}}

@@ -14,9 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequenc
 from importlib.resources import files
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -26,9 +24,18 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.errors import Conflict, Fenced, NoRoom, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.group import Group
-from replaybuf.index import ENTRY, Numbers, entry_of
+from replaybuf.index import entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
+from replaybuf.store.entries import (
+    EntryStrings,
+    IndexChunk,
+    IndexEntry,
+    default_prompt,
+    encode_strings,
+    read_chunk,
+    read_stored,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,34 +44,19 @@ T = TypeVar("T")
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 OLDEST_SERVER = (7, 0)
-READ_CHUNK_ENTRIES = 20_000
+READ_CHUNK_ENTRIES = 5_000
 READ_CHUNK_BYTES = 8 << 20
 """Replies above 8 MiB halve the parser's speed and hold up other calls."""
-
-
-class EntryStrings(msgspec.Struct, frozen=True, array_like=True):
-    """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes."""
-
-    group_id: str
-    prompt_id: str
-    adapter: str
-    payload_key: str
-    ticket: str | None
-    lengths: bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """One group of the index stream: its number, its numbers-only part (`ENTRY` scalar) and its strings."""
-
-    number: int
-    values: np.void
-    strings: EntryStrings
+_MARKED_AT_ONCE = 2_000
+"""Half as many prompts, an index and a number each: a call with so many holds up others for about 2 ms."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Appended:
-    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id."""
+    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id.
+
+    0 = it was stored once, and its history is trimmed.
+    """
 
     group_id: str
     stored: bool
@@ -105,10 +97,6 @@ class ServerReport:
     used_memory_bytes: int
     max_memory_bytes: int
     max_memory_policy: str
-
-
-_strings_encoder = msgspec.msgpack.Encoder()
-_strings_decoder = msgspec.msgpack.Decoder(EntryStrings)
 
 
 class Store:
@@ -241,8 +229,11 @@ class Store:
                 item.group.ticket,
                 item.group.lengths.astype("<i4").tobytes(),
             )
-            arguments = [item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
-            pipe.fcall("rb_publish", 3, stream, ids, counts, *arguments)
+            named = [default_prompt(name) for name in (item.group_id, item.prompt_key)]
+            done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in named]
+            bits = [prompt[1] if prompt else "" for prompt in named]
+            arguments = [item.group_id, item.prompt_key, numbers, encode_strings(strings), *bits]
+            pipe.fcall("rb_publish", 5, stream, ids, counts, *done, *arguments)
         replies = await self._guard(pipe.execute())
         results = [
             Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
@@ -251,7 +242,7 @@ class Store:
         return results
 
     async def _settle_payloads(self, run: str, payload_keys: list[str], results: list[Appended]) -> None:
-        duplicates = [result.number for result in results if not result.stored]
+        duplicates = [result.number for result in results if not result.stored and result.number]
         first = {entry.number: entry.strings.payload_key for entry in await self.entries(run, duplicates)}
         pipe = self._redis.pipeline(transaction=False)
         for key, result in zip(payload_keys, results, strict=True):
@@ -270,41 +261,67 @@ class Store:
             pipe.persist(key)
         await self._guard(pipe.execute())
 
-    async def read_index(self, run: str, after: int) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
-        """Read the index stream from behind number `after`: numbers, `ENTRY` values and encoded strings, in chunks."""
-        while True:
-            raw = await self._guard(
-                self._redis.xrange(keys.index(run), min=f"({after}-0", max="+", count=READ_CHUNK_ENTRIES)
-            )
-            if not raw:
-                return
-            numbers = np.array([int(entry[0].partition(b"-")[0]) for entry in raw], np.int64)
-            fields = [_fields(entry[1]) for entry in raw]
-            values = np.frombuffer(b"".join([field[b"n"] for field in fields]), ENTRY)
-            yield numbers, values, [field[b"s"] for field in fields]
-            after = int(numbers[-1])
+    async def read_index(self, run: str, after: int, through: int | None = None) -> AsyncIterator[IndexChunk]:
+        """Read the index stream from behind number `after`, up to number `through`, in chunks.
+
+        On a connection of its own, past the client's conversions; while a chunk is parsed Redis prepares the next.
+        """
+        connection: Any = await self._guard(self._redis.connection_pool.get_connection())  # type: ignore[no-untyped-call]
+        last, count = "+" if through is None else f"{through}-0", READ_CHUNK_ENTRIES
+        command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
+        awaited = True
+        try:
+            await self._guard(connection.send_command(*command))
+            while awaited:
+                raw = await self._guard(connection.read_response())
+                awaited = len(raw) == count
+                if awaited:
+                    command[2] = b"(" + raw[-1][0]
+                    await self._guard(connection.send_command(*command))
+                if raw:
+                    yield read_chunk(raw)
+        finally:
+            if awaited:  # whoever left before the end left a reply on its way
+                await connection.disconnect()
+            await self._redis.connection_pool.release(connection)
 
     async def entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
         """Fetch the index entries of these groups, in this order; trimmed ones are left out."""
         if not numbers:
             return []
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._raw_pipeline()
         for number in numbers:
-            pipe.xrange(keys.index(run), min=f"{number}-0", max=f"{number}-0")
-        found = []
-        for number, reply in zip(numbers, await self._guard(pipe.execute()), strict=True):
-            for entry in reply:
-                fields = _fields(entry[1])
-                values = np.frombuffer(fields[b"n"], ENTRY)[0]
-                found.append(IndexEntry(number, values, decode_strings(fields[b"s"])))
-        return found
+            pipe.execute_command("XRANGE", keys.index(run), f"{number}-0", f"{number}-0")
+        replies = await self._guard(pipe.execute())
+        found = {number: read_chunk(reply) for number, reply in zip(numbers, replies, strict=True) if reply}
+        missing = [number for number in numbers if number not in found]
+        if missing:
+            aside = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in missing]))
+            for number, raw in zip(missing, aside, strict=True):
+                if raw is not None:
+                    found[number] = read_stored(np.array([number]), [raw])
+        return [found[number].entries()[0] for number in numbers if number in found]
+
+    def _raw_pipeline(self) -> Any:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.response_callbacks = {}
+        return pipe
 
     async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
-        """Look up the numbers under which ids are stored."""
+        """Look up the numbers under which ids are stored; 0 = it was, and its history is trimmed."""
         if not group_ids:
             return []
         found = await self._guard(self._redis.hmget(keys.group_ids(run), list(group_ids)))
-        return [None if number is None else int(number) for number in found]
+        numbers = [None if number is None else int(number) for number in found]
+        asked = [
+            (k, prompt) for k, name in enumerate(group_ids) if numbers[k] is None if (prompt := default_prompt(name))
+        ]
+        pipe = self._redis.pipeline(transaction=False)
+        for _, (adapter, index) in asked:
+            pipe.getbit(keys.prompts_done(run, adapter), index)
+        for (k, _), bit in zip(asked, await self._guard(pipe.execute()), strict=True):
+            numbers[k] = 0 if bit else None
+        return numbers
 
     async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
         """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
@@ -388,6 +405,57 @@ class Store:
             after = records[-1][0]
             left = None if left is None else left - len(records)
 
+    # ------------------------------------------------------------------ snapshot and trimming
+
+    async def read_snapshot(self, run: str) -> bytes | None:
+        """Read the snapshot; None where none was written yet."""
+        raw: bytes | None = await self._guard(self._redis.get(keys.snapshot(run)))
+        return raw
+
+    async def write_snapshot(
+        self, run: str, token: str, raw: bytes, first_group: int, first_entry: int, set_aside: Mapping[int, bytes]
+    ) -> None:
+        """Replace the snapshot, set entries aside, trim both streams to what is named first: all or nothing.
+
+        A snapshot older than the one that stands there changes nothing. Raises `Fenced`.
+        """
+        names = [keys.snapshot(run), keys.fence(run), keys.index(run), keys.ledger(run), keys.set_aside(run)]
+        aside = [part for pair in set_aside.items() for part in pair]
+        self._check_fence(
+            run, token, await self._call("rb_snapshot", names, [token, raw, first_group, first_entry, *aside])
+        )
+
+    async def read_set_aside(self, run: str) -> AsyncIterator[IndexChunk]:
+        """Read the entries that trimming set aside, in the order of their numbers, in chunks."""
+        numbers = np.sort(np.array(await self._guard(self._redis.hkeys(keys.set_aside(run))), np.int64))
+        for start in range(0, len(numbers), READ_CHUNK_ENTRIES):
+            chunk = numbers[start : start + READ_CHUNK_ENTRIES]
+            raw = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in chunk.tolist()]))
+            yield read_stored(chunk, raw)
+
+    async def drop_set_aside(self, run: str, numbers: Sequence[int]) -> None:
+        """Delete entries that trimming set aside."""
+        await self._guard(self._redis.hdel(keys.set_aside(run), *[str(number) for number in numbers]))
+
+    async def mark_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
+        """Remember a bit each of these prompts instead of the default id of their group, which is freed.
+
+        `prompts`: adapter, prompt index, number of the group. Raises `Fenced`.
+        """
+        by_adapter: dict[str, list[int]] = {}
+        for adapter, index, number in prompts:
+            by_adapter.setdefault(adapter, []).extend((index, number))
+        for adapter, indexes in by_adapter.items():
+            names = [keys.group_ids(run), keys.prompts_done(run, adapter), keys.counts(run), keys.fence(run)]
+            for start in range(0, len(indexes), _MARKED_AT_ONCE):
+                arguments = [
+                    token,
+                    adapter,
+                    f"{adapter}/p" if adapter else "p",
+                    *indexes[start : start + _MARKED_AT_ONCE],
+                ]
+                self._check_fence(run, token, await self._call("rb_done", names, arguments))
+
     # ------------------------------------------------------------------ tickets and counters
 
     async def tickets(self, run: str) -> list[tuple[str, float]]:
@@ -412,8 +480,7 @@ class Store:
             [keys.tickets(run), keys.counts(run), keys.fence(run)],
             [token, len(drop), *drop, len(put) // 2, *put, *raised],
         )
-        if _text(reply[0]) != "ok":
-            raise Fenced(f"run {run}: our fencing token is {token}, the newest is {_text(reply[1])}", name="fence")
+        self._check_fence(run, token, reply)
 
     async def counts(self, run: str) -> dict[str, int]:
         """Read the run's counters."""
@@ -433,6 +500,10 @@ class Store:
 
     # ------------------------------------------------------------------ plumbing
 
+    def _check_fence(self, run: str, token: str, reply: list[Any]) -> None:
+        if _text(reply[0]) == "fenced":
+            raise Fenced(f"run {run}: our fencing token is {token}, the newest is {_text(reply[1])}", name="fence")
+
     async def _call(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
         reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
         return reply
@@ -448,11 +519,6 @@ class Store:
             ) from error
         except RedisError as error:
             raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
-
-
-def decode_strings(raw: bytes) -> EntryStrings:
-    """Decode the variable part of an index entry."""
-    return _strings_decoder.decode(raw)
 
 
 def _fields(raw: Any) -> dict[bytes, bytes]:
