@@ -4,7 +4,7 @@
     python benchmarks/soak.py --groups 300000 --rewinds   # own ids, staleness up to 3, three checkpoints, rewinds
 
 Groups are tiny (2 rollouts of 5 tokens): what grows is what the buffer keeps of a group, not its tokens. Producer and
-trainer are two threads of one process, with the Valkey and the service on the machine's other cores. Every so many groups a
+trainer are two threads of one process, Valkey and service are two more processes. Every so many groups a
 line tells Redis' memory, the service's resident memory and the lengths of streams and tables.
 """
 

@@ -22,7 +22,7 @@ from replaybuf.errors import Conflict, NotFound, ReplaybufError, ServiceUnavaila
 from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
-from replaybuf.service.rebuild import forget_set_aside, load_state
+from replaybuf.service.rebuild import load_state
 from replaybuf.snapshot import Snapshot
 from replaybuf.state import RunState
 from replaybuf.store import Store
@@ -124,7 +124,6 @@ class Journal:
         while self._to_free:
             entries = await self.store.entries(self.name, self._to_free[0].tolist())
             await self.store.unlink([entry.strings.payload_key for entry in entries])
-            await forget_set_aside(self, [entry for entry in entries if entry.number <= self.state.trimmed])
             self._to_free.pop(0)
         await self.store.set_count(self.name, "freed_through", through)
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from replaybuf.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.state import RunState
-from replaybuf.store import IndexEntry, Store
-
-if TYPE_CHECKING:
-    from replaybuf.service.journal import Journal
+from replaybuf.store import Store
 
 
 async def load_state(store: Store, run: str, state: RunState) -> Snapshot | None:
@@ -30,18 +26,6 @@ async def load_state(store: Store, run: str, state: RunState) -> Snapshot | None
     if snapshot:
         restore(state, snapshot)
     return snapshot
-
-
-async def forget_set_aside(journal: Journal, freed: Sequence[IndexEntry]) -> None:
-    """Delete entries of freed groups that trimming had set aside, and keep a bit of their prompts."""
-    if freed:
-        await journal.store.mark_done(journal.name, journal.token, ticketed(freed))
-        await journal.store.drop_set_aside(journal.name, [entry.number for entry in freed])
-
-
-def ticketed(entries: Sequence[IndexEntry]) -> list[tuple[str, int, int]]:
-    """List adapter, prompt index and number of the groups that came with a ticket."""
-    return [(e.strings.adapter, int(e.values["prompt_index"]), e.number) for e in entries if e.strings.ticket]
 
 
 @contextlib.contextmanager

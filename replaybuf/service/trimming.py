@@ -8,13 +8,14 @@ streams. Dying between the two leaves entries that the next leader finds in the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
 from replaybuf.history import KEPT_GROUPS, trim_point
 from replaybuf.service.journal import Journal
-from replaybuf.service.rebuild import ticketed
 from replaybuf.snapshot import Snapshot, encode_snapshot, take
+from replaybuf.store import IndexEntry
 from replaybuf.store.entries import to_set_aside
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Trimming:
         async for chunk in journal.store.read_index(journal.name, 0, snapshot.trimmed):
             entries = chunk.entries()
             freed = [entry for entry in entries if entry.number not in held]
-            await journal.store.mark_done(journal.name, journal.token, ticketed(freed))
+            await journal.store.mark_done(journal.name, journal.token, _ticketed(freed))
             kept = [position for position, entry in enumerate(entries) if entry.number in held]
             aside |= {entries[position].number: to_set_aside(chunk, position) for position in kept}
         await journal.store.write_snapshot(
@@ -82,4 +83,20 @@ class Trimming:
             snapshot.trimmed_entries + 1,
             aside,
         )
-        journal.snapshot = snapshot
+        before, journal.snapshot = journal.snapshot, snapshot
+        if before and before.set_aside and before.set_aside != snapshot.set_aside:
+            await self._drop_freed(held)
+
+    async def _drop_freed(self, held: set[int]) -> None:
+        """Delete entries set aside of groups freed since: only now, as the snapshot before this one needs them."""
+        journal = self._journal
+        async for chunk in journal.store.read_set_aside(journal.name):
+            freed = [entry for entry in chunk.entries() if entry.number not in held]
+            if freed:
+                await journal.store.mark_done(journal.name, journal.token, _ticketed(freed))
+                await journal.store.drop_set_aside(journal.name, [entry.number for entry in freed])
+
+
+def _ticketed(entries: Sequence[IndexEntry]) -> list[tuple[str, int, int]]:
+    """List adapter, prompt index and number of the groups that came with a ticket."""
+    return [(e.strings.adapter, int(e.values["prompt_index"]), e.number) for e in entries if e.strings.ticket]
