@@ -76,7 +76,7 @@ async def fill(url: str, groups: int) -> None:
     """Publish live groups of tickets, without payloads."""
     store = await Store.open(url)
     done = keys.prompts_done(RUN, "")
-    names = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), done, done]
+    names = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
     for start in range(0, groups, CHUNK_GROUPS):
         indexes = np.arange(start, min(start + CHUNK_GROUPS, groups))
         entries = np.zeros(len(indexes), ENTRY)
@@ -87,7 +87,7 @@ async def fill(url: str, groups: int) -> None:
             strings = [name, f"task/{index}", "", f"rb:p:{{{RUN}:{name}}}:0123456789abcdef", f"t0-{index}-1", lengths]
             values = entries[position : position + 1].tobytes()
             packed = msgspec.msgpack.encode(strings)
-            pipe.fcall("rb_publish", len(names), *names, name, name, values, packed, index, index)
+            pipe.fcall("rb_publish", len(names), *names, "", name, name, values, packed, index, index)
         await pipe.execute()
     await store.close()
 
@@ -97,9 +97,9 @@ async def fold(url: str, repeats: int) -> tuple[list[float], int]:
     store = await Store.open(url)
     rates, size = [], 0
     for _ in range(repeats):
-        journal = Journal(RUN, store, "0", time.time)
+        journal = Journal(RUN, store, time.time)
         begun = time.perf_counter()
-        await journal.load(0)
+        await journal.load()
         rates.append(journal.state.stored / (time.perf_counter() - begun))
         size = journal.state.index.nbytes
     await store.close()

@@ -12,7 +12,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.config import Env, Toml
@@ -41,6 +41,10 @@ def serve(
     data_dir: Path = Path(".replaybuf/data"),
     redis_url: str | None = None,
     tokens_file: Path | None = None,
+    advertise_url: str | None = None,
+    durability: Literal["strict", "relaxed"] = "strict",
+    wait_replicas: int = 0,
+    wait_timeout_s: float = 2.0,
 ) -> None:
     """Run the service until SIGTERM or SIGINT.
 
@@ -58,6 +62,15 @@ def serve(
         Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH.
     tokens_file
         Tokens that callers must show; made by "replaybuf token new".
+    advertise_url
+        Address that other servers on the same Redis tell their clients when this one leads; where it listens, if unset.
+    durability
+        What an acknowledged write is to survive: strict = kill -9 of everything, Redis included; relaxed = all but the
+        last second of Redis.
+    wait_replicas
+        How many replicas of Redis must have a write before it is acknowledged.
+    wait_timeout_s
+        How long a write waits to be confirmed, in seconds, before it is answered 503 not-durable.
     """
     from replaybuf.service.server import serve as run_server
     from replaybuf.service.service import ServeOptions
@@ -68,6 +81,10 @@ def serve(
         data_dir=str(data_dir),
         redis_url=redis_url,
         tokens_file=str(tokens_file) if tokens_file else None,
+        advertise_url=advertise_url,
+        durability=durability,
+        wait_replicas=wait_replicas,
+        wait_timeout_s=wait_timeout_s,
     )
     _run(run_server(options))
 
@@ -79,7 +96,7 @@ def status(*, url: str = "http://127.0.0.1:8900", run: str | None = None, token:
     Parameters
     ----------
     url
-        Address of the service.
+        Address of the service; several servers of one Redis: with commas between.
     run
         Name of one run; all of them where it is left out.
     token

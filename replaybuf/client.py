@@ -6,7 +6,11 @@ wait. Their methods are the calls of `RunCalls`, with the same names, arguments,
 Every call raises the errors of `replaybuf.errors` that the service answered with, `ServiceUnavailable` naming address
 and cause where it cannot be reached in time, and `Malformed` where the answer is not what the contract says. With
 `retry_for_s` > 0 the calls that may be repeated without harm are repeated on `ServiceUnavailable` and `NoRoom`, with
-growing pauses, for at most that long.
+growing pauses, for at most that long; on `NotLeader`, which says that nothing was done, every call is.
+
+A `url` may name several servers of the same Redis, comma-separated. What one of them does not serve goes to the next,
+or to the leader that `NotLeader` names if it is one of them: at once the first time round, then after a pause. The
+address that served last is asked first. No address but these is ever sent anything, least of all the bearer token.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from replaybuf.calls import (
     error_of,
 )
 from replaybuf.config import check_run_name
-from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import Invalid, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
 
 __all__ = [
     "Amount",
@@ -51,6 +55,7 @@ __all__ = [
     "Ticket",
     "Tickets",
     "Waiting",
+    "addresses_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -90,56 +95,104 @@ class Patience:
         self._ends_s = clock() + for_s
         self._pauses_s = backoff.pauses_s()
 
-    def pause_s(self, error: ReplaybufError) -> float:
-        """Return the pause before the next try; raises `error` where it would end too late or cannot help."""
+    def pause_s(self, error: ReplaybufError, *, elsewhere: bool = False) -> float:
+        """Return the pause before the next try; raises `error` where it would end too late or cannot help.
+
+        `elsewhere`: the next try goes to a server that has not failed yet; there is no pause before it.
+        """
         if isinstance(error, UnsupportedServer):
             raise error
-        pause_s = max(next(self._pauses_s), error.retry_after_s or 0.0)
+        pause_s = 0.0 if elsewhere else max(next(self._pauses_s), error.retry_after_s or 0.0)
         if self._clock() + pause_s > self._ends_s:
             raise error
         return pause_s
 
 
+def addresses_of(url: str) -> tuple[str, ...]:
+    """Split `url` into addresses, without a slash at the end. Raises `Invalid` for what is none."""
+    found = []
+    for part in url.split(","):
+        try:
+            parsed = httpx.URL(part.strip())
+        except httpx.InvalidURL:
+            parsed = httpx.URL()
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            bound = "http://HOST:PORT, or several with commas between"
+            raise Invalid(f"url is {url!r}; needed: {bound}", name="url", value=url, bound=bound)
+        found.append(str(parsed).rstrip("/"))
+    return tuple(dict.fromkeys(found))
+
+
 class _Line:
-    """What both clients share: address, headers, timeouts, and the reading of errors."""
+    """What both clients share: addresses, headers, timeouts, and the reading of errors. `address` is asked first."""
 
     def __init__(self, url: str, run: str, token: str | None, timeout_s: float, retry_for_s: float) -> None:
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise Invalid(f"url is {url!r}; needed: http://HOST:PORT", name="url", value=url, bound="http://HOST:PORT")
-        self.root = f"{str(parsed).rstrip('/')}/v1/runs/{check_run_name(run)}"
+        self._path = f"/v1/runs/{check_run_name(run)}"
+        self._addresses = addresses_of(url)
+        self.address = self._addresses[0]
         self.headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
-        self._retry_for_s = retry_for_s
 
-    def message(self, request: Request) -> dict[str, Any]:
+    def message(self, request: Request, address: str) -> dict[str, Any]:
         """Turn a request into the arguments of `httpx.Client.request`."""
         return {
             "method": request.method,
-            "url": self.root + request.path,
+            "url": self._where(request, address),
             "params": request.params or None,
             "content": request.content or None,
             "headers": {"content-type": request.media_type} if request.content else None,
             "timeout": httpx.Timeout(self._timeout_s + request.wait_ms / 1000, connect=self._timeout_s),
         }
 
-    def patience(self, request: Request) -> Patience:
-        """Return how long `request` may be repeated."""
-        return Patience(self._retry_for_s if request.repeatable else 0.0)
-
-    def unreachable(self, request: Request, error: httpx.TransportError) -> ServiceUnavailable:
+    def unreachable(self, request: Request, address: str, error: httpx.TransportError) -> ServiceUnavailable:
         """Name address and cause of a failed request."""
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
-        detail = f"{request.method} {self.root}{request.path}: {cause}"
-        return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=self.root)
+        detail = f"{request.method} {self._where(request, address)}: {cause}"
+        return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=address + self._path)
 
     def checked(self, request: Request, reply: httpx.Response) -> httpx.Response:
         """Return `reply` if it is an answer; raises the error that it describes."""
         if reply.is_success or reply.status_code in request.answers:
             return reply
         raise error_of(reply)
+
+    def leave(self, address: str, error: ServiceUnavailable) -> None:
+        """Ask another server from now on: the leader that `error` names, or the next one."""
+        named = str(error.value).rstrip("/") if isinstance(error, NotLeader) else None
+        if named in self._addresses:
+            self.address = named
+        elif self.address == address:  # else another thread has left it already
+            self.address = self._addresses[(self._addresses.index(address) + 1) % len(self._addresses)]
+
+    def _where(self, request: Request, address: str) -> str:
+        return address + self._path + request.path
+
+
+class _Tries:
+    """The tries of one request: `address` is where the next one goes."""
+
+    def __init__(self, line: _Line, request: Request) -> None:
+        self.address = line.address
+        self._line = line
+        self._repeatable = request.repeatable
+        self._patience = Patience(line.retry_for_s)
+        self._failed: set[str] = set()
+
+    def pause_s(self, error: NoRoom | ServiceUnavailable) -> float:
+        """Return the pause before the next try, and choose its address. Raises `error` where there is none."""
+        if isinstance(error, ServiceUnavailable):
+            self._line.leave(self.address, error)
+            self._failed.add(self.address)
+            self.address = self._line.address
+        if not self._repeatable and not isinstance(error, NotLeader):
+            raise error
+        elsewhere = isinstance(error, ServiceUnavailable) and self.address not in self._failed
+        if not elsewhere:
+            self._failed.clear()
+        return self._patience.pause_s(error, elsewhere=elsewhere)
 
 
 def _blocking(call: Callable[Concatenate[RunCalls, P], Exchange[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -167,7 +220,8 @@ def _awaiting(
 class Client:
     """Blocking client of one run; see the module docstring for errors. Threads may share it.
 
-    `timeout_s` bounds every wait for the service, beside the `wait_ms` of a call; `retry_for_s` bounds repetition.
+    `url` is one address or several, comma-separated; `timeout_s` bounds every wait for the service, beside the
+    `wait_ms` of a call; `retry_for_s` bounds repetition.
     """
 
     def __init__(
@@ -176,6 +230,11 @@ class Client:
         self._line = _Line(url, run, token, timeout_s, retry_for_s)
         self._calls = RunCalls()
         self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS)
+
+    @property
+    def address(self) -> str:
+        """Address of the server that is asked first: the one that served last."""
+        return self._line.address
 
     def close(self) -> None:
         """Close the connections."""
@@ -216,20 +275,20 @@ class Client:
             return result
 
     def _send(self, request: Request) -> httpx.Response:
-        patience = self._line.patience(request)
+        tries = _Tries(self._line, request)
         while True:
             try:
-                return self._try(request)
+                return self._try(request, tries.address)
             except (NoRoom, ServiceUnavailable) as error:
-                pause_s = patience.pause_s(error)
+                pause_s = tries.pause_s(error)
                 _log_pause(pause_s, error)
                 time.sleep(pause_s)
 
-    def _try(self, request: Request) -> httpx.Response:
+    def _try(self, request: Request, address: str) -> httpx.Response:
         try:
-            reply = self._http.request(**self._line.message(request))
+            reply = self._http.request(**self._line.message(request, address))
         except httpx.TransportError as error:
-            raise self._line.unreachable(request, error) from error
+            raise self._line.unreachable(request, address, error) from error
         return self._line.checked(request, reply)
 
 
@@ -242,6 +301,11 @@ class AsyncClient:
         self._line = _Line(url, run, token, timeout_s, retry_for_s)
         self._calls = RunCalls()
         self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS)
+
+    @property
+    def address(self) -> str:
+        """Address of the server that is asked first: the one that served last."""
+        return self._line.address
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -282,20 +346,20 @@ class AsyncClient:
             return result
 
     async def _send(self, request: Request) -> httpx.Response:
-        patience = self._line.patience(request)
+        tries = _Tries(self._line, request)
         while True:
             try:
-                return await self._try(request)
+                return await self._try(request, tries.address)
             except (NoRoom, ServiceUnavailable) as error:
-                pause_s = patience.pause_s(error)
+                pause_s = tries.pause_s(error)
                 _log_pause(pause_s, error)
                 await asyncio.sleep(pause_s)
 
-    async def _try(self, request: Request) -> httpx.Response:
+    async def _try(self, request: Request, address: str) -> httpx.Response:
         try:
-            reply = await self._http.request(**self._line.message(request))
+            reply = await self._http.request(**self._line.message(request, address))
         except httpx.TransportError as error:
-            raise self._line.unreachable(request, error) from error
+            raise self._line.unreachable(request, address, error) from error
         return self._line.checked(request, reply)
 
 

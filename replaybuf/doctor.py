@@ -128,7 +128,7 @@ async def _examine_store(url: str, name: str) -> list[Finding]:
         report = await store.report()
     finally:
         await store.close()
-    checks: list[Callable[[ServerReport], Finding]] = [_durability, _memory]
+    checks: list[Callable[[ServerReport], Finding]] = [_durability, _replicas, _memory]
     findings = [Finding(name, "ok", f"{url}, version {report.version}"), *(check(report) for check in checks)]
     return [*findings, await _clock(url)]
 
@@ -138,7 +138,14 @@ def _durability(report: ServerReport) -> Finding:
     advice = (
         "" if strict else "CONFIG SET as named, and in the server's configuration file; until then a kill loses data"
     )
-    return Finding("durability", "ok" if strict else "warn", "; ".join(report.reasons) or report.durability, advice)
+    if strict and not report.met_by.startswith("appendfsync always"):
+        advice = "for crashes of the whole machine, and for speed: CONFIG SET appendfsync always"
+    seen = "; ".join([report.summary, *report.reasons])
+    return Finding("durability", "ok" if strict else "warn", seen, advice)
+
+
+def _replicas(report: ServerReport) -> Finding:
+    return Finding("replicas", "ok", f"{report.replicas} connected; --wait-replicas makes writes wait for them")
 
 
 def _memory(report: ServerReport) -> Finding:

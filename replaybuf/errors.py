@@ -12,7 +12,7 @@
     ├── Forbidden           403  a token whose role may not make this call
     ├── NotFound            404  unknown run, ticket, group, step
     ├── Conflict            409  the change would break a guarantee
-    │   ├── Fenced          409  an epoch or leader that a newer one replaced
+    │   ├── Fenced          409  an epoch that a newer one replaced
     │   └── WrongStep       409  a step out of order
     ├── Gone                410  bytes that a checkpoint freed
     │   └── RunFinished     410  no further batch will come
@@ -20,8 +20,11 @@
     ├── UnsupportedMedia    415  unknown media type
     ├── NoRoom              429  capacity or memory used up; retry after a while
     ├── ServiceUnavailable  503  service or Redis not reachable; retry after a while
+    │   ├── NotDurable      503  written, but not confirmed on disk or replicas in time; send it again
     │   ├── NotLeader       503  this server follows another one; ask that one, or again after its lease
+    │   ├── LedgerGap       503  a stream that does not go on where it was folded to; its run is read anew
     │   └── UnsupportedServer    a Redis that is too old or lacks what we need
+    ├── DataLost            500  Redis does not hold what it acknowledged; the service refuses to go on
     ├── StrategyFault       500  a strategy broke its contract
     ├── EngineFault              an inference engine gave no usable answer to one request
     │   ├── EngineAway           an engine that is not reachable, too late or broken; another try may help
@@ -131,7 +134,7 @@ class Conflict(ReplaybufError):
 
 
 class Fenced(Conflict):
-    """An epoch (trainer) or fencing token (service) that a newer one replaced."""
+    """The epoch of a trainer that a newer one replaced."""
 
     slug, title = "fenced", "Fenced by a newer owner"
 
@@ -186,16 +189,37 @@ class ServiceUnavailable(ReplaybufError):
         self.retry_after_s = retry_after_s
 
 
+class NotDurable(ServiceUnavailable):
+    """A write that Redis took, but did not confirm on its disk or on enough replicas in time.
+
+    It may become durable yet. Sent again it is recognised, and answered once it is confirmed.
+    """
+
+    slug, title = "not-durable", "Not confirmed as durable"
+
+
 class NotLeader(ServiceUnavailable):
-    """This server follows another one, which alone decides for the run; its lease may end."""
+    """This server follows another one, which alone decides for the run; `value` is its address, where it is known."""
 
     slug, title = "not-leader", "Not the leader"
+
+
+class LedgerGap(ServiceUnavailable):
+    """A stream does not go on where it was folded to: the state is read anew from what there is."""
+
+    slug, title = "ledger-gap", "Gap in a stream"
 
 
 class UnsupportedServer(ServiceUnavailable):
     """A Redis that is too old or lacks what the storage needs; retrying does not help."""
 
     slug, title = "unsupported-server", "Unsupported Redis server"
+
+
+class DataLost(ReplaybufError):
+    """Redis does not hold what it acknowledged: it was emptied or replaced under a running service."""
+
+    slug, title = "data-lost", "Redis lost data"
 
 
 class StrategyFault(ReplaybufError):

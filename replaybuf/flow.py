@@ -4,6 +4,8 @@ A ticket is leave to generate the group of one prompt index. The book below is w
 every method says what changed and leaves storing it to the caller, so the rules can be read and tested without I/O.
 
 Invariants, per adapter: an index below `next_index` is out, due again, failed, or stored; it is never two of these.
+`attempt` = 1 + tries of the prompt that failed <= `max_attempts`; `serial` = tickets issued for it so far, so that no
+two tickets have one text even where a ticket came back for a reason that is forgiven.
 """
 
 from __future__ import annotations
@@ -17,22 +19,36 @@ from replaybuf.errors import NotFound
 
 _NUMBER = r"0|[1-9][0-9]{0,17}"
 _TICKET = re.compile(
-    rf"(?:(?P<adapter>.+)/)?t(?P<generation>{_NUMBER})-(?P<index>{_NUMBER})-(?P<attempt>[1-9][0-9]{{0,8}})", re.DOTALL
+    rf"(?:(?P<adapter>.+)/)?t(?P<generation>{_NUMBER})-(?P<index>{_NUMBER})-(?P<attempt>[1-9][0-9]{{0,8}})"
+    r"-(?P<serial>[1-9][0-9]{0,8})",
+    re.DOTALL,
 )
+
+FORGIVEN = frozenset({"shutdown", "superseded", "lost_lineage"})
+"""Reasons that say nothing about the prompt: a ticket given back for one of them is no failed attempt."""
+
+
+def forgiven(reason: str) -> bool:
+    """Say whether a ticket given back for `reason` is no failed attempt; what follows the first `:` is detail."""
+    return reason.partition(":")[0].strip() in FORGIVEN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ticket:
-    """Leave to generate prompt `prompt_index` once; `attempt` counts from 1, `generation` is the run's at issue."""
+    """Leave to generate prompt `prompt_index` once.
+
+    `attempt` and `serial` count from 1: failed tries and tickets before this one. `generation` is the run's at issue.
+    """
 
     adapter: str
     generation: int
     prompt_index: int
     attempt: int
+    serial: int
 
     def __str__(self) -> str:
         prefix = f"{self.adapter}/" if self.adapter else ""
-        return f"{prefix}t{self.generation}-{self.prompt_index}-{self.attempt}"
+        return f"{prefix}t{self.generation}-{self.prompt_index}-{self.attempt}-{self.serial}"
 
     @property
     def prompt(self) -> tuple[str, int]:
@@ -45,7 +61,8 @@ def parse_ticket(text: str) -> Ticket:
     match = _TICKET.fullmatch(text)
     if not match:
         raise NotFound(f"ticket {text!r} is not one this service issued", name="ticket", value=text)
-    return Ticket(match["adapter"] or "", int(match["generation"]), int(match["index"]), int(match["attempt"]))
+    numbers = (int(match[name]) for name in ("generation", "index", "attempt", "serial"))
+    return Ticket(match["adapter"] or "", *numbers)
 
 
 def prompt_key(adapter: str, prompt_index: int) -> str:
@@ -68,7 +85,7 @@ class TicketChange:
 
 
 class TicketBook:
-    """Tickets that are out, and prompts due again. `counts` are issued, expired and returned tickets."""
+    """Tickets that are out, and prompts due again by their next ticket. `counts`: issued, expired, returned tickets."""
 
     def __init__(self, ttl_s: float, max_attempts: int, prompts: int | None) -> None:
         self.ttl_s = ttl_s
@@ -90,7 +107,9 @@ class TicketBook:
         return len(self._again)
 
     def restore(self, tickets: Iterable[tuple[str, float]], counts: dict[str, int]) -> None:
-        """Take in what storage holds: tickets with deadlines in seconds, counters."""
+        """Take in what storage holds, in place of what is here: tickets with deadlines in seconds, counters."""
+        for table in (self._out, self._again, self.next_index, self.counts):
+            table.clear()
         for text, deadline_s in tickets:
             ticket = parse_ticket(text)
             if deadline_s:
@@ -131,15 +150,15 @@ class TicketBook:
         due = deque(ticket for prompt, ticket in self._again.items() if prompt[0] == adapter)
         while len(change.issued) < count:
             if due:
-                before = due.popleft()
-                del self._again[before.prompt]
-                change.drop.append(str(before))
-                ticket = dataclasses.replace(before, attempt=before.attempt + 1, generation=generation)
+                planned = due.popleft()
+                del self._again[planned.prompt]
+                change.drop.append(str(planned))
+                ticket = dataclasses.replace(planned, generation=generation)
             else:
                 index = self.next_index.get(adapter, 0)
                 if self.prompts is not None and index >= self.prompts:
                     break
-                ticket = Ticket(adapter, generation, index, 1)
+                ticket = Ticket(adapter, generation, index, attempt=1, serial=1)
                 self.next_index[adapter] = index + 1
                 change.counts[f"next:{adapter}"] += 1
             self._out[ticket.prompt] = (ticket, now_s + self.ttl_s)
@@ -153,16 +172,16 @@ class TicketBook:
         change = TicketChange()
         late = [ticket for ticket, deadline in self._out.values() if deadline <= now_s]
         for ticket in late:
-            self._take_back(ticket, change)
+            self._take_back(ticket, change, failed=True)
         self._raise(change, "expired", len(late))
         return change
 
-    def give_back(self, ticket: Ticket) -> TicketChange:
-        """Take back one ticket. Raises `NotFound` where it is not out."""
+    def give_back(self, ticket: Ticket, reason: str) -> TicketChange:
+        """Take back one ticket: a failed attempt, unless `forgiven(reason)`. Raises `NotFound` where it is not out."""
         if not self.holds(ticket):
             raise NotFound(f"ticket {ticket} is not out", name="ticket", value=str(ticket))
         change = TicketChange()
-        self._take_back(ticket, change)
+        self._take_back(ticket, change, failed=not forgiven(reason))
         self._raise(change, "returned", 1)
         return change
 
@@ -175,14 +194,15 @@ class TicketBook:
             change.drop += [str(ticket) for ticket in (entry[0] if entry else None, again) if ticket]
         return change
 
-    def _take_back(self, ticket: Ticket, change: TicketChange) -> None:
+    def _take_back(self, ticket: Ticket, change: TicketChange, *, failed: bool) -> None:
         del self._out[ticket.prompt]
-        if ticket.attempt >= self.max_attempts:
-            change.drop.append(str(ticket))
+        change.drop.append(str(ticket))
+        if failed and ticket.attempt >= self.max_attempts:
             change.failed.append(ticket)
         else:
-            self._again[ticket.prompt] = ticket
-            change.deadlines_s[str(ticket)] = 0.0
+            planned = dataclasses.replace(ticket, attempt=ticket.attempt + failed, serial=ticket.serial + 1)
+            self._again[ticket.prompt] = planned
+            change.deadlines_s[str(planned)] = 0.0
 
     def _raise(self, change: TicketChange, name: str, by: int) -> None:
         if by:

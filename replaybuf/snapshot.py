@@ -179,6 +179,7 @@ def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
             state.reasons.append(BAD_INDEX_ENTRY)
         index["reason"][bad] = state.reasons.index(BAD_INDEX_ENTRY)
         state.dead_lettered[BAD_INDEX_ENTRY] += len(bad)
+    state.forgive(index["prompt_index"][fresh])
     state.fates[: len(snapshot.fates)] = snapshot.fates
     freed = np.flatnonzero(np.frombuffer(state.fates, np.uint8)) + state.trimmed
     aside = index["number"][index["number"] <= state.trimmed]

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import Gone, ReplaybufError
-from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, Numbers
+from replaybuf.errors import Gone, LedgerGap
+from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Index, Numbers
 from replaybuf.ledger import (
     AckRecord,
     AnyRecord,
@@ -250,7 +250,7 @@ class RunState:
             return
         first, last = int(numbers[0]), int(numbers[-1])
         if first > self.trimmed and (first != self.stored + 1 or last - first + 1 != len(numbers)):
-            raise ReplaybufError(
+            raise LedgerGap(
                 f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap",
                 name="number",
                 value=first,
@@ -260,17 +260,26 @@ class RunState:
         unfit |= entries["policy_version_max"] < entries["policy_version"]
         unfit[: len(malformed)] |= malformed
         if unfit.any():
-            entries = np.where(unfit, np.zeros(1, entries.dtype), entries)
+            blank = np.zeros(1, entries.dtype)
+            blank["prompt_index"] = NO_PROMPT_INDEX
+            entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
         self.stored = max(self.stored, last)
         self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
         if unfit.any():
             self._dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY)
+        self.forgive(entries["prompt_index"])
+
+    def forgive(self, prompt_indexes: npt.NDArray[np.int64]) -> None:
+        """Take back the failure of prompts whose group came late after all."""
+        if self.failed_prompts:
+            came = set(prompt_indexes.tolist())
+            self.failed_prompts = {p: why for p, why in self.failed_prompts.items() if p[0] or p[1] not in came}
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
         if entry != self.entries + 1:
-            raise ReplaybufError(
+            raise LedgerGap(
                 f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
             )
         self.entries = entry
@@ -300,10 +309,19 @@ class RunState:
                 self.published[record.adapter] = record.version
                 self.weights_uri[record.adapter] = record.weights_uri
             case TicketRecord():
-                self.failed_prompts[record.adapter, record.prompt_index] = record.reason
+                if not self._has_group(record.adapter, record.prompt_index):
+                    self.failed_prompts[record.adapter, record.prompt_index] = record.reason
             case TrimRecord():
                 self._trim(record)
         return _NONE
+
+    def _has_group(self, adapter: str, prompt_index: int) -> bool:
+        """Say whether the group of a prompt is stored. Entries name no adapter yet, so only `""` can be told.
+
+        Looking at the rows at hand is enough: whoever has taken the group in strikes its prompt's tickets, so the
+        record of a failure always precedes whatever could have freed the row.
+        """
+        return not adapter and bool((self.index["prompt_index"] == prompt_index).any())
 
     def _configure(self, record: ConfigRecord) -> Numbers:
         self.config = msgspec.convert(record.config, RunConfig)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,29 +11,61 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from replaybuf.client import addresses_of
 from replaybuf.errors import ServiceUnavailable, from_problem
 
 TIMEOUT_S = 10.0
+READINESS = "/readyz"
 
 
 def show(url: str, run: str | None, token: str | None, console: Console) -> None:
     """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    path = f"/v1/runs/{run}" if run else "/v1/runs"
-    try:
-        response = httpx.get(url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
-        raise ServiceUnavailable(
-            f"no answer from {url}: {error or type(error).__name__}", name="url", value=url
-        ) from error
-    body = msgspec.json.decode(response.content)
-    if response.is_error:
-        raise from_problem(response.status_code, body)
+    address, body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
     runs = [body] if run else body["runs"]
+    for line in _server(_ask(address, READINESS, None)):
+        console.print(line, markup=False)
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
         console.print(_table(state))
+
+
+def _server(ready: dict[str, Any]) -> list[str]:
+    """Describe the server from its `/readyz`: durability, what is weaker than wanted, what it waits for."""
+    lines = [
+        f"durability {ready['durability']} ({ready['durability_met_by']}), wanted {ready['durability_wanted']}, "
+        f"{ready['replicas']} replicas connected, {ready['wait_replicas']} waited for, redis {ready['redis_version']}"
+    ]
+    lines += [f"  {reason}" for reason in ready["durability_reasons"]]
+    if ready["waiting_for"]:
+        lines.append(f"waiting for redis: {ready['waiting_for']}")
+    return lines
+
+
+def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> tuple[str, dict[str, Any]]:
+    """Ask one address after the other; return the first that serves, and its answer.
+
+    Raises what the last one answered where none serves.
+    """
+    *others, last = addresses
+    for address in others:
+        with contextlib.suppress(ServiceUnavailable):
+            return address, _ask(address, path, token)
+    return last, _ask(last, path, token)
+
+
+def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        response = httpx.get(address + path, headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise ServiceUnavailable(
+            f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
+        ) from error
+    body: dict[str, Any] = msgspec.json.decode(response.content)
+    if response.is_error and path != READINESS:  # its 503 says what it waits for
+        raise from_problem(response.status_code, body)
+    return body
 
 
 def _table(state: dict[str, Any]) -> Table:

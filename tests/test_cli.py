@@ -79,6 +79,8 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     run.append(group("a"))
     shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
     assert "too_few_groups" in shown
+    shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
+    assert "too_few_groups" in shown, "a server that is away is passed over"
     assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1
 
 

@@ -21,6 +21,7 @@ from replaybuf.errors import (
     Malformed,
     NoRoom,
     NotFound,
+    NotLeader,
     ReplaybufError,
     RunFinished,
     ServiceUnavailable,
@@ -65,19 +66,23 @@ class Service:
             raise answer
         return answer if isinstance(answer, httpx.Response) else answer(request)
 
-    def client(self, **options: Any) -> Client:
-        made = Client("http://buffer:8900", "r", **options)
+    def client(self, url: str = "http://buffer:8900", **options: Any) -> Client:
+        made = Client(url, "r", **options)
         made._http = httpx.Client(transport=httpx.MockTransport(self), headers=made._line.headers)
         return made
 
-    def async_client(self, **options: Any) -> AsyncClient:
-        made = AsyncClient("http://buffer:8900", "r", **options)
+    def async_client(self, url: str = "http://buffer:8900", **options: Any) -> AsyncClient:
+        made = AsyncClient(url, "r", **options)
         made._http = httpx.AsyncClient(transport=httpx.MockTransport(self), headers=made._line.headers)
         return made
 
     @property
     def last(self) -> httpx.Request:
         return self.requests[-1]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [request.url.host for request in self.requests]
 
 
 def ok(document: Any = None, status: int = 200) -> httpx.Response:
@@ -349,6 +354,96 @@ def test_pauses_grow_to_their_ceiling_and_differ() -> None:
     first, second, third, fourth = (next(pauses_s) for _ in range(4))
     assert 0.5 <= first <= 1.0 <= second <= 2.0 <= third <= 4.0
     assert 2.0 <= fourth <= 4.0
+
+
+TWO = "http://a:1, http://b:2/"
+
+
+def follows(leader: str | None) -> httpx.Response:
+    return problem(NotLeader("ask the leader", name="leader", value=leader), **{"Retry-After": "1"})
+
+
+def test_what_one_server_does_not_serve_goes_to_the_next_at_once(pauses: list[float]) -> None:
+    """Both failing is a round; before the next one there is a pause."""
+    service = Service(httpx.ConnectError("refused"), problem(ServiceUnavailable("no redis")), ok({"version": 2}))
+    with service.client(TWO, retry_for_s=60) as client:
+        assert client.get_policy().version == 2
+    assert service.hosts == ["a", "b", "a"]
+    assert pauses[0] == 0.0 < pauses[1]
+
+
+def test_the_server_that_served_last_is_asked_first(pauses: list[float]) -> None:
+    """The next call does not start with the one that failed."""
+    service = Service(httpx.ConnectError("refused"), ok({"version": 2}))
+    with service.client(TWO, retry_for_s=60) as client:
+        client.get_policy()
+        client.get_policy()
+        assert client.address == "http://b:2"
+    assert service.hosts == ["a", "b", "b"]
+
+
+def test_a_failure_turns_to_the_next_server_also_where_the_call_is_not_repeated() -> None:
+    """Whoever repeats the call reaches the other one."""
+    service = Service(httpx.ConnectError("refused"), ok({"epoch": 1, "step": 0}))
+    with service.client(TWO, retry_for_s=60) as client:
+        with pytest.raises(ServiceUnavailable, match="http://a:1/"):
+            client.attach()
+        assert client.attach().epoch == 1
+    assert service.hosts == ["a", "b"]
+
+
+def test_the_leader_that_a_server_names_is_asked_next(pauses: list[float]) -> None:
+    """Not simply the next one of the list."""
+    service = Service(follows("http://c:3"), ok({"version": 2}))
+    with service.client(f"{TWO},http://c:3", retry_for_s=60) as client:
+        client.get_policy()
+    assert service.hosts == ["a", "c"]
+
+
+@pytest.mark.parametrize("named", ["http://evil:9", "http://a:1.evil", None], ids=["unknown", "similar", "none"])
+def test_a_leader_that_was_not_configured_is_never_asked(named: str | None, pauses: list[float]) -> None:
+    """Nor does it get the token: the next configured server is asked instead."""
+    service = Service(follows(named), ok({"version": 2}))
+    with service.client(TWO, retry_for_s=60, token="secret") as client:
+        client.get_policy()
+    assert service.hosts == ["a", "b"]
+
+
+def test_a_call_that_would_act_twice_is_repeated_where_nothing_was_done(pauses: list[float]) -> None:
+    """Not leading means not having acted."""
+    service = Service(follows("http://b:2"), ok({"tickets": []}))
+    with service.client(TWO, retry_for_s=60) as client:
+        client.take_tickets("me", 1)
+    assert service.hosts == ["a", "b"]
+    assert pauses == [0.0]
+
+
+def test_servers_that_name_each_other_are_asked_with_pauses(pauses: list[float]) -> None:
+    """The lease has to end first; no busy loop."""
+    service = Service(follows("http://b:2"), follows("http://a:1"), follows("http://b:2"), ok({"version": 1}))
+    with service.client(TWO, retry_for_s=60) as client:
+        client.get_policy()
+    assert service.hosts == ["a", "b", "a", "b"]
+    assert pauses == [0.0, 1.0, 0.0]
+
+
+def test_no_address_is_refused_wherever_it_stands_in_the_list() -> None:
+    """A list ends without a comma."""
+    with pytest.raises(Invalid, match=r"url is 'http://a:1,'"):
+        Client("http://a:1,", "r")
+
+
+def test_the_async_client_goes_to_the_next_server_too(pauses: list[float]) -> None:
+    """As the blocking one does."""
+    service = Service(follows("http://b:2"), ok({"tickets": []}))
+
+    async def main() -> None:
+        async with service.async_client(TWO, retry_for_s=60) as client:
+            await client.take_tickets("me", 1)
+            assert client.address == "http://b:2"
+
+    asyncio.run(main())
+    assert service.hosts == ["a", "b"]
 
 
 def test_the_async_client_reads_the_same_answers_and_repeats_alike(pauses: list[float]) -> None:

@@ -137,6 +137,13 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
     def slugs(cls: type[ReplaybufError]) -> set[str]:
         return {cls.slug}.union(*(slugs(child) for child in cls.__subclasses__()))
 
-    local = {"missing-extra", "group-rejected", "engine-fault", "engine-away", "engine-unfit", "reward-fault"}
+    local = {
+        "missing-extra",
+        "group-rejected",
+        "engine-fault",
+        "engine-away",
+        "engine-unfit",
+        "reward-fault",
+    }
     errors = HTTP.partition("## Errors")[2].partition("\n## ")[0]
     assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in errors} == set()

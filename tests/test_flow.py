@@ -11,17 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaybuf.errors import NotFound
-from replaybuf.flow import Ticket, TicketBook, TicketChange, parse_ticket, prompt_key
+from replaybuf.flow import FORGIVEN, Ticket, TicketBook, TicketChange, forgiven, parse_ticket, prompt_key
 
 ADAPTERS = ("", "a/b")
 NUMBERS = st.integers(0, 10**18 - 1)
+COUNTS = st.integers(1, 10**9 - 1)
 
 # ---------------------------------------------------------------------- the text of a ticket
 
 
-@given(st.text(max_size=6), NUMBERS, NUMBERS, st.integers(1, 10**9 - 1))
-def test_a_ticket_reads_back_as_it_was_written(adapter: str, generation: int, index: int, attempt: int) -> None:
-    ticket = Ticket(adapter, generation, index, attempt)
+@given(st.text(max_size=6), NUMBERS, NUMBERS, COUNTS, COUNTS)
+def test_a_ticket_reads_back_as_it_was_written(
+    adapter: str, generation: int, index: int, attempt: int, serial: int
+) -> None:
+    ticket = Ticket(adapter, generation, index, attempt, serial)
     assert parse_ticket(str(ticket)) == ticket
 
 
@@ -33,12 +36,25 @@ def test_what_reads_as_a_ticket_is_written_the_same_way(text: str) -> None:
     except NotFound as error:
         assert error.value == text and error.name == "ticket"
     else:
-        assert str(ticket) == text and ticket.attempt >= 1
+        assert str(ticket) == text and ticket.attempt >= 1 and ticket.serial >= 1
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "t0-0", "t0-0-0", "t00-0-1", "t0-0-01", "t-1-0-1", "t0-0-1 ", "T0-0-1", "/t0-0-1", "t٣-0-1", "t0-0-1-2"],
+    [
+        "",
+        "t0-0-1",
+        "t0-0-0-1",
+        "t0-0-1-0",
+        "t00-0-1-1",
+        "t0-0-1-01",
+        "t-1-0-1-1",
+        "t0-0-1-1 ",
+        "T0-0-1-1",
+        "/t0-0-1-1",
+        "t٣-0-1-1",
+        "t0-0-1-2-3",
+    ],
 )
 def test_garbage_is_no_ticket(text: str) -> None:
     with pytest.raises(NotFound, match="is not one this service issued"):
@@ -48,7 +64,7 @@ def test_garbage_is_no_ticket(text: str) -> None:
 def test_a_number_of_thousands_of_digits_is_no_ticket() -> None:
     """Python refuses to convert so many digits; the caller must not see that."""
     with pytest.raises(NotFound):
-        parse_ticket("t" + "9" * 5000 + "-0-1")
+        parse_ticket("t" + "9" * 5000 + "-0-1-1")
 
 
 def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:
@@ -60,11 +76,12 @@ def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:
 
 @dataclasses.dataclass
 class Prompt:
-    """Where one prompt stands: `out` until a deadline, `due` again, `failed` or `done`; tries so far."""
+    """Where one prompt stands: `out` until a deadline, `due` again, `failed`, `done`; its failed tries and tickets."""
 
     state: str
-    attempt: int
     generation: int
+    failures: int = 0
+    issued: int = 0
     deadline_s: float = 0.0
 
 
@@ -78,6 +95,7 @@ class Storage:
     def keep(self, change: TicketChange) -> None:
         for text in change.drop:
             del self.tickets[text]
+        assert not self.tickets.keys() & change.deadlines_s.keys()
         self.tickets.update(change.deadlines_s)
         self.counts.update(change.counts)
 
@@ -94,6 +112,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.counts: Counter[str] = Counter()
         self.now_s = 1000.0
         self.generation = 0
+        self.texts: set[str] = set()
 
     def those(self, state: str) -> dict[tuple[str, int], Prompt]:
         return {
@@ -105,11 +124,12 @@ class TicketMachine(RuleBasedStateMachine):
 
     def ticket_of(self, key: tuple[str, int]) -> Ticket:
         prompt = self.prompts[key[0]][key[1]]
-        return Ticket(key[0], prompt.generation, key[1], prompt.attempt)
+        return Ticket(key[0], prompt.generation, key[1], prompt.failures + 1, prompt.issued)
 
-    def take_back(self, key: tuple[str, int]) -> None:
+    def take_back(self, key: tuple[str, int], *, failed: bool = True) -> None:
         prompt = self.prompts[key[0]][key[1]]
-        prompt.state, prompt.deadline_s = ("failed" if prompt.attempt == self.terms[1] else "due"), 0.0
+        prompt.failures += failed
+        prompt.state, prompt.deadline_s = ("failed" if prompt.failures == self.terms[1] else "due"), 0.0
 
     # -- rules
 
@@ -127,12 +147,14 @@ class TicketMachine(RuleBasedStateMachine):
         assert again <= due and len(again) == min(len(due), count)
         new = [ticket.prompt_index for ticket in change.issued[len(again) :]]
         assert new == list(range(len(prompts), len(prompts) + fresh))
-        prompts += [Prompt("out", 0, 0) for _ in new]
+        prompts += [Prompt("out", 0) for _ in new]
         for ticket in change.issued:
             prompt = prompts[ticket.prompt_index]
             prompt.state, prompt.generation, prompt.deadline_s = "out", self.generation, self.now_s + ttl_s
-            prompt.attempt += 1
+            prompt.issued += 1
             assert ticket == self.ticket_of(ticket.prompt)
+            assert str(ticket) not in self.texts, "no two tickets have one text"
+            self.texts.add(str(ticket))
             assert change.deadlines_s[str(ticket)] == prompt.deadline_s
         self.counts["issued"] += len(change.issued)
         self.storage.keep(change)
@@ -152,31 +174,34 @@ class TicketMachine(RuleBasedStateMachine):
         self.storage.keep(change)
 
     @precondition(lambda self: self.those("out"))
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), reason=st.sampled_from(["engine_away: x", "", *(f"{word}: x" for word in sorted(FORGIVEN))]))
+    def give_back(self, data: st.DataObject, reason: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.those("out"))))
         ticket = self.ticket_of(key)
         assert self.book.holds(ticket)
-        change = self.book.give_back(ticket)
-        self.take_back(key)
+        change = self.book.give_back(ticket, reason)
+        self.take_back(key, failed=reason.partition(":")[0] not in FORGIVEN)
         assert change.failed == ([ticket] if key in self.those("failed") else [])
         self.counts["returned"] += 1
         self.storage.keep(change)
 
     @precondition(lambda self: any(self.prompts.values()))
-    @rule(data=st.data(), attempts=st.integers(-1, 1), generations=st.integers(-1, 1))
-    def give_back_what_is_not_out(self, data: st.DataObject, attempts: int, generations: int) -> None:
+    @rule(data=st.data(), attempts=st.integers(-1, 1), serials=st.integers(-1, 1), generations=st.integers(-1, 1))
+    def give_back_what_is_not_out(self, data: st.DataObject, attempts: int, serials: int, generations: int) -> None:
         """An earlier attempt, a later one or one never issued: `NotFound`, and nothing changes."""
         key = data.draw(st.sampled_from([(a, index) for a, all_ in self.prompts.items() for index in range(len(all_))]))
         newest = self.ticket_of(key)
         ticket = dataclasses.replace(
-            newest, generation=newest.generation + generations, attempt=newest.attempt + attempts
+            newest,
+            generation=newest.generation + generations,
+            attempt=newest.attempt + attempts,
+            serial=newest.serial + serials,
         )
         if key in self.those("out") and ticket == newest:
             return
         assert not self.book.holds(ticket)
         with pytest.raises(NotFound, match="is not out"):
-            self.book.give_back(ticket)
+            self.book.give_back(ticket, "engine_away")
 
     @precondition(lambda self: any(self.prompts.values()))
     @rule(data=st.data())
@@ -185,7 +210,7 @@ class TicketMachine(RuleBasedStateMachine):
         every = [(a, index) for a, prompts in self.prompts.items() for index in range(len(prompts) + 1)]
         stored = data.draw(st.lists(st.sampled_from(every), unique=True, min_size=1, max_size=3))
         struck = set(stored) & (self.those("out").keys() | self.those("due").keys())
-        tickets = {str(self.ticket_of(key)) for key in struck}
+        tickets = {text for text in self.storage.tickets if parse_ticket(text).prompt in struck}
         change = self.book.done(stored)
         assert set(change.drop) == tickets and not change.counts and not change.deadlines_s
         for key in struck:
@@ -225,9 +250,11 @@ class TicketMachine(RuleBasedStateMachine):
                 assert book.used_up(adapter) == (not left and not any(key[0] == adapter for key in due))
 
     @invariant()
-    def no_prompt_has_more_attempts_than_allowed(self) -> None:
+    def a_prompt_has_failed_exactly_when_it_has_no_attempt_left(self) -> None:
         for prompts in self.prompts.values():
-            assert all(1 <= prompt.attempt <= self.terms[1] for prompt in prompts)
+            for prompt in prompts:
+                assert (prompt.failures == self.terms[1]) == (prompt.state == "failed")
+                assert prompt.issued >= 1 and prompt.failures <= prompt.issued
 
 
 TestTicketBookAgainstAModel = TicketMachine.TestCase
@@ -241,11 +268,32 @@ TestTicketBookAgainstAModel.settings = settings(
 def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
     first = book.issue("", 1, 0, 0.0).issued[0]
-    assert book.give_back(first).failed == []
+    assert book.give_back(first, "engine_away").failed == []
     second = book.issue("", 1, 0, 0.0).issued[0]
     assert (second.prompt_index, second.attempt) == (0, 2)
-    assert book.give_back(second).failed == [second]
+    assert book.give_back(second, "engine_away").failed == [second]
     assert book.used_up("") and book.issue("", 1, 0, 0.0).issued == []
+
+
+@pytest.mark.parametrize("reason", sorted(FORGIVEN))
+def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: str) -> None:
+    """A generator that is restarted ten times fails no prompt, and every ticket has a text of its own."""
+    book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
+    texts = set()
+    for _ in range(10):
+        (ticket,) = book.issue("", 1, 0, 0.0).issued
+        texts.add(str(ticket))
+        assert (ticket.prompt_index, ticket.attempt) == (0, 1)
+        assert book.give_back(ticket, f"{reason}: the producer ends").failed == []
+    assert len(texts) == 10
+
+
+@pytest.mark.parametrize("reason", ["", "engine_away", "returned", "not shutdown", "shutdowns", "x: shutdown"])
+def test_any_other_reason_is_a_failed_attempt(reason: str) -> None:
+    assert not forgiven(reason)
+    book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
+    (ticket,) = book.issue("", 1, 0, 0.0).issued
+    assert book.give_back(ticket, reason).failed == [ticket]
 
 
 def test_a_ticket_expires_at_its_deadline() -> None:
@@ -269,7 +317,7 @@ def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
     ticket = book.issue("", 5, 0, 0.0).issued[0]
     assert book.used_up("")
-    book.give_back(ticket)
+    book.give_back(ticket, "engine_away")
     assert not book.used_up("")
 
 

@@ -635,6 +635,23 @@ def test_prompts_that_failed_are_remembered_with_their_reason() -> None:
     assert run.state.failed_prompts == {("", 4): "expired"}
 
 
+def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read_first() -> None:
+    """Stored wins: one prompt never counts as failed and as stored."""
+    failures = [
+        TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason="expired") for index in (4, 5)
+    ]
+    late = entries({"prompt_index": 4}, {})
+    before, after = Run(), Run()
+    for record in failures:
+        after.apply(record)
+    assert set(after.state.failed_prompts) == {("", 4), ("", 5)}
+    for run in (before, after):
+        run.state.store(np.array([1, 2]), late)
+    for record in failures:
+        before.apply(record)
+    assert before.state.failed_prompts == after.state.failed_prompts == {("", 5): "expired"}
+
+
 def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
     """A group that was evicted does not come back with the number of uses."""
     run = Run(max_uses=None)

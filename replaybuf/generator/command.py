@@ -90,7 +90,7 @@ def generate(
     Parameters
     ----------
     url
-        Address of the service.
+        Address of the service; several servers of one Redis: with commas between.
     run
         Name of the run; waited for where it does not exist yet.
     engine

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 APPEND_GROUPS = 64
 """So many groups go in one append at most."""
 ABOVE_PUBLISHED = "version_above_published"
+LOST_LINEAGE = "lost_lineage"
 _EARLY_ANSWER = 0.9
 _EARLY_PAUSE_S = 0.2
 _UNKNOWN = -1
@@ -98,6 +99,8 @@ class Delivery:
         if result.status == "rejected" and result.reason == ABOVE_PUBLISHED:
             # It was published when it was sent, so the run has been rewound: only that lowers a version.
             await self._rewound(f"version {work.scored.policy_version_max} is not published any more", [work])
+        elif result.status == "rejected" and result.reason == LOST_LINEAGE:
+            await self._flight.give_back(work, LOST_LINEAGE, result.detail or "")
         elif result.status == "rejected":
             await self._flight.give_back(work, f"rejected_{result.reason}", result.detail or "")
         else:
@@ -138,7 +141,7 @@ class Delivery:
         self._held = [work for work in self._held if work not in works]
         self._published = _UNKNOWN
         for work in works:
-            await self._flight.give_back(work, "lost_lineage", how)
+            await self._flight.give_back(work, LOST_LINEAGE, how)
 
     async def _release(self, now_s: float) -> None:
         """Pass on the held groups whose version is published now; give back those whose ticket has run out."""

@@ -52,6 +52,9 @@ class Batches:
 
         async def attempt() -> Assembled | WaitingAnswer:
             self.check_epoch(epoch)
+            if not self._journal.leading and step in self._state.batches:
+                return await self._packed(step)  # what is written down is the same from any server
+            self._journal.check_leading()
             self._check_askable(step)
             outcome = await self._batch(step)
             self._account_wait(outcome)
@@ -63,7 +66,9 @@ class Batches:
         return await asyncio.to_thread(write_body, self._journal.name, outcome, rank)
 
     def check_epoch(self, epoch: int) -> None:
-        """Let only the attached trainer pass. Raises `Fenced`."""
+        """Let only the attached trainer pass. Raises `Fenced`; `NotLeader` for an epoch newer than a follower knows."""
+        if epoch > self._state.epoch:
+            self._journal.check_leading()
         if epoch != self._state.epoch or epoch < 1:
             raise Fenced(
                 f"epoch is {epoch}; the run is attached with epoch {self._state.epoch}",
@@ -196,9 +201,11 @@ class Batches:
 
     async def _packed(self, step: int) -> Assembled:
         """Return a batch of the current history, fetched and packed again where it is not at hand."""
-        if step in self._ready:
-            return self._ready[step]
-        record = await self._journal.batch_record(self._state.batches[step].entry)
+        standing, ready = self._state.batches[step], self._ready.get(step)
+        # A follower learns of an attach or a rewind from the ledger: what was packed before it is recognised here.
+        if ready and ready.layout is self._state.attached and ready.record.generation == standing.generation:
+            return ready
+        record = await self._journal.batch_record(standing.entry)
         loaded = await load(self._journal.store, self._journal.name, [entry.number for entry in record.groups])
         return self._pack(record, loaded.groups)
 

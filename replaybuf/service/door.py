@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from replaybuf.advantages import advantages
-from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, NotFound, TooLarge
+from replaybuf.errors import (
+    GroupRejected,
+    Invalid,
+    InvalidGroups,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    TooLarge,
+)
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
@@ -22,9 +31,14 @@ from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
+from replaybuf.store import keys
+from replaybuf.store.entries import EntryStrings
 from replaybuf.store.redis import ToAppend
 
 logger = logging.getLogger(__name__)
+
+ADOPTED_AT_ONCE = 2_000
+"""Payloads that a new leader makes permanent per tick."""
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -36,7 +50,11 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Door:
-    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good."""
+    """Appends and tickets of one run. `rejected` counts refused groups by reason, for good.
+
+    The book of tickets is changed first, then storage. Where the outcome of that is not known (connection lost), the
+    next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
+    """
 
     def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
         self.rejected: Counter[str] = Counter()
@@ -45,21 +63,56 @@ class Door:
         self._journal = journal
         self._selector = selector
         self._book = book
-        self._pulling = asyncio.Lock()
+        self._to_adopt: deque[tuple[int, int]] = deque()
+        self._settling = asyncio.Lock()
+        self._unsure = False
 
-    async def restore(self, counts: dict[str, int]) -> None:
+    async def look(self) -> None:
         """Take in what storage holds of tickets and refusals."""
-        self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
-        self._book.restore(await self._journal.store.tickets(self._journal.name), counts)
+        journal = self._journal
+        counts = await journal.store.counts(journal.name)
+        refused = {k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")}
+        self.duplicates = counts.get("duplicate", 0)
+        self.rejected.clear()
+        self.rejected.update(refused)
+        self.duplicates = counts.get("duplicate", 0)
+        self._book.restore(await journal.store.tickets(journal.name), counts)
+        journal.freed(counts.get("freed_through", 0))
+
+    async def restore(self) -> None:
+        """Take in the tickets as storage holds them, less those whose prompt has come to its end."""
+        await self.look()
         prompts = self._book.prompts_at_hand()
         numbers = await self._journal.store.numbers_of(self._journal.name, [prompt_key(*prompt) for prompt in prompts])
         failed = self._journal.state.failed_prompts
         await self._strike([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
 
+    async def open(self) -> None:
+        """Get ready to lead. Called while taking over."""
+        self._unsure = False
+        await self.restore()
+        self._to_adopt = deque(self._recent())
+
+    def _recent(self) -> Iterator[tuple[int, int]]:
+        """Name, in pieces, the groups that may still have a TTL: their producer may have died before it went."""
+        index = self._journal.state.index
+        recent = index["number"][index["arrival_s"] > self._journal.clock() - keys.ORPHAN_TTL_S]
+        for start in range(0, len(recent), ADOPTED_AT_ONCE):
+            piece = recent[start : start + ADOPTED_AT_ONCE]
+            yield int(piece[0]), int(piece[-1])
+
+    async def adopt_recent(self) -> None:
+        """Make a piece of the payloads permanent that were published before this server led."""
+        if self._to_adopt:
+            first, last = self._to_adopt[0]
+            await self._adopt(await self._journal.store.strings(self._journal.name, first, last))
+            self._to_adopt.popleft()
+
     # ------------------------------------------------------------------ groups
 
     async def append(self, incoming: Sequence[Incoming]) -> list[dict[str, Any]]:
         """Store groups; one result each. Raises `TooLarge`, `InvalidGroups` where none could enter, `NoRoom`."""
+        self._journal.check_leading()
         results: list[dict[str, Any]] = [{} for _ in incoming]
         ready: list[tuple[int, ToAppend]] = []
         for position, item in enumerate(incoming):
@@ -78,13 +131,17 @@ class Door:
             raise self._refusal(results)
         journal = self._journal
         appended = await journal.store.append(
-            journal.name, [item for _, item in ready], journal.state.published[""], journal.clock()
+            journal.name,
+            [item for _, item in ready],
+            journal.state.published[""],
+            journal.clock(),
+            journal.token or "",
         )
         for (position, _), outcome in zip(ready, appended, strict=True):
             status = "stored" if outcome.stored else "duplicate"
             results[position] = {"group_id": outcome.group_id, "status": status}
         self.duplicates += sum(not outcome.stored for outcome in appended)
-        await self.pull()
+        await self.pull(max(outcome.number for outcome in appended))
         return results
 
     def _admit(self, item: Incoming) -> ToAppend:
@@ -189,24 +246,42 @@ class Door:
             value=first["reason"],
         )
 
-    async def pull(self) -> None:
-        """Take in what is new in the index stream, whoever wrote it."""
-        journal = self._journal
-        taken = False
-        async with self._pulling:
-            async for chunk in journal.store.read_index(journal.name, journal.state.stored):
-                journal.state.store(chunk.numbers, chunk.values, chunk.malformed)
-                taken = True
+    async def pull(self, through: int | None = None) -> None:
+        """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
+        await self._journal.pull(through)
+        await self.settle()
+
+    async def follow(self) -> None:
+        """Take in what the leader wrote."""
+        await self._journal.catch_up()
+        await self.settle()
+        await self._journal.notify()
+
+    async def settle(self) -> None:
+        """Do what arrivals ask for: make payloads permanent; as leader, strike tickets and evict what came too late.
+
+        Arrivals that meet trouble with Redis stay in the queue for the next call.
+        """
+        arrived = self._journal.arrived
+        if not arrived:
+            return
+        async with self._settling:
+            while arrived:
+                chunk = arrived[0]
                 if chunk.malformed.any():
                     bad = chunk.numbers[chunk.malformed].tolist()
-                    logger.error("index entries are none of ours run=%s numbers=%s", journal.name, bad)
-                arrived = chunk.entries()
-                await journal.store.adopt([e.strings.payload_key for e in arrived if e.strings.payload_key])
-                prompts = [(e.strings.adapter, int(e.values["prompt_index"])) for e in arrived]
-                await self._strike([prompt for prompt in prompts if prompt[1] >= 0])
-                await self._evict_arrivals(chunk.numbers)
-        if taken:
-            await journal.notify()
+                    logger.error("index entries are none of ours run=%s numbers=%s", self._journal.name, bad)
+                await self._adopt(chunk.strings)
+                if self._journal.leading:
+                    adapters = [strings.adapter for strings in chunk.strings]
+                    indexes = chunk.values["prompt_index"].tolist()
+                    await self._strike([prompt for prompt in zip(adapters, indexes, strict=True) if prompt[1] >= 0])
+                    await self._evict_arrivals(chunk.numbers)
+                arrived.popleft()
+        await self._journal.notify()
+
+    async def _adopt(self, entries: Iterable[EntryStrings]) -> None:
+        await self._journal.store.adopt([entry.payload_key for entry in entries if entry.payload_key])
 
     async def _evict_arrivals(self, numbers: Numbers) -> None:
         """Evict what arrived too late or too large; the common case, nothing to evict, takes no lock."""
@@ -254,7 +329,7 @@ class Door:
     async def _issue(self, adapter: str, count: int) -> TicketChange | WaitingAnswer:
         journal, book = self._journal, self._book
         self._selector.last_asked_s = journal.clock()
-        async with journal.decision():
+        async with self._deciding():
             await self._expire()
             have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
             if journal.state.state != "running":
@@ -271,10 +346,10 @@ class Door:
             return change
 
     async def return_ticket(self, text: str, reason: str) -> None:
-        """Take a ticket back; after `max_attempts` its prompt is recorded as failed. Raises `NotFound`."""
+        """Take a ticket back; after `max_attempts` failed ones its prompt is recorded as failed. Raises `NotFound`."""
         ticket = parse_ticket(text)
-        async with self._journal.decision():
-            change = self._book.give_back(ticket)
+        async with self._deciding():
+            change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._keep(change, reason)
         await self._journal.notify()
@@ -282,8 +357,8 @@ class Door:
     async def expire_tickets(self) -> None:
         """Take back tickets past their deadline."""
         deadline_s = self._book.next_deadline_s()
-        if deadline_s is not None and deadline_s <= self._journal.clock():
-            async with self._journal.decision():
+        if self._unsure or (deadline_s is not None and deadline_s <= self._journal.clock()):
+            async with self._deciding():
                 await self._expire()
             await self._journal.notify()
 
@@ -295,23 +370,56 @@ class Door:
 
     async def _keep(self, change: TicketChange, reason: str = "") -> None:
         journal = self._journal
-        # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
-        for ticket in change.failed:
-            record = TicketRecord(
-                adapter=ticket.adapter,
-                prompt_index=ticket.prompt_index,
-                outcome="failed",
-                attempts=ticket.attempt,
-                reason=reason,
-                at_s=journal.clock(),
-            )
-            await journal.append(record)
-        if change:
-            await journal.store.change_tickets(
-                journal.name, journal.token, drop=change.drop, deadlines_s=change.deadlines_s, counts=change.counts
-            )
+        with self._unsure_on_failure():
+            # The ledger first: a prompt whose end is not recorded must still be in the set of tickets.
+            for ticket in change.failed:
+                record = TicketRecord(
+                    adapter=ticket.adapter,
+                    prompt_index=ticket.prompt_index,
+                    outcome="failed",
+                    attempts=ticket.attempt,
+                    reason=reason,
+                    at_s=journal.clock(),
+                )
+                await journal.append(record)
+            await self._store(change)
 
     async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
-        change = self._book.done(prompts)
-        if change:
-            await self._journal.store.change_tickets(self._journal.name, self._journal.token, drop=change.drop)
+        with self._unsure_on_failure():
+            # Not durably: who leads next strikes again the prompts whose group is stored.
+            await self._store(self._book.done(prompts), durably=False)
+
+    async def _store(self, change: TicketChange, *, durably: bool = True) -> None:
+        if not change:
+            return
+        journal = self._journal
+        try:
+            await journal.store.change_tickets(
+                journal.name,
+                journal.token or "",
+                drop=change.drop,
+                deadlines_s=change.deadlines_s,
+                counts=change.counts,
+                durably=durably,
+            )
+        except NotLeader:
+            journal.follow(None)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Decide about tickets, with what storage holds of them known."""
+        async with self._journal.decision():
+            if self._unsure:
+                with self._unsure_on_failure():
+                    self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
+                    await self.restore()
+            yield
+
+    @contextlib.contextmanager
+    def _unsure_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._unsure = True
+            raise

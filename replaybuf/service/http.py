@@ -75,8 +75,16 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _run(request: Request) -> Run:
-    return _service(request).run(request.path_params["run"])
+async def _run(request: Request) -> Run:
+    return await _service(request).run(request.path_params["run"])
+
+
+async def _serving(request: Request) -> Run:
+    return await _service(request).serving(request.path_params["run"])
+
+
+async def _led(request: Request) -> Run:
+    return await _service(request).led(request.path_params["run"])
 
 
 # ---------------------------------------------------------------------- runs
@@ -93,12 +101,13 @@ async def get_runs(request: Request) -> Response:
 
 
 async def get_run(request: Request) -> Response:
-    return json_response(_run(request).describe())
+    run = await _run(request)
+    return json_response(run.describe())
 
 
 async def patch_run(request: Request) -> Response:
     patch = await read_json(request, ConfigPatch)
-    run = _run(request)
+    run = await _led(request)
     await run.patch(patch)
     return json_response(run.describe())
 
@@ -107,20 +116,20 @@ async def patch_run(request: Request) -> Response:
 
 
 async def post_tickets(request: Request) -> Response:
+    run = await _led(request)
     asked = await read_json(request, TicketRequest)
-    return json_response(
-        await _run(request).door.take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000)
-    )
+    return json_response(await run.door.take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000))
 
 
 async def delete_ticket(request: Request) -> Response:
+    run = await _led(request)
     ticket = request.path_params["ticket"]
-    await _run(request).door.return_ticket(ticket, request.query_params.get("reason", "returned"))
+    await run.door.return_ticket(ticket, request.query_params.get("reason", "returned"))
     return json_response({"ticket": ticket, "state": "returned"})
 
 
 async def post_groups(request: Request) -> Response:
-    run = _run(request)
+    run = await _led(request)
     return json_response({"results": await run.door.append(await read_groups(request))})
 
 
@@ -128,74 +137,78 @@ async def post_groups(request: Request) -> Response:
 
 
 async def get_policy(request: Request) -> Response:
-    return json_response(await _run(request).session.policy_after(optional_number(request, "after"), wait_s(request)))
+    run = await _run(request)
+    return json_response(await run.session.policy_after(optional_number(request, "after"), wait_s(request)))
 
 
 async def post_policy(request: Request) -> Response:
+    run = await _led(request)
     asked = await read_json(request, PolicyRequest)
-    return json_response(
-        await _run(request).session.publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter)
-    )
+    return json_response(await run.session.publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter))
 
 
 async def post_attach(request: Request) -> Response:
-    return json_response(await _run(request).session.attach(await read_json(request, AttachRequest)))
+    run = await _led(request)
+    return json_response(await run.session.attach(await read_json(request, AttachRequest)))
 
 
 async def get_batch(request: Request) -> Response:
+    run = await _serving(request)
     step = number(request, "step", path=True)
-    outcome = await _run(request).batches.body(
-        step, number(request, "epoch"), number(request, "dp_rank", 0), wait_s(request)
-    )
+    outcome = await run.batches.body(step, number(request, "epoch"), number(request, "dp_rank", 0), wait_s(request))
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})
     return Response(outcome, media_type="application/vnd.safetensors")
 
 
 async def post_ack(request: Request) -> Response:
+    run = await _led(request)
     asked = await read_json(request, AckRequest)
-    return json_response(
-        await _run(request).session.ack(number(request, "step", path=True), asked.epoch, asked.feedback)
-    )
+    return json_response(await run.session.ack(number(request, "step", path=True), asked.epoch, asked.feedback))
 
 
 async def post_checkpoint(request: Request) -> Response:
+    run = await _led(request)
     asked = await read_json(request, CheckpointRequest)
     keep = 1 if asked.keep is None else asked.keep
-    return json_response(await _run(request).session.checkpoint(asked.step, asked.epoch, keep))
+    return json_response(await run.session.checkpoint(asked.step, asked.epoch, keep))
 
 
 # ---------------------------------------------------------------------- looking
 
 
 async def get_groups(request: Request) -> Response:
+    run = await _run(request)
     after, limit = page(request)
-    return json_response(await list_groups(_run(request), request.query_params.get("state"), after, limit))
+    return json_response(await list_groups(run, request.query_params.get("state"), after, limit))
 
 
 async def get_group(request: Request) -> Response:
-    return json_response(await describe_group(_run(request), request.path_params["group_id"]))
+    run = await _run(request)
+    return json_response(await describe_group(run, request.path_params["group_id"]))
 
 
 async def get_record(request: Request) -> Response:
+    run = await _run(request)
     step = number(request, "step", path=True)
-    return json_response(await _run(request).batches.record(step, optional_number(request, "generation")))
+    return json_response(await run.batches.record(step, optional_number(request, "generation")))
 
 
 async def get_ledger(request: Request) -> Response:
+    run = await _run(request)
     after, limit = page(request)
-    records = [
-        {"entry": n} | msgspec.to_builtins(record) async for n, record in _run(request).journal.records(after, limit)
-    ]
+    records = [{"entry": n} | msgspec.to_builtins(record) async for n, record in run.journal.records(after, limit)]
     return json_response({"records": records, "next": records[-1]["entry"] if len(records) == limit else None})
 
 
 async def get_dead_letters(request: Request) -> Response:
-    return json_response(await describe_dead_letters(_run(request)))
+    run = await _run(request)
+    return json_response(await describe_dead_letters(run))
 
 
 async def delete_dead_letters(request: Request) -> Response:
-    return json_response({"purged": await _run(request).purge()})
+    run = await _led(request)
+    return json_response({"purged": await run.purge()})
 
 
 # ---------------------------------------------------------------------- server
@@ -212,14 +225,21 @@ async def get_healthz(request: Request) -> Response:
 async def get_readyz(request: Request) -> Response:
     service = _service(request)
     report = service.report
-    ready = service.trouble is None and report is not None
+    lost = [run.journal.lost.detail for run in service.runs.values() if run.journal.lost]
+    trouble = service.trouble or (lost[0] if lost else None)
+    ready = trouble is None and report is not None
     answer = {
         "status": "ready" if ready else "not ready",
         "durability": report.durability if report else "unknown",
+        "durability_wanted": report.wanted.level if report else "unknown",
+        "durability_met_by": report.met_by if report else "unknown",
         "durability_reasons": list(report.reasons) if report else [],
+        "replicas": report.replicas if report else 0,
+        "wait_replicas": report.wanted.replicas if report else 0,
         "redis_version": report.version if report else None,
-        "waiting_for": service.trouble,
+        "waiting_for": trouble,
         "runs": sorted(service.runs),
+        "leaders": {name: run.journal.leader_url for name, run in sorted(service.runs.items())},
     }
     return json_response(answer, 200 if ready else 503)
 

@@ -1,5 +1,7 @@
 """The state of one run together with its ledger: what is decided is written down before it counts.
 
+- A journal leads or follows. A follower folds what the leader writes (`catch_up`) and decides nothing; with a fencing
+  token of its own (`taking_over`) it goes on from there. The fold is the same on start, on following and on takeover.
 - A decision holds the lock of `decision()`, judges the state, appends ledger records with `append`. If the outcome of
   an append is not known (connection lost), the next decision first reads the ledger's end: what was written counts,
   what was not did not happen.
@@ -12,20 +14,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Literal, TypeVar
 
 import msgspec
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import Conflict, NotFound, ReplaybufError, ServiceUnavailable, StrategyFault
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    LedgerGap,
+    NotFound,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    StrategyFault,
+)
 from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.rebuild import load_state
 from replaybuf.snapshot import Snapshot
 from replaybuf.state import RunState
-from replaybuf.store import Store
+from replaybuf.store import Ends, IndexChunk, Store
+from replaybuf.store.redis import data_lost
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +48,30 @@ LONGEST_WAIT_S = 60.0
 
 
 class Journal:
-    """State, ledger and waiters of run `name`; `token` is the fencing token of this leader."""
+    """State, ledger and waiters of run `name`.
 
-    def __init__(self, name: str, store: Store, token: str, clock: Callable[[], float]) -> None:
+    Roles: following -> `taking_over` -> `leading` -> `follow`, or an append that a newer leader refuses -> following.
+    `token` is the fencing token of a leader; `leader_url` is where the leader answers, as far as it is known.
+    `lost` is set while Redis holds less than what was acknowledged. `arrived` are groups folded and not yet settled.
+    """
+
+    def __init__(self, name: str, store: Store, clock: Callable[[], float]) -> None:
         self.name = name
         self.state = RunState()
         self.store = store
-        self.token = token
         self.clock = clock
+        self.token: str | None = None
+        self.leading = False
+        self.leader_url: str | None = None
+        self.lost: DataLost | None = None
+        self.arrived: deque[IndexChunk] = deque()
         self.closed = False
         self._deciding = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._changes = 0
         self._unsure = False
-        self._to_free: list[Numbers] = []
-        self._freed_through = 0
+        self._to_free: deque[tuple[int, Numbers]] = deque()
         self.snapshot: Snapshot | None = None
 
     @property
@@ -59,20 +81,109 @@ class Journal:
             raise NotFound(f"run {self.name} has no configuration yet", name="run", value=self.name)
         return self.state.config
 
-    # ------------------------------------------------------------------ ledger
+    # ------------------------------------------------------------------ roles
 
-    async def load(self, freed_through: int) -> None:
-        """Fold snapshot and both streams; payloads freed up to ledger entry `freed_through` are gone already."""
-        self._freed_through = freed_through
-        self.snapshot = await load_state(self.store, self.name, self.state)
-        await self._catch_up()
+    def check_leading(self) -> None:
+        """Let only the leader pass. Raises `NotLeader` naming the leader where this server follows."""
+        if not self.leading:
+            where = self.leader_url or "another server, not known yet"
+            raise NotLeader(
+                f"run {self.name} is led by {where}; ask there, or again when its lease has ended",
+                name="leader",
+                value=self.leader_url,
+            )
+
+    @contextlib.asynccontextmanager
+    async def taking_over(self, token: str) -> AsyncIterator[None]:
+        """Lead from the end of the body on; the body may append, nobody else decides meanwhile.
+
+        The token fences every older leader, so what is read first is all there is.
+        """
+        async with self._deciding:
+            self.token = token
+            try:
+                await self.catch_up()
+                self._unsure = False
+                yield
+                self.leading = True
+            finally:
+                if not self.leading:
+                    self.token = None
+
+    def follow(self, leader_url: str | None) -> None:
+        """Decide no more."""
+        self.token, self.leading, self.leader_url = None, False, leader_url
+
+    async def check_kept(self) -> None:
+        """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again.
+
+        Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
+        """
+        ends, known = await self.store.ends(self.name), self.ends
+        if ends.entry < known.entry or ends.group < known.group:
+            if ends.entry and self.store.wanted.level == "relaxed":
+                raise LedgerGap(
+                    f"run {self.name}: Redis lost ledger entries {ends.entry + 1} to {known.entry} and groups "
+                    f"{ends.group + 1} to {known.group}; durability is relaxed",
+                    name="redis",
+                )
+            seen = f"the ledger ends at entry {ends.entry} and the index at group {ends.group}"
+            self.lost = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
+            raise self.lost
+        self.lost = None
+
+    @property
+    def ends(self) -> Ends:
+        """How far both streams are folded."""
+        return Ends(self.state.entries, self.state.stored)
+
+    # ------------------------------------------------------------------ streams
+
+    async def load(self) -> None:
+        """Fold snapshot and both streams from where it stands."""
+        async with self._reading:
+            ends = await self.store.confirmed_ends(self.name)
+            self.snapshot = await load_state(self.store, self.name, self.state, ends.group if ends else None)
+        await self.catch_up()
+
+    async def pull(self, through: int | None = None) -> None:
+        """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
+        async with self._reading:
+            if through is None:
+                ends = await self.store.confirmed_ends(self.name)
+                through = ends.group if ends else None
+            await self._read_arrivals(through)
+
+    async def catch_up(self) -> None:
+        """Take in what is new in both streams: what is confirmed, as it is not to be lost again once it is acted on."""
+        async with self._reading:
+            ends = await self.store.confirmed_ends(self.name)
+            through, count = (ends.group, max(0, ends.entry - self.state.entries)) if ends else (None, None)
+            async for chunk in self.store.read_ledger(self.name, self.state.entries, count):
+                # A record names groups that were stored before it: their entries are read after it and folded first.
+                await self._read_arrivals(through)
+                for entry, record in chunk:
+                    self._apply(entry, record)
+            await self._read_arrivals(through)
+
+    async def _read_arrivals(self, through: int | None) -> None:
+        async for chunk in self.store.read_index(self.name, self.state.stored, through):
+            self.state.store(chunk.numbers, chunk.values, chunk.malformed)
+            self.arrived.append(chunk)
+
+    # ------------------------------------------------------------------ ledger
 
     @contextlib.asynccontextmanager
     async def decision(self) -> AsyncIterator[None]:
-        """Decide alone, with the ledger's end known. A strategy that breaks its contract pauses the run."""
+        """Decide alone, with the ledger's end known. Raises `NotLeader` where this server follows.
+
+        A strategy that breaks its contract pauses the run.
+        """
         async with self._deciding:
+            self.check_leading()
             if self._unsure:
-                await self._catch_up()
+                await self.catch_up()
+                self._unsure = False
             try:
                 yield
             except StrategyFault as fault:
@@ -85,7 +196,10 @@ class Journal:
         """Write one record, then apply it. Called within a decision."""
         entry = self.state.entries + 1
         try:
-            await self.store.append_record(self.name, self.token, entry, record)
+            await self.store.append_record(self.name, self.token or "", entry, record)
+        except NotLeader:
+            self.follow(None)
+            raise
         except (ServiceUnavailable, Conflict, asyncio.CancelledError):
             self._unsure = True  # it may have been written, or somebody else's record was
             raise
@@ -118,25 +232,24 @@ class Journal:
 
     async def free_payloads(self) -> None:
         """Delete the payloads that checkpoints and purges let go."""
-        if not self._to_free:
-            return
-        through = self.state.entries
+        through = 0
         while self._to_free:
-            entries = await self.store.entries(self.name, self._to_free[0].tolist())
+            through, numbers = self._to_free[0]
+            entries = await self.store.entries(self.name, numbers.tolist())
             await self.store.unlink([entry.strings.payload_key for entry in entries])
-            self._to_free.pop(0)
-        await self.store.set_count(self.name, "freed_through", through)
+            self._to_free.popleft()
+        if through:
+            await self.store.set_count(self.name, "freed_through", through)
 
-    async def _catch_up(self) -> None:
-        async for chunk in self.store.read_ledger(self.name, self.state.entries):
-            for entry, record in chunk:
-                self._apply(entry, record)
-        self._unsure = False
+    def freed(self, through: int) -> None:
+        """Take note that payloads let go up to ledger entry `through` are deleted."""
+        while self._to_free and self._to_free[0][0] <= through:
+            self._to_free.popleft()
 
     def _apply(self, entry: int, record: AnyRecord) -> None:
-        freed = self.state.apply(entry, record)
-        if len(freed) and entry > self._freed_through:
-            self._to_free.append(freed)
+        numbers = self.state.apply(entry, record)
+        if len(numbers):
+            self._to_free.append((entry, numbers))
 
     # ------------------------------------------------------------------ waiting
 

@@ -1,7 +1,7 @@
 """`/metrics`: every metric of the service, read from the state of its runs when it is scraped.
 
-Counters come from the fold of the ledger, so they go on where they were after a restart; only the waiting seconds and
-duplicate counts start at 0 with the process.
+Counters come from the fold of the ledger, so they go on where they were after a restart; only the waiting seconds,
+truncated groups and unconfirmed writes start at 0 with the process.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _RUN_GAUGES: _Metrics = {
     "step": ("Next unacked step", lambda run: run.state.step),
     "epoch": ("Epoch of the attached trainer", lambda run: run.state.epoch),
     "generation": ("Rewinds so far", lambda run: run.state.generation),
+    "leading": ("1 where this server leads the run, 0 where it follows", lambda run: float(run.journal.leading)),
     "index_bytes": ("Bytes of the in-memory index", lambda run: run.state.index.nbytes),
 }
 
@@ -91,6 +92,14 @@ class _RunCollector(Collector):
         report = self._service.report
         strict = report is not None and report.durability == "strict"
         yield GaugeMetricFamily("replaybuf_durability_strict", "1 where an acknowledged write is on disk", strict)
+        store = self._service.store
+        unconfirmed = CounterMetricFamily("replaybuf_writes_unconfirmed", "Writes answered not-durable")
+        unconfirmed.add_metric([], store.unconfirmed)
+        yield unconfirmed
+        replicas = report.replicas if report else 0
+        yield GaugeMetricFamily("replaybuf_redis_replicas", "Replicas connected to Redis", replicas)
+        confirmed = store.replicas_confirmed
+        yield GaugeMetricFamily("replaybuf_replicas_confirmed", "Replicas that confirmed the last write", confirmed)
         yield GaugeMetricFamily("replaybuf_redis_up", "1 while Redis answers", self._service.trouble is None)
         used = report.used_memory_bytes if report else 0
         limit = report.max_memory_bytes if report else 0

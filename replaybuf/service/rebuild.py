@@ -11,17 +11,22 @@ from replaybuf.state import RunState
 from replaybuf.store import Store
 
 
-async def load_state(store: Store, run: str, state: RunState) -> Snapshot | None:
-    """Bring an empty state to the ledger entry of the run's snapshot, which is returned; without one, to entry 0."""
+async def load_state(store: Store, run: str, state: RunState, through: int | None = None) -> Snapshot | None:
+    """Bring an empty state to the ledger entry of the run's snapshot, which is returned; without one, to entry 0.
+
+    `through` is the last group that is confirmed; those that the snapshot knows were confirmed before it.
+    """
     raw = await store.read_snapshot(run)
     snapshot = None if raw is None else decode_snapshot(raw)
     state.start_behind(snapshot.trimmed if snapshot else 0)
     state.index.reserve((await store.counts(run)).get("stored", 0) - state.trimmed)
+    if through is not None and snapshot:
+        through = max(through, snapshot.stored)
     with _no_collection():
         if snapshot:
             async for chunk in store.read_set_aside(run):
                 state.store(chunk.numbers, chunk.values, chunk.malformed)
-        async for chunk in store.read_index(run, state.trimmed):
+        async for chunk in store.read_index(run, state.trimmed, through):
             state.store(chunk.numbers, chunk.values, chunk.malformed)
     if snapshot:
         restore(state, snapshot)

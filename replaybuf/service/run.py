@@ -1,17 +1,19 @@
 """One run as its leader serves it: the parts, wired; life, operator calls, what time brings about.
 
-Life: `Run.create` or `Run.load` (fold of both streams) -> requests and `tick` -> `close` (wakes every waiter).
+Life: `Run.create`, or `Run.load` (fold of both streams) and, once the lease is ours, `lead` -> requests and `tick` ->
+`close` (wakes every waiter).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from replaybuf.config import ConfigPatch, RunConfig, differing_fields
-from replaybuf.errors import Conflict
+from replaybuf.errors import Conflict, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.index import DEAD
 from replaybuf.ledger import ConfigRecord, PurgeRecord
@@ -19,6 +21,7 @@ from replaybuf.service import answers
 from replaybuf.service.batches import Batches
 from replaybuf.service.door import Door
 from replaybuf.service.journal import Journal
+from replaybuf.service.lease import Lease
 from replaybuf.service.selector import Selector, resolve_config
 from replaybuf.service.session import Session
 from replaybuf.service.trimming import Trimming
@@ -41,6 +44,7 @@ class Run:
         self.batches = Batches(journal, self.selector, self.door)
         self.session = Session(journal, self.selector, self.door, self.batches)
         self.trimming = Trimming(journal)
+        self.lease = Lease()
         self.durability = "strict"
 
     @property
@@ -57,36 +61,59 @@ class Run:
 
     @classmethod
     async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Callable[[], float]) -> Run:
-        """Write the first ledger record of a new run. Raises `Invalid` for a configuration that cannot work."""
-        journal = Journal(name, store, token, clock)
+        """Write the first ledger record of a new run, and lead it. Raises `Invalid` where it cannot work."""
+        journal = Journal(name, store, clock)
         resolved, strategy = resolve_config(config)
         await store.add_run(name)
-        async with journal.decision():
+        async with journal.taking_over(token):
             await journal.append(_config_record(resolved, strategy, "running", None, clock()))
         return cls(journal)
 
     @classmethod
-    async def load(cls, name: str, store: Store, token: str, clock: Callable[[], float]) -> Run | None:
-        """Rebuild a run from its streams; None where its ledger is empty (a creation that never finished)."""
-        journal = Journal(name, store, token, clock)
-        counts = await store.counts(name)
-        await journal.load(counts.get("freed_through", 0))
+    async def load(cls, name: str, store: Store, clock: Callable[[], float]) -> Run | None:
+        """Rebuild a run from its streams, to follow it; None where there is no ledger (a creation never finished)."""
+        journal = Journal(name, store, clock)
+        await journal.load()
         if journal.state.config is None:
             return None
         run = cls(journal)
-        await run.door.restore(counts)
+        await run.door.look()
         return run
+
+    async def lead(self, token: str) -> None:
+        """Decide from here on; what the older leader left is taken in first. Raises `DataLost`."""
+        await self.journal.check_kept()
+        async with self.journal.taking_over(token):
+            await self.door.open()
+        with contextlib.suppress(StrategyFault):  # the decision has paused the run with it
+            async with self.journal.decision():
+                await self.door.evict()
+        await self.journal.notify()
 
     async def close(self) -> None:
         """Wake every waiter; each is answered with what it waits for."""
         await self.journal.close()
 
+    async def take_in(self) -> None:
+        """Take in what is new in the streams."""
+        await (self.door.pull() if self.journal.leading else self.door.follow())
+
+    async def watch(self) -> None:
+        """Raise `DataLost` where Redis was emptied; as a follower look at what the leader keeps beside the streams."""
+        await self.journal.check_kept()
+        if not self.journal.leading:
+            await self.door.look()
+
     async def tick(self) -> None:
         """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""
+        if not self.journal.leading:
+            return
+        await self.door.settle()
         await self.door.expire_tickets()
         if self.book.used_up(""):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
+        await self.door.adopt_recent()
         await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator

@@ -33,14 +33,14 @@ async def serve(options: ServeOptions) -> None:
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
     listening = _listen(options.host, options.port)
     host, port = listening.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
-        async with opened(options) as service:
+        async with opened(options, url) as service:
             server = _Server(service, application(service, tokens))
-            shown = f"[{host}]" if ":" in host else host
             report = service.report
-            durability = report.durability if report else "unknown"
+            durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
-            print(f"listening on http://{shown}:{port}", flush=True)
+            print(f"listening on {url}", flush=True)
             await server.serve(sockets=[listening])
     finally:
         listening.close()

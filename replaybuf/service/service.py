@@ -1,8 +1,11 @@
 """All runs of one server, and what goes on in the background.
 
-Life: `Service.start` -> requests -> `stop`. Background work runs in one TaskGroup of the lifespan: following the index
-streams, expiring tickets, renewing leases, deleting freed payloads, watching the embedded server. Trouble with Redis
-is waited out and logged; any other fault in the background stops the process.
+Life: `Service.start` -> requests -> `stop`. Background work runs in one TaskGroup of the lifespan: holding or awaiting
+leases, following the streams, expiring tickets, deleting freed payloads, watching the embedded server. Trouble with
+Redis is waited out and logged; any other fault in the background stops the process.
+
+Each run has one leader, by a lease. The other servers follow: they fold the same streams, answer whatever only reads,
+name the leader to who wants to write, and take over when the lease ends.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -19,74 +21,102 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.config import RunConfig, check_run_name
-from replaybuf.errors import Conflict, Fenced, NoRoom, NotFound, NotLeader, ServiceUnavailable
+from replaybuf.errors import Conflict, DataLost, Invalid, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
+from replaybuf.service.lease import LEASE_S
 from replaybuf.service.run import Run
-from replaybuf.store import EmbeddedServer, ServerReport, Store
+from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
+from replaybuf.store.durability import Level
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 3.0
 TICK_S = 0.25
+SHORTEST_PAUSE_S = 0.01
+WATCH_PERIOD_S = 1.0
 FOLLOW_TIMEOUT_S = 1.0
 REPORT_PERIOD_S = 10.0
 TROUBLE_PAUSE_S = 0.5
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server runs: where it listens, where its data lies or which Redis it uses, who may call."""
+    """How a server runs: where it listens, where its data lies or which Redis it uses, who may call.
+
+    `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
+    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8900
     data_dir: str | None = None
     redis_url: str | None = None
     tokens_file: str | None = None
+    advertise_url: str | None = None
+    durability: Level = "strict"
+    wait_replicas: int = 0
+    wait_timeout_s: float = 2.0
 
 
 class Service:
-    """The runs of one Redis, as one server sees them. Runs that another server leads are refused with `NotLeader`."""
+    """The runs of one Redis, as one server sees them: it leads some, and follows those that another server leads.
 
-    def __init__(self, store: Store, *, embedded: bool, clock: Callable[[], float] = time.time) -> None:
+    `url` is where this server answers, told to the clients of servers that follow it.
+    """
+
+    def __init__(self, store: Store, *, url: str, embedded: bool, clock: Callable[[], float] = time.time) -> None:
         self.store = store
+        self.url = url
         self.runs: dict[str, Run] = {}
-        self.holder = f"{socket.gethostname()}:{os.getpid()}"
+        # Random, not the process id: a container that starts again has the same one as before.
+        self.holder = f"{secrets.token_hex(8)}@{url}"
         self.report: ServerReport | None = None
         self.trouble: str | None = None
         self._embedded = embedded
         self._clock = clock
-        self._led_elsewhere: dict[str, str] = {}
-        self._creating = asyncio.Lock()
+        self._opening = asyncio.Lock()
 
     # ------------------------------------------------------------------ runs
 
-    def run(self, name: str) -> Run:
-        """Return a run. Raises `NotFound`, or `NotLeader` naming the server that leads it."""
+    async def run(self, name: str) -> Run:
+        """Return a run to look at. Raises `NotFound`, and `DataLost` where Redis was emptied under it."""
         check_run_name(name)
-        if name in self.runs:
-            return self.runs[name]
-        if name in self._led_elsewhere:
-            raise NotLeader(
-                f"run {name} is led by {self._led_elsewhere[name]}; ask that server, or wait until its lease ends",
-                name="leader",
-                value=self._led_elsewhere[name],
-            )
-        raise NotFound(f"run {name!r} does not exist; create it with PUT /v1/runs/{name}", name="run", value=name)
+        run = self.runs.get(name)
+        if run is None:
+            async with self._opening:
+                run = await self._open(name)
+        if run is None:
+            raise NotFound(f"run {name!r} does not exist; create it with PUT /v1/runs/{name}", name="run", value=name)
+        if run.journal.lost:
+            raise run.journal.lost
+        return run
+
+    async def serving(self, name: str) -> Run:
+        """Return a run of which it is sure whether this server leads it. Raises what `run` raises."""
+        run = await self.run(name)
+        if run.journal.leading and run.lease.ended():
+            # We were held up, by a stop of the process or by Redis: another server may lead by now.
+            await self._seek(run)
+        return run
+
+    async def led(self, name: str) -> Run:
+        """Return a run to change. Raises `NotLeader` naming the server that leads it, and what `run` raises."""
+        run = await self.serving(name)
+        run.journal.check_leading()
+        return run
 
     async def create(self, name: str, config: RunConfig) -> tuple[Run, bool]:
         """Create a run, or return it where it exists with this very configuration. Raises `Conflict` otherwise."""
         check_run_name(name)
-        async with self._creating:
-            existing = self.runs.get(name)
-            if existing is None:
-                if name in self._led_elsewhere:
-                    self.run(name)
-                lease = await self.store.lead(name, self.holder, int(LEASE_S * 1000), force=self._embedded)
+        async with self._opening:
+            if await self._open(name) is None:
+                lease = await self.store.lead(name, self.holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
-                    self._led_elsewhere[name] = lease.holder
-                    self.run(name)
-                run = await Run.create(name, self.store, str(lease.token), config, self._clock)
-                self._lead(run)
+                    raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
+                run = await Run.create(name, self.store, lease.token, config, self._clock)
+                run.journal.leader_url = self.url
+                run.lease.until(lease.left_s)
+                self._add(run)
                 logger.info("run created run=%s strategy=%s", name, config.strategy.name)
                 return run, True
+        existing = await self.run(name)
         fields = existing.same_config(config)
         if fields:
             raise Conflict(
@@ -97,39 +127,58 @@ class Service:
             )
         return existing, False
 
-    def _lead(self, run: Run) -> None:
+    async def _open(self, name: str) -> Run | None:
+        """Return a run, folded from its streams where it is new to this server; None where there is none."""
+        if name in self.runs:
+            return self.runs[name]
+        started = time.monotonic()
+        run = await Run.load(name, self.store, self._clock)
+        if run is None:
+            return None
+        self._add(run)
+        state, seconds = run.state, time.monotonic() - started
+        logger.info("run loaded run=%s groups=%d step=%d seconds=%.2f", name, state.stored, state.step, seconds)
+        await self._seek(run, force=self._embedded)
+        return run
+
+    def _add(self, run: Run) -> None:
         run.durability = self.report.durability if self.report else "relaxed"
         self.runs[run.name] = run
-        self._led_elsewhere.pop(run.name, None)
 
-    async def _load_or_follow(self, name: str) -> None:
-        lease = await self.store.lead(name, self.holder, int(LEASE_S * 1000), force=self._embedded)
-        if lease.token is None:
-            self._led_elsewhere[name] = lease.holder
-            return
-        started = time.monotonic()
-        run = await Run.load(name, self.store, lease.token, self._clock)
-        if run is None:
-            return
-        self._lead(run)
-        logger.info(
-            "run loaded run=%s groups=%d step=%d seconds=%.2f",
-            name,
-            run.state.stored,
-            run.state.step,
-            time.monotonic() - started,
-        )
+    # ------------------------------------------------------------------ who leads
+
+    async def _seek(self, run: Run, *, force: bool = False) -> None:
+        """Renew our lease on a run, take it where it is free, or learn who holds it."""
+        async with run.lease.seeking:
+            if run.journal.leading and not run.lease.due():
+                return  # somebody else has sought it while we waited
+            asked_s = run.lease.now_s()
+            lease = await self.store.lead(run.name, self.holder, LEASE_S, force=force)
+            if lease.token is None:
+                if run.journal.leading:
+                    logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
+                run.journal.follow(lease.holder.partition("@")[2] or None)
+                await run.journal.notify()
+            elif not run.journal.leading or lease.token != run.journal.token:
+                run.journal.follow(self.url)
+                await run.lead(lease.token)
+                logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
+            run.lease.until(lease.left_s, asked_s)
+
+    async def _hold(self) -> None:
+        """Renew the leases that are ours, take those that ended, then wait for the next one that is due."""
+        for run in list(self.runs.values()):
+            if run.lease.due():
+                await self._work(run, lambda run=run: self._seek(run))  # type: ignore[misc]
+        due_s = min((run.lease.due_in_s() for run in self.runs.values()), default=TICK_S)
+        await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Load every run that this server may lead."""
+        """Load every run; lead those that no other server leads."""
         await self._measure()
-        if self.report and self.report.durability != "strict":
-            for reason in self.report.reasons:
-                logger.warning("durability is relaxed: %s", reason)
-        for name in await self.store.runs():
-            await self._load_or_follow(name)
+        await self._discover()
 
     async def stop(self) -> None:
         """Wake all waiters and give the leases back."""
@@ -144,9 +193,10 @@ class Service:
         """Do the background work while the body runs."""
         async with asyncio.TaskGroup() as tasks:
             jobs = [
+                self._repeat(self._hold, 0.0),
                 self._repeat(self._follow, 0.0),
                 self._repeat(self._tick, TICK_S),
-                self._repeat(self._renew, LEASE_S / 3),
+                self._repeat(self._watch, WATCH_PERIOD_S),
                 self._repeat(self._measure, REPORT_PERIOD_S),
             ]
             running = [tasks.create_task(job) for job in jobs]
@@ -172,64 +222,92 @@ class Service:
                 await asyncio.sleep(TROUBLE_PAUSE_S)
             await asyncio.sleep(period_s)
 
+    async def _work(self, run: Run, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something for one run, so that its own trouble is not the others'."""
+        lost_before = run.journal.lost
+        try:
+            await work()
+            if lost_before and run.journal.lost is None:
+                logger.warning("redis has the data of the run again run=%s", run.name)
+        except NotLeader as error:
+            logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
+        except LedgerGap as error:
+            # A follower so far behind that the leader has trimmed what it had not read: it starts from the snapshot.
+            logger.warning("run is read anew run=%s: %s", run.name, error.detail)
+            self.runs.pop(run.name, None)
+            await run.close()
+        except DataLost as error:
+            if lost_before is None:
+                logger.critical("%s", error.detail)
+            run.journal.lost = error
+            run.journal.follow(None)
+            await run.journal.notify()
+
     async def _follow(self) -> None:
-        """Take in groups that producers wrote to Redis directly."""
+        """Take in what is new in the streams: what producers wrote directly, and what the leader decided."""
         if not self.runs:
             await asyncio.sleep(TICK_S)
             return
-        behind = {name: run.state.stored for name, run in self.runs.items()}
-        for name in await self.store.wait_for_groups(behind, FOLLOW_TIMEOUT_S):
+        known = {name: run.journal.ends for name, run in self.runs.items()}
+        for name in await self.store.wait_for_entries(known, FOLLOW_TIMEOUT_S):
             if name in self.runs:
-                await self._leading(self.runs[name], self.runs[name].door.pull)
+                await self._work(self.runs[name], self.runs[name].take_in)
 
     async def _tick(self) -> None:
         for run in list(self.runs.values()):
-            await self._leading(run, run.tick)
+            await self._work(run, run.tick)
 
-    async def _renew(self) -> None:
+    async def _watch(self) -> None:
         for run in list(self.runs.values()):
-            lease = await self.store.lead(run.name, self.holder, int(LEASE_S * 1000))
-            if lease.token != run.journal.token:
-                await self._lose(run, lease.holder)
-        for name in list(self._led_elsewhere):
-            await self._load_or_follow(name)
+            await self._work(run, run.watch)
+        await self._discover()
+
+    async def _discover(self) -> None:
         for name in await self.store.runs():
-            if name not in self.runs and name not in self._led_elsewhere and not self._creating.locked():
-                await self._load_or_follow(name)
-
-    async def _leading(self, run: Run, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except Fenced as error:
-            logger.error("lead lost run=%s: %s", run.name, error.detail)
-            await self._lose(run, "another server")
-
-    async def _lose(self, run: Run, holder: str) -> None:
-        """Stop deciding for a run: its state is read anew when the lead comes back."""
-        logger.warning("run is led elsewhere now run=%s holder=%s", run.name, holder)
-        self.runs.pop(run.name, None)
-        self._led_elsewhere[run.name] = holder
-        await run.close()
+            async with self._opening:
+                await self._open(name)
 
     async def _measure(self) -> None:
-        self.report = await self.store.report()
+        before, self.report = self.report, await self.store.report()
+        _tell_durability(before, self.report)
         for run in self.runs.values():
             run.durability = self.report.durability
 
 
-@contextlib.asynccontextmanager
-async def opened(options: ServeOptions) -> AsyncIterator[Service]:
-    """Bring a service up on its Redis, do its background work, take it down in order.
+def _tell_durability(before: ServerReport | None, now: ServerReport) -> None:
+    """Log what is weaker than wanted, at the start and when it changes."""
+    if before and (before.summary, before.reasons) == (now.summary, now.reasons):
+        return
+    level = logging.WARNING if now.wanted.level == "strict" else logging.INFO
+    for reason in now.reasons:
+        logger.log(level, "durability is %s, wanted is %s: %s", now.durability, now.wanted.level, reason)
+    if before:
+        logger.log(logging.INFO if not now.reasons else level, "durability is %s now", now.summary)
 
-    Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve.
+
+@contextlib.asynccontextmanager
+async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
+    """Bring a service that answers at `url` up on its Redis, do its background work, take it down in order.
+
+    Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve, and
+    `Invalid` for options that cannot hold.
     """
-    server = None if options.redis_url else EmbeddedServer(Path(options.data_dir or ".replaybuf/data"))
+    wanted = Wanted(options.durability, options.wait_replicas, options.wait_timeout_s)
+    if not options.redis_url and wanted.replicas:
+        raise Invalid(
+            f"wait_replicas is {wanted.replicas}; the embedded Valkey has no replicas: use --redis-url",
+            name="wait_replicas",
+            value=wanted.replicas,
+            bound=0,
+        )
+    data_dir = Path(options.data_dir or ".replaybuf/data")
+    server = None if options.redis_url else EmbeddedServer(data_dir, options.durability)
     if server:
         await server.start()
     store = None
     try:
-        store = await Store.open(server.url if server else str(options.redis_url))
-        service = Service(store, embedded=server is not None)
+        store = await Store.open(server.url if server else str(options.redis_url), wanted)
+        service = Service(store, url=options.advertise_url or url, embedded=server is not None)
         await service.start()
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(server.watch()) if server else None

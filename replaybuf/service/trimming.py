@@ -36,7 +36,7 @@ class Trimming:
         self._looked_at = 0
 
     async def tick(self) -> None:
-        """Trim or take a snapshot where it is time to. Raises `Fenced`."""
+        """Trim or take a snapshot where it is time to. Raises `NotLeader`."""
         state = self._journal.state
         if state.entries - self._looked_at < LOOK_ENTRIES:
             return
@@ -72,12 +72,12 @@ class Trimming:
         async for chunk in journal.store.read_index(journal.name, 0, snapshot.trimmed):
             entries = chunk.entries()
             freed = [entry for entry in entries if entry.number not in held]
-            await journal.store.mark_done(journal.name, journal.token, _ticketed(freed))
+            await journal.store.mark_done(journal.name, journal.token or "", _ticketed(freed))
             kept = [position for position, entry in enumerate(entries) if entry.number in held]
             aside |= {entries[position].number: to_set_aside(chunk, position) for position in kept}
         await journal.store.write_snapshot(
             journal.name,
-            journal.token,
+            journal.token or "",
             encode_snapshot(snapshot),
             snapshot.trimmed + 1,
             snapshot.trimmed_entries + 1,
@@ -93,7 +93,7 @@ class Trimming:
         async for chunk in journal.store.read_set_aside(journal.name):
             freed = [entry for entry in chunk.entries() if entry.number not in held]
             if freed:
-                await journal.store.mark_done(journal.name, journal.token, _ticketed(freed))
+                await journal.store.mark_done(journal.name, journal.token or "", _ticketed(freed))
                 await journal.store.drop_set_aside(journal.name, [entry.number for entry in freed])
 
 

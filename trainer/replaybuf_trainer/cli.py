@@ -174,7 +174,7 @@ def train(
     Parameters
     ----------
     url
-        Address of the service.
+        Address of the service; several servers of one Redis: with commas between.
     run
         Name of the run.
     model

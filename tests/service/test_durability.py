@@ -1,0 +1,303 @@
+"""Durability over HTTP: levels that are told, waits that are not met, a full Redis, a Redis that takes no writes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import redis
+
+from replaybuf.client import Client
+from replaybuf.group import GroupJson, group_from_json
+from replaybuf.store import EmbeddedServer
+from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_server import metric
+from tests.valkeys import Valkey
+
+Connect = Callable[[str, str], RunClient]
+TRIES = 300
+PAUSE_S = 0.05
+
+
+def poll(look: Callable[[], Any], wanted: Callable[[Any], bool]) -> Any:
+    """Ask again until the answer is as wanted; bounded in number and time."""
+    for _ in range(TRIES):
+        seen = look()
+        if wanted(seen):
+            return seen
+        time.sleep(PAUSE_S)
+    raise AssertionError(f"still {seen}")
+
+
+def ready(service: ServeProcess) -> dict[str, Any]:
+    """Read `/readyz`."""
+    answer: dict[str, Any] = httpx.get(f"{service.url}/readyz").json()
+    return answer
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
+    """Start services with options of the test's own."""
+    started: list[ServeProcess] = []
+
+    def start(*options: str) -> ServeProcess:
+        started.append(ServeProcess(tmp_path / f"service{len(started)}", *options))
+        return started[-1].start()
+
+    yield start
+    for service in started:
+        service.end()
+
+
+# ---------------------------------------------------------------------- levels
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "level", "met_by", "warning"),
+    [
+        ({}, (), "strict", "appendfsync always", None),
+        ({"appendfsync": "everysec"}, (), "strict", "WAITAOF 1 0", None),
+        ({"appendfsync": "everysec"}, ("--durability", "relaxed"), "relaxed", "appendfsync everysec", None),
+        ({"appendonly": "no"}, (), "relaxed", "appendonly no", "set appendonly yes"),
+        ({"maxmemory_policy": "allkeys-lru"}, (), "relaxed", "appendfsync always", "set maxmemory-policy noeviction"),
+    ],
+)
+def test_the_level_in_force_is_told_everywhere(
+    tmp_path: Path,
+    serve: Callable[..., ServeProcess],
+    connect: Connect,
+    config: dict[str, str],
+    options: tuple[str, ...],
+    level: str,
+    met_by: str,
+    warning: str | None,
+) -> None:
+    """`/readyz` (always 200), run state, metric, `status`, and a warning in the log where it is less than wanted."""
+    with Valkey(tmp_path / "v", **config) as server:
+        service = serve("--redis-url", server.url, *options)
+        answer = ready(service)
+        assert (answer["status"], answer["durability"], answer["durability_met_by"]) == ("ready", level, met_by)
+        assert answer["durability_wanted"] == ("relaxed" if options else "strict")
+        run = connect(service.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        assert run.append(group("a"))[0]["status"] == "stored"
+        assert run.state()["durability"] == level
+        assert metric(run.http.get("/metrics").text, "replaybuf_durability_strict") == (level == "strict")
+        shown = subprocess.run(
+            [sys.executable, "-m", "replaybuf.cli", "status", "--url", service.url], capture_output=True, text=True
+        ).stdout
+        assert f"durability {level} ({met_by})" in shown.replace("\n", " ")
+        warnings = re.findall(r"WARNING .*durability is (.*)", service.log())
+        assert bool(warnings) == (warning is not None)
+        if warning:
+            assert warning in warnings[0] and warning in answer["durability_reasons"][0]
+
+
+def test_the_embedded_server_is_set_to_what_is_wanted_also_when_adopted(
+    tmp_path: Path, serve: Callable[..., ServeProcess]
+) -> None:
+    """A relaxed Valkey that a killed `serve` left running becomes strict under the next one."""
+    relaxed = ServeProcess(tmp_path / "service0", "--durability", "relaxed").start()
+    try:
+        answer = ready(relaxed)
+        assert (answer["durability"], answer["durability_met_by"]) == ("relaxed", "appendfsync everysec")
+        relaxed.kill()
+        answer = ready(serve())
+        assert (answer["durability"], answer["durability_met_by"]) == ("strict", "appendfsync always")
+    finally:
+        relaxed.end()
+
+
+def test_waiting_for_replicas_of_the_embedded_server_is_refused(tmp_path: Path) -> None:
+    """It has none, so no write could ever be confirmed."""
+    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--data-dir", str(tmp_path), "--wait-replicas", "1"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert refused.returncode == 1
+    assert "wait_replicas is 1; the embedded Valkey has no replicas" in refused.stderr
+
+
+# ---------------------------------------------------------------------- replicas
+
+
+def test_a_write_that_a_stopped_replica_does_not_confirm_is_answered_not_durable(
+    tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
+) -> None:
+    """503 within the timeout, with what was reached and what is needed; once it goes on, the repeat is fine."""
+    with Valkey(tmp_path / "primary", appendfsync="everysec") as primary, Valkey(tmp_path / "replica") as replica:
+        replica.replicate(primary)
+        service = serve("--redis-url", primary.url, "--wait-replicas", "1", "--wait-timeout-s", "2")
+        answer = ready(service)
+        assert (answer["durability_met_by"], answer["replicas"], answer["wait_replicas"]) == (
+            "WAITAOF 1 0 and WAIT 1",
+            1,
+            1,
+        )
+        run = connect(service.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        assert run.append(group("before"))[0]["status"] == "stored"
+        epoch = run.attach()
+        replica.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        refused = run.post("groups", **group("during"))
+        assert time.monotonic() - started < 5
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        problem = refused.json()
+        assert problem["type"] == "urn:replaybuf:problem:not-durable"
+        assert (problem["value"]["replicas"], problem["bound"]["replicas"]) == (0, 1)
+        assert run.post("groups", **group("during")).status_code == 503
+        for _ in range(2):  # the first is written, the second finds it by reading: neither is acted on
+            assert run.batch(0, epoch).status_code == 503
+        assert run.state()["step"] == 0
+        replica.signal(signal.SIGCONT)
+        poll(lambda: run.post("groups", **group("during")), lambda answer: answer.status_code == 200)
+        assert run.append(group("during"), group("after")) == [
+            {"group_id": "during", "status": "duplicate"},
+            {"group_id": "after", "status": "stored"},
+        ]
+        assert run.train(epoch, range(2))
+        text = run.http.get("/metrics").text
+        assert metric(text, "replaybuf_writes_unconfirmed_total") >= 3
+        assert metric(text, "replaybuf_replicas_confirmed") == 1
+        duplicates = metric(text, "replaybuf_groups_duplicate_total", run="r")
+        service.stop()
+        service.start()
+        text = httpx.get(f"{service.url}/metrics").text
+        assert metric(text, "replaybuf_groups_duplicate_total", run="r") >= duplicates >= 2
+
+
+# ---------------------------------------------------------------------- out of memory
+
+
+def big(name: str | None, **fields: Any) -> dict[str, Any]:
+    """Build a group of some 0.5 MB."""
+    return group(name, rollouts=8, tokens=8000, **fields)
+
+
+def test_a_full_redis_refuses_groups_and_lets_the_trainer_free_it(own_service: ServeProcess, connect: Connect) -> None:
+    """429 for producers; attach, tickets, acks, versions, counts and checkpoints go on; what is freed takes groups."""
+    run = connect(own_service.url, "r")
+    run.put(
+        batch={"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 8192},
+        strategy={"options": {"max_staleness": 20}},
+    )
+    ticket = run.post("tickets", producer="p", count=1).json()["tickets"][0]["ticket"]
+    with redis.Redis(unix_socket_path=str(EmbeddedServer(own_service.data_dir).socket_path)) as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + (8 << 20))
+        stored: list[str] = []
+        for number in range(100):
+            refused = run.post("groups", **big(f"g{number}"))
+            if refused.status_code != 200:
+                break
+            stored.append(f"g{number}")
+        assert (refused.status_code, refused.json()["type"]) == (429, "urn:replaybuf:problem:no-room")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert len(stored) >= 4
+        client.config_set("maxmemory", 1)  # not a byte left
+
+        assert run.append(group("bad", version=9))[0]["status"] == "rejected"
+        assert run.http.delete(f"{run.path}/tickets/{ticket}").status_code == 200
+        assert len(run.post("tickets", producer="p", count=2).json()["tickets"]) == 2
+        assert connect(own_service.url, "other").put(batch={"groups_per_batch": 1}).status_code == 429
+        assert ready(own_service)["status"] == "ready"
+        epoch = run.attach()
+        bodies = run.train(epoch, range(2))
+        assert all(run.batch(step, epoch).content == body for step, body in enumerate(bodies))
+        before = client.info("memory")["used_memory"]
+        client.config_set("maxmemory", before)
+
+        with Client(own_service.url, "r", retry_for_s=30) as producer:
+            appended: list[Any] = []
+            late_group = group_from_json(msgspec.convert(big("late"), GroupJson))
+            late = threading.Thread(target=lambda: appended.extend(producer.append([late_group])))
+            late.start()
+            assert run.post("checkpoints", epoch=epoch, step=2).status_code == 200
+            late.join(30)
+        assert [result.status for result in appended] == ["stored"]
+        assert client.info("memory")["used_memory"] < before
+        states = {name: run.get(f"groups/{name}").json() for name in [*stored, "late"]}
+        assert {name for name, state in states.items() if state["state"] == "retired"} == set(stored[:4])
+        assert all(states[name]["rollouts"] is not None for name in [*stored[4:], "late"])
+        assert sum(1 for _ in client.scan_iter("rb:p:*")) == len(stored) + 1 - 4
+    counts = run.state()["groups"]
+    own_service.kill()
+    own_service.start()
+    after = connect(own_service.url, "r").state()["groups"]
+    assert after == counts
+    assert (after["stored"], after["rejected"]) == (len(stored) + 1, {"version_above_published": 1})
+
+
+# ---------------------------------------------------------------------- no writes
+
+
+def test_a_redis_that_became_a_replica_is_waited_for(
+    tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
+) -> None:
+    """READONLY: 503 with the server's word, told by `/readyz`; the service lives, and goes on when it may write."""
+    with Valkey(tmp_path / "v") as server:
+        service = serve("--redis-url", server.url)
+        run = connect(service.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        server.client.replicaof("127.0.0.1", "1")
+        refused = run.post("groups", **group("a"))
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable")
+        assert "replica" in refused.json()["detail"]
+        waiting = poll(lambda: ready(service), lambda answer: answer["waiting_for"] is not None)
+        assert "takes no writes for now" in waiting["waiting_for"]
+        server.client.replicaof("NO", "ONE")
+        poll(lambda: run.post("groups", **group("a")).status_code, lambda status: status == 200)
+        poll(lambda: ready(service)["status"], lambda status: status == "ready")
+
+
+def test_a_redis_that_cannot_save_is_waited_for(
+    tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
+) -> None:
+    """MISCONF after a failed snapshot: 503 with the server's words until it may write again."""
+    with Valkey(tmp_path / "v", appendonly="no", save="3600 1") as server:
+        service = serve("--redis-url", server.url)
+        run = connect(service.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        shutil.rmtree(server.folder)  # the snapshot's folder is gone
+        server.client.bgsave()
+        poll(lambda: server.client.info("persistence")["rdb_last_bgsave_status"], lambda status: status == "err")
+        refused = run.post("groups", **group("a"))
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable"), refused.text
+        assert "MISCONF" in refused.json()["detail"]
+        assert "MISCONF" in poll(lambda: ready(service)["waiting_for"], bool)
+        server.client.config_set("stop-writes-on-bgsave-error", "no")
+        poll(lambda: run.post("groups", **group("a")).status_code, lambda status: status == 200)
+
+
+def test_a_redis_that_is_killed_and_loads_its_data_is_waited_for(
+    tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
+) -> None:
+    """LOADING for a while after kill -9: 503, nothing lost, and the service goes on by itself."""
+    with Valkey(tmp_path / "v") as server:
+        service = serve("--redis-url", server.url)
+        run = connect(service.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        run.append(*(group(f"g{number}") for number in range(50)))
+        server.client.bgrewriteaof()
+        poll(lambda: server.client.info("persistence")["aof_rewrite_in_progress"], lambda busy: not busy)
+        server.kill()
+        # 50 ms per key, and answering in between.
+        server.config |= {"key-load-delay": "50000", "loading-process-events-interval-bytes": "1024"}
+        starting = threading.Thread(target=server.start)
+        starting.start()
+        refused = poll(
+            lambda: run.post("groups", **group("a")), lambda answer: "loading" in answer.json().get("detail", "")
+        )
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable")
+        starting.join(30)
+        poll(lambda: run.post("groups", **group("a")).status_code, lambda status: status == 200)
+        assert run.state()["groups"]["stored"] == 51

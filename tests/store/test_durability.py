@@ -1,0 +1,266 @@
+"""What an acknowledged write is worth: judged from settings, and proven on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
+from replaybuf.ledger import AckRecord
+from replaybuf.store import Store, Wanted, keys
+from replaybuf.store.durability import LONGEST_WAIT_S, Barrier, Settings, judge
+from tests.store.test_store import to_append
+from tests.valkeys import Valkey
+
+STRICT, RELAXED = Wanted(), Wanted("relaxed")
+
+
+def settings(
+    appendonly: bool | None = True,
+    appendfsync: str | None = "always",
+    *,
+    policy: str | None = "noeviction",
+    rewrite: bool | None = False,
+    waitaof: bool = True,
+    replicas: int = 0,
+    replica: bool = False,
+    refused: str | None = None,
+) -> Settings:
+    """Describe a server, a strict one unless told otherwise."""
+    return Settings(appendonly, appendfsync, rewrite, policy, waitaof, replicas, replica, refused)
+
+
+UNTOLD = settings(True, None, rewrite=None, refused="ERR unknown command")
+
+
+@pytest.mark.parametrize(
+    ("server", "wanted", "level", "met_by", "waits"),
+    [
+        (settings(), STRICT, "strict", "appendfsync always", "WAITAOF 1 0"),
+        (settings(), RELAXED, "strict", "appendfsync always", None),
+        (settings(waitaof=False), STRICT, "strict", "appendfsync always", None),
+        (settings(True, "everysec"), STRICT, "strict", "WAITAOF 1 0", "WAITAOF 1 0"),
+        (settings(True, "everysec"), RELAXED, "relaxed", "appendfsync everysec", None),
+        (settings(True, "everysec", waitaof=False), STRICT, "relaxed", "appendfsync everysec", None),
+        (settings(True, "no"), STRICT, "relaxed", "appendfsync no", None),
+        (settings(False), STRICT, "relaxed", "appendonly no", None),
+        (settings(rewrite=True), STRICT, "strict", "WAITAOF 1 0", "WAITAOF 1 0"),
+        (settings(rewrite=True, waitaof=False), STRICT, "relaxed", "appendfsync always", None),
+        (settings(policy="allkeys-lru"), STRICT, "relaxed", "appendfsync always", "WAITAOF 1 0"),
+        (settings(policy=None), STRICT, "relaxed", "appendfsync always", "WAITAOF 1 0"),
+        (UNTOLD, STRICT, "strict", "WAITAOF 1 0", "WAITAOF 1 0"),
+        (UNTOLD, RELAXED, "relaxed", "unknown", None),
+        (settings(replica=True), STRICT, "relaxed", "WAITAOF 1 0", "WAITAOF 1 0"),
+        (settings(replicas=2), Wanted(replicas=2), "strict", "appendfsync always and WAIT 2", "WAITAOF 1 0 and WAIT 2"),
+        (settings(False, replicas=1), Wanted(replicas=1), "relaxed", "WAIT 1", "WAIT 1"),
+        (settings(waitaof=False, replicas=1), Wanted(replicas=1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
+        (settings(replicas=1), Wanted("relaxed", 1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
+    ],
+)
+def test_the_level_in_force_is_what_the_settings_and_the_wait_give(
+    server: Settings, wanted: Wanted, level: str, met_by: str, waits: str | None
+) -> None:
+    """Never strict on a promise alone that the server does not make."""
+    verdict = judge(server, wanted)
+    assert (verdict.level, verdict.met_by) == (level, met_by)
+    assert (verdict.barrier.text if verdict.barrier else None) == waits
+
+
+@pytest.mark.parametrize("appendonly", [True, False, None])
+@pytest.mark.parametrize("appendfsync", ["always", "everysec", "no", None])
+@pytest.mark.parametrize("waitaof", [True, False])
+def test_strict_is_never_said_without_the_disk(appendonly: bool | None, appendfsync: str | None, waitaof: bool) -> None:
+    """Over all settings: strict means appendfsync always in force, or a wait for the own disk; relaxed says why."""
+    for rewrite, policy, wanted, refused in itertools.product(
+        (True, False, None), ("noeviction", "volatile-lru", None), (STRICT, RELAXED), (None, "no")
+    ):
+        server = settings(appendonly, appendfsync, policy=policy, rewrite=rewrite, waitaof=waitaof, refused=refused)
+        verdict = judge(server, wanted)
+        waits = verdict.barrier is not None and verdict.barrier.local
+        always = appendonly is True and appendfsync == "always" and not rewrite
+        if verdict.level == "strict":
+            assert (waits or always) and policy == "noeviction" and not verdict.reasons
+        elif appendonly is not None and (appendfsync or refused):
+            assert verdict.reasons
+
+
+def test_missing_replicas_are_told_though_what_is_confirmed_stays_strict() -> None:
+    """Nothing is confirmed until they are back, so nothing confirmed is at risk."""
+    verdict = judge(settings(replicas=0), Wanted(replicas=1))
+    assert verdict.level == "strict"
+    assert "0 replicas are connected; wait_replicas is 1" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(("replicas", "timeout_s"), [(-1, 1.0), (0, 0.0), (0, LONGEST_WAIT_S + 1), (0, float("nan"))])
+def test_waits_out_of_bounds_are_refused(replicas: int, timeout_s: float) -> None:
+    """The message names the option, its value and its bound."""
+    with pytest.raises(Invalid, match=r"wait_\w+ is -?[\w.]+;"):
+        Wanted("strict", replicas, timeout_s)
+
+
+def test_an_unmet_wait_names_what_was_reached_and_what_is_needed() -> None:
+    """In the words and in the machine fields; a server that refuses to wait confirms nothing either."""
+    barrier = Barrier(local=True, replicas=2, timeout_s=0.5)
+    assert barrier.check([[1, 0], 2]) == 2
+    for local, replicas in ((0, 2), (1, 1)):
+        with pytest.raises(NotDurable) as caught:
+            barrier.check([[local, 0], replicas])
+        assert caught.value.value == {"local": local, "replicas": replicas}
+        assert caught.value.bound == {"local": 1, "replicas": 2, "timeout_s": 0.5}
+    with pytest.raises(NotDurable, match="refused WAITAOF 1 0 and WAIT 2"):
+        barrier.check([ValueError("appendonly is disabled"), 2])
+
+
+# ---------------------------------------------------------------------- on real servers
+
+
+@pytest.fixture
+def everysec(tmp_path: Path) -> Iterator[Valkey]:
+    """A server that syncs once a second."""
+    with Valkey(tmp_path / "v", appendfsync="everysec") as server:
+        yield server
+
+
+def on(server: Valkey, work: Callable[[Store], Awaitable[None]], wanted: Wanted = STRICT) -> None:
+    """Run `work` on a store of its own."""
+
+    async def main() -> None:
+        store = await Store.open(server.url, wanted)
+        try:
+            await work(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_acknowledged_is_lost_by_kills_of_an_everysec_server_with_waitaof(everysec: Valkey) -> None:
+    """Ten kills, each at the very moment at which one of four appenders was answered."""
+    acknowledged: list[str] = []
+    names = map("g{}".format, itertools.count())
+
+    async def until_killed(store: Store) -> None:
+        answered = asyncio.Event()
+        enough = len(acknowledged) + 6
+
+        async def produce() -> None:
+            for name in names:
+                try:
+                    await store.append("r", [to_append(name)], 0, time.time())
+                except ServiceUnavailable:
+                    return
+                acknowledged.append(name)
+                if len(acknowledged) >= enough:
+                    answered.set()
+
+        async def killer() -> None:
+            await asyncio.wait_for(answered.wait(), 20)
+            everysec.kill()
+
+        await asyncio.gather(*(produce() for _ in range(4)), killer())
+
+    async def all_there(store: Store) -> None:
+        numbers = await store.numbers_of("r", acknowledged)
+        assert [name for name, number in zip(acknowledged, numbers, strict=True) if number is None] == []
+        entries = await store.entries("r", [int(number or 0) for number in numbers])
+        frames = await store.frames({entry.strings.payload_key: 1000 for entry in entries})
+        assert len(frames) == len(acknowledged) and None not in frames
+
+    for _ in range(10):
+        on(everysec, until_killed)
+        everysec.start()
+        on(everysec, all_there)
+    assert len(acknowledged) >= 60
+
+
+def test_a_setting_weakened_under_a_running_service_is_not_taken_for_strict(tmp_path: Path) -> None:
+    """Between two reports: everysec is waited for, and without the append-only file nothing is confirmed."""
+
+    async def work(store: Store) -> None:
+        server.client.config_set("appendfsync", "everysec")
+        assert (await store.append("r", [to_append("a")], 0, time.time()))[0].stored
+        server.client.config_set("appendonly", "no")
+        with pytest.raises(NotDurable, match="refused WAITAOF"):
+            await store.append("r", [to_append("b")], 0, time.time())
+        assert store.unconfirmed == 1
+        assert (await store.report()).durability == "relaxed"
+        assert not (await store.append("r", [to_append("b")], 0, time.time()))[0].stored
+
+    with Valkey(tmp_path / "v") as server:
+        on(server, work)
+
+
+def test_a_repeat_of_what_was_not_confirmed_waits_for_the_first_try(tmp_path: Path) -> None:
+    """A duplicate, a ledger entry that is there and a catch-up write something of their own, for the wait to cover.
+
+    On a fresh connection that wrote nothing the wait would be met at once, whatever the replica has.
+    """
+
+    async def work(store: Store) -> None:
+        token = str((await store.lead("r", "one", 60_000)).token)
+        record = AckRecord(step=0, epoch=1)
+        writes = (
+            lambda: store.append("r", [to_append("a")], 0, time.time()),
+            lambda: store.append_record("r", token, 1, record),
+            lambda: store.change_tickets("r", token, drop=["t0-0-1"], counts={"returned": 1}),
+            lambda: store.confirmed_ends("r"),
+        )
+        replica.signal(signal.SIGSTOP)
+        for _ in range(2):  # the first try, and the repeat on another connection
+            for write in writes:
+                with pytest.raises(NotDurable, match="0 of 1 replicas"):
+                    await write()
+                await store._redis.connection_pool.disconnect()
+        assert (await store.counts("r"))["duplicate"] == 1
+        replica.signal(signal.SIGCONT)
+        for write in writes:
+            await write()
+        assert (store.unconfirmed, store.replicas_confirmed) == (8, 1)
+
+    with Valkey(tmp_path / "primary") as server, Valkey(tmp_path / "replica") as replica:
+        replica.replicate(server)
+        on(server, work, Wanted("relaxed", replicas=1, timeout_s=0.2))
+
+
+def test_a_full_server_keeps_no_payload_of_a_refused_append(tmp_path: Path) -> None:
+    """Some of an append may find room; what is refused as a whole leaves nothing behind."""
+
+    async def work(store: Store) -> None:
+        server.client.config_set("maxmemory", server.client.info("memory")["used_memory"] + 200_000)
+        group = to_append("big")
+        big = [type(group)(group.group, f"b{n}", "", b"x" * 60_000, 0) for n in range(20)]
+        with pytest.raises(NoRoom):
+            await store.append("full", big, 0, time.time())
+        assert list(server.client.scan_iter("rb:p:*")) == []
+        await store.count("full", {"rejected:too_large": 2})
+        await store.set_count("full", "freed_through", 7)
+        server.client.config_set("maxmemory", 1)
+        await store.count("full", {"rejected:too_large": 1})
+        await store.prepare()
+        assert await store.counts("full") == {"rejected:too_large": 3, "freed_through": 7}
+        assert server.client.exists(keys.index("full")) == 0
+
+    with Valkey(tmp_path / "v", maxmemory_policy="noeviction") as server:
+        on(server, work)
+
+
+def test_a_server_that_refuses_config_is_judged_by_what_else_it_says(tmp_path: Path) -> None:
+    """Many who sell Redis as a service forbid CONFIG; WAITAOF makes it strict all the same."""
+
+    async def work(store: Store) -> None:
+        report = await store.report()
+        assert (report.durability, report.met_by, report.max_memory_policy) == ("strict", "WAITAOF 1 0", "noeviction")
+        store.wanted = RELAXED
+        report = await store.report()
+        assert report.durability == "relaxed"
+        assert "CONFIG GET is refused" in report.reasons[0]
+
+    with Valkey(tmp_path / "v", appendfsync="everysec") as server:
+        server.client.execute_command("ACL", "SETUSER", "default", "-config")  # type: ignore[no-untyped-call]
+        on(server, work)
