@@ -75,7 +75,6 @@ class Door:
         self.duplicates = counts.get("duplicate", 0)
         self.rejected.clear()
         self.rejected.update(refused)
-        self.duplicates = counts.get("duplicate", 0)
         self._book.restore(await journal.store.tickets(journal.name), counts)
         journal.freed(counts.get("freed_through", 0))
 
