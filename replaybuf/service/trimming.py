@@ -84,7 +84,7 @@ class Trimming:
             aside,
         )
         before, journal.snapshot = journal.snapshot, snapshot
-        if before and before.set_aside and before.set_aside != snapshot.set_aside:
+        if before is None or before.set_aside != snapshot.set_aside:
             await self._drop_freed(held)
 
     async def _drop_freed(self, held: set[int]) -> None:
