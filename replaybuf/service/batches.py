@@ -225,10 +225,11 @@ class Batches:
     # ------------------------------------------------------------------ looking
 
     async def record(self, step: int, generation: int | None) -> dict[str, Any]:
-        """Render the record of a batch. Raises `NotFound` where that history has no such step."""
+        """Render the record of a batch. Raises `NotFound` where that history has no such step, `Gone` once trimmed."""
         state = self._state
         entry = state.batch_entry(step, generation)
         if entry is None:
+            state.check_told(step)
             where = "the current history" if generation is None else f"generation {generation}"
             raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
         record = await self._journal.batch_record(entry)

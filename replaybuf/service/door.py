@@ -26,13 +26,14 @@ from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
 from replaybuf.index import LIVE, Numbers
-from replaybuf.ledger import EvictRecord, TicketRecord
+from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
-from replaybuf.service.journal import Arrivals, Journal
+from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
-from replaybuf.store import keys
-from replaybuf.store.redis import EntryStrings, ToAppend, decode_strings
+from replaybuf.store import IndexChunk, keys
+from replaybuf.store.entries import EntryStrings
+from replaybuf.store.redis import ToAppend
 
 logger = logging.getLogger(__name__)
 
@@ -265,28 +266,34 @@ class Door:
             return
         async with self._settling:
             while arrived:
-                entries = [decode_strings(raw) for raw in arrived[0].strings]
-                await self._adopt(entries)
+                chunk = arrived[0]
+                if chunk.malformed.any():
+                    bad = chunk.numbers[chunk.malformed].tolist()
+                    logger.error("index entries are none of ours run=%s numbers=%s", self._journal.name, bad)
+                await self._adopt(chunk.strings)
                 if self._journal.leading:
-                    await self._strike(prompts_of(arrived[0]))
-                    await self._evict_arrivals(arrived[0].numbers)
+                    await self._strike(prompts_of(chunk))
+                    await self._evict_arrivals(chunk.numbers)
                 arrived.popleft()
         await self._journal.notify()
 
     async def _adopt(self, entries: Iterable[EntryStrings]) -> None:
-        await self._journal.store.adopt([entry.payload_key for entry in entries])
+        await self._journal.store.adopt([entry.payload_key for entry in entries if entry.payload_key])
 
     async def _evict_arrivals(self, numbers: Numbers) -> None:
-        """Evict what arrived too late; the common case, nothing to evict, takes no lock."""
-        if self._selector.evictable(numbers):
+        """Evict what arrived too late or too large; the common case, nothing to evict, takes no lock."""
+        if self._selector.evictable(numbers) or self._selector.oversized(numbers):
             async with self._journal.decision():
                 await self.evict(numbers)
 
     async def evict(self, only: Numbers | None = None) -> None:
-        """Record which live groups no batch from the next step on can use. Called within a decision."""
+        """Record which live groups no batch from the next step on, or none at all, can use. Within a decision."""
+        journal = self._journal
+        oversized = self._selector.oversized(only)
+        if oversized:
+            await journal.append(DeadLetterRecord(numbers={"over_budget": oversized}, at_s=journal.clock()))
         by_reason = self._selector.evictable(only)
         if by_reason:
-            journal = self._journal
             await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
 
     # ------------------------------------------------------------------ tickets
@@ -421,7 +428,7 @@ class Door:
             raise
 
 
-def prompts_of(arrivals: Arrivals) -> list[tuple[str, int]]:
+def prompts_of(arrivals: IndexChunk) -> list[tuple[str, int]]:
     """List the prompts whose groups came in."""
     indexes = arrivals.values["prompt_index"].tolist()
-    return [(decode_strings(raw).adapter, i) for raw, i in zip(arrivals.strings, indexes, strict=True) if i >= 0]
+    return [(strings.adapter, i) for strings, i in zip(arrivals.strings, indexes, strict=True) if i >= 0]

@@ -23,6 +23,7 @@ from replaybuf.service.journal import Journal
 from replaybuf.service.lease import Lease
 from replaybuf.service.selector import Selector, resolve_config
 from replaybuf.service.session import Session
+from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState
 from replaybuf.store import Store
 from replaybuf.strategy import Strategy
@@ -41,6 +42,7 @@ class Run:
         self.door = Door(journal, self.selector, self.book)
         self.batches = Batches(journal, self.selector, self.door)
         self.session = Session(journal, self.selector, self.door, self.batches)
+        self.trimming = Trimming(journal)
         self.lease = Lease()
         self.durability = "strict"
 
@@ -103,7 +105,7 @@ class Run:
                 await self.door.look()
 
     async def tick(self) -> None:
-        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads."""
+        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""
         if not self.journal.leading:
             return
         await self.door.settle()
@@ -112,6 +114,7 @@ class Run:
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
         await self.door.adopt_recent()
+        await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator
 

@@ -24,16 +24,34 @@ class OutOfStep(RedisConnectionError):
     """Replies do not belong to the commands of this call; whether these were done is not known."""
 
 
+WORDS = (f"{secrets.token_hex(8)}-{n}".encode() for n in itertools.count())
+"""Words that no reply holds by chance, each one once."""
+
+
+async def send_in_step(connection: Any, command: list[Any]) -> bytes:
+    """Send one command on a connection taken from the pool; return the word that stands behind its reply."""
+    word = next(WORDS)
+    await connection.send_packed_command(connection.pack_commands([command, ("ECHO", word)]))
+    return word
+
+
+async def receive_in_step(connection: Any, word: bytes) -> Any:
+    """Read the reply before `word`, as the parser gives it. Raises `OutOfStep`."""
+    reply, echoed = await connection.read_response(), await connection.read_response()
+    if echoed != word:
+        await connection.disconnect()
+        raise OutOfStep(f"replies are out of step with commands: the last reply is {echoed!r:.60}")
+    return reply
+
+
 class InStepPipeline(Pipeline):
     """A pipeline whose replies are checked; never a transaction."""
-
-    words = (f"{secrets.token_hex(8)}-{n}".encode() for n in itertools.count())
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Send the commands and return their replies. Raises `OutOfStep`, and the first error among the replies."""
         if not self.command_stack:
             return []
-        word = next(self.words)
+        word = next(WORDS)
         self.execute_command("ECHO", word)
         try:
             *replies, echoed = await super().execute(raise_on_error=False)

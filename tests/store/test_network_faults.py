@@ -79,7 +79,7 @@ def test_after_a_doubled_reply_every_call_tells_the_truth_or_nothing(proxy: Faul
     async def tell(store: Store, lease: str) -> list[Any]:
         told: list[Any] = [(await store.report()).version, await append(store, run, "a", "b")]
         await store.append_record(run, lease, 1, AckRecord(step=0, epoch=1))
-        told += [[n.tolist() async for n, _, _ in store.read_index(run, 0)]]
+        told += [[chunk.numbers.tolist() async for chunk in store.read_index(run, 0)]]
         told += [[chunk async for chunk in store.read_ledger(run, 0)]]
         told += [
             (await store.counts(run))["stored"],
