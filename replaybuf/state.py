@@ -181,6 +181,14 @@ class RunState:
         numbers: list[int] = found[:limit].tolist()
         return numbers
 
+    def purgeable(self) -> list[int]:
+        """List the dead letters whose bytes may go: those that no batch holds which a trainer may ask for again."""
+        index = self.index
+        numbers: list[int] = index["number"][
+            (index["state"] == DEAD) & (index["last_step"] < self.oldest_step)
+        ].tolist()
+        return numbers
+
     def steps_of(self, number: int) -> list[int]:
         """List the steps of the current, retained history that hold group `number`."""
         return [step for step, batch in sorted(self.batches.items()) if number in batch.numbers]

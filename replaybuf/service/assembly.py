@@ -14,7 +14,7 @@ import numpy as np
 
 from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch, padded_length
 from replaybuf.errors import BrokenFrame, Gone
-from replaybuf.frame import decode_frame
+from replaybuf.frame import decode_frame, stored_checksum
 from replaybuf.group import Group, truncate
 from replaybuf.ledger import BatchEntry, BatchRecord
 from replaybuf.packing import Row, pack
@@ -53,6 +53,8 @@ def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
     except BrokenFrame as error:
         reason = "bad_checksum" if error.name == "crc32c" else "broken_frame"
         raise BrokenFrame(error.detail, name=reason) from error
+    if stored_checksum(frame) != int(entry.values["crc32c"]):
+        raise BrokenFrame("the frame is not the one of its index entry", name="bad_checksum")
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
         raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
     return group

@@ -29,7 +29,7 @@ from replaybuf.index import LIVE, Numbers
 from replaybuf.ledger import EvictRecord, TicketRecord
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
-from replaybuf.service.journal import Journal
+from replaybuf.service.journal import Arrivals, Journal
 from replaybuf.service.selector import Selector
 from replaybuf.store import keys
 from replaybuf.store.redis import EntryStrings, ToAppend, decode_strings
@@ -268,8 +268,7 @@ class Door:
                 entries = [decode_strings(raw) for raw in arrived[0].strings]
                 await self._adopt(entries)
                 if self._journal.leading:
-                    indexes = arrived[0].values["prompt_index"].tolist()
-                    await self._strike([(e.adapter, i) for e, i in zip(entries, indexes, strict=True) if i >= 0])
+                    await self._strike(prompts_of(arrived[0]))
                     await self._evict_arrivals(arrived[0].numbers)
                 arrived.popleft()
         await self._journal.notify()
@@ -405,6 +404,12 @@ class Door:
                 with self._unsure_on_failure():
                     self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
                     await self.restore()
+            # Groups that are folded and not settled yet: their prompts must neither fail nor be issued again.
+            while change := self._book.done(
+                prompt for arrivals in self._journal.arrived for prompt in prompts_of(arrivals)
+            ):
+                with self._unsure_on_failure():
+                    await self._store(change, durably=False)
             yield
 
     @contextlib.contextmanager
@@ -414,3 +419,9 @@ class Door:
         except BaseException:
             self._unsure = True
             raise
+
+
+def prompts_of(arrivals: Arrivals) -> list[tuple[str, int]]:
+    """List the prompts whose groups came in."""
+    indexes = arrivals.values["prompt_index"].tolist()
+    return [(decode_strings(raw).adapter, i) for raw, i in zip(arrivals.strings, indexes, strict=True) if i >= 0]

@@ -15,7 +15,6 @@ import msgspec
 from replaybuf.config import ConfigPatch, RunConfig, differing_fields
 from replaybuf.errors import Conflict, StrategyFault
 from replaybuf.flow import TicketBook
-from replaybuf.index import DEAD
 from replaybuf.ledger import ConfigRecord, PurgeRecord
 from replaybuf.service import answers
 from replaybuf.service.batches import Batches
@@ -160,10 +159,9 @@ class Run:
                     )
 
     async def purge(self) -> int:
-        """Let the bytes of all dead letters go; return how many."""
-        index = self.state.index
+        """Let the bytes of dead letters go, but for those in batches that may be asked for again; return how many."""
         async with self.journal.decision():
-            numbers = index["number"][index["state"] == DEAD].tolist()
+            numbers = self.state.purgeable()
             if numbers:
                 await self.journal.append(PurgeRecord(numbers=numbers, at_s=self.journal.clock()))
         return len(numbers)

@@ -212,8 +212,8 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    self.trouble = None
                     await self.store.prepare()
+                    self.trouble = None
                     logger.info("redis answers again")
             except (ServiceUnavailable, NoRoom) as error:
                 if self.trouble is None:

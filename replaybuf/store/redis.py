@@ -14,19 +14,20 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import (
     Conflict,
@@ -43,6 +44,7 @@ from replaybuf.index import ENTRY, Numbers, entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
 from replaybuf.store.durability import STRICT, Barrier, Level, Settings, Wanted, judge
+from replaybuf.store.instep import InStepRedis
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+STALL_PAUSE_S = 1.0
+"""A Redis that did not answer in time is asked again after so long."""
 OLDEST_SERVER = (7, 0)
 LIBRARY = "replaybuf1"
 READ_CHUNK_ENTRIES = 20_000
@@ -153,8 +157,17 @@ class Store:
     last write that waited for any.
     """
 
-    def __init__(self, url: str, wanted: Wanted = STRICT) -> None:
+    def __init__(
+        self,
+        url: str,
+        wanted: Wanted = STRICT,
+        *,
+        command_timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
+    ) -> None:
         self.url = url
+        self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
+        self._stalled_until_s = 0.0
         self.wanted = wanted
         self.unconfirmed = 0
         self.replicas_confirmed = 0
@@ -163,20 +176,22 @@ class Store:
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
-            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S if connect_timeout_s is None else connect_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "health_check_interval": 0,
+            # While they are on, redis-py takes connections from its pool without a look whether they were closed.
+            "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
-        self._redis: aioredis.Redis = aioredis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, **common)
-        self._blocking: aioredis.Redis = aioredis.from_url(url, socket_timeout=None, **common)
+        self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, **common)
+        self._blocking = InStepRedis.from_url(url, socket_timeout=None, **common)
 
     @classmethod
-    async def open(cls, url: str, wanted: Wanted = STRICT) -> Store:
+    async def open(cls, url: str, wanted: Wanted = STRICT, **timeouts: float) -> Store:
         """Connect, check that the server is fit, load the function library.
 
         Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
         """
-        store = cls(url, wanted)
+        store = cls(url, wanted, **timeouts)
         try:
             await store.prepare()
         except BaseException:
@@ -446,12 +461,13 @@ class Store:
             streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
         reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
         try:
-            async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s + self.command_timeout_s):
                 reply = await self._guard(reading)
         except TimeoutError:
             await self._blocking.connection_pool.disconnect()
+            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
             raise ServiceUnavailable(
-                f"Redis at {self.url} did not answer a blocking read within {timeout_s + COMMAND_TIMEOUT_S} s",
+                f"Redis at {self.url} did not answer a blocking read within {timeout_s + self.command_timeout_s} s",
                 name="redis",
                 value=self.url,
             ) from None
@@ -589,14 +605,43 @@ class Store:
         reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
         return reply
 
+    def _check_answering(self) -> None:
+        """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
+
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
+        """
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            raise ServiceUnavailable(
+                f"Redis at {self.url} does not answer; it is asked again within {self.command_timeout_s} s",
+                name="redis",
+                value=self.url,
+            )
+        if self._stalled_until_s:
+            self._stalled_until_s = now_s + self.command_timeout_s
+
     async def _guard(self, command: Awaitable[Any]) -> Any:
         try:
-            return await command
+            self._check_answering()
+        except ServiceUnavailable:
+            if isinstance(command, Coroutine):
+                command.close()  # it is never awaited
+            raise
+        try:
+            reply = await command
+            self._stalled_until_s = 0.0
+            return reply
+        except RedisTimeoutError as error:
+            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
+            raise ServiceUnavailable(
+                f"Redis at {self.url} did not answer within {self.command_timeout_s} s", name="redis", value=self.url
+            ) from error
         except OutOfMemoryError as error:
             raise NoRoom(f"Redis at {self.url} is out of memory: {error}", name="maxmemory") from error
         except BusyLoadingError as error:
             raise self._takes_none(error) from error
-        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        except (RedisConnectionError, OSError) as error:
+            self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
             raise ServiceUnavailable(
                 f"Redis at {self.url} cannot be reached: {error or type(error).__name__}", name="redis", value=self.url
             ) from error
