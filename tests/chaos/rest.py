@@ -15,7 +15,6 @@ from replaybuf.service.answers import group_counts
 from replaybuf.service.journal import Journal
 from replaybuf.store import Store
 from tests.chaos.calling import TIMEOUT_S, observed
-from tests.chaos.checker import RunHistory
 from tests.chaos.content import checksum, make_group
 from tests.chaos.history import (
     OK,
@@ -31,6 +30,7 @@ from tests.chaos.history import (
     TicketsTaken,
     now_s,
 )
+from tests.chaos.run_history import RunHistory
 from tests.chaos.trainer import read_body
 
 T = TypeVar("T")
