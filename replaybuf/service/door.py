@@ -228,8 +228,11 @@ class Door:
 
     async def _count_rejected(self, reasons: Counter[str]) -> None:
         if reasons:
+            with self._unsure_on_failure():  # storage may have counted them: it is asked before the next decision
+                await self._journal.store.count(
+                    self._journal.name, {f"rejected:{name}": n for name, n in reasons.items()}
+                )
             self.rejected.update(reasons)
-            await self._journal.store.count(self._journal.name, {f"rejected:{name}": n for name, n in reasons.items()})
 
     def _refusal(self, results: list[dict[str, Any]]) -> Invalid | TooLarge:
         if not results:

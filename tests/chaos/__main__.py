@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
     given = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
+    if given.folder and given.folder.exists():
+        parser.error(f"--folder {given.folder} exists; a run wants a new one")
     limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
     report = chaos(given.kills, given.seed, limit_s, given.folder, Console())
     if given.report:

@@ -36,6 +36,8 @@ RUNS = {
     "on-policy": _config("on-policy", {}),
 }
 GENERATED_RUN = "one-step"
+SHORT_HISTORY = ("--history-groups", "40")
+"""So little is kept of what is freed that both streams are trimmed under the faults, many times."""
 KEEP = {"one-step": 2, "on-policy": 3}
 """Checkpoints that each run's trainer keeps."""
 
@@ -130,7 +132,7 @@ class Cluster:
 
     def _server(self, number: int, url: str) -> Child:
         port = url.rpartition(":")[2]
-        command = python("replaybuf.cli", "serve", "--port", port, "--redis-url", self.redis_url)
+        command = python("replaybuf.cli", "serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
         return Child(f"serve-{number}", "server", command, self._folder)
 
     def _producer(self, name: str) -> Child:
