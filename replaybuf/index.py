@@ -7,14 +7,13 @@ history gives the same order on any machine. Freed rows are squeezed out when th
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.group import Group
-from replaybuf.strategy import Groups
+from replaybuf.strategy import Groups, source_code
 
 ENTRY = np.dtype(
     [
@@ -32,9 +31,13 @@ ENTRY = np.dtype(
         ("reward_std", "<f4"),
         ("advantage_abs_mean", "<f4"),
         ("adapter", "<i4"),
+        ("source", "<i4"),
+        ("truncated", "<i4"),
     ]
 )
-"""Index entry: tokens and rollouts of the group, longest rollout, size and checksum of its frame, reward summary."""
+"""Index entry: tokens and rollouts of the group, longest rollout, size and checksum of its frame, reward summary, code
+of its source (`metadata["source"]`, else `metadata["env"]`), rollouts that ended at their token limit.
+"""
 
 LIVE, IN_BATCHES, EVICTED, DEAD, FREED = range(5)
 """State of a row: may be sampled; used up but needed by a resume; evicted; dead letter; nothing left of it."""
@@ -75,6 +78,9 @@ def entry_of(group: Group, frame_bytes: int, crc32c: int, published_version: int
     entry["staleness_at_write"] = published_version - group.policy_version
     entry["reward_mean"] = group.rewards.mean()
     entry["reward_std"] = group.rewards.std()
+    source = group.metadata.get("source") or group.metadata.get("env")
+    entry["source"] = source_code(source) if isinstance(source, str) else 0
+    entry["truncated"] = sum(reason == "length" for reason in group.finish_reasons)
     entry["advantage_abs_mean"] = 0.0 if group.advantages is None else np.abs(group.advantages).mean()
     return entry.tobytes()
 
@@ -168,13 +174,9 @@ class Index:
         return np.flatnonzero(self["state"] == LIVE)
 
     def groups(self, rows: npt.NDArray[np.int64]) -> Groups:
-        """Copy rows into the read-only columns that a strategy sees."""
-        columns = {}
-        for field in dataclasses.fields(Groups):
-            column = self["number" if field.name == "row" else field.name][rows]
-            column.flags.writeable = False
-            columns[field.name] = column
-        return Groups(**columns)
+        """Show rows as the read-only columns that a strategy sees; copied column by column as they are read."""
+        columns = {name: self["number" if name == "row" else name] for name in Groups.COLUMNS}
+        return Groups(rows, **columns)
 
     def _grow(self, capacity: int) -> None:
         for dtype in (ENTRY, STATE_ROW):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -48,17 +49,45 @@ class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+_COLUMNS: dict[str, npt.DTypeLike] = {
+    "row": np.int64,
+    "prompt_index": np.int64,
+    "adapter": np.int32,
+    "policy_version": np.int32,
+    "policy_version_max": np.int32,
+    "tokens": np.int32,
+    "rollouts": np.int32,
+    "times_sampled": np.int32,
+    "last_step": np.int32,
+    "reward_mean": np.float32,
+    "reward_std": np.float32,
+    "advantage_abs_mean": np.float32,
+    "arrival_s": np.float64,
+    "priority": np.float32,
+    "source": np.int32,
+    "longest_tokens": np.int32,
+    "truncated": np.int32,
+}
+_LATER = ("source", "longest_tokens", "truncated")
+"""Columns that may be left out where groups are built by hand: zeros."""
+
+
 class Groups:
     """Live groups as read-only columns of equal length, in the order they were stored.
 
     - `row` int64: name of the group for `Selection` and `Evictions`; grows with every stored group
-    - `prompt_index` int64 (-1 = none), `adapter` int32 (0 = none)
+    - `prompt_index` int64 (-1 = none), `adapter` int32 (0 = none), `source` int32 (`source_code` of its name; 0 = none)
     - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
-    - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used)
+    - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used); `longest_tokens` int32: of
+      the longest rollout; `truncated` int32: rollouts that ended at their token limit
     - `reward_mean`, `reward_std`, `advantage_abs_mean`, `priority` float32
     - `arrival_s` float64: seconds since the epoch when the group was stored
+
+    A column is taken from the index when it is first read: a strategy pays for what it looks at. Where `which` is None
+    it is a view of the whole, without a copy.
     """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
 
     row: Rows
     prompt_index: npt.NDArray[np.int64]
@@ -74,13 +103,44 @@ class Groups:
     advantage_abs_mean: npt.NDArray[np.float32]
     arrival_s: npt.NDArray[np.float64]
     priority: npt.NDArray[np.float32]
+    source: npt.NDArray[np.int32]
+    longest_tokens: npt.NDArray[np.int32]
+    truncated: npt.NDArray[np.int32]
+
+    def __init__(self, which: npt.NDArray[Any] | None = None, **columns: npt.NDArray[Any]) -> None:
+        missing = [name for name in self.COLUMNS if name not in columns and name not in _LATER]
+        unknown = [name for name in columns if name not in _COLUMNS]
+        if missing or unknown:
+            raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
+        self._base = columns
+        self._which = which
+
+    def __getattr__(self, name: str) -> npt.NDArray[Any]:
+        """Take a column; found as a plain attribute from then on."""
+        if name not in _COLUMNS:
+            raise AttributeError(f"Groups has no column {name!r}; it has {', '.join(self.COLUMNS)}")
+        base = self._base.get(name)
+        if base is None:
+            base = np.zeros(len(self._base["row"]), _COLUMNS[name])
+        column = base[:] if self._which is None else base[self._which]
+        column.flags.writeable = False
+        setattr(self, name, column)
+        return column
 
     def __len__(self) -> int:
         return len(self.row)
 
     def take(self, which: npt.NDArray[Any]) -> Groups:
         """Return the groups at these positions, or where this mask is true."""
-        return Groups(**{name: getattr(self, name)[which] for name in Groups.__slots__})
+        if self._which is None:
+            return Groups(which, **self._base)
+        positions = np.flatnonzero(self._which) if self._which.dtype == bool else self._which
+        return Groups(positions[which], **self._base)
+
+
+def source_code(name: str) -> int:
+    """Number a source (environment, data set) by its name, the same on any machine; 0 = no name."""
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF if name else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +156,8 @@ class Budget:
 class BufferView:
     """What the buffer knows when a decision is asked for.
 
-    `step` is the next step to assemble, `version` = version(step); counts are of live groups.
+    `step` is the next step to assemble, `version` = version(step); counts are of live groups. `groups_stored` counts
+    all groups ever stored, `groups_used` all uses in batches of the surviving history.
     """
 
     step: int
@@ -109,6 +170,8 @@ class BufferView:
     budget: Budget
     batches: tuple[int, ...] = ()
     """Groups in each of the last batches, newest last."""
+    groups_stored: int = 0
+    groups_used: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,6 +265,23 @@ class Strategy(ABC, Generic[OptionsT]):
 
     def observe(self, feedback: Feedback) -> None:
         """Take in what the trainer sent with its ack."""
+
+
+class Filter(ABC, Generic[OptionsT]):
+    """Which groups are not to be trained at all, judged once, when they arrive: a plug-in of `replaybuf.filters`.
+
+    Filters of a run are asked in their order; what one drops is evicted with its reason, counted, and its place is
+    given to another group, so that batches stay as large as they were. Pure, like a strategy.
+    """
+
+    Options: ClassVar[type[StrategyOptions]] = StrategyOptions
+
+    def __init__(self, options: OptionsT) -> None:
+        self.options = options
+
+    @abstractmethod
+    def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
+        """Name the groups that may not be sampled, each with its reason."""
 
 
 def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
