@@ -38,7 +38,7 @@ class Run:
         tickets = journal.config.tickets
         self.journal = journal
         self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts)
-        self.selector = Selector(journal, self.book)
+        self.selector = Selector(journal.name, journal.state, self.book, journal.clock)
         self.door = Door(journal, self.selector, self.book)
         self.batches = Batches(journal, self.selector, self.door)
         self.session = Session(journal, self.selector, self.door, self.batches)

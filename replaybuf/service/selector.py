@@ -15,13 +15,13 @@ import numpy as np
 
 from replaybuf.advantages import advantages
 from replaybuf.config import RunConfig, check_run_config
-from replaybuf.errors import Invalid, StrategyFault
+from replaybuf.errors import Invalid, NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.index import LIVE, Numbers
 from replaybuf.plugins import build_strategy
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
-from replaybuf.service.journal import Journal
+from replaybuf.state import RunState
 from replaybuf.strategy import Budget, BufferView, Evictions, Flow, Groups, Selection, Strategy, Waiting
 
 logger = logging.getLogger(__name__)
@@ -34,19 +34,30 @@ _HISTORY_BATCHES = 16
 
 
 class Selector:
-    """Questions to the strategy of one run. `last_asked_s` is when a producer last asked for a ticket."""
+    """Questions to the strategy of run `name`. `last_asked_s` is when a producer last asked for a ticket.
 
-    def __init__(self, journal: Journal, book: TicketBook) -> None:
+    It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one.
+    """
+
+    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
         self.last_asked_s = -float("inf")
-        self._journal = journal
-        self._state = journal.state
+        self._name = name
+        self._state = state
         self._book = book
+        self._clock = clock
         self._built: tuple[RunConfig, Strategy[Any]] | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration in force. Raises `NotFound` before there is one."""
+        if self._state.config is None:
+            raise NotFound(f"run {self._name} has no configuration yet", name="run", value=self._name)
+        return self._state.config
 
     @property
     def strategy(self) -> Strategy[Any]:
         """Strategy of the configuration in force."""
-        config = self._journal.config
+        config = self.config
         if self._built is None or self._built[0] is not config:
             self._built = (config, build_strategy(config.strategy.name, config.strategy.options))
         return self._built[1]
@@ -55,15 +66,15 @@ class Selector:
     def seq_len(self) -> int:
         """Room of a micro-batch: what the trainer attached with, or the configuration's."""
         attached = self._state.attached
-        return attached.seq_len if attached else self._journal.config.batch.seq_len
+        return attached.seq_len if attached else self.config.batch.seq_len
 
     def ask(self, what: str, call: Callable[[], T]) -> T:
         """Call the strategy. Raises `StrategyFault` for whatever it raises."""
         try:
             return call()
         except Exception as error:  # a plug-in may raise anything; the run pauses with it, the service lives
-            name = self._journal.config.strategy.name
-            logger.exception("strategy raised run=%s strategy=%s call=%s", self._journal.name, name, what)
+            name = self.config.strategy.name
+            logger.exception("strategy raised run=%s strategy=%s call=%s", self._name, name, what)
             raise StrategyFault(
                 f"strategy {name!r} raised in {what}: {error!r}", name=what, value=repr(error)
             ) from error
@@ -74,7 +85,7 @@ class Selector:
         """Count how many more groups producers may start now."""
         flow = self._flow()
         capacity = self.ask("admit", lambda: self.strategy.admit(self.view(self._state.next_step), flow))
-        limit = self._journal.config.limits.max_tokens_live
+        limit = self.config.limits.max_tokens_live
         if limit is not None:
             coming = self._book.out * flow.tokens_per_group
             room = limit - self._state.live_tokens() - coming
@@ -83,17 +94,17 @@ class Selector:
 
     def _flow(self) -> Flow:
         recent = self._state.index["tokens"][-_SAMPLED_GROUPS:]
-        config = self._journal.config
+        config = self.config
         if len(recent):
             mean = float(recent.mean())
         else:  # until the first groups arrive: half-full rollouts, and no more than the budget holds
             prior = (config.group_size or 8) * config.batch.seq_len / 2
             mean = min(prior, float(config.batch.tokens_per_batch or prior))
-        return Flow(now_s=self._journal.clock(), tokens_per_group=mean, max_tokens_live=config.limits.max_tokens_live)
+        return Flow(now_s=self._clock(), tokens_per_group=mean, max_tokens_live=config.limits.max_tokens_live)
 
     def view(self, step: int, groups: Groups | None = None) -> BufferView:
         """Describe the buffer for a decision about `step`; counts are of `groups`, or of all live ones."""
-        state, config = self._state, self._journal.config
+        state, config = self._state, self.config
         live = state.count(LIVE) if groups is None else len(groups)
         tokens = state.live_tokens() if groups is None else int(groups.tokens.sum(dtype=np.int64))
         return BufferView(
@@ -127,12 +138,12 @@ class Selector:
 
     def seed(self, step: int) -> list[int]:
         """Seed of the generator that chooses `step`: (run seed, generation, step)."""
-        return [self._journal.config.seed, self._state.generation, step]
+        return [self.config.seed, self._state.generation, step]
 
     def _blocked(self) -> WaitingAnswer | None:
         if self._state.state != "running":
             return self.explain(self._state.state)
-        wanted = self._journal.config.version_of(self._state.next_step)
+        wanted = self.config.version_of(self._state.next_step)
         staleness = self.strategy.max_staleness
         if staleness is not None and self._state.published[""] < wanted - staleness:
             return self.explain("awaiting_publication")
@@ -141,7 +152,7 @@ class Selector:
     def _usable(self, step: int) -> Groups:
         """Return the live groups that the strategy's bounds and the trainer's rows allow at `step`."""
         index, rows = self._state.index, self._state.index.live()
-        config = self._journal.config
+        config = self.config
         staleness = config.version_of(step) - index["policy_version"][rows]
         fits = staleness >= 0
         if self.strategy.max_staleness is not None:
@@ -154,7 +165,7 @@ class Selector:
 
     def _check(self, chosen: Selection, groups: Groups, budget: Budget) -> None:
         """Hold a strategy to its contract. Raises `StrategyFault` naming the strategy and the rule."""
-        name = self._journal.config.strategy.name
+        name = self.config.strategy.name
         rows = np.asarray(chosen.rows, np.int64)
         given = np.isin(groups.row, rows)
         tokens = int(groups.tokens[given].sum(dtype=np.int64))
@@ -190,7 +201,7 @@ class Selector:
         found: Evictions = self.ask("evict", lambda: self.strategy.evict(groups, view))
         for number, reason in zip(found.rows, found.reasons, strict=True):
             by_reason.setdefault(reason, []).append(int(number))
-        if self._journal.config.batch.overlong == "reject":
+        if self.config.batch.overlong == "reject":
             longer = set(groups.row[index["longest_tokens"][rows] > self.seq_len].tolist()) - set(found.rows)
             if longer:
                 by_reason["overlong"] = sorted(longer)
@@ -229,7 +240,7 @@ class Selector:
         """Build the waiting answer of a batch; `groups` are the usable ones."""
         usable = self._usable(self._state.next_step) if groups is None else groups
         have = Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
-        return answers.waiting(reason, have, self._journal.config)
+        return answers.waiting(reason, have, self.config)
 
     def _reason(self, groups: Groups, told: str) -> str:
         """Choose the first reason that holds when a strategy says it cannot fill a batch."""
@@ -239,7 +250,7 @@ class Selector:
             return "all_stale"
         if self.strategy.max_uses != 1 and self._state.count(LIVE):
             return "reuse_exhausted"
-        silent = self._journal.clock() - self.last_asked_s > PRODUCER_SILENCE_S
+        silent = self._clock() - self.last_asked_s > PRODUCER_SILENCE_S
         return "no_producers" if silent and not self._book.out else "no_groups"
 
 
