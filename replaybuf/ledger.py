@@ -87,11 +87,12 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
 
 
 class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
-    """A step was trained."""
+    """A step was trained. `priorities`: what the learner gave its groups, by number, for strategies that go by it."""
 
     step: int
     epoch: int
     feedback: dict[str, Any] | None = None
+    priorities: dict[int, float] = {}
 
 
 class EvictRecord(Record, frozen=True, kw_only=True, tag="EVICT"):

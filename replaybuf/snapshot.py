@@ -74,6 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     evicted_since_batch: dict[str, int]
     used_staleness: dict[int, int]
     groups_used: int
+    uses: int
     tokens_used: int
     reasons: list[str]
     fates: bytes
@@ -94,6 +95,7 @@ _COPIED = (
     "generation",
     "retired",
     "groups_used",
+    "uses",
     "tokens_used",
 )
 _encode = msgspec.msgpack.Encoder().encode

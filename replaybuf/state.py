@@ -98,6 +98,7 @@ class RunState:
       that are not freed stay
     - `fates`: what became of freed groups, one byte each, the first for number `trimmed` + 1 at position 1: an index
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
+    - `groups_used` counts all uses, `uses` those of the surviving history
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -129,6 +130,7 @@ class RunState:
         self.evicted_since_batch: Counter[str] = Counter()
         self.used_staleness: Counter[int] = Counter()
         self.groups_used = 0
+        self.uses = 0
         self.tokens_used = 0
         self.made: dict[int, tuple[int, int]] = {}
         self.reasons: list[str] = ["", _RETIRED]
@@ -303,6 +305,8 @@ class RunState:
             case AckRecord():
                 self.step = record.step + 1
                 self.batches[record.step].acked = True
+                for number, priority in record.priorities.items():
+                    self.index["priority"][self.index.rows_of([number])] = priority
             case EvictRecord():
                 for reason, numbers in record.numbers.items():
                     self._evict(self.index.rows_of(numbers), reason, record.step)
@@ -355,6 +359,7 @@ class RunState:
         self.evicted_since_batch.clear()
         self.used_staleness.update(group.staleness for group in record.groups)
         self.groups_used += len(numbers)
+        self.uses += len(numbers)
         self.tokens_used += record.tokens
         self._settle(rows)
 
@@ -433,6 +438,7 @@ class RunState:
             del self.records[step], self.made[step]
             self.voided.setdefault(step, []).append(VoidedBatch(batch.entry, batch.generation, generation))
             rows = self.index.rows_of(batch.numbers)
+            self.uses -= len(batch.numbers)
             self.index["times_sampled"][rows] -= 1
             self.index["last_step"][rows] = NEVER
             for number, earlier in batch.earlier.items():

@@ -20,6 +20,7 @@ from replaybuf.errors import (
     NoRoom,
     NotFound,
     NotLeader,
+    StrategyFault,
     TooLarge,
 )
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
@@ -284,18 +285,35 @@ class Door:
         await self._journal.store.adopt([entry.payload_key for entry in entries if entry.payload_key])
 
     async def _evict_arrivals(self, numbers: Numbers) -> None:
-        """Evict what arrived too late or too large; the common case, nothing to evict, takes no lock."""
-        if self._selector.evictable(numbers) or self._selector.oversized(numbers):
-            async with self._journal.decision():
-                await self.evict(numbers)
+        """Evict what arrived too late, too large, or is filtered; the common case, nothing to evict, takes no lock."""
+        if self._journal.state.state != "running":
+            return  # they are judged when it runs again; a plug-in that failed is not asked on
+        try:
+            due = bool(self._selector.evictable(numbers) or self._selector.oversized(numbers))
+        except StrategyFault:
+            due = True  # asked again within a decision, which pauses the run with it
+        if due:
+            with contextlib.suppress(StrategyFault):
+                async with self._journal.decision():
+                    await self.evict(numbers)
 
-    async def evict(self, only: Numbers | None = None) -> None:
-        """Record which live groups no batch from the next step on, or none at all, can use. Within a decision."""
+    async def evict_all(self) -> None:
+        """Judge every live group anew, by strategy and filters. A plug-in that fails pauses the run."""
+        if self._journal.state.state == "running":
+            with contextlib.suppress(StrategyFault):  # the decision has paused the run with it
+                async with self._journal.decision():
+                    await self.evict(filtered=True)
+
+    async def evict(self, only: Numbers | None = None, *, filtered: bool = False) -> None:
+        """Record which live groups no batch from the next step on, or none at all, may use. Within a decision.
+
+        `filtered`: the filters are asked about all of them, not only about arrivals.
+        """
         journal = self._journal
         oversized = self._selector.oversized(only)
         if oversized:
             await journal.append(DeadLetterRecord(numbers={"over_budget": oversized}, at_s=journal.clock()))
-        by_reason = self._selector.evictable(only)
+        by_reason = self._selector.evictable(only, filtered=filtered)
         if by_reason:
             await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
 
@@ -329,21 +347,25 @@ class Door:
     async def _issue(self, adapter: str, count: int) -> TicketChange | WaitingAnswer:
         journal, book = self._journal, self._book
         self._selector.last_asked_s = journal.clock()
-        async with self._deciding():
-            await self._expire()
+        try:
+            async with self._deciding():
+                await self._expire()
+                have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
+                if journal.state.state != "running":
+                    return answers.waiting(journal.state.state, have, journal.config)
+                if book.used_up(adapter):
+                    # The supply is used up, though a ticket that is out may still come back.
+                    blocked_on = "producers" if book.out else "nothing"
+                    return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
+                capacity = self._selector.capacity()
+                if capacity < 1:
+                    return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
+                change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
+                await self._keep(change)
+                return change
+        except StrategyFault:  # of `admit`: the decision has paused the run with it
             have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
-            if journal.state.state != "running":
-                return answers.waiting(journal.state.state, have, journal.config)
-            if book.used_up(adapter):
-                # The supply is used up, though a ticket that is out may still come back.
-                blocked_on = "producers" if book.out else "nothing"
-                return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
-            capacity = self._selector.capacity()
-            if capacity < 1:
-                return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
-            change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
-            await self._keep(change)
-            return change
+            return answers.waiting("paused", have, journal.config)
 
     async def return_ticket(self, text: str, reason: str) -> None:
         """Take a ticket back; after `max_attempts` failed ones its prompt is recorded as failed. Raises `NotFound`."""

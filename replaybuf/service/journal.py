@@ -194,10 +194,14 @@ class Journal:
             try:
                 yield
             except StrategyFault as fault:
-                if self.state.config_state == "running":
-                    logger.error("run paused run=%s reason=%s", self.name, fault.detail)
-                    await self.set_state("paused", fault.detail)
+                await self.pause(fault)
                 raise
+
+    async def pause(self, fault: StrategyFault) -> None:
+        """Pause a running run with what its plug-in did. Called within a decision."""
+        if self.state.config_state == "running":
+            logger.error("run paused run=%s reason=%s", self.name, fault.detail)
+            await self.set_state("paused", fault.detail)
 
     async def append(self, record: AnyRecord) -> None:
         """Write one record, then apply it. Called within a decision."""

@@ -6,14 +6,13 @@ Life: `Run.create`, or `Run.load` (fold of both streams) and, once the lease is 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from replaybuf.config import ConfigPatch, RunConfig, differing_fields
-from replaybuf.errors import Conflict, StrategyFault
+from replaybuf.errors import Conflict
 from replaybuf.flow import TicketBook
 from replaybuf.ledger import ConfigRecord, PurgeRecord
 from replaybuf.service import answers
@@ -84,9 +83,7 @@ class Run:
         await self.journal.check_kept()
         async with self.journal.taking_over(token):
             await self.door.open()
-        with contextlib.suppress(StrategyFault):  # the decision has paused the run with it
-            async with self.journal.decision():
-                await self.door.evict()
+        await self.door.evict_all()
         await self.journal.notify()
 
     async def close(self) -> None:
@@ -138,7 +135,7 @@ class Run:
             reason = "operator" if patch.state else state.config_reason
             reason = None if wanted == "running" else reason
             await journal.append(_config_record(config, strategy, wanted, reason, journal.clock()))
-            await self.door.evict()
+        await self.door.evict_all()
         await journal.notify()
 
     def _check_standing_batches(self, strategy: Strategy[Any]) -> None:

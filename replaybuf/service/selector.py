@@ -6,7 +6,9 @@ before a strategy chooses; its choice is held to the contract afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,22 +17,34 @@ import numpy as np
 
 from replaybuf.advantages import advantages
 from replaybuf.config import RunConfig, check_run_config
-from replaybuf.errors import Invalid, NotFound, StrategyFault
+from replaybuf.errors import NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.index import LIVE, Numbers
-from replaybuf.plugins import build_strategy
+from replaybuf.plugins import build_filter, build_strategy
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
+from replaybuf.service.bounded import TookTooLong, bounded
 from replaybuf.state import RunState
-from replaybuf.strategy import Budget, BufferView, Evictions, Flow, Groups, Selection, Strategy, Waiting
+from replaybuf.strategy import Budget, BufferView, Evictions, Filter, Flow, Groups, Selection, Strategy, Waiting
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 PRODUCER_SILENCE_S = 60.0
+REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
+"""A reason is a label of a metric."""
 _SAMPLED_GROUPS = 256
 _HISTORY_BATCHES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Built:
+    """The plug-ins of a configuration."""
+
+    config: RunConfig
+    strategy: Strategy[Any]
+    filters: list[Filter[Any]]
 
 
 class Selector:
@@ -45,7 +59,7 @@ class Selector:
         self._state = state
         self._book = book
         self._clock = clock
-        self._built: tuple[RunConfig, Strategy[Any]] | None = None
+        self._built: _Built | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -57,10 +71,15 @@ class Selector:
     @property
     def strategy(self) -> Strategy[Any]:
         """Strategy of the configuration in force."""
+        return self._plugins().strategy
+
+    def _plugins(self) -> _Built:
         config = self.config
-        if self._built is None or self._built[0] is not config:
-            self._built = (config, build_strategy(config.strategy.name, config.strategy.options))
-        return self._built[1]
+        if self._built is None or self._built.config is not config:
+            strategy = build_strategy(config.strategy.name, config.strategy.options)
+            filters = [build_filter(spec.name, spec.options) for spec in config.filters]
+            self._built = _Built(config, strategy, filters)
+        return self._built
 
     @property
     def seq_len(self) -> int:
@@ -68,16 +87,21 @@ class Selector:
         attached = self._state.attached
         return attached.seq_len if attached else self.config.batch.seq_len
 
-    def ask(self, what: str, call: Callable[[], T]) -> T:
-        """Call the strategy. Raises `StrategyFault` for whatever it raises."""
+    def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
+        """Call a plug-in, the strategy if none is named. Raises `StrategyFault` for whatever it raises, or too slow."""
         try:
-            return call()
+            with bounded():
+                return call()
+        except TookTooLong as error:
+            logger.exception("plug-in too slow run=%s call=%s", self._name, what)
+            cause: Exception = error
+            told = f"in {what}: {error}"
         except Exception as error:  # a plug-in may raise anything; the run pauses with it, the service lives
-            name = self.config.strategy.name
-            logger.exception("strategy raised run=%s strategy=%s call=%s", self._name, name, what)
-            raise StrategyFault(
-                f"strategy {name!r} raised in {what}: {error!r}", name=what, value=repr(error)
-            ) from error
+            logger.exception("plug-in raised run=%s call=%s", self._name, what)
+            cause = error
+            told = f"raised in {what}: {error!r}"
+        plugin = plugin or f"strategy {self.config.strategy.name!r}"
+        raise StrategyFault(f"{plugin} {told}", name=what, value=repr(cause)) from cause
 
     # ------------------------------------------------------------------ admission
 
@@ -117,6 +141,8 @@ class Selector:
             tickets_out=self._book.out,
             budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
             batches=tuple(len(state.batches[s].numbers) for s in sorted(state.batches)[-_HISTORY_BATCHES:]),
+            groups_stored=state.stored,
+            groups_used=state.uses,
         )
 
     # ------------------------------------------------------------------ selection
@@ -167,6 +193,8 @@ class Selector:
         """Hold a strategy to its contract. Raises `StrategyFault` naming the strategy and the rule."""
         name = self.config.strategy.name
         rows = np.asarray(chosen.rows, np.int64)
+        weights = None if chosen.weights is None else np.asarray(chosen.weights, np.float32)
+        unfit = 0 if weights is None else int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
         given = np.isin(groups.row, rows)
         tokens = int(groups.tokens[given].sum(dtype=np.int64))
         rules = [
@@ -175,7 +203,8 @@ class Selector:
             ("selects only groups it was given", int(given.sum()) == len(np.unique(rows)), rows[:8].tolist()),
             ("keeps the token budget", budget.tokens is None or tokens <= budget.tokens, tokens),
             ("keeps the group budget", budget.groups is None or len(rows) <= budget.groups, len(rows)),
-            ("gives one weight per group", chosen.weights is None or len(chosen.weights) == len(rows), len(rows)),
+            ("gives one weight per group", weights is None or len(weights) == len(rows), len(rows)),
+            ("gives finite weights above 0", not unfit, unfit),
         ]
         for rule, kept, value in rules:
             if not kept:
@@ -188,8 +217,11 @@ class Selector:
 
     # ------------------------------------------------------------------ eviction
 
-    def evictable(self, only: Numbers | None = None) -> dict[str, list[int]]:
-        """Name, by reason, the live groups (of `only`) that no batch from the next step on can use."""
+    def evictable(self, only: Numbers | None = None, *, filtered: bool = False) -> dict[str, list[int]]:
+        """Name, by reason, the live groups (of `only`) that no batch from the next step on may use.
+
+        Filters judge a group when it arrives (`only`), and again where `filtered` says that what they judged is open.
+        """
         index = self._state.index
         rows = index.live() if only is None else index.rows_of(only)
         rows = rows[index["state"][rows] == LIVE]
@@ -198,18 +230,29 @@ class Selector:
             return by_reason
         groups = index.groups(rows)
         view = self.view(self._state.next_step)
-        found: Evictions = self.ask("evict", lambda: self.strategy.evict(groups, view))
-        for number, reason in zip(found.rows, found.reasons, strict=True):
-            by_reason.setdefault(reason, []).append(int(number))
+        known = set(groups.row.tolist())
+        asked: list[tuple[str, Callable[[], Evictions]]] = [
+            (f"strategy {self.config.strategy.name!r}", lambda: self.strategy.evict(groups, view))
+        ]
         if self.config.batch.overlong == "reject":
-            longer = set(groups.row[index["longest_tokens"][rows] > self.seq_len].tolist()) - set(found.rows)
-            if longer:
-                by_reason["overlong"] = sorted(longer)
-        return by_reason
+            longer = tuple(groups.row[groups.longest_tokens > self.seq_len].tolist())
+            asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
+        if filtered or only is not None:
+            for spec, one in zip(self.config.filters, self._plugins().filters, strict=True):
+                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups, view)))  # type: ignore[misc]
+        gone: set[int] = set()
+        for plugin, call in asked:
+            found = self.ask("evict", call, plugin)
+            _check_evictions(plugin, found, known)
+            for number, reason in zip(found.rows, found.reasons, strict=True):
+                if number not in gone:  # the first that drops a group names the reason
+                    gone.add(number)
+                    by_reason.setdefault(reason, []).append(int(number))
+        return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
 
     def oversized(self, only: Numbers | None = None) -> list[int]:
         """Name the live groups (of `only`) that no batch can hold, written to Redis past the door."""
-        budget = self._journal.config.batch.tokens_per_batch
+        budget = self.config.batch.tokens_per_batch
         if budget is None:
             return []
         index = self._state.index
@@ -255,12 +298,25 @@ class Selector:
 
 
 def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
-    """Check a configuration and fill in the defaults of its strategy's options. Raises `Invalid`."""
+    """Check a configuration and fill in the defaults of its plug-ins' options. Raises `Invalid`."""
     check_run_config(config)
-    if config.filters:
-        names = [spec.name for spec in config.filters]
-        raise Invalid(f"filters is {names}; this release has no filters", name="filters", value=names, bound=[])
     advantages(config.advantage, np.zeros(1))
     strategy = build_strategy(config.strategy.name, config.strategy.options)
     spec = msgspec.structs.replace(config.strategy, options=msgspec.to_builtins(strategy.options))
-    return msgspec.structs.replace(config, strategy=spec), strategy
+    filters = [
+        msgspec.structs.replace(one, options=msgspec.to_builtins(build_filter(one.name, one.options).options))
+        for one in config.filters
+    ]
+    return msgspec.structs.replace(config, strategy=spec, filters=filters), strategy
+
+
+def _check_evictions(plugin: str, found: Evictions, known: set[int]) -> None:
+    """Hold a plug-in to what it may drop. Raises `StrategyFault` naming it and the rule."""
+    rules = [
+        ("gives one reason per group it drops", len(found.rows) == len(found.reasons), len(found.reasons)),
+        ("drops only groups it was given", known.issuperset(found.rows), sorted(set(found.rows) - known)[:8]),
+        ("gives words as reasons", all(REASON.fullmatch(reason) for reason in found.reasons), found.reasons[:8]),
+    ]
+    for rule, kept, value in rules:
+        if not kept:
+            raise StrategyFault(f"{plugin} broke the rule '{rule}': {value}", name=plugin, value=str(value), bound=rule)

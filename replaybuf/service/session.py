@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.errors import Conflict, Invalid, WrongStep
+from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
 from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
 from replaybuf.packing import MAX_RANKS
 from replaybuf.service.answers import WaitingAnswer
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_ROW = 2**31 - 1
 """Positions in a row are 32-bit."""
+LARGEST_PRIORITY = 1e30
+"""Sums of a million of them, and their powers, stay within 32-bit floats."""
 
 
 class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -78,7 +80,7 @@ class Session:
                 )
                 await journal.append(rewind)
             self._batches.forget()
-            await self._door.evict()
+        await self._door.evict_all()
         await journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
         return {
@@ -137,12 +139,49 @@ class Session:
                 )
             if step == state.step:
                 _check_feedback(feedback)
-                await journal.append(AckRecord(step=step, epoch=epoch, feedback=feedback, at_s=journal.clock()))
+                record = AckRecord(
+                    step=step,
+                    epoch=epoch,
+                    feedback=feedback,
+                    priorities=await self._priorities(step, feedback or {}),
+                    at_s=journal.clock(),
+                )
+                await journal.append(record)
                 if feedback:
-                    strategy = self._selector.strategy
-                    self._selector.ask("observe", lambda: strategy.observe(Feedback(step, feedback)))
+                    await self._observe(Feedback(step, feedback))
         await journal.notify()
         return {"step": step, "state": "acked"}
+
+    async def _observe(self, feedback: Feedback) -> None:
+        try:
+            self._selector.ask("observe", lambda: self._selector.strategy.observe(feedback))
+        except StrategyFault as fault:  # the step is acked all the same
+            await self._journal.pause(fault)
+
+    async def _priorities(self, step: int, feedback: dict[str, Any]) -> dict[int, float]:
+        """Read `feedback["priorities"]`, a number >= 0 per group id of the batch, as priorities by group number."""
+        given = feedback.get("priorities")
+        if given is None:
+            return {}
+        record = await self._journal.batch_record(self._state.batches[step].entry)
+        numbers = {entry.group_id: entry.number for entry in record.groups}
+        if not isinstance(given, dict):
+            raise Invalid(
+                f"feedback.priorities is {type(given).__name__}; it must be an object of group ids and numbers",
+                name="feedback.priorities",
+                bound="object",
+            )
+        for group_id, value in given.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST_PRIORITY
+            if group_id not in numbers or not number:
+                raise Invalid(
+                    f"feedback.priorities[{group_id!r}] is {value!r}; batch {step} needs ids of its groups and numbers "
+                    f"from 0 to {LARGEST_PRIORITY:g}",
+                    name=f"feedback.priorities.{group_id}",
+                    value=str(value),
+                    bound=[0, LARGEST_PRIORITY],
+                )
+        return {numbers[group_id]: float(value) for group_id, value in given.items()}
 
     async def publish(self, version: int, epoch: int, weights_uri: str | None, adapter: str) -> dict[str, Any]:
         """Record that the engines loaded a version. Raises `Conflict` where it goes back or too far."""

@@ -1,0 +1,44 @@
+"""A bound on the time that a plug-in may take, kept even where it never returns.
+
+The plug-in runs in the loop's thread, which is the main thread of a service: a timer interrupts it there. In any other
+thread, and for a call into C that does not come back to Python, the bound is checked once the call has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+BOUND_S = 1.0
+"""A question to a strategy takes a millisecond; a thousand times that holds up every run of the service."""
+
+
+class TookTooLong(Exception):
+    """A call passed its bound."""
+
+
+@contextlib.contextmanager
+def bounded(bound_s: float = BOUND_S) -> Iterator[None]:
+    """Interrupt the body with `TookTooLong` once it has taken `bound_s` seconds."""
+    started_s = time.monotonic()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+    else:
+        before = signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, bound_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    took_s = time.monotonic() - started_s
+    if took_s > bound_s:
+        raise TookTooLong(f"took {took_s:.2f} s; the bound is {bound_s:g} s")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise TookTooLong("did not come to an end in time")
