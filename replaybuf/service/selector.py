@@ -17,7 +17,7 @@ import numpy as np
 
 from replaybuf.advantages import advantages
 from replaybuf.config import RunConfig, check_run_config
-from replaybuf.errors import NotFound, StrategyFault
+from replaybuf.errors import Invalid, NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.index import LIVE, Numbers
 from replaybuf.plugins import build_filter, build_strategy
@@ -25,7 +25,18 @@ from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
 from replaybuf.state import RunState
-from replaybuf.strategy import Budget, BufferView, Evictions, Filter, Flow, Groups, Selection, Strategy, Waiting
+from replaybuf.strategy import (
+    Budget,
+    BufferView,
+    Evictions,
+    Filter,
+    Flow,
+    Groups,
+    Selection,
+    Strategy,
+    StrategyOptions,
+    Waiting,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +56,48 @@ class _Built:
     config: RunConfig
     strategy: Strategy[Any]
     filters: list[Filter[Any]]
+
+
+class _Unavailable(Strategy[StrategyOptions], Filter[StrategyOptions]):
+    """Stands for a plug-in that is not installed (any more) or does not import: raises whatever it is asked."""
+
+    def __init__(self, error: Invalid) -> None:
+        super().__init__(StrategyOptions())
+        self._error = error
+
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        """Raise."""
+        raise self._error
+
+    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
+        """Raise."""
+        raise self._error
+
+    def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
+        """Raise."""
+        raise self._error
+
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        """Raise."""
+        raise self._error
+
+
+def _build(config: RunConfig) -> _Built:
+    """Build the plug-ins of a run that exists; those that cannot be built pause it when they are asked."""
+    strategy: Strategy[Any]
+    try:
+        strategy = build_strategy(config.strategy.name, config.strategy.options)
+    except Invalid as error:
+        strategy = _Unavailable(error)
+    filters: list[Filter[Any]] = []
+    for spec in config.filters:
+        try:
+            filters.append(build_filter(spec.name, spec.options))
+        except Invalid as error:
+            filters.append(_Unavailable(error))
+    return _Built(config, strategy, filters)
 
 
 class Selector:
@@ -76,9 +129,7 @@ class Selector:
     def _plugins(self) -> _Built:
         config = self.config
         if self._built is None or self._built.config is not config:
-            strategy = build_strategy(config.strategy.name, config.strategy.options)
-            filters = [build_filter(spec.name, spec.options) for spec in config.filters]
-            self._built = _Built(config, strategy, filters)
+            self._built = _build(config)
         return self._built
 
     @property

@@ -1,0 +1,271 @@
+"""Plug-ins of a running service: filters that drop, priorities that are learnt, and plug-ins that misbehave."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from replaybuf.batch import read_batch
+from tests.conftest import RunClient, ServeProcess, group
+
+Connect = Callable[[str, str], RunClient]
+MODULE = '''
+import numpy as np
+from replaybuf.strategy import Evictions, Filter, Selection, Strategy, StrategyOptions, fill
+
+
+class Best(Strategy[StrategyOptions]):
+    """Takes the group of the highest priority; any number of times."""
+
+    max_staleness = max_uses = None
+    look_ahead = 0
+
+    def select(self, groups, buffer, budget, rng):
+        return fill(groups, np.argsort(-groups.priority, kind="stable"), budget)
+
+
+class Raises(Best):
+    def select(self, groups, buffer, budget, rng):
+        raise KeyError("no such thing")
+
+
+class Hangs(Best):
+    def select(self, groups, buffer, budget, rng):
+        while True:
+            pass
+
+
+class Writes(Best):
+    def select(self, groups, buffer, budget, rng):
+        groups.tokens[0] = 1
+        return super().select(groups, buffer, budget, rng)
+
+
+class Invents(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(np.array([4711]))
+
+
+class Weighs(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1], np.array([float("nan")], np.float32))
+
+
+class Refuses(Best):
+    def admit(self, buffer, flow):
+        raise OSError("closed")
+
+
+class Overhears(Best):
+    def observe(self, feedback):
+        raise ValueError("what?")
+
+
+class Odd(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        rows = groups.row[groups.prompt_index % 2 == 1]
+        return Evictions(tuple(rows.tolist()), ("odd",) * len(rows))
+
+
+class Poor(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        rows = groups.row[groups.reward_std == 0]
+        return Evictions(tuple(rows.tolist()), ("poor",) * len(rows))
+
+
+class Mute(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        return Evictions(tuple(groups.row.tolist()), ())
+'''
+STRATEGIES = ("Best", "Raises", "Hangs", "Writes", "Invents", "Weighs", "Refuses", "Overhears")
+FILTERS = ("Odd", "Poor", "Mute")
+
+
+@pytest.fixture(scope="module")
+def plugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A service with a distribution of test plug-ins beside it."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "odd_plugins.py").write_text(MODULE)
+    info = site / "odd_plugins-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-plugins\nVersion: 1\n")
+    lines = ["[replaybuf.strategies]", *(f"{name.lower()} = odd_plugins:{name}" for name in STRATEGIES)]
+    lines += ["[replaybuf.filters]", *(f"{name.lower()} = odd_plugins:{name}" for name in FILTERS)]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+        server = ServeProcess(tmp_path_factory.mktemp("plugged") / "data").start()
+        yield server
+        server.end()
+
+
+def ids(body: bytes) -> list[str]:
+    """Name the groups of a batch."""
+    return list(read_batch(body).meta.group_ids)
+
+
+def rewarded(group_id: str, *rewards: float) -> dict[str, Any]:
+    """Build a group with these rewards."""
+    made = group(group_id, rollouts=len(rewards))
+    for rollout, reward in zip(made["rollouts"], rewards, strict=True):
+        rollout["reward"] = reward
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", r"strategy 'raises' raised in select: KeyError\('no such thing'\)"),
+        ("hangs", "strategy 'hangs' in select: did not come to an end in time"),
+        ("writes", r"strategy 'writes' raised in select: ValueError\('assignment destination is read-only'\)"),
+        ("invents", r"strategy 'invents' broke the rule 'selects only groups it was given' at step 0: \[4711\]"),
+        ("weighs", "strategy 'weighs' broke the rule 'gives finite weights above 0' at step 0: 1"),
+    ],
+)
+def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
+    plugged: ServeProcess, connect: Connect, name: str, reason: str
+) -> None:
+    """The run says what its plug-in did and wants an operator; another run, and the service, go on."""
+    broken, sound = connect(plugged.url, f"run-{name}"), connect(plugged.url, f"beside-{name}")
+    for run, strategy in ((broken, name), (sound, "on-policy")):
+        assert run.put(batch={"groups_per_batch": 1}, strategy={"name": strategy}).status_code == 201
+        run.append(group("a"))
+    started_s = time.monotonic()
+    waiting = broken.batch(0, broken.attach())
+    assert time.monotonic() - started_s < 5
+    assert (waiting.status_code, waiting.json()["reason"], waiting.json()["blocked_on"]) == (202, "paused", "operator")
+    state = broken.state()
+    assert state["state"] == "paused"
+    assert re.fullmatch(reason, state["paused_reason"])
+    assert broken.append(group("b"))[0]["status"] == "stored"
+    assert ids(sound.batch(0, sound.attach()).content) == ["a"]
+    assert httpx.get(f"{plugged.url}/readyz").status_code == 200
+    assert broken.http.patch(broken.path, json={"strategy": {"name": "best"}, "state": "running"}).status_code == 200
+    assert broken.batch(0, broken.attach()).status_code == 200
+
+
+def test_an_admission_that_raises_pauses_the_run(plugged: ServeProcess, connect: Connect) -> None:
+    """The producer is told to wait for the operator, not that the service has a fault."""
+    run = connect(plugged.url, "run-refuses")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "refuses"})
+    answer = run.post("tickets", producer="p", count=1)
+    assert (answer.status_code, answer.json()["waiting"]["reason"]) == (200, "paused")
+    assert "OSError('closed')" in run.state()["paused_reason"]
+
+
+def test_an_observation_that_raises_acks_the_step_and_pauses_the_run(plugged: ServeProcess, connect: Connect) -> None:
+    run = connect(plugged.url, "run-overhears")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "overhears"})
+    run.append(group("a"))
+    epoch = run.attach()
+    run.batch(0, epoch)
+    assert run.ack(0, epoch, feedback={"loss": 1.0}).status_code == 200
+    assert (run.state()["step"], run.state()["state"]) == (1, "paused")
+
+
+def test_filters_drop_groups_when_they_arrive_each_with_the_first_reason(
+    plugged: ServeProcess, connect: Connect
+) -> None:
+    """What is dropped is counted and frees its place: a batch is as large as it was."""
+    run = connect(plugged.url, "run-filters")
+    filters = [{"name": "odd"}, {"name": "poor"}]
+    run.put(batch={"groups_per_batch": 2}, filters=filters)
+    tickets = run.post("tickets", producer="p", count=4).json()["tickets"]
+    assert [ticket["prompt_index"] for ticket in tickets] == [0, 1, 2, 3]
+    for ticket, rewards in zip(tickets, [(0, 1), (1, 1), (1, 1), (0, 1)], strict=True):
+        run.append(rewarded("", *rewards) | {"group_id": None, "ticket": ticket["ticket"]})
+    groups = run.state()["groups"]
+    assert (groups["stored"], groups["live"], groups["evicted"]) == (4, 1, {"odd": 2, "poor": 1})
+    assert run.batch(0, run.attach()).json()["reason"] == "too_few_groups"
+    refill = run.post("tickets", producer="p", count=9).json()["tickets"]
+    assert [ticket["prompt_index"] for ticket in refill] == [4, 5, 6]
+    assert run.state()["config"]["filters"] == [{"name": "odd", "options": {}}, {"name": "poor", "options": {}}]
+
+
+def test_filters_that_are_changed_live_judge_what_is_there(plugged: ServeProcess, connect: Connect) -> None:
+    """Recorded in the ledger; a resample gives back what was dropped, and the filter drops it again."""
+    run = connect(plugged.url, "run-patched")
+    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 5}})
+    run.append(rewarded("flat", 1, 1), rewarded("good", 0, 1), rewarded("also", 0, 1))
+    answer = run.http.patch(run.path, json={"filters": [{"name": "poor"}]})
+    assert answer.json()["groups"]["evicted"] == {"poor": 1}
+    epoch = run.attach()
+    assert ids(run.batch(0, epoch).content) == ["good"]
+    run.ack(0, epoch)
+    epoch = run.attach(on_resume="resample")
+    assert run.state()["groups"]["evicted"] == {"poor": 1}
+    assert ids(run.batch(0, epoch).content) == ["good"]
+
+
+def test_a_filter_that_breaks_its_contract_pauses_the_run_and_loses_nothing(
+    plugged: ServeProcess, connect: Connect
+) -> None:
+    run = connect(plugged.url, "run-mute")
+    run.put(batch={"groups_per_batch": 1}, filters=[{"name": "mute"}])
+    assert run.append(group("a"), group("b"))[0]["status"] == "stored"
+    state = run.state()
+    assert (state["state"], state["groups"]["live"]) == ("paused", 2)
+    assert "filter 'mute' broke the rule 'gives one reason per group it drops'" in state["paused_reason"]
+
+
+@pytest.mark.parametrize("filters", [[{"name": "nobody"}], [{"name": "odd", "options": {"x": 1}}]])
+def test_filters_that_do_not_exist_or_take_no_such_option_are_refused(
+    plugged: ServeProcess, connect: Connect, filters: list[dict[str, Any]]
+) -> None:
+    run = connect(plugged.url, "run-refused")
+    answer = run.put(batch={"groups_per_batch": 1}, filters=filters)
+    assert answer.status_code == 422, answer.text
+
+
+def test_priorities_that_a_learner_sends_are_what_a_strategy_goes_by_also_after_a_restart(
+    plugged: ServeProcess, connect: Connect
+) -> None:
+    """They come with the ack and are folded from the ledger."""
+    run = connect(plugged.url, "run-priorities")
+    run.put(batch={"groups_per_batch": 3}, strategy={"name": "best"})
+    run.append(group("a"), group("b"), group("c"))
+    epoch = run.attach()
+    run.batch(0, epoch)
+    for wrong in ({"d": 1.0}, {"a": -1}, {"a": "much"}, [1.0], {"a": True}):
+        refused = run.ack(0, epoch, feedback={"priorities": wrong})
+        assert refused.status_code == 422 and refused.json()["name"].startswith("feedback.priorities")
+    assert run.ack(0, epoch, feedback={"priorities": {"a": 0.5, "b": 2, "c": 1.25}}).status_code == 200
+    run.publish(1, epoch)
+    assert ids(run.batch(1, epoch).content) == ["b", "c", "a"]
+    plugged.kill()
+    plugged.start()
+    again = connect(plugged.url, "run-priorities")
+    again.ack(1, epoch)
+    again.publish(2, epoch)
+    assert ids(again.batch(2, epoch).content) == ["b", "c", "a"]
+    assert np.all(read_batch(again.batch(2, epoch).content).micro_batches[0].times_sampled == 3)
+
+
+def test_a_run_whose_plugin_is_gone_is_paused_and_its_service_starts(
+    plugged: ServeProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uninstalled between two starts: the run says which one is missing, and goes on once it is back."""
+    run = connect(plugged.url, "run-gone")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "best"}, filters=[{"name": "poor"}])
+    run.append(group("a"))
+    epoch = run.attach()
+    assert plugged.stop() == 0
+    with monkeypatch.context() as patch:
+        patch.delenv("PYTHONPATH")
+        plugged.start()
+    again = connect(plugged.url, "run-gone")
+    assert again.batch(0, epoch).json()["reason"] == "paused"
+    assert "strategy is 'best'; installed: on-policy, one-step-off-policy" in again.state()["paused_reason"]
+    assert again.state()["groups"]["live"] == 1
+    assert plugged.stop() == 0
+    plugged.start()
+    back = connect(plugged.url, "run-gone")
+    assert back.http.patch(back.path, json={"state": "running"}).status_code == 200
+    assert ids(back.batch(0, epoch).content) == ["a"]
