@@ -92,7 +92,7 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
     for child in producers:
         child.wait_end(END_TIMEOUT_S)
     for run in RUNS:
-        rest = Rest(cluster.url, run, recorder)
+        rest = Rest(cluster.url, run, recorder, cluster.redis_url)
         rest.drain()
         rest.close()
     trainers = [*cluster.trainers.values(), *cluster.replaced]
@@ -104,7 +104,7 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
 
 def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
     """Write down how every run stands, restart all servers, and look again; at last without them."""
-    rests = [Rest(cluster.url, run, recorder) for run in RUNS]
+    rests = [Rest(cluster.url, run, recorder, cluster.redis_url) for run in RUNS]
     seen = read_history(cluster.history)
     for rest in rests:
         rest.attach()

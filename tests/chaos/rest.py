@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
+import redis
 
 from replaybuf.client import Client, Waiting
 from replaybuf.group import Group
 from replaybuf.ledger import TicketRecord
 from replaybuf.service.answers import group_counts
 from replaybuf.service.journal import Journal
-from replaybuf.store import Store
+from replaybuf.store import Store, keys
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, make_group
 from tests.chaos.history import (
@@ -46,8 +47,8 @@ POLL_S = 0.2
 class Rest:
     """One run on its way to rest. Trainers still go on while `drain` works."""
 
-    def __init__(self, url: str, run: str, recorder: Recorder) -> None:
-        self._run, self._recorder = run, recorder
+    def __init__(self, url: str, run: str, recorder: Recorder, redis_url: str) -> None:
+        self._run, self._recorder, self._redis_url = run, recorder, redis_url
         self._client = Client(url, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._epoch = 0
 
@@ -56,40 +57,33 @@ class Rest:
         self._client.close()
 
     def drain(self) -> None:
-        """Take every prompt that is due again and append its group, until there is none.
+        """Take every prompt that is due again and append its group, until no ticket is out and no prompt due.
 
-        Prompts due again are issued first. So where no ticket is out and the next one is a first attempt, every prompt
-        before it has come to its end.
+        Tickets of producers that died expire first. How many are left is read where the service keeps them: a prompt
+        that was given back looks, from outside, like one that was never issued.
         """
         ends_s = now_s() + DRAIN_TIMEOUT_S
-        ended = False
-        while not ended and now_s() < ends_s:
-            ended = not self._tickets_out() and self._take_first_attempt()
-            if not ended:
-                time.sleep(POLL_S)
-        while self._tickets_out() and now_s() < ends_s:
+        while (left := self._tickets_left()) and now_s() < ends_s:
+            self._append_due()
             time.sleep(POLL_S)
-        stood = "" if ended else str(self._client.get_run())
-        self._recorder.write(Drained(at_s=now_s(), run=self._run, drained=ended, stood=stood))
+        stood = f"{left} tickets are left: {self._client.get_run()}" if left else ""
+        self._recorder.write(Drained(at_s=now_s(), run=self._run, drained=not left, stood=stood))
 
-    def _tickets_out(self) -> bool:
-        return bool(self._client.get_run()["tickets"]["out"])
+    def _tickets_left(self) -> int:
+        with redis.Redis.from_url(self._redis_url, socket_timeout=TIMEOUT_S) as storage:
+            return int(storage.zcard(keys.tickets(self._run)))
 
-    def _take_first_attempt(self) -> bool:
-        """Take a few tickets and append their groups; say whether one was of a prompt never issued before."""
+    def _append_due(self) -> None:
         client = self._client
         taken = observed(self._run, client, lambda: client.take_tickets("rest", 4, wait_ms=500))
         tickets = taken.result.tickets if taken.result else []
         told = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
         waiting = msgspec.to_builtins(taken.result.waiting) if taken.result else None
         self._recorder.write(TicketsTaken(**taken.seen, tickets=told, waiting=waiting))
-        stored = True
         for ticket in tickets:
             name = f"p{ticket.prompt_index}"
             version = taken.result.published_version if taken.result else 0
-            group = make_group(name, version, named=False, ticket=ticket.ticket)
-            stored &= self._send(name, ticket.prompt_index, group)
-        return stored and any(ticket.attempt == 1 for ticket in tickets)
+            self._send(name, ticket.prompt_index, make_group(name, version, named=False, ticket=ticket.ticket))
 
     # ------------------------------------------------------------------ looking
 
