@@ -66,6 +66,7 @@ class Door:
         self._book = book
         self._to_adopt: deque[tuple[int, int]] = deque()
         self._settling = asyncio.Lock()
+        self._permanent: set[int] = set()
         self._unsure = False
 
     async def look(self) -> None:
@@ -141,6 +142,8 @@ class Door:
             status = "stored" if outcome.stored else "duplicate"
             results[position] = {"group_id": outcome.group_id, "status": status}
         self.duplicates += sum(not outcome.stored for outcome in appended)
+        # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
+        self._permanent.update(outcome.number for outcome in appended if outcome.number > journal.state.stored)
         await self.pull(max(outcome.number for outcome in appended))
         return results
 
@@ -274,7 +277,10 @@ class Door:
                 if chunk.malformed.any():
                     bad = chunk.numbers[chunk.malformed].tolist()
                     logger.error("index entries are none of ours run=%s numbers=%s", self._journal.name, bad)
-                await self._adopt(chunk.strings)
+                numbers = chunk.numbers.tolist()
+                came = zip(numbers, chunk.strings, strict=True)
+                await self._adopt(strings for number, strings in came if number not in self._permanent)
+                self._permanent.difference_update(numbers)
                 if self._journal.leading:
                     await self._strike(prompts_of(chunk))
                     await self._evict_arrivals(chunk.numbers)
