@@ -156,6 +156,7 @@ def token_new(*, role: str, name: str, tokens_file: Path) -> None:
 
 app.command("replaybuf.generator.command:generate", name="generate")
 app.command("replaybuf.demo.command:demo", name="demo")
+app.command("replaybuf.simulate.command:simulate", name="simulate")
 for _name in plugins.names(plugins.COMMANDS):
     app.command(plugins.find(plugins.COMMANDS, _name).value, name=_name)
 
