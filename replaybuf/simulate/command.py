@@ -167,6 +167,6 @@ def _write(study: Study, folder: Path, console: Console) -> list[str]:
     try:
         draw(study, picture)
     except MissingExtra as error:  # the figures stand without their picture
-        console.print(error.detail, highlight=False, soft_wrap=True)
+        console.print(error.detail, highlight=False, markup=False, soft_wrap=True)
         return [str(report)]
     return [str(report), str(picture)]

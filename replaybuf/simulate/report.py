@@ -107,7 +107,7 @@ def print_study(console: Console, study: Study, paths: Sequence[str]) -> None:
         table.add_row(name, *(Text(text) for text in texts))
     console.print(table)
     for path in paths:
-        console.print(path, highlight=False, soft_wrap=True)
+        console.print(path, highlight=False, markup=False, soft_wrap=True)
 
 
 def _figure(value: Any) -> str:

@@ -122,7 +122,7 @@ def check_workload(workload: Workload, config: RunConfig) -> None:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         name = path.rstrip("`")
-        bound = message.removeprefix("Expected ")
+        bound = message.removeprefix("Expected ").replace("`", "")
         raise Invalid(
             f"{name} is {values[name]}; needed: {bound}", name=name, value=values[name], bound=bound
         ) from None
@@ -230,8 +230,8 @@ class Supply:
         solved = _solved(common, w)
         of_rollout = own.standard_normal((BLOCK, size))
         z = math.sqrt(w.length_shared) * of_prompt + math.sqrt(1 - w.length_shared) * of_rollout
-        drawn = np.exp(math.log(w.length_mean) - w.length_sigma**2 / 2 + w.length_sigma * z)
-        completions = np.clip(np.rint(drawn), 1, w.length_max).astype(np.int32)
+        drawn = np.rint(np.exp(math.log(w.length_mean) - w.length_sigma**2 / 2 + w.length_sigma * z))
+        completions = np.clip(drawn, 1, w.length_max).astype(np.int32)
         right = (own.random((BLOCK, size)) < solved[:, None]).sum(axis=1)
         entries = np.zeros(BLOCK, ENTRY)
         entries["truncated"] = (drawn > w.length_max).sum(axis=1)
