@@ -5,6 +5,8 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -43,6 +45,20 @@ def load(group: str, name: str) -> Any:
         return entry.load()
     except Exception as error:  # whatever a plug-in raises at import is its author's to read
         raise Invalid(f"{group} plug-in {name!r} ({entry.value}) does not import: {error!r}", name=name) from error
+
+
+def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
+    """Read options written as KEY=VALUE; a value is JSON, or a word. Raises `Invalid`."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise Invalid(f"option is {text!r}; it must be KEY=VALUE", name="option", value=text, bound="KEY=VALUE")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from replaybuf.config import BatchSpec, RunConfig, StrategySpec, decode_json
 from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.plugins import option_pairs
 from replaybuf.service.selector import resolve_config
 from replaybuf.simulate.loop import simulate as run_simulation
 from replaybuf.simulate.picture import draw
@@ -101,7 +101,7 @@ def study_of(
                 f"{name} is {value}; it must be in {low}..{MOST_STEPS}", name=name, value=value, bound=[low, MOST_STEPS]
             )
     known = derive(recording, workload) if recording else workload
-    changes = dict(_pair(pair) for pair in options)
+    changes = option_pairs(options)
     specs = [_spec(text, changes) for text in strategies]
     specs = specs or [StrategySpec(name=config.strategy.name, options=config.strategy.options | changes)]
     configs = [msgspec.structs.replace(config, strategy=spec, max_steps=None) for spec in specs]
@@ -147,17 +147,7 @@ def _run_config(path: Path | None, recording: Recording | None) -> RunConfig:
 
 def _spec(text: str, options: dict[str, Any]) -> StrategySpec:
     name, _, own = text.partition(":")
-    return StrategySpec(name=name, options=options | dict(_pair(pair) for pair in own.split(",") if own))
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise Invalid(f"option is {text!r}; it must be KEY=VALUE", name="option", value=text, bound="KEY=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value  # a word
+    return StrategySpec(name=name, options=options | option_pairs(own.split(",") if own else []))
 
 
 def _write(study: Study, folder: Path, console: Console) -> list[str]:
