@@ -22,7 +22,17 @@ from replaybuf.plugins import build_strategy
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.state import RunState
-from replaybuf.strategy import Budget, BufferView, Evictions, Flow, Groups, Selection, Strategy, Waiting
+from replaybuf.strategy import (
+    Budget,
+    BufferView,
+    Evictions,
+    Flow,
+    Groups,
+    Selection,
+    Strategy,
+    StrategyOptions,
+    Waiting,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +66,15 @@ class Selector:
 
     @property
     def strategy(self) -> Strategy[Any]:
-        """Strategy of the configuration in force."""
+        """Strategy of the configuration in force; one that raises `StrategyFault` where it cannot be built any more."""
         config = self.config
         if self._built is None or self._built[0] is not config:
-            self._built = (config, build_strategy(config.strategy.name, config.strategy.options))
+            strategy: Strategy[Any]
+            try:
+                strategy = build_strategy(config.strategy.name, config.strategy.options)
+            except Invalid as error:  # it could be when the run was configured: its distribution was changed or removed
+                strategy = _Gone(error.detail)
+            self._built = (config, strategy)
         return self._built[1]
 
     @property
@@ -72,6 +87,8 @@ class Selector:
         """Call the strategy. Raises `StrategyFault` for whatever it raises."""
         try:
             return call()
+        except StrategyFault:
+            raise
         except Exception as error:  # a plug-in may raise anything; the run pauses with it, the service lives
             name = self.config.strategy.name
             logger.exception("strategy raised run=%s strategy=%s call=%s", self._name, name, what)
@@ -189,16 +206,25 @@ class Selector:
     # ------------------------------------------------------------------ eviction
 
     def evictable(self, only: Numbers | None = None) -> dict[str, list[int]]:
-        """Name, by reason, the live groups (of `only`) that no batch from the next step on can use."""
+        """Name, by reason, the live groups (of `only`) that no batch from the next step on can use.
+
+        None while the run is paused: its strategy may be what it is paused for, and is asked again when it goes on.
+        """
         index = self._state.index
         rows = index.live() if only is None else index.rows_of(only)
         rows = rows[index["state"][rows] == LIVE]
         by_reason: dict[str, list[int]] = {}
-        if not len(rows):
+        if not len(rows) or self._state.state == "paused":
             return by_reason
         groups = index.groups(rows)
         view = self.view(self._state.next_step)
-        found: Evictions = self.ask("evict", lambda: self.strategy.evict(groups, view))
+        found = Evictions()
+        try:
+            found = self.ask("evict", lambda: self.strategy.evict(groups, view))
+        except StrategyFault:
+            if only is None:
+                raise
+            # Arrivals are looked at outside a decision, where a run cannot be paused; the next decision asks for all.
         for number, reason in zip(found.rows, found.reasons, strict=True):
             by_reason.setdefault(reason, []).append(int(number))
         if self.config.batch.overlong == "reject":
@@ -240,6 +266,28 @@ class Selector:
             return "reuse_exhausted"
         silent = self._clock() - self.last_asked_s > PRODUCER_SILENCE_S
         return "no_producers" if silent and not self._book.out else "no_groups"
+
+
+class _Gone(Strategy[StrategyOptions]):
+    """Stands for a strategy that cannot be built: whatever it is asked, the run pauses with the reason."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(StrategyOptions())
+        self._detail = detail
+
+    def _fault(self) -> StrategyFault:
+        return StrategyFault(self._detail, name="strategy")
+
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        raise self._fault()
+
+    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
+        raise self._fault()
+
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        raise self._fault()
 
 
 def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
