@@ -22,10 +22,14 @@ _names = itertools.count()
 
 
 class ServeProcess:
-    """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data."""
+    """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data.
 
-    def __init__(self, data_dir: Path, *options: str) -> None:
+    `python`: the interpreter that runs it, and with it the environment whose plug-ins it finds.
+    """
+
+    def __init__(self, data_dir: Path, *options: str, python: str = sys.executable) -> None:
         self.data_dir = data_dir
+        self.python = python
         self.options = options
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
@@ -44,7 +48,7 @@ class ServeProcess:
             self._log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a+")
         self._process = subprocess.Popen(
             [
-                sys.executable,
+                self.python,
                 "-m",
                 "replaybuf.cli",
                 "serve",
