@@ -14,7 +14,7 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -93,6 +93,7 @@ class Groups:
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
+    DTYPES: ClassVar[Mapping[str, np.dtype[Any]]] = {name: np.dtype(kind) for name, kind in _COLUMNS.items()}
 
     row: Rows
     prompt_index: npt.NDArray[np.int64]

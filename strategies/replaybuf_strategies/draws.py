@@ -19,6 +19,8 @@ Pieces = Iterator[Positions]
 May = Callable[[Groups], npt.NDArray[np.bool_]]
 
 _PIECE = 8192
+_LONG_PIECE = 65_536
+_PASSES = 8
 _FEW = 4096
 """Below this many groups keys for all cost less than drawing with rejection."""
 _LEAST_ACCEPTANCE = 1 / 64
@@ -55,12 +57,39 @@ class Propensity:
         return powers
 
 
-def in_order(groups: Groups, may: May, *, newest: bool) -> Pieces:
-    """Go through the groups in the order they were stored, or from the newest back."""
-    for start in range(0, len(groups), _PIECE):
-        positions = np.arange(start, min(start + _PIECE, len(groups)))
-        if newest:
-            positions = len(groups) - 1 - positions
+def ascending(values: npt.NDArray[np.integer]) -> Pieces:
+    """Order positions by value, equal ones as they stand: `argsort(values, kind="stable")`, in pieces.
+
+    One value after the other, for as long as a batch asks: there are few policy versions within a staleness window,
+    and most batches are full within the oldest. What is left after `_PASSES` values is sorted at once.
+    """
+    value = int(values.min()) if len(values) else None
+    passes = 0
+    while value is not None and passes < _PASSES:
+        for start in range(0, len(values), _LONG_PIECE):
+            yield np.flatnonzero(values[start : start + _LONG_PIECE] == value) + start
+        larger = values[values > value]
+        value = int(larger.min()) if len(larger) else None
+        passes += 1
+    if value is not None:
+        rest = np.flatnonzero(values >= value)
+        yield rest[np.argsort(values[rest], kind="stable")]
+
+
+def least_recently_used(groups: Groups, may: May) -> Pieces:
+    """Go through the groups as through a queue that a used group joins anew: by last use (never first), then storing.
+
+    By storing alone the oldest groups would use up all their uses before anybody else's turn came, and what arrived
+    meanwhile would become too stale.
+    """
+    for piece in ascending(groups.last_step):
+        yield piece[may(groups.take(piece))]
+
+
+def newest_first(groups: Groups, may: May) -> Pieces:
+    """Go through the groups from the last stored one back."""
+    for end in range(len(groups), 0, -_PIECE):
+        positions = np.arange(end - 1, max(0, end - _PIECE) - 1, -1)
         yield positions[may(groups.take(positions))]
 
 

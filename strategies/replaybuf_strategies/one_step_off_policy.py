@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, StrategyOptions, Waiting, fill
-
-_PASSES = 8
-_PIECE = 65_536
+from replaybuf_strategies.draws import ascending
 
 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
@@ -44,24 +40,4 @@ class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
         """Take the oldest policy version first, then the order in which groups were stored."""
-        return fill(groups, oldest_first(groups), budget)
-
-
-def oldest_first(groups: Groups) -> Iterator[npt.NDArray[np.int64]]:
-    """Order positions by policy version, then by storing, in pieces: `argsort(policy_version, kind="stable")`.
-
-    One version after the other, for as long as a batch asks: within a staleness window there are few versions, and
-    most batches are full within the oldest. What is left after `_PASSES` versions is sorted at once.
-    """
-    versions = groups.policy_version
-    version = int(versions.min()) if len(versions) else None
-    passes = 0
-    while version is not None and passes < _PASSES:
-        for start in range(0, len(versions), _PIECE):
-            yield np.flatnonzero(versions[start : start + _PIECE] == version) + start
-        later = versions[versions > version]
-        version = int(later.min()) if len(later) else None
-        passes += 1
-    if version is not None:
-        rest = np.flatnonzero(versions >= version)
-        yield rest[np.argsort(versions[rest], kind="stable")]
+        return fill(groups, ascending(groups.policy_version), budget)
