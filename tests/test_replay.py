@@ -253,12 +253,14 @@ def test_both_ways_draw_a_heavy_group_equally_often(monkeypatch: pytest.MonkeyPa
     assert value < chi_square_bound(int(kept.sum()) - 1)
 
 
-@pytest.mark.parametrize("order", ["uniform", "prioritized"])
-def test_drawing_everything_gives_each_group_once(order: str) -> None:
-    """Rejection hands over to keys without losing or repeating one."""
-    groups = shown(5000, advantage_abs_mean=np.arange(5000) % 7)
-    chosen = select(replay(order=order), groups, budget=Budget(None, 5000, 64))
-    assert sorted(chosen) == list(range(1, 5001))
+@pytest.mark.parametrize("propensity", [None, Propensity("reward_std", 1.0)])
+@pytest.mark.parametrize("may", [all_usable, some])
+def test_drawing_on_and_on_gives_each_group_once(may: Callable[[Groups], Any], propensity: Propensity | None) -> None:
+    """Only what may be drawn; rejection hands over to keys without losing or repeating one."""
+    groups = shown(5000, reward_std=np.arange(5000) % 7)
+    pieces = list(drawn(groups, may, propensity, np.random.default_rng(0), 100))
+    assert len(pieces) > 3
+    assert sorted(np.concatenate(pieces).tolist()) == np.flatnonzero(may(groups)).tolist()
 
 
 def test_priorities_that_are_none_count_as_0_and_infinity_as_the_largest() -> None:
