@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from replaybuf.errors import Invalid
-from replaybuf.strategy import Strategy, check_options
+from replaybuf.strategy import Filter, Strategy, check_options
 
 STRATEGIES = "replaybuf.strategies"
 FILTERS = "replaybuf.filters"
@@ -66,3 +66,10 @@ def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
     cls = load(STRATEGIES, name)
     strategy: Strategy[Any] = cls(check_options(name, options, cls.Options))
     return strategy
+
+
+def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
+    """Build a filter from its name and options. Raises `Invalid` for an unknown name or a bad option."""
+    cls = load(FILTERS, name)
+    found: Filter[Any] = cls(check_options(name, options, cls.Options, kind="filter"))
+    return found
