@@ -31,6 +31,8 @@ app = App(
 )
 token_app = App(name="token", help="Bearer tokens of a service.")
 app.command(token_app)
+strategies_app = App(name="strategies", help="What is installed, what it takes, whether it is sound.")
+app.command(strategies_app)
 
 
 @app.command
@@ -158,8 +160,55 @@ def token_new(*, role: str, name: str, tokens_file: Path) -> None:
     print(new_token(role, name, tokens_file))
 
 
+@strategies_app.command(name="list")
+def strategies_list() -> None:
+    """List the installed strategies: name, distribution, what they do.
+
+    Ends with exit code 1 where one of them does not import.
+    """
+    from replaybuf.catalog import show_list
+
+    if not show_list(Console()):
+        sys.exit(1)
+
+
+@strategies_app.command(name="show")
+def strategies_show(name: str, /) -> None:
+    """Show a strategy: what it does, what it promises, its options with types, defaults and ranges.
+
+    Parameters
+    ----------
+    name
+        Name as "replaybuf strategies list" tells it.
+    """
+    from replaybuf.catalog import show_strategy
+
+    show_strategy(name, Console())
+
+
+@strategies_app.command(name="check")
+def strategies_check(target: str, /, *, option: Annotated[list[str], Parameter(negative="")] = []) -> None:  # noqa: B006
+    """Hold a strategy or filter that is not installed to the contract; needs the extra "testing".
+
+    Ends with exit code 1 where it breaks a rule.
+
+    Parameters
+    ----------
+    target
+        Class as MODULE:CLASS, found in the working folder too.
+    option
+        Option KEY=VALUE to build it with.
+    """
+    from replaybuf.catalog import check_class
+    from replaybuf.plugins import option_pairs
+
+    if not check_class(target, option_pairs(option), Console()):
+        sys.exit(1)
+
+
 app.command("replaybuf.generator.command:generate", name="generate")
 app.command("replaybuf.demo.command:demo", name="demo")
+app.command("replaybuf.simulate.command:simulate", name="simulate")
 for _name in plugins.names(plugins.COMMANDS):
     app.command(plugins.find(plugins.COMMANDS, _name).value, name=_name)
 

@@ -5,6 +5,8 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -45,6 +47,20 @@ def load(group: str, name: str) -> Any:
         raise Invalid(f"{group} plug-in {name!r} ({entry.value}) does not import: {error!r}", name=name) from error
 
 
+def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
+    """Read options written as KEY=VALUE; a value is JSON, or a word. Raises `Invalid`."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise Invalid(f"option is {text!r}; it must be KEY=VALUE", name="option", value=text, bound="KEY=VALUE")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
 def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
     """Build a strategy from its name and options. Raises `Invalid` for an unknown name or a bad option."""
     cls = load(STRATEGIES, name)
@@ -55,5 +71,5 @@ def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
 def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
     """Build a filter from its name and options. Raises `Invalid` for an unknown name or a bad option."""
     cls = load(FILTERS, name)
-    built: Filter[Any] = cls(check_options(name, options, cls.Options))
-    return built
+    found: Filter[Any] = cls(check_options(name, options, cls.Options, kind="filter"))
+    return found

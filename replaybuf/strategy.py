@@ -14,9 +14,11 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
+import msgspec.inspect
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +27,9 @@ from replaybuf.errors import Invalid
 Rows = npt.NDArray[np.int64]
 
 _CHUNK = 8192
+_UNBOUNDED = 2**63 - 1
+_UNTOLD = 1e9
+"""Bounds from here on only keep numbers within their type; a message tells them when they are crossed."""
 
 REASONS = (
     "finished",
@@ -88,6 +93,7 @@ class Groups:
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
+    DTYPES: ClassVar[Mapping[str, np.dtype[Any]]] = {name: np.dtype(kind) for name, kind in _COLUMNS.items()}
 
     row: Rows
     prompt_index: npt.NDArray[np.int64]
@@ -113,7 +119,7 @@ class Groups:
         if missing or unknown:
             raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
         self._base = columns
-        self._which = which
+        self._which = np.flatnonzero(which) if which is not None and which.dtype == bool else which
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         """Take a column; found as a plain attribute from then on."""
@@ -128,14 +134,15 @@ class Groups:
         return column
 
     def __len__(self) -> int:
-        return len(self.row)
+        return len(self._base["row"] if self._which is None else self._which)
 
     def take(self, which: npt.NDArray[Any]) -> Groups:
-        """Return the groups at these positions, or where this mask is true."""
-        if self._which is None:
-            return Groups(which, **self._base)
-        positions = np.flatnonzero(self._which) if self._which.dtype == bool else self._which
-        return Groups(positions[which], **self._base)
+        """Return the groups at these positions, or where this mask is true; nothing is read of the others."""
+        taken = object.__new__(Groups)
+        taken._base = self._base
+        positions = np.flatnonzero(which) if which.dtype == bool else which
+        taken._which = positions if self._which is None else self._which[positions]
+        return taken
 
 
 def source_code(name: str) -> int:
@@ -157,7 +164,8 @@ class BufferView:
     """What the buffer knows when a decision is asked for.
 
     `step` is the next step to assemble, `version` = version(step); counts are of live groups. `groups_stored` counts
-    all groups ever stored, `groups_used` all uses in batches of the surviving history.
+    all groups ever stored, `groups_used` all uses in batches of the surviving history, `groups_fresh` the live groups
+    that were never used, `uses_live` the uses of the live groups.
     """
 
     step: int
@@ -172,6 +180,8 @@ class BufferView:
     """Groups in each of the last batches, newest last."""
     groups_stored: int = 0
     groups_used: int = 0
+    groups_fresh: int = 0
+    uses_live: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,6 +256,9 @@ class Strategy(ABC, Generic[OptionsT]):
         """How many steps beyond the next unacked one may be assembled."""
         return 0
 
+    def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
+        """Refuse a run in which it would wait for ever. Raises `Invalid` naming the option and its bound."""
+
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         """Say how many more groups producers may start now."""
         return window_capacity(buffer, flow, self.max_staleness, self.look_ahead)
@@ -312,47 +325,115 @@ def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, l
     return max(0, int(min(by_groups, by_tokens)) - buffer.tickets_out)
 
 
-def fill(groups: Groups, order: npt.NDArray[np.int64], budget: Budget) -> Selection | Waiting:
-    """Fill the budget with whole groups in the given order of positions.
+def fill(
+    groups: Groups, order: npt.NDArray[np.int64] | Iterable[npt.NDArray[np.int64]], budget: Budget
+) -> Selection | Waiting:
+    """Fill the budget with whole groups in the given order of positions: one array, or pieces that are made as needed.
 
     A group that no longer fits is passed over for the next one that does. Full means: `budget.groups` groups, or no
     more room although more groups stand ready. Raises nothing; returns `Waiting` where the groups do not fill it.
     """
-    limit = len(order) if budget.groups is None else budget.groups
-    room = np.iinfo(np.int64).max if budget.tokens is None else budget.tokens
-    smallest = int(groups.tokens.min()) if len(groups) else 0
+    limit = _UNBOUNDED if budget.groups is None else budget.groups
+    room = _UNBOUNDED if budget.tokens is None else budget.tokens
+    smallest = 0
     chosen: list[int] = []
-    for start in range(0, len(order), _CHUNK):
-        if len(chosen) >= limit or room < smallest:
+    left_out = False
+    for positions in _pieces(order):
+        before = len(chosen)
+        tokens = groups.take(positions).tokens
+        total = np.cumsum(tokens, dtype=np.int64)
+        first = min(int(np.searchsorted(total, room, side="right")), limit - len(chosen))
+        chosen += positions[:first].tolist()
+        room -= int(total[first - 1]) if first else 0
+        if len(chosen) < limit:
+            fitting = first + np.flatnonzero(tokens[first:] <= room)
+            for position, size in zip(positions[fitting].tolist(), tokens[fitting].tolist(), strict=True):
+                if size <= room and len(chosen) < limit:
+                    chosen.append(position)
+                    room -= size
+        if len(chosen) - before < len(positions):
+            if not left_out and len(chosen) < limit:
+                smallest = int(groups.tokens.min())  # read only now: most batches are full before
+            left_out = True
+        if len(chosen) >= limit or room < max(1, smallest):
             break
-        positions = order[start : start + _CHUNK]
-        tokens = groups.tokens[positions]
-        fitting = np.flatnonzero(tokens <= room)
-        for position, size in zip(positions[fitting].tolist(), tokens[fitting].tolist(), strict=True):
-            if size <= room and len(chosen) < limit:
-                chosen.append(position)
-                room -= size
     full_by_groups = budget.groups is not None and len(chosen) >= budget.groups
-    full_by_tokens = budget.tokens is not None and (room == 0 or len(chosen) < len(order))
+    full_by_tokens = budget.tokens is not None and (room == 0 or left_out)
     if chosen and (full_by_groups or full_by_tokens):
         return Selection(groups.row[np.array(chosen, np.int64)])
-    return Waiting("too_few_groups" if budget.groups is not None else "too_few_tokens")
+    return Waiting(too_few(budget))
 
 
-def check_options(strategy: str, options: dict[str, Any], shape: type[OptionsT]) -> OptionsT:
-    """Build the options of `strategy`. Raises `Invalid` naming the option and listing the valid ones."""
+def too_few(budget: Budget) -> str:
+    """Name what a batch lacks when there are not enough groups."""
+    return "too_few_tokens" if budget.groups is None else "too_few_groups"
+
+
+def _pieces(
+    order: npt.NDArray[np.int64] | Iterable[npt.NDArray[np.int64]],
+) -> Iterator[npt.NDArray[np.int64]]:
+    for piece in (order,) if isinstance(order, np.ndarray) else order:
+        for start in range(0, len(piece), _CHUNK):
+            yield piece[start : start + _CHUNK]
+
+
+def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
+    """Say of every option what it may be and its default, as in `int >= 0 or null (default 4)`."""
+    told = {}
+    for field in msgspec.structs.fields(shape):
+        default = "" if field.default is msgspec.NODEFAULT else f" (default {_json(field.default)})"
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = f" (default {_json(field.default_factory())})"
+        told[field.encode_name] = _range(msgspec.inspect.type_info(field.type)) + default
+    return told
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _range(kind: msgspec.inspect.Type) -> str:
+    """Render one type of an option with its bounds."""
+    match kind:
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
+            bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
+            return " ".join(
+                [
+                    name,
+                    " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and bound < _UNTOLD),
+                ]
+            ).strip()
+        case msgspec.inspect.LiteralType():
+            return " | ".join(str(value) for value in kind.values)
+        case msgspec.inspect.UnionType():
+            return " or ".join(_range(part) for part in kind.types)
+        case msgspec.inspect.NoneType():
+            return "null"
+        case msgspec.inspect.BoolType():
+            return "true | false"
+        case msgspec.inspect.StrType():
+            return "text"
+        case msgspec.inspect.DictType():
+            return f"{{{_range(kind.key_type)}: {_range(kind.value_type)}}}"
+        case msgspec.inspect.ListType():
+            return f"[{_range(kind.item_type)}, ...]"
+    return type(kind).__name__.removesuffix("Type").lower()
+
+
+def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kind: str = "strategy") -> OptionsT:
+    """Build the options of a strategy or filter.
+
+    Raises `Invalid` naming the option and listing the valid ones with their ranges; whatever the struct itself refuses
+    in `__post_init__` (options that contradict each other) is raised as it is.
+    """
     try:
         return msgspec.convert(options, shape)
     except msgspec.ValidationError as error:
-        valid = ", ".join(
-            f"{field.encode_name} (default {field.default!r})"
-            if field.default is not msgspec.NODEFAULT
-            else field.encode_name
-            for field in msgspec.structs.fields(shape)
-        )
+        valid = "; ".join(f"{option}: {told}" for option, told in option_ranges(shape).items())
         raise Invalid(
-            f"options of strategy {strategy!r}: {error}; valid options: {valid or 'none'}",
-            name="strategy.options",
+            f"options of {kind} {name!r}: {error}; valid options: {valid or 'none'}",
+            name=f"{kind}.options",
             value=options,
             bound=valid,
         ) from None

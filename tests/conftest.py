@@ -25,12 +25,14 @@ class ServeProcess:
     """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data.
 
     `module` is what is run: the command line, or another one that leads to it.
+    `python`: the interpreter that runs it, and with it the environment whose plug-ins it finds.
     """
 
     module = "replaybuf.cli"
 
-    def __init__(self, data_dir: Path, *options: str) -> None:
+    def __init__(self, data_dir: Path, *options: str, python: str = sys.executable) -> None:
         self.data_dir = data_dir
+        self.python = python
         self.options = options
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
@@ -49,7 +51,7 @@ class ServeProcess:
             self._log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a+")
         self._process = subprocess.Popen(
             [
-                sys.executable,
+                self.python,
                 "-m",
                 self.module,
                 "serve",

@@ -64,7 +64,7 @@ def test_a_strategy_of_anybody_is_built_with_its_options() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_options_are_held_to_the_strategys_own() -> None:
-    with pytest.raises(Invalid, match=r"options of strategy 'mine': .*valid options: share \(default 0.5\)"):
+    with pytest.raises(Invalid, match=r"options of strategy 'mine': .*valid options: share: number \(default 0.5\)"):
         build_strategy("mine", {"shares": 1})
 
 

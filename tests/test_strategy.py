@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -118,6 +120,31 @@ def test_fill_takes_from_a_million_groups_without_a_loop_over_them() -> None:
     groups = live_groups([30] * 1_000_000)
     chosen = fill(groups, np.arange(len(groups)), Budget(tokens=65536, groups=None, seq_len=64))
     assert isinstance(chosen, Selection) and len(chosen.rows) == 65536 // 30
+
+
+@given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.integers(1, 5))
+@steady
+def test_fill_takes_the_same_from_an_order_in_pieces(tokens: list[int], budget: Budget, size: int) -> None:
+    """However the order is cut: a strategy may make it as far as a batch asks for."""
+    groups, order = live_groups(tokens), np.arange(len(tokens))[::-1]
+    whole = fill(groups, order, budget)
+    pieces = fill(groups, (order[at : at + size] for at in range(0, len(order), size)), budget)
+    if isinstance(whole, Selection):
+        assert isinstance(pieces, Selection) and pieces.rows.tolist() == whole.rows.tolist()
+    else:
+        assert pieces == whole
+
+
+def test_fill_asks_for_no_more_pieces_than_the_batch_needs() -> None:
+    """What comes after a full batch is never made."""
+
+    def order() -> Iterator[npt.NDArray[np.int64]]:
+        yield np.array([2, 1])
+        raise LookupError("asked for more than was needed")
+
+    for budget in (Budget(None, 2, 64), Budget(60, None, 64)):
+        chosen = fill(live_groups([30] * 9), order(), budget)
+        assert isinstance(chosen, Selection) and chosen.rows.tolist() == [3, 2]
 
 
 # ---------------------------------------------------------------------- the staleness window
@@ -247,7 +274,7 @@ class Options(StrategyOptions, frozen=True):
     max_staleness: Annotated[int, Meta(ge=0)] = 1
     cooldown: int = 0
 
-    valid: ClassVar[str] = "order, max_staleness (default 1), cooldown (default 0)"
+    valid: ClassVar[str] = "order: text; max_staleness: int >= 0 (default 1); cooldown: int (default 0)"
 
 
 def test_options_are_built_with_their_defaults() -> None:

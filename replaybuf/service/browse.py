@@ -75,6 +75,13 @@ def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:
         "adapter": entry.strings.adapter,
         "policy_version": int(entry.values["policy_version"]),
         "tokens": int(entry.values["tokens"]),
+        "group_size": int(entry.values["rollouts"]),
+        "longest_tokens": int(entry.values["longest_tokens"]),
+        "truncated": int(entry.values["truncated"]),
+        "source": int(entry.values["source"]),
+        "arrival_s": float(entry.values["arrival_s"]),
         "reward_mean": float(entry.values["reward_mean"]),
+        "reward_std": float(entry.values["reward_std"]),
+        "advantage_abs_mean": float(entry.values["advantage_abs_mean"]),
         "times_sampled": int(run.state.index["times_sampled"][rows[0]]) if len(rows) else len(steps),
     }

@@ -59,29 +59,32 @@ class _Built:
 
 
 class _Unavailable(Strategy[StrategyOptions], Filter[StrategyOptions]):
-    """Stands for a plug-in that is not installed (any more) or does not import: raises whatever it is asked."""
+    """Stands for a plug-in that is not installed any more or does not import: it pauses the run that asks it."""
 
     def __init__(self, error: Invalid) -> None:
         super().__init__(StrategyOptions())
-        self._error = error
+        self._detail = error.detail
+
+    def _fault(self) -> StrategyFault:
+        return StrategyFault(self._detail, name="strategy")
 
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         """Raise."""
-        raise self._error
+        raise self._fault()
 
     def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
         """Raise."""
-        raise self._error
+        raise self._fault()
 
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
         """Raise."""
-        raise self._error
+        raise self._fault()
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
         """Raise."""
-        raise self._error
+        raise self._fault()
 
 
 def _build(config: RunConfig) -> _Built:
@@ -143,6 +146,8 @@ class Selector:
         try:
             with bounded():
                 return call()
+        except StrategyFault:
+            raise
         except TookTooLong as error:
             logger.exception("plug-in too slow run=%s call=%s", self._name, what)
             cause: Exception = error
@@ -277,7 +282,7 @@ class Selector:
         rows = index.live() if only is None else index.rows_of(only)
         rows = rows[index["state"][rows] == LIVE]
         by_reason: dict[str, list[int]] = {}
-        if not len(rows):
+        if not len(rows) or self._state.state == "paused":
             return by_reason
         groups = index.groups(rows)
         view = self.view(self._state.next_step)

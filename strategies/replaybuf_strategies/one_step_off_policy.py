@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Meta
 
 from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, StrategyOptions, Waiting, fill
+from replaybuf_strategies.draws import ascending
 
 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
@@ -39,4 +40,4 @@ class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
         """Take the oldest policy version first, then the order in which groups were stored."""
-        return fill(groups, np.argsort(groups.policy_version, kind="stable"), budget)
+        return fill(groups, ascending(groups.policy_version), budget)

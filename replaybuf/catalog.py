@@ -1,0 +1,206 @@
+"""`replaybuf strategies`: which are installed, what one of them takes, whether a new one keeps the contract."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as shapes
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replaybuf import plugins
+from replaybuf.errors import Invalid, MissingExtra, ReplaybufError, StrategyFault
+from replaybuf.strategy import Filter, Strategy, StrategyOptions, check_options
+
+SUITE = "replaybuf.testing"
+_PROPERTIES = ("max_staleness", "max_uses", "look_ahead")
+
+
+def show_list(console: Console) -> bool:
+    """Print every installed strategy with its first line and where it comes from; False where one does not import."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("strategy", "from", "what it does"):
+        table.add_column(heading, header_style="dim", no_wrap=heading == "strategy", overflow="fold")
+    good = True
+    for name in plugins.names(plugins.STRATEGIES):
+        entry = plugins.find(plugins.STRATEGIES, name)
+        try:
+            told = Text(_first_line(plugins.load(plugins.STRATEGIES, name)))
+        except ReplaybufError as error:
+            told, good = Text(error.detail, style="red"), False
+        table.add_row(name, Text(_origin(entry)), told)
+    console.print(table)
+    return good
+
+
+def show_strategy(name: str, console: Console) -> None:
+    """Print what a strategy does, what it promises by default and its options. Raises `Invalid`."""
+    entry = plugins.find(plugins.STRATEGIES, name)
+    cls = plugins.load(plugins.STRATEGIES, name)
+    console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
+    console.print(Text(inspect.getdoc(cls) or "no docstring"))
+    console.print()
+    with_defaults = _built(cls, name, {}) if not _required(cls.Options) else None
+    if with_defaults is not None:
+        promised = ", ".join(f"{what} {_or_unbounded(getattr(with_defaults, what))}" for what in _PROPERTIES)
+        console.print(Text(f"by default: {promised}"))
+    rows = list(option_rows(cls.Options))
+    if not rows:
+        console.print("no options")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("option", "type", "default", "range"):
+        table.add_column(heading, header_style="dim")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+    if cls.Options.__doc__ and cls.Options is not StrategyOptions:
+        console.print(Text(inspect.getdoc(cls.Options) or ""))
+
+
+def check_class(target: str, options: dict[str, Any], console: Console) -> bool:
+    """Hold a class that is not installed yet to the contract; print each finding; True where all is well.
+
+    `target` is MODULE:CLASS; modules of the working folder are found too. Raises `Invalid` where it does not import.
+    """
+    cls = _import(target)
+    good = True
+    for what, fault in _findings(cls, target, options):
+        good = good and not fault
+        mark = Text("fail" if fault else "ok", style="red" if fault else "green")
+        console.print(Text.assemble(mark, f"  {what}", f": {fault}" if fault else ""), soft_wrap=True)
+        if fault:
+            break  # what follows would stumble over the same
+    return good
+
+
+def option_rows(shape: type[StrategyOptions]) -> Iterator[tuple[str, str, str, str]]:
+    """Describe options, one by one: name, type, default, range."""
+    described = shapes.type_info(shape)
+    for field in described.fields if isinstance(described, shapes.StructType) else ():
+        default = "required" if field.required else repr(_default(field))
+        yield field.encode_name, _type(field.type), default, _range(field.type)
+
+
+def _default(field: shapes.Field) -> Any:
+    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+
+
+def _type(kind: shapes.Type) -> str:
+    match kind:
+        case shapes.UnionType():
+            return " or ".join(_type(part) for part in kind.types)
+        case shapes.LiteralType():
+            return " or ".join(repr(value) for value in kind.values)
+        case shapes.ListType() | shapes.SetType() | shapes.VarTupleType():
+            return f"list of {_type(kind.item_type)}"
+        case shapes.DictType():
+            return f"{_type(kind.key_type)} to {_type(kind.value_type)}"
+        case shapes.NoneType():
+            return "null"
+    return type(kind).__name__.removesuffix("Type").lower()
+
+
+def _range(kind: shapes.Type) -> str:
+    """Tell the bounds of a number, of the numbers in a union, or of what a table or list holds."""
+    match kind:
+        case shapes.UnionType():
+            return " or ".join(filter(None, (_range(part) for part in kind.types)))
+        case shapes.DictType():
+            return _range(kind.value_type)
+        case shapes.IntType() | shapes.FloatType():
+            signs = (">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt)
+            return ", ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
+    return ""
+
+
+def _findings(cls: Any, target: str, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is checked and, where it does not hold, the fault."""
+    kinds = (Strategy, Filter)
+    is_kind = isinstance(cls, type) and issubclass(cls, kinds)
+    yield "is a strategy or a filter", "" if is_kind else f"{target} is no subclass of replaybuf.strategy.Strategy"
+    yield "says what it does", "" if cls.__doc__ else "the class has no docstring"
+    yield "has frozen options that refuse unknown names", _fault_of_options(cls.Options)
+    try:
+        built = _built(cls, target, options)
+    except ReplaybufError as error:
+        yield "builds from its options", f"{error.detail}; give required ones with --option KEY=VALUE"
+        return
+    yield "builds from its options", ""
+    yield from _suite(cls, built, target, options)
+
+
+def _suite(cls: Any, built: Any, target: str, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Run the contract suite. Raises `MissingExtra`, and `StrategyFault` for whatever the class raises."""
+    try:
+        testing = importlib.import_module(SUITE)
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"the contract suite {SUITE}", "testing") from error
+    names = ("check_strategy", "check_progress") if isinstance(built, Strategy) else ("check_filter",)
+    for name in names:
+        check = getattr(testing, name)
+        told = (inspect.getdoc(check) or name).partition(". Raises")[0].partition("\n")[0]
+        try:
+            check(lambda: _built(cls, target, options))
+        except StrategyFault as fault:
+            yield told, fault.detail
+        except Exception as error:  # a strategy under test may raise anything; that is what is to be told
+            raise StrategyFault(f"{target} raised {error!r} in {name}", name=target, value=repr(error)) from error
+        else:
+            yield told, ""
+
+
+def _fault_of_options(shape: Any) -> str:
+    if not (isinstance(shape, type) and issubclass(shape, msgspec.Struct)):
+        return f"Options is {shape!r}; it must be a subclass of replaybuf.strategy.StrategyOptions"
+    settings = shape.__struct_config__
+    missing = [name for name in ("frozen", "forbid_unknown_fields") if not getattr(settings, name)]
+    return f"Options lacks {' and '.join(missing)}=True" if missing else ""
+
+
+def _built(cls: Any, name: str, options: dict[str, Any]) -> Any:
+    """Build a strategy. Raises `Invalid`, also where its constructor raises."""
+    checked = check_options(name, options, cls.Options)
+    try:
+        return cls(checked)
+    except ReplaybufError:
+        raise
+    except Exception as error:  # whatever a plug-in raises is its author's to read
+        raise Invalid(f"{name} does not build: {error!r}", name=name) from error
+
+
+def _required(shape: type[StrategyOptions]) -> list[str]:
+    return [name for name, _, default, _ in option_rows(shape) if default == "required"]
+
+
+def _import(target: str) -> Any:
+    module, colon, name = target.partition(":")
+    if not colon or not module or not name:
+        raise Invalid(f"class is {target!r}; it must be MODULE:CLASS", name="class", value=target, bound="MODULE:CLASS")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return EntryPoint(name, target, plugins.STRATEGIES).load()
+    except Exception as error:  # whatever a module raises at import is its author's to read
+        raise Invalid(f"{target} does not import: {error!r}", name="class", value=target) from error
+
+
+def _first_line(cls: Any) -> str:
+    return (inspect.getdoc(cls) or "no docstring").partition("\n")[0]
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
+
+
+def _or_unbounded(bound: object) -> str:
+    return "unbounded" if bound is None else str(bound)

@@ -1,0 +1,44 @@
+"""The contract of strategies and filters as a suite that any of them must pass, built-in or not.
+
+In a plug-in's own tests::
+
+    from replaybuf.testing import StrategyContract
+
+    class TestMine(StrategyContract):
+        def build(self):
+            return Mine(MineOptions())
+
+or, without pytest, `check_strategy(lambda: Mine(MineOptions()))` and `check_progress(...)`. A broken rule raises
+`StrategyFault`, which names the rule; Hypothesis shows the smallest buffer it found for it. Needs the extra `testing`;
+the service does not import this.
+"""
+
+from __future__ import annotations
+
+from replaybuf.errors import MissingExtra
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+except ImportError:
+    raise MissingExtra("replaybuf.testing", "testing") from None
+
+from replaybuf.testing.contract import (
+    FilterContract,
+    StrategyContract,
+    check_filter,
+    check_progress,
+    check_strategy,
+)
+from replaybuf.testing.loop import ClosedLoop, Progress
+from replaybuf.testing.scenes import random_groups
+
+__all__ = [
+    "ClosedLoop",
+    "FilterContract",
+    "Progress",
+    "StrategyContract",
+    "check_filter",
+    "check_progress",
+    "check_strategy",
+    "random_groups",
+]

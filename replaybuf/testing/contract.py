@@ -1,0 +1,216 @@
+"""The rules that every strategy and every filter keeps, each by the name that a `StrategyFault` tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+
+from replaybuf.errors import StrategyFault
+from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
+from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
+from replaybuf.testing.scenes import Scene, scenes
+
+BuildStrategy = Callable[[], Strategy[Any]]
+BuildFilter = Callable[[], Filter[Any]]
+
+_REASON = re.compile(r"[a-z][a-z0-9_]{0,62}")
+_ROUNDS = 16
+"""Answers after which admission must have closed, each taken up in whole."""
+
+
+class StrategyContract:
+    """Tests that pytest collects in a subclass which defines `build`."""
+
+    def build(self) -> Strategy[Any]:
+        """Build a strategy anew."""
+        raise NotImplementedError
+
+    def test_it_keeps_the_contract_of_a_strategy(self) -> None:
+        """Selection, admission, eviction, bounds, over random buffers."""
+        check_strategy(self.build)
+
+    def test_it_neither_waits_for_ever_nor_starves_slow_prompts(self) -> None:
+        """In a closed loop with a trainer and producers, some of them 50 times slower."""
+        check_progress(self.build)
+
+
+class FilterContract:
+    """Tests that pytest collects in a subclass which defines `build`."""
+
+    def build(self) -> Filter[Any]:
+        """Build a filter anew."""
+        raise NotImplementedError
+
+    def test_it_keeps_the_contract_of_a_filter(self) -> None:
+        """Over random groups."""
+        check_filter(self.build)
+
+
+def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
+    """Hold a strategy to every rule, over `examples` random buffers. Raises `StrategyFault` naming the rule."""
+    _check_bounds(build())
+    strategy = build()
+
+    @settings(derandomize=True, deadline=None, max_examples=examples, database=None, suppress_health_check=_HEALTH)
+    @given(scenes(strategy.max_staleness, strategy.max_uses))
+    def over_random_buffers(scene: Scene) -> None:
+        for rule in (_selects_what_is_possible, _selects_the_same_again, _evicts_rightly, _admits_within_bounds):
+            rule(build, scene)
+
+    over_random_buffers()
+
+
+def check_filter(build: BuildFilter, examples: int = 60) -> None:
+    """Hold a filter to every rule, over `examples` random buffers. Raises `StrategyFault` naming the rule."""
+
+    @settings(derandomize=True, deadline=None, max_examples=examples, database=None, suppress_health_check=_HEALTH)
+    @given(scenes(None, None))
+    def over_random_buffers(scene: Scene) -> None:
+        _drops_rightly(build, scene)
+
+    over_random_buffers()
+
+
+_HEALTH = tuple(HealthCheck)
+
+
+def _rule(kept: bool, rule: str, value: object) -> None:
+    """Raise `StrategyFault` where a rule is broken."""
+    if not kept:
+        raise StrategyFault(f"rule '{rule}' is broken: {value!r}", name=rule, value=value, bound=rule)
+
+
+def check_progress(build: BuildStrategy, steps: int = 60) -> list[Progress]:
+    """Run closed loops, with batches counted in groups and in tokens: they go on, and slow prompts are trained.
+
+    Raises `StrategyFault` where a loop stands still, or slow prompts are trained less than half as often as others.
+    At staleness 0 the second is not asked: what arrives after the batch is full is lost, and that is what is slow.
+    """
+    found = []
+    for budget in BUDGETS:
+        progress = ClosedLoop(build(), budget).run(steps)
+        _rule(progress.steps == steps, "a trainer with producers at hand does not wait for ever", progress.steps)
+        found.append(progress)
+        if build().max_staleness == 0:
+            continue
+        slow, fast = progress.share(slow=True), progress.share(slow=False)
+        _rule(slow >= 0.5 * fast, "a prompt that takes 50 times longer is still trained", {"slow": slow, "fast": fast})
+    return found
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def _check_bounds(strategy: Strategy[Any]) -> None:
+    staleness, uses, ahead = strategy.max_staleness, strategy.max_uses, strategy.look_ahead
+    _rule(staleness is None or (type(staleness) is int and staleness >= 0), "max_staleness is null or >= 0", staleness)
+    _rule(uses is None or (type(uses) is int and uses >= 1), "max_uses is null or >= 1", uses)
+    _rule(type(ahead) is int and ahead >= 0, "look_ahead is >= 0", ahead)
+
+
+def _select(strategy: Strategy[Any], scene: Scene) -> Selection | Waiting:
+    """Ask for a batch, and see that the groups shown are as they were."""
+    shown = scene.groups()
+    answer = strategy.select(shown, scene.view, scene.view.budget, scene.rng())
+    for name, column in scene.columns.items():
+        _rule(np.array_equal(getattr(shown, name), column), "select leaves its view as it is", name)
+    _rule(isinstance(answer, Selection | Waiting), "select returns Selection or Waiting", answer)
+    return answer
+
+
+def _selects_what_is_possible(build: BuildStrategy, scene: Scene) -> None:
+    answer = _select(build(), scene)
+    if isinstance(answer, Waiting):
+        _rule(answer.reason in REASONS, "a reason for waiting is one of REASONS", answer.reason)
+        return
+    rows, budget = np.asarray(answer.rows), scene.view.budget
+    _rule(rows.ndim == 1 and len(rows) > 0, "selects at least one group", rows)
+    _rule(len(set(rows.tolist())) == len(rows), "selects a group once", rows)
+    given_rows = scene.columns["row"]
+    _rule(set(rows.tolist()) <= set(given_rows.tolist()), "selects only groups it was given", rows)
+    tokens = int(scene.columns["tokens"][np.isin(given_rows, rows)].sum(dtype=np.int64))
+    _rule(budget.tokens is None or tokens <= budget.tokens, "keeps the token budget", tokens)
+    _rule(budget.groups is None or len(rows) <= budget.groups, "keeps the group budget", len(rows))
+    if answer.weights is not None:
+        weights = np.asarray(answer.weights)
+        _rule(weights.shape == rows.shape, "gives one weight per group", weights.shape)
+        _rule(bool(np.isfinite(weights).all() and (weights > 0).all()), "weights are finite and > 0", weights)
+
+
+def _selects_the_same_again(build: BuildStrategy, scene: Scene) -> None:
+    """The answer depends on the arguments alone: not on what was asked before, nor on the instance."""
+    strategy = build()
+    first = _answer(_select(strategy, scene))
+    _rule(_answer(_select(strategy, scene)) == first, "selects the same again", first)
+    empty = dataclasses.replace(scene, columns={name: column[:0] for name, column in scene.columns.items()})
+    _select(strategy, empty)
+    strategy.admit(scene.view, scene.flow)
+    _rule(_answer(_select(strategy, scene)) == first, "selects the same whatever was asked between", first)
+    _rule(_answer(_select(build(), scene)) == first, "selects the same as another instance", first)
+
+
+def _answer(answer: Selection | Waiting) -> object:
+    if isinstance(answer, Waiting):
+        return answer.reason
+    weights = None if answer.weights is None else np.asarray(answer.weights).tolist()
+    return np.asarray(answer.rows).tolist(), weights
+
+
+def _check_evictions(found: Evictions, groups: Groups, what: str) -> None:
+    _rule(isinstance(found, Evictions), f"{what} returns Evictions", found)
+    _rule(len(found.rows) == len(found.reasons), f"{what} gives one reason per group", found)
+    _rule(len(set(found.rows)) == len(found.rows), f"{what} names a group once", found.rows)
+    _rule(set(found.rows) <= set(groups.row.tolist()), f"{what} names only groups it was given", found.rows)
+    for reason in set(found.reasons):
+        _rule(bool(_REASON.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
+
+
+def _evicts_rightly(build: BuildStrategy, scene: Scene) -> None:
+    """What is too stale goes; what the bounds still allow goes only if no later batch would take it."""
+    strategy = build()
+    later = scene.seed % (min(strategy.max_staleness or 0, 50) + 3)
+    version = scene.view.version + later
+    view = dataclasses.replace(scene.view, version=version, step=version, published_version=version)
+    groups = scene.groups()
+    found = strategy.evict(groups, view)
+    _check_evictions(found, groups, "evict")
+    _rule(strategy.evict(scene.groups(), view) == found, "evicts the same again", found)
+    allowed = np.ones(len(groups), bool)
+    if strategy.max_staleness is not None:
+        allowed = version - groups.policy_version.astype(np.int64) <= strategy.max_staleness
+    kept = set(groups.row[~allowed].tolist()).difference(found.rows)
+    _rule(not kept, "evicts what is staler than max_staleness", kept)
+    gone = allowed & np.isin(groups.row, np.array(found.rows, np.int64))
+    for ahead in range(4 if gone.any() else 0):
+        moment = dataclasses.replace(view, step=view.step + ahead, version=version + ahead)
+        offered = groups.take(gone)
+        chosen = strategy.select(offered, moment, Budget(None, 1, 4096), scene.rng())
+        _rule(isinstance(chosen, Waiting), "evicts only what it would never select", found)
+
+
+def _admits_within_bounds(build: BuildStrategy, scene: Scene) -> None:
+    """Granting what it admits closes the door: producers never run ahead without bound."""
+    strategy, view = build(), scene.view
+    for _ in range(_ROUNDS):
+        admitted = strategy.admit(view, scene.flow)
+        _rule(isinstance(admitted, int) and admitted >= 0, "admits a number >= 0", admitted)
+        if not admitted:
+            return
+        view = dataclasses.replace(view, tickets_out=view.tickets_out + admitted)
+    _rule(False, f"admits no more after {_ROUNDS} grants without an arrival", view.tickets_out)
+
+
+def _drops_rightly(build: BuildFilter, scene: Scene) -> None:
+    groups = scene.groups()
+    found = build().drop(groups, scene.view)
+    _check_evictions(found, groups, "drop")
+    for name, column in scene.columns.items():
+        _rule(np.array_equal(getattr(groups, name), column), "drop leaves its view as it is", name)
+    filter_ = build()
+    filter_.drop(scene.groups().take(np.arange(0)), scene.view)
+    _rule(filter_.drop(scene.groups(), scene.view) == found, "drops the same again", found)

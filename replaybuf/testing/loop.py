@@ -1,0 +1,169 @@
+"""A trainer and producers around one strategy, in virtual time: does it go on, and who is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.strategy import Budget, BufferView, Flow, Groups, Strategy, Waiting
+
+BUDGETS = (Budget(None, 16, 4096), Budget(1650, None, 4096))
+"""Batches counted in groups, and in tokens: a group has 60 to 140 of them."""
+MEAN_TOKENS = 100
+SLOW_EVERY = 8
+"""Every eighth prompt is slow."""
+FAST_S, SLOW_S, STEP_S = 0.01, 0.5, 1.0
+TAIL_STEPS = 8
+"""Groups that arrive within the last steps are not judged: they had no time to be used."""
+
+_TRAINED = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What came of a closed loop. Per group in the order of storing: `slow`, `judged` bool, `uses` int; `staleness` of
+    every use.
+    """
+
+    steps: int
+    slow: npt.NDArray[np.bool_]
+    judged: npt.NDArray[np.bool_]
+    uses: npt.NDArray[np.int32]
+    staleness: npt.NDArray[np.int64]
+
+    def share(self, *, slow: bool) -> float:
+        """Return the share of the judged slow (or fast) groups that were trained at least once."""
+        uses = self.uses[self.judged & (self.slow == slow)]
+        return float((uses > 0).mean()) if len(uses) else 1.0
+
+
+class ClosedLoop:
+    """One trainer and as many producers as admission lets work.
+
+    A step takes 1 and is followed by a publication at once; a group takes 0.01, every eighth prompt 50 times as long.
+    The core's bounds are kept as the service keeps them. Stands still where no batch can be made and nothing is coming.
+    """
+
+    def __init__(self, strategy: Strategy[Any], budget: Budget = BUDGETS[0], seed: int = 0) -> None:
+        self._strategy = strategy
+        self._budget = budget
+        self._seed = seed
+        self._now_s = 0.0
+        self._step = 0
+        self._training = False
+        self._prompts = 0
+        self._coming: list[tuple[float, int, int]] = []
+        self._columns = {name: np.empty(0, dtype) for name, dtype in Groups.DTYPES.items()}
+        self._gone = np.empty(0, bool)
+        self._stored_at = np.empty(0, np.int64)
+        self._staleness: list[int] = []
+
+    def run(self, steps: int) -> Progress:
+        """Train so many steps, or as many as come before everything stands still."""
+        while self._step < steps:
+            self._evict()
+            self._start(self._strategy.admit(self._view(), Flow(self._now_s, float(MEAN_TOKENS))))
+            if not self._training:
+                self._training = self._assemble()
+            if not self._coming:
+                break
+            self._go_on()
+        return Progress(
+            steps=self._step,
+            slow=self._columns["prompt_index"] % SLOW_EVERY == 0,
+            judged=self._stored_at < steps - TAIL_STEPS,
+            uses=self._columns["times_sampled"],
+            staleness=np.array(self._staleness, np.int64),
+        )
+
+    @property
+    def _next_step(self) -> int:
+        return self._step + self._training
+
+    def _start(self, groups: int) -> None:
+        """Let producers start so many groups, with the version that is published."""
+        for prompt in range(self._prompts, self._prompts + groups):
+            takes_s = SLOW_S if prompt % SLOW_EVERY == 0 else FAST_S
+            heapq.heappush(self._coming, (self._now_s + takes_s, prompt, self._step))
+        self._prompts += groups
+
+    def _go_on(self) -> None:
+        """Let the next thing happen: a group arrives, or the step in training is done and published."""
+        self._now_s, prompt, version = heapq.heappop(self._coming)
+        if prompt == _TRAINED:
+            self._training = False
+            self._step += 1
+            return
+        tokens = MEAN_TOKENS + 20 * (prompt % 5 - 2)
+        values = {
+            "row": len(self._gone) + 1,
+            "prompt_index": prompt,
+            "policy_version": version,
+            "policy_version_max": version,
+            "tokens": tokens,
+            "rollouts": 8,
+            "last_step": -1,
+            "reward_mean": 0.5,
+            "reward_std": 0.5,
+            "advantage_abs_mean": 0.5 + 0.1 * (prompt % 5),
+            "arrival_s": self._now_s,
+            "priority": 0.5,
+            "longest_tokens": tokens // 8,
+        }
+        for name, column in self._columns.items():
+            self._columns[name] = np.append(column, column.dtype.type(values.get(name, 0)))
+        self._gone = np.append(self._gone, False)
+        self._stored_at = np.append(self._stored_at, self._step)
+
+    def _live(self) -> npt.NDArray[np.bool_]:
+        live = ~self._gone
+        if self._strategy.max_uses is not None:
+            live &= self._columns["times_sampled"] < self._strategy.max_uses
+        return live
+
+    def _groups(self, which: npt.NDArray[np.bool_]) -> Groups:
+        return Groups(**{name: column[which] for name, column in self._columns.items()})
+
+    def _view(self) -> BufferView:
+        live = self._live()
+        uses = self._columns["times_sampled"]
+        return BufferView(
+            step=self._next_step,
+            version=self._next_step,
+            published_version=self._step,
+            steps_per_publish=1,
+            groups_live=int(live.sum()),
+            tokens_live=int(self._columns["tokens"][live].sum()),
+            tickets_out=len(self._coming) - self._training,
+            budget=self._budget,
+            groups_stored=len(uses),
+            groups_used=int(uses.sum()),
+            groups_fresh=int((uses[live] == 0).sum()),
+            uses_live=int(uses[live].sum()),
+        )
+
+    def _evict(self) -> None:
+        found = self._strategy.evict(self._groups(self._live()), self._view())
+        self._gone[np.array(found.rows, np.int64) - 1] = True
+
+    def _assemble(self) -> bool:
+        """Make the batch of the next step and start to train on it, or say that there is none."""
+        staleness = self._step - self._columns["policy_version"]
+        usable = self._live() & (staleness >= 0)
+        if self._strategy.max_staleness is not None:
+            usable &= staleness <= self._strategy.max_staleness
+        view = self._view()
+        rng = np.random.default_rng([self._seed, self._step])
+        chosen = self._strategy.select(self._groups(usable), view, view.budget, rng)
+        if isinstance(chosen, Waiting):
+            return False
+        at = np.asarray(chosen.rows) - 1
+        self._columns["times_sampled"][at] += 1
+        self._columns["last_step"][at] = self._step
+        self._staleness += staleness[at].tolist()
+        heapq.heappush(self._coming, (self._now_s + STEP_S, _TRAINED, self._step))
+        return True

@@ -1,0 +1,114 @@
+"""Random buffers for the contract suite: what a strategy may be shown, and what it may be told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from replaybuf.strategy import Budget, BufferView, Flow, Groups, source_code
+
+_LARGEST_INT32 = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A buffer at the moment of a decision: groups that the strategy's bounds allow, and what is known besides."""
+
+    seed: int
+    huge: bool
+    view: BufferView
+    flow: Flow
+    columns: dict[str, npt.NDArray[Any]] = dataclasses.field(repr=False)
+
+    def groups(self) -> Groups:
+        """Show the groups, as new columns that nobody can write."""
+        columns = {name: column.copy() for name, column in self.columns.items()}
+        for column in columns.values():
+            column.flags.writeable = False
+        return Groups(**columns)
+
+    def rng(self) -> np.random.Generator:
+        """Make the generator of this decision, in its first state."""
+        return np.random.default_rng(self.seed)
+
+
+def random_groups(
+    count: int, rng: np.random.Generator, *, version: int = 10, step: int = 10, huge: bool = False
+) -> dict[str, npt.NDArray[Any]]:
+    """Draw the columns of `Groups`: `count` groups, some used before; `huge` numbers where columns can hold them."""
+    most = _LARGEST_INT32 if huge else 200
+    used = np.where(rng.random(count) < 0.5, 0, rng.integers(0, 4, count)) if step else np.zeros(count)
+    tokens = rng.integers(2, most, count)
+    rollouts = rng.integers(1, 9, count)
+    scale = np.float32(3e38 if huge else 1.0)
+    named = np.array([0, source_code("a"), source_code("b"), source_code("c")])
+    columns: dict[str, npt.NDArray[Any]] = {
+        "row": np.cumsum(rng.integers(1, 2**40 if huge else 3, count)),
+        "prompt_index": rng.integers(-1, 2**53 if huge else 12, count),
+        "adapter": np.zeros(count, np.int32),
+        "policy_version": np.full(count, version),
+        "policy_version_max": np.full(count, version),
+        "tokens": tokens,
+        "rollouts": rollouts,
+        "times_sampled": used,
+        "last_step": np.where(used > 0, step - 1 - rng.integers(0, max(1, min(step, 8)), count), -1),
+        "reward_mean": (rng.random(count) - 0.5) * scale,
+        "reward_std": rng.choice([0.0, 0.1, 1.0], count) * scale,
+        "advantage_abs_mean": rng.choice([0.0, 1e-3, 0.5, 1.0], count) * scale,
+        "arrival_s": np.cumsum(rng.random(count)),
+        "priority": rng.choice([0.0, 1e-3, 0.5, 1.0], count) * scale,
+        "source": rng.choice(named, count),
+        "longest_tokens": np.maximum(1, tokens // rollouts),
+        "truncated": rng.integers(0, rollouts + 1),
+    }
+    types = Groups.DTYPES
+    return {name: column.astype(types[name]) for name, column in columns.items()}
+
+
+def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: int, huge: bool, budget: Budget) -> Scene:
+    """Draw a buffer from few numbers, so that Hypothesis can make it small."""
+    rng = np.random.default_rng(seed)
+    version = _LARGEST_INT32 - 100 if huge else int(rng.integers(0, 20))
+    columns = random_groups(count, rng, version=version, step=version, huge=huge)
+    oldest = min(version, 30 if max_staleness is None else max_staleness)
+    columns["policy_version"] -= rng.integers(0, oldest + 1, count).astype(np.int32)
+    if max_uses is not None:
+        columns["times_sampled"] = np.minimum(columns["times_sampled"], np.int32(min(max_uses, _LARGEST_INT32) - 1))
+        columns["last_step"] = np.where(columns["times_sampled"] > 0, columns["last_step"], np.int32(-1))
+    uses, tokens = int(columns["times_sampled"].sum()), int(columns["tokens"].sum(dtype=np.int64))
+    view = BufferView(
+        step=version,
+        version=version,
+        published_version=version - int(rng.integers(0, 2)) if version else 0,
+        steps_per_publish=1,
+        groups_live=count,
+        tokens_live=tokens,
+        tickets_out=int(rng.integers(0, 10)),
+        budget=budget,
+        batches=tuple(rng.integers(1, 9, 3).tolist()),
+        groups_stored=count + int(rng.integers(0, 100)),
+        groups_used=uses + int(rng.integers(0, 200)),
+        groups_fresh=int((columns["times_sampled"] == 0).sum()),
+        uses_live=uses,
+    )
+    mean = tokens / count if count else 100.0
+    return Scene(seed, huge, view, Flow(now_s=1e9, tokens_per_group=mean, groups_per_s=1.0, steps_per_s=0.1), columns)
+
+
+def scenes(max_staleness: int | None, max_uses: int | None) -> st.SearchStrategy[Scene]:
+    budgets = st.builds(
+        Budget, tokens=st.none() | st.integers(2, 4000), groups=st.none() | st.integers(1, 24), seq_len=st.just(4096)
+    ).filter(lambda budget: budget.tokens is not None or budget.groups is not None)
+    return st.builds(
+        _scene,
+        st.just(max_staleness),
+        st.just(max_uses),
+        seed=st.integers(0, 2**32 - 1),
+        count=st.integers(0, 40),
+        huge=st.booleans(),
+        budget=budgets,
+    )

@@ -1,0 +1,144 @@
+"""Orders in which `replay` looks at groups: positions in pieces, each once, made as far as a batch asks for.
+
+A piece is an int64 array of positions. `may` judges groups by their columns and is asked only about those that are
+looked at, so that choosing 512 of a million does not touch the million.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.strategy import Groups
+
+Positions = npt.NDArray[np.int64]
+Pieces = Iterator[Positions]
+May = Callable[[Groups], npt.NDArray[np.bool_]]
+
+_PIECE = 8192
+_LONG_PIECE = 65_536
+_PASSES = 8
+_FEW = 4096
+"""Below this many groups keys for all cost less than drawing with rejection."""
+_LEAST_ACCEPTANCE = 1 / 64
+_LARGEST = float(np.finfo(np.float32).max)
+FLOOR = 1e-6
+"""Added to every priority, so that a group of priority 0 is rare but not lost (Schaul et al. 2016, section 3.3)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Propensity:
+    """How likely a group is drawn: p_i = (x_i + 1e-6) ** exponent, x_i = its `column`.
+
+    What is not a priority counts as one that is: NaN and negative numbers as 0, infinity as the largest float32.
+    """
+
+    column: str
+    exponent: float
+
+    def of(self, groups: Groups) -> npt.NDArray[np.float64]:
+        """Return p, float64 [len(groups)], each > 0 and finite."""
+        return self._power(getattr(groups, self.column))
+
+    def largest(self, groups: Groups) -> float:
+        """Return the largest p among these groups."""
+        column = getattr(groups, self.column)
+        largest = np.max(column, initial=0.0)
+        if np.isnan(largest):
+            largest = np.fmax.reduce(column, initial=0.0)
+        return float(self._power(np.atleast_1d(largest))[0])
+
+    def _power(self, values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+        known = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=_LARGEST)
+        powers: npt.NDArray[np.float64] = (np.clip(known, 0.0, _LARGEST) + FLOOR) ** self.exponent
+        return powers
+
+
+def ascending(values: npt.NDArray[np.integer]) -> Pieces:
+    """Order positions by value, equal ones as they stand: `argsort(values, kind="stable")`, in pieces.
+
+    One value after the other, for as long as a batch asks: there are few policy versions within a staleness window,
+    and most batches are full within the oldest. What is left after `_PASSES` values is sorted at once.
+    """
+    value = int(values.min()) if len(values) else None
+    passes = 0
+    while value is not None and passes < _PASSES:
+        for start in range(0, len(values), _LONG_PIECE):
+            yield np.flatnonzero(values[start : start + _LONG_PIECE] == value) + start
+        larger = values[values > value]
+        value = int(larger.min()) if len(larger) else None
+        passes += 1
+    if value is not None:
+        rest = np.flatnonzero(values >= value)
+        yield rest[np.argsort(values[rest], kind="stable")]
+
+
+def least_recently_used(groups: Groups, may: May) -> Pieces:
+    """Go through the groups as through a queue that a used group joins anew: by last use (never first), then storing.
+
+    By storing alone the oldest groups would use up all their uses before anybody else's turn came, and what arrived
+    meanwhile would become too stale.
+    """
+    for piece in ascending(groups.last_step):
+        yield piece[may(groups.take(piece))]
+
+
+def newest_first(groups: Groups, may: May) -> Pieces:
+    """Go through the groups from the last stored one back."""
+    for end in range(len(groups), 0, -_PIECE):
+        positions = np.arange(end - 1, max(0, end - _PIECE) - 1, -1)
+        yield positions[may(groups.take(positions))]
+
+
+def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.random.Generator, wanted: int) -> Pieces:
+    """Draw without replacement: each next group with probability p_i / (sum of p over those not drawn yet).
+
+    `propensity` None: p = 1. `wanted` is about how many will be asked for. Uniform positions are drawn and kept with
+    probability p_i / max p, where `may` allows and they were not drawn before: what is kept next is distributed as
+    above, whatever was drawn earlier. Where too few are kept, what is left is ordered by keys E_i / p_i with
+    exponential E_i (Efraimidis & Spirakis 2006): the same distribution, at a cost that grows with all groups.
+    """
+    seen: dict[int, None] = {}
+    count = len(groups)
+    if count > _FEW:
+        largest = 1.0 if propensity is None else propensity.largest(groups)
+        size = 2 * wanted + 64
+        while size < count // 4 and len(seen) < count // 4:
+            positions = rng.integers(0, count, size)
+            there = groups.take(positions)
+            kept = may(there)
+            if propensity is not None:
+                kept = kept & (rng.random(size) * largest < propensity.of(there))
+            new = [position for position in dict.fromkeys(positions[kept].tolist()) if position not in seen]
+            seen.update(dict.fromkeys(new))
+            yield np.array(new, np.int64)
+            acceptance = (len(new) + 1) / size
+            if acceptance < _LEAST_ACCEPTANCE:
+                break
+            size = int(wanted / acceptance) + 64
+    yield from _keyed(groups, may, propensity, rng, wanted, np.array(list(seen), np.int64))
+
+
+def _keyed(
+    groups: Groups, may: May, propensity: Propensity | None, rng: np.random.Generator, wanted: int, seen: Positions
+) -> Pieces:
+    """Order what is allowed and not seen by exponential keys: the first ones first, the others only when asked for."""
+    allowed = may(groups).copy()
+    allowed[seen] = False
+    rest = np.flatnonzero(allowed)
+    if not len(rest):
+        return
+    keys = rng.standard_exponential(len(rest))
+    if propensity is not None:
+        keys /= propensity.of(groups.take(rest))
+    first = min(2 * wanted + 64, len(rest))
+    if first < len(rest):
+        parted = np.argpartition(keys, first)
+        nearest, others = parted[:first], parted[first:]
+        yield rest[nearest[np.argsort(keys[nearest])]]
+        yield rest[others[np.argsort(keys[others])]]
+    else:
+        yield rest[np.argsort(keys)]

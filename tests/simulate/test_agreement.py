@@ -1,0 +1,117 @@
+"""The simulator against the real thing: one workload, once with a virtual clock and once in (compressed) real time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from replaybuf.client import AsyncClient
+from replaybuf.config import RunConfig
+from replaybuf.errors import Invalid, NotFound
+from replaybuf.simulate.command import study_of
+from replaybuf.simulate.figures import Figures
+from replaybuf.simulate.loop import simulate
+from replaybuf.simulate.recording import Recording, derive, read_file, read_service, save
+from replaybuf.simulate.workload import Supply, Workload
+from tests.conftest import RunClient, ServeProcess, group
+from tests.simulate.scripted import Measured, play
+from tests.simulate.workloads import config, workload
+
+STEPS = 32
+STALENESS_TOLERANCE = 0.25
+"""Policy versions, of a mean between 0.8 and 1.9."""
+SHARE_TOLERANCE = 0.12
+"""Of the trainer's time, and of the groups stored: what the real run's calls and its busy machine may add."""
+
+CASES = {
+    "agrees-tight": ({"max_staleness": 1}, {"slots": 6, "token_s": 0.008}),
+    "agrees-loose": ({"max_staleness": 3}, {"slots": 6, "token_s": 0.016}),
+}
+
+
+def case(name: str) -> tuple[RunConfig, Workload]:
+    """Return configuration and speeds of a case: a step of 0.4 s, groups of 0.1 to 1.7 s."""
+    options, speeds = CASES[name]
+    lengths = {"length_mean": 25.0, "length_sigma": 0.9, "length_shared": 0.8, "length_max": 100}
+    w = workload(group_s=0.1, train_s=0.3, publish_s=0.1, round_s=0.01, checkpoint_steps=8, **lengths, **speeds)
+    return config(options=options), w
+
+
+async def play_all(url: str) -> dict[str, Measured]:
+    """Play every case at the same time, on runs of one service."""
+
+    async def one(name: str) -> Measured:
+        run, w = case(name)
+        async with AsyncClient(url, name, retry_for_s=5.0) as client:
+            await client.put_run(msgspec.to_builtins(run))
+            return await play(client, Supply(w, run, seed=1), STEPS)
+
+    return dict(zip(CASES, await asyncio.gather(*(one(name) for name in CASES)), strict=True))
+
+
+def real_figures(url: str, name: str) -> dict[str, Any]:
+    """Return the staleness mean and the share of groups dropped, as the service counted them."""
+    client = RunClient(url, name)
+    state = client.state()
+    client.http.close()
+    ages = {int(age): count for age, count in state["staleness"].items()}
+    return {
+        "staleness": sum(age * count for age, count in ages.items()) / sum(ages.values()),
+        "dropped": sum(state["groups"]["evicted"].values()) / state["groups"]["stored"],
+    }
+
+
+def test_simulated_and_real_runs_agree(service: ServeProcess, tmp_path: Path) -> None:
+    """Trainer wait, mean staleness and drops of both cases; then what is read off the recorded runs."""
+    measured = asyncio.run(play_all(service.url))
+    for name in CASES:
+        run, w = case(name)
+        simulated: Figures = simulate(run, Supply(w, run, seed=1), STEPS)
+        real = real_figures(service.url, name)
+        told = f"{name}: real {real}, waited {measured[name].wait_share:.3f}; simulated {simulated.wait_share:.3f}"
+        assert simulated.steps == STEPS
+        assert simulated.wait_share == pytest.approx(measured[name].wait_share, abs=SHARE_TOLERANCE), told
+        assert simulated.staleness_mean == pytest.approx(real["staleness"], abs=STALENESS_TOLERANCE), told
+        dropped = simulated.coverage.dropped / simulated.stored_groups
+        assert dropped == pytest.approx(real["dropped"], abs=SHARE_TOLERANCE), told
+        recorded_run_is_understood(service.url, name, w, tmp_path / f"{name}.json")
+
+
+def recorded_run_is_understood(url: str, name: str, w: Workload, path: Path) -> None:
+    """Speeds come out near what was scripted, a saved recording is the same, and it can be studied."""
+    recording = read_service(url, name, None)
+    save(recording, path)
+    assert read_file(path) == recording
+    found = derive(recording, Workload())
+    assert found.train_s == pytest.approx(w.train_s, abs=0.1)
+    assert found.publish_s == pytest.approx(w.publish_s, abs=0.05)
+    assert w.slots / 3 <= found.slots <= 3 * w.slots
+    assert derive(recording, Workload(slots=5, train_s=9.0)).train_s == 9.0, "what is given is not estimated"
+    study = study_of([], [], steps=STEPS, seed=0, config=recording.config, recording=recording, workload=Workload())
+    assert study.recorded == name and study.runs[0].steps == STEPS
+    assert study.runs[0].generated_lengths.mean == pytest.approx(recorded_length(recording), rel=0.2)
+
+
+def recorded_length(recording: Recording) -> float:
+    """Mean tokens of the recorded rollouts."""
+    return sum(g.tokens for g in recording.groups) / sum(g.group_size for g in recording.groups)
+
+
+def test_a_run_with_too_few_groups_teaches_nothing(run: RunClient, service: ServeProcess) -> None:
+    """Named with the number that is needed."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"), group("b"))
+    with pytest.raises(NotFound, match=r"has 2 groups; at least 8 are needed"):
+        read_service(service.url, run.run, None)
+
+
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
+    """With its path and the fault."""
+    path = tmp_path / "recording.json"
+    path.write_text('{"run": 3}')
+    with pytest.raises(Invalid, match=r"recording .*recording.json cannot be read: Expected `str`, got `int`"):
+        read_file(path)

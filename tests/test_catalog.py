@@ -1,0 +1,239 @@
+"""`replaybuf strategies`: what is installed, what it takes, whether a class of one's own keeps the contract."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from replaybuf import plugins
+from replaybuf.catalog import SUITE, option_rows
+from replaybuf.cli import main
+from replaybuf.errors import StrategyFault
+from replaybuf.plugins import STRATEGIES
+from replaybuf.strategy import Strategy, StrategyOptions
+
+MODULE = '''
+from replaybuf.strategy import Filter, Strategy, StrategyOptions, Waiting
+
+
+class Mine(Strategy):
+    """Waits."""
+
+    def select(self, groups, buffer, budget, rng):
+        return Waiting("no_groups")
+
+
+class Mute(Mine):
+    pass
+
+
+Mute.__doc__ = None
+
+
+class Loose(Mine):
+    """Its options take anything."""
+
+    class Options(StrategyOptions, frozen=True, forbid_unknown_fields=False):
+        pass
+
+
+class NeedsOne(Mine):
+    """Has an option without a default."""
+
+    class Options(StrategyOptions, frozen=True):
+        share: float
+
+
+class Explodes(Mine):
+    """Cannot be built."""
+
+    def __init__(self, options):
+        raise KeyError("nothing")
+
+
+class Sieve(Filter):
+    """Drops nothing."""
+
+    def drop(self, groups, buffer):
+        raise NotImplementedError
+
+
+class NoStrategy:
+    """Something else."""
+'''
+
+
+class Every(StrategyOptions, frozen=True):
+    """Options of every kind."""
+
+    needed: bool
+    order: Literal["fifo", "uniform"] = "fifo"
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    uses: Annotated[int, Meta(ge=1)] | None = None
+    mix: dict[str, Annotated[float, Meta(ge=0)]] = msgspec.field(default_factory=dict)
+    names: list[str] = msgspec.field(default_factory=list)
+
+
+def test_options_are_told_with_type_default_and_range() -> None:
+    """From the struct alone, so that nobody writes them down twice."""
+    assert list(option_rows(Every)) == [
+        ("needed", "bool", "required", ""),
+        ("order", "'fifo' or 'uniform'", "'fifo'", ""),
+        ("share", "float", "0.5", "> 0, <= 1"),
+        ("uses", "int or null", "None", ">= 1"),
+        ("mix", "str to float", "{}", ">= 0"),
+        ("names", "list of str", "[]", ""),
+    ]
+
+
+def test_the_list_names_the_built_ins_with_their_distribution_and_first_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line each."""
+    monkeypatch.setenv("COLUMNS", "160")
+    main(["strategies", "list"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert {"on-policy", "one-step-off-policy"} <= lines.keys()
+    assert "replaybuf 0.1.0" in lines["on-policy"]
+    assert "Staleness 0, each group once, oldest first, no look-ahead." in lines["on-policy"]
+
+
+def test_one_that_does_not_import_is_listed_with_its_cause(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the exit code says so."""
+    monkeypatch.setenv("COLUMNS", "200")
+    broken = EntryPoints([EntryPoint("broken", "no_such_module:X", STRATEGIES)])
+    monkeypatch.setattr(plugins, "entry_points", lambda **selection: broken.select(**selection))
+    with pytest.raises(SystemExit) as ended:
+        main(["strategies", "list"])
+    assert ended.value.code == 1
+    assert "unknown distribution" in (shown := capsys.readouterr().out) and "does not import" in shown
+
+
+def test_one_strategy_is_shown_with_what_it_promises(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docstring, bounds, options; an unknown name is refused with the installed ones."""
+    monkeypatch.setenv("COLUMNS", "160")
+    main(["strategies", "show", "one-step-off-policy"])
+    shown = capsys.readouterr().out
+    assert "Invariant: 0 <= version(step) - policy_version <= k" in shown
+    assert "max_staleness 1, max_uses 1, look_ahead 1" in shown
+    assert ">= 0, <= 2147483647" in shown
+    main(["strategies", "show", "on-policy"])
+    assert "no options" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["strategies", "show", "nobody"])
+    assert "strategy is 'nobody'; installed: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the working folder, and a contract suite that notes what it is given."""
+    (tmp_path / "own_strategies.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "own_strategies", raising=False)
+    suite: Any = types.ModuleType(SUITE)
+
+    def keep(build: Any) -> None:
+        """Hold it to a rule. Raises nothing."""
+        assert build() is not build()
+
+    suite.check_strategy = suite.check_progress = suite.check_filter = keep
+    monkeypatch.setitem(sys.modules, SUITE, suite)
+
+
+@pytest.mark.usefixtures("own_module")
+@pytest.mark.parametrize("name", ["Mine", "Sieve", "NeedsOne"])
+def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A strategy, a filter, and one with an option that it needs; the suite among the checks."""
+    main(["strategies", "check", f"own_strategies:{name}", *(["--option", "share=0.5"] if name == "NeedsOne" else [])])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 5 and all(line.startswith("ok") for line in lines)
+    assert "Hold it to a rule" in lines[-1]
+
+
+@pytest.mark.usefixtures("own_module")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("NoStrategy", "is no subclass of replaybuf.strategy.Strategy"),
+        ("Mute", "the class has no docstring"),
+        ("Loose", "Options lacks forbid_unknown_fields=True"),
+        ("NeedsOne", "share"),
+        ("Explodes", "does not build: KeyError('nothing')"),
+    ],
+)
+def test_a_class_that_is_not_sound_fails_with_the_rule(
+    name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1; the check that failed comes last."""
+    with pytest.raises(SystemExit) as ended:
+        main(["strategies", "check", f"own_strategies:{name}"])
+    assert ended.value.code == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("fail") and told in last
+
+
+@pytest.mark.usefixtures("own_module")
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (StrategyFault("rule 'keeps the budget' is broken"), "rule 'keeps the budget' is broken"),
+        (ZeroDivisionError("x"), "own_strategies:Mine raised ZeroDivisionError('x') in check_strategy"),
+    ],
+)
+def test_what_the_suite_finds_is_told(
+    fault: Exception, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken rule as a failed check, an exception of the class by its name."""
+
+    def break_it(build: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(sys.modules[SUITE], "check_strategy", break_it)
+    with pytest.raises(SystemExit) as ended:
+        main(["strategies", "check", "own_strategies:Mine"])
+    assert ended.value.code == 1
+    captured = capsys.readouterr()
+    assert told in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("own_strategies", "class is 'own_strategies'; it must be MODULE:CLASS"),
+        ("no_such_module:X", "no_such_module:X does not import: ModuleNotFoundError"),
+        ("replaybuf.strategy:Nothing", "does not import: AttributeError"),
+    ],
+)
+def test_what_is_no_class_is_refused(target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the form that is needed, or the cause."""
+    with pytest.raises(SystemExit):
+        main(["strategies", "check", target])
+    assert told in capsys.readouterr().err
+
+
+def test_the_suite_is_named_with_its_extra_where_it_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shape and options are checked all the same."""
+    monkeypatch.setitem(sys.modules, SUITE, None)
+    with pytest.raises(SystemExit):
+        main(["strategies", "check", "tests.test_plugins:Mine"])
+    captured = capsys.readouterr()
+    assert captured.out.startswith("ok") and "replaybuf[testing]" in captured.err
+
+
+def test_every_strategy_class_can_be_described() -> None:
+    """The base class itself has no options to tell."""
+    assert list(option_rows(Strategy.Options)) == []

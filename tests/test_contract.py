@@ -1,0 +1,235 @@
+"""Every built-in keeps the contract that `replaybuf.testing` holds plug-ins to; and the suite notices who does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaybuf.errors import StrategyFault
+from replaybuf.plugins import FILTERS, STRATEGIES, build_filter, build_strategy, names
+from replaybuf.strategy import (
+    Budget,
+    BufferView,
+    Evictions,
+    Flow,
+    Groups,
+    Selection,
+    Strategy,
+    StrategyOptions,
+    Waiting,
+    fill,
+)
+from replaybuf.testing import FilterContract, StrategyContract, check_filter, check_progress, check_strategy
+
+STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("on-policy", {}),
+    ("one-step-off-policy", {}),
+    ("one-step-off-policy", {"max_staleness": 3}),
+    ("replay", {}),
+    ("replay", {"order": "fifo"}),
+    ("replay", {"order": "newest"}),
+    ("replay", {"order": "prioritized", "importance": 0.5}),
+    ("replay", {"order": "prioritized", "priority": "feedback", "exponent": 4}),
+    ("replay", {"order": "prioritized", "priority": "reward_std", "cooldown": 1}),
+    ("replay", {"max_uses": None, "max_staleness": 3}),
+    ("replay", {"max_uses": 2, "max_staleness": None}),
+    ("replay", {"max_uses": 1, "max_staleness": 2}),
+    ("replay", {"fresh_fraction": 0.5, "cooldown": 1}),
+    ("replay", {"fresh_fraction": 1.0}),
+    ("replay", {"samples_per_insert": 2.0}),
+    ("replay", {"samples_per_insert": 1.5, "error_buffer": 20, "order": "fifo"}),
+    ("replay", {"groups_per_prompt": 1}),
+    ("replay", {"prompts_together": True}),
+    ("replay", {"mix": {"a": 0.5, "b": 0.3}, "fresh_fraction": 0.25}),
+    ("replay", {"mix": {"": 0.5, "a": 0.5}, "groups_per_prompt": 2}),
+]
+
+
+def test_no_built_in_is_left_out() -> None:
+    """A strategy or filter that is added is tested here."""
+    assert {name for name, _ in STRATEGY_OPTIONS} == set(names(STRATEGIES))
+    assert {name for name, _ in FILTER_OPTIONS} == set(names(FILTERS))
+
+
+@pytest.mark.parametrize(("name", "options"), STRATEGY_OPTIONS, ids=str)
+def test_a_built_in_strategy_keeps_the_contract(name: str, options: dict[str, Any]) -> None:
+    check_strategy(lambda: build_strategy(name, options), examples=30)
+
+
+@pytest.mark.parametrize(("name", "options"), STRATEGY_OPTIONS, ids=str)
+def test_a_built_in_goes_on_and_trains_prompts_that_take_50_times_longer(name: str, options: dict[str, Any]) -> None:
+    """A trainer with producers at hand is never left waiting, and nobody's group is left to become stale."""
+    check_progress(lambda: build_strategy(name, options))
+
+
+FILTER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("zero-variance", {}),
+    ("zero-variance", {"tolerance": 0.2}),
+    ("reward-window", {"low": -0.1, "high": 0.3}),
+    ("overlong", {"max_tokens": 50}),
+    ("overlong", {"max_truncated": 0.5, "max_tokens": 90}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FILTER_OPTIONS, ids=str)
+def test_a_built_in_filter_keeps_the_contract(name: str, options: dict[str, Any]) -> None:
+    check_filter(lambda: build_filter(name, options))
+
+
+class TestThroughTheMixIn(StrategyContract):
+    """As a plug-in's own tests do it."""
+
+    def build(self) -> Strategy[Any]:
+        return build_strategy("one-step-off-policy", {"max_staleness": 2})
+
+
+class TestAFilterThroughTheMixIn(FilterContract):
+    """As a plug-in's own tests do it."""
+
+    def build(self) -> Any:
+        return build_filter("overlong", {"max_tokens": 10})
+
+
+# ---------------------------------------------------------------------- strategies that break a rule
+
+
+class Sound(Strategy[StrategyOptions]):
+    """Keeps every rule; those below each break one."""
+
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        return fill(groups, np.arange(len(groups)), budget)
+
+
+class Twice(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        found = fill(groups, np.arange(len(groups)), budget)
+        return Selection(np.repeat(found.rows, 2)) if isinstance(found, Selection) else found
+
+
+class Greedy(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return Selection(groups.row) if len(groups) else Waiting("no_groups")
+
+
+class Inventive(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return Selection(np.array([-5])) if len(groups) else Waiting("no_groups")
+
+
+class Moody(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return Waiting("mood")
+
+
+class Weightless(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        found = fill(groups, np.arange(len(groups)), budget)
+        return Selection(found.rows, np.zeros(len(found.rows), "f4")) if isinstance(found, Selection) else found
+
+
+class Remembering(Sound):
+    asked = 0
+
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        self.asked += 1
+        return fill(groups, np.arange(len(groups))[:: 1 if self.asked % 2 else -1], budget)
+
+
+class Chancy(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return fill(groups, np.random.default_rng().permutation(len(groups)), budget)
+
+
+class Writing(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        column = groups._base["tokens"]
+        column.flags.writeable = True
+        column[:] = 7
+        return super().select(groups, buffer, budget, rng)
+
+
+class Wasteful(Sound):
+    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
+        return Evictions(tuple(groups.row.tolist()), ("tired",) * len(groups))
+
+
+class Hoarding(Sound):
+    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
+        return Evictions()
+
+
+class Wordy(Sound):
+    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
+        rows = super().evict(groups, buffer).rows
+        return Evictions(rows, ("Too stale!",) * len(rows))
+
+
+class OpenHanded(Sound):
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        return 8
+
+
+class Indebted(Sound):
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        return -1
+
+
+class Boundless(Sound):
+    @property
+    def max_staleness(self) -> int:
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (Twice, "selects a group once"),
+        (Greedy, "keeps the (token|group) budget"),
+        (Inventive, "selects only groups it was given"),
+        (Moody, "a reason for waiting is one of REASONS"),
+        (Weightless, "weights are finite and > 0"),
+        (Remembering, "selects the same again"),
+        (Chancy, "selects the same"),
+        (Writing, "leaves its view as it is"),
+        (Wasteful, "evicts only what it would never select"),
+        (Hoarding, "evicts what is staler than max_staleness"),
+        (Wordy, "a word that can label a metric"),
+        (OpenHanded, "admits no more after"),
+        (Indebted, "admits a number >= 0"),
+        (Boundless, "max_staleness is null or >= 0"),
+    ],
+)
+def test_the_suite_names_the_rule_that_a_strategy_breaks(broken: type[Sound], rule: str) -> None:
+    """A suite that cannot fail would prove nothing."""
+    check_strategy(lambda: Sound(StrategyOptions()))
+    with pytest.raises(StrategyFault, match=rule):
+        check_strategy(lambda: broken(StrategyOptions()))
+
+
+class Impatient(Sound):
+    """Allows staleness 3, and takes what came last."""
+
+    @property
+    def max_staleness(self) -> int:
+        return 3
+
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        fast = np.flatnonzero(groups.prompt_index % 8 != 0)
+        return fill(groups, fast, budget)
+
+
+class Shut(Sound):
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        return 0 if buffer.step > 3 else super().admit(buffer, flow)
+
+
+def test_the_suite_notices_starvation_and_waiting_for_ever() -> None:
+    """Slow prompts that are never trained; producers that are never let in."""
+    with pytest.raises(StrategyFault, match="50 times longer"):
+        check_progress(lambda: Impatient(StrategyOptions()))
+    with pytest.raises(StrategyFault, match="does not wait for ever"):
+        check_progress(lambda: Shut(StrategyOptions()))
