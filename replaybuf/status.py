@@ -22,12 +22,13 @@ def show(url: str, run: str | None, token: str | None, console: Console) -> None
     """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
     address, body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
     runs = [body] if run else body["runs"]
-    for line in _server(_ask(address, READINESS, None)):
+    ready = _ask(address, READINESS, None)
+    for line in _server(ready):
         console.print(line, markup=False)
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
-        console.print(_table(state))
+        console.print(_table(state, ready["leaders"].get(state["run"])))
 
 
 def _server(ready: dict[str, Any]) -> list[str]:
@@ -68,7 +69,7 @@ def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
     return body
 
 
-def _table(state: dict[str, Any]) -> Table:
+def _table(state: dict[str, Any], leader: str | None) -> Table:
     table = Table(title=f"run {state['run']}", title_justify="left", show_header=False)
     paused = f" ({state['paused_reason']})" if state["paused_reason"] else ""
     groups, tickets = state["groups"], state["tickets"]
@@ -88,6 +89,7 @@ def _table(state: dict[str, Any]) -> Table:
         ("staleness at use", _pairs(state["staleness"])),
         ("epoch, generation", f"{state['epoch']}, {state['generation']}"),
         ("durability", state["durability"]),
+        ("led by", leader or "nobody, or a server not known yet"),
     ):
         table.add_row(name, str(value))
     return table
