@@ -101,7 +101,7 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
     above, whatever was drawn earlier. Where too few are kept, what is left is ordered by keys E_i / p_i with
     exponential E_i (Efraimidis & Spirakis 2006): the same distribution, at a cost that grows with all groups.
     """
-    seen: dict[int, None] = {}
+    seen = np.empty(0, np.int64)
     count = len(groups)
     if count > _FEW:
         largest = 1.0 if propensity is None else propensity.largest(groups)
@@ -112,14 +112,21 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
             kept = may(there)
             if propensity is not None:
                 kept = kept & (rng.random(size) * largest < propensity.of(there))
-            new = [position for position in dict.fromkeys(positions[kept].tolist()) if position not in seen]
-            seen.update(dict.fromkeys(new))
-            yield np.array(new, np.int64)
+            new = _not_yet(positions[kept], seen)
+            seen = np.concatenate([seen, new])
+            yield new
             acceptance = (len(new) + 1) / size
             if acceptance < _LEAST_ACCEPTANCE:
                 break
             size = int(wanted / acceptance) + 64
-    yield from _keyed(groups, may, propensity, rng, wanted, np.array(list(seen), np.int64))
+    yield from _keyed(groups, may, propensity, rng, wanted, seen)
+
+
+def _not_yet(positions: Positions, seen: Positions) -> Positions:
+    """Keep each position the first time it comes, in order, unless it was seen before."""
+    _, first = np.unique(positions, return_index=True)
+    once = positions[np.sort(first)]
+    return once[~np.isin(once, seen)] if len(seen) else once
 
 
 def _keyed(
