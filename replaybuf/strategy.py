@@ -15,21 +15,20 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
-import msgspec
-import msgspec.inspect
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Invalid
+from replaybuf.options import OptionsT as OptionsT
+from replaybuf.options import StrategyOptions as StrategyOptions
+from replaybuf.options import check_options as check_options
+from replaybuf.options import option_ranges as option_ranges
 
 Rows = npt.NDArray[np.int64]
 
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
-_UNTOLD = 1e9
-"""Bounds from here on only keep numbers within their type; a message tells them when they are crossed."""
 
 REASONS = (
     "finished",
@@ -45,14 +44,6 @@ REASONS = (
     "too_few_tokens",
 )
 """Why there is no batch, in the order in which they are told."""
-
-
-class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of a strategy's options: immutable, unknown names refused."""
-
-
-OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
-
 
 _COLUMNS: dict[str, npt.DTypeLike] = {
     "row": np.int64,
@@ -267,7 +258,7 @@ class Strategy(ABC, Generic[OptionsT]):
         """Name the groups that no later batch may use."""
         if self.max_staleness is None:
             return Evictions()
-        stale = groups.row[buffer.version - groups.policy_version > self.max_staleness]
+        stale = groups.row[groups.policy_version < buffer.version - self.max_staleness]
         return Evictions(tuple(stale.tolist()), ("too_stale",) * len(stale))
 
     @abstractmethod
@@ -375,65 +366,3 @@ def _pieces(
     for piece in (order,) if isinstance(order, np.ndarray) else order:
         for start in range(0, len(piece), _CHUNK):
             yield piece[start : start + _CHUNK]
-
-
-def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
-    """Say of every option what it may be and its default, as in `int >= 0 or null (default 4)`."""
-    told = {}
-    for field in msgspec.structs.fields(shape):
-        default = "" if field.default is msgspec.NODEFAULT else f" (default {_json(field.default)})"
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = f" (default {_json(field.default_factory())})"
-        told[field.encode_name] = _range(msgspec.inspect.type_info(field.type)) + default
-    return told
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _range(kind: msgspec.inspect.Type) -> str:
-    """Render one type of an option with its bounds."""
-    match kind:
-        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
-            name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
-            bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            return " ".join(
-                [
-                    name,
-                    " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and bound < _UNTOLD),
-                ]
-            ).strip()
-        case msgspec.inspect.LiteralType():
-            return " | ".join(str(value) for value in kind.values)
-        case msgspec.inspect.UnionType():
-            return " or ".join(_range(part) for part in kind.types)
-        case msgspec.inspect.NoneType():
-            return "null"
-        case msgspec.inspect.BoolType():
-            return "true | false"
-        case msgspec.inspect.StrType():
-            return "text"
-        case msgspec.inspect.DictType():
-            return f"{{{_range(kind.key_type)}: {_range(kind.value_type)}}}"
-        case msgspec.inspect.ListType():
-            return f"[{_range(kind.item_type)}, ...]"
-    return type(kind).__name__.removesuffix("Type").lower()
-
-
-def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kind: str = "strategy") -> OptionsT:
-    """Build the options of a strategy or filter.
-
-    Raises `Invalid` naming the option and listing the valid ones with their ranges; whatever the struct itself refuses
-    in `__post_init__` (options that contradict each other) is raised as it is.
-    """
-    try:
-        return msgspec.convert(options, shape)
-    except msgspec.ValidationError as error:
-        valid = "; ".join(f"{option}: {told}" for option, told in option_ranges(shape).items())
-        raise Invalid(
-            f"options of {kind} {name!r}: {error}; valid options: {valid or 'none'}",
-            name=f"{kind}.options",
-            value=options,
-            bound=valid,
-        ) from None

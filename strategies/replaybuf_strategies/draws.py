@@ -41,20 +41,16 @@ class Propensity:
 
     def of(self, groups: Groups) -> npt.NDArray[np.float64]:
         """Return p, float64 [len(groups)], each > 0 and finite."""
-        return self._power(getattr(groups, self.column))
+        known = np.minimum(np.fmax(getattr(groups, self.column), 0.0), _LARGEST, dtype=np.float64)
+        powers: npt.NDArray[np.float64] = (known + FLOOR) ** self.exponent
+        return powers
 
     def largest(self, groups: Groups) -> float:
         """Return the largest p among these groups."""
-        column = getattr(groups, self.column)
-        largest = np.max(column, initial=0.0)
+        largest = np.max(getattr(groups, self.column), initial=0.0)
         if np.isnan(largest):
-            largest = np.fmax.reduce(column, initial=0.0)
-        return float(self._power(np.atleast_1d(largest))[0])
-
-    def _power(self, values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-        known = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=_LARGEST)
-        powers: npt.NDArray[np.float64] = (np.clip(known, 0.0, _LARGEST) + FLOOR) ** self.exponent
-        return powers
+            largest = np.fmax.reduce(getattr(groups, self.column), initial=0.0)
+        return float((min(float(largest), _LARGEST) + FLOOR) ** self.exponent)
 
 
 def ascending(values: npt.NDArray[np.integer]) -> Pieces:
@@ -101,7 +97,7 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
     above, whatever was drawn earlier. Where too few are kept, what is left is ordered by keys E_i / p_i with
     exponential E_i (Efraimidis & Spirakis 2006): the same distribution, at a cost that grows with all groups.
     """
-    seen: dict[int, None] = {}
+    seen = np.empty(0, np.int64)
     count = len(groups)
     if count > _FEW:
         largest = 1.0 if propensity is None else propensity.largest(groups)
@@ -112,14 +108,23 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
             kept = may(there)
             if propensity is not None:
                 kept = kept & (rng.random(size) * largest < propensity.of(there))
-            new = [position for position in dict.fromkeys(positions[kept].tolist()) if position not in seen]
-            seen.update(dict.fromkeys(new))
-            yield np.array(new, np.int64)
+            new = _not_yet(positions[kept], seen)
+            seen = np.concatenate([seen, new])
+            yield new
             acceptance = (len(new) + 1) / size
             if acceptance < _LEAST_ACCEPTANCE:
                 break
             size = int(wanted / acceptance) + 64
-    yield from _keyed(groups, may, propensity, rng, wanted, np.array(list(seen), np.int64))
+    yield from _keyed(groups, may, propensity, rng, wanted, seen)
+
+
+def _not_yet(positions: Positions, seen: Positions) -> Positions:
+    """Keep each position the first time it comes, in order, unless it was seen before."""
+    ordered = np.sort(positions)
+    if (ordered[1:] == ordered[:-1]).any():
+        _, first = np.unique(positions, return_index=True)
+        positions = positions[np.sort(first)]
+    return positions[~np.isin(positions, seen)] if len(seen) else positions
 
 
 def _keyed(

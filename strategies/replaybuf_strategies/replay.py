@@ -237,7 +237,8 @@ class Replay(Strategy[ReplayOptions]):
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
         """Take groups in the drawn order, under the rules, until the batch is full."""
-        if self._limiter and self._limiter.blocks(buffer, budget.groups or 1):
+        smallest_batch = budget.groups if budget.groups and budget.tokens is None else 1
+        if self._limiter and self._limiter.blocks(buffer, smallest_batch):
             return Waiting("rate_limited")
         found = self._compose(groups, buffer, budget, rng)
         if not found.full:

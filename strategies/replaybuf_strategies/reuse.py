@@ -12,7 +12,7 @@ import math
 from replaybuf.strategy import Budget, BufferView, Flow
 
 _SURE = 2
-"""Fresh groups are let in for so many batches where a batch is full by tokens: one of short groups holds more."""
+"""A batch that is full by tokens is taken for so many: one of short groups holds more than the mean tells."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,8 +28,12 @@ class Limiter:
     error_buffer: float | None
 
     def buffer(self, batch_groups: float) -> float:
-        """Return e; where it is not given, room for one batch and one insert: e = B + spi."""
-        return batch_groups + self.samples_per_insert if self.error_buffer is None else self.error_buffer
+        """Return e; where it is not given, e = B + spi: room for one batch and one insert on each side.
+
+        Never below (B + spi) / 2: with batches counted in tokens B is only known when one is made.
+        """
+        one_move = batch_groups + self.samples_per_insert
+        return one_move if self.error_buffer is None else max(self.error_buffer, one_move / 2)
 
     def blocks(self, buffer: BufferView, batch_groups: float) -> bool:
         """Say whether a batch of so many groups would leave the band: S + B - spi * I > e."""
@@ -99,12 +103,12 @@ class Reuse:
         resting = min(self.cooldown + 1, window)
         wanted = _missing(buffer, flow, window / uses, buffer.uses_live / uses)
         lacking = _missing(buffer, flow, resting, 0.0)
+        batches = 1 if buffer.budget.tokens is None else _SURE
         if self.fresh_fraction:
-            batches = 1 if buffer.budget.tokens is None else _SURE
             lacking = max(lacking, math.ceil(self.fresh_fraction * batch) * batches - buffer.groups_fresh)
         if self.limiter:
-            wanted = min(wanted, math.floor(self.limiter.room(buffer, batch)))
-            lacking = max(lacking, math.ceil(self.limiter.lacking(buffer, batch)))
+            wanted = min(wanted, math.floor(self.limiter.room(buffer, batch * batches)))
+            lacking = max(lacking, math.ceil(self.limiter.lacking(buffer, batch * batches)))
         return max(0, max(wanted, lacking) - buffer.tickets_out)
 
 

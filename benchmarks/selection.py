@@ -1,0 +1,211 @@
+"""Choosing 512 groups of a million: numpy columns against a plain Python list of dicts, measured in the same run.
+
+    python benchmarks/selection.py --groups 1000000 --repeats 7
+
+Each figure is the median over the repeats, with the least and the largest. The reference does the same work the obvious
+way: one dict per group, comprehensions, `random.sample`, `random.choices` over running sums. Both sides choose groups
+that staleness and uses allow; the columns are those of the service (`replaybuf.index`), as it shows them to a strategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.index import ENTRY, Index
+from replaybuf.plugins import build_strategy
+from replaybuf.strategy import Budget, BufferView, Groups, Selection
+
+BATCH = 512
+VERSION, MAX_STALENESS = 10, 4
+INSERTED_AT_ONCE = 4096
+
+Row = dict[str, float]
+Timed = Callable[[], object]
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args()
+    entries = random_entries(given.groups)
+    index, rows = fill_index(entries), plain_rows(entries)
+    print(f"{os.cpu_count()} CPUs, Python {platform.python_version()}, numpy {version('numpy')}")
+    print(f"{given.groups:,} groups, batches of {BATCH}, {given.repeats} repeats: median [least to largest]")
+    print(f"{'':34}{'columns':>28}{'list of dicts':>32}{'ratio':>8}")
+    for name, ours, plain in cases(index, rows):
+        report(name, measure(ours, given.repeats), measure(plain, min(given.repeats, 3)))
+    report_inserts(entries, given.repeats)
+    print(f"{'bytes per group':34}{index.nbytes / given.groups:>12.0f}{'':16}{plain_bytes(rows):>16.0f}")
+
+
+def random_entries(count: int) -> npt.NDArray[Any]:
+    """Draw index entries: four policy versions and 512 groups of an older one, priorities between 0 and 1."""
+    rng = np.random.default_rng(0)
+    entries = np.zeros(count, ENTRY)
+    entries["prompt_index"] = np.arange(count)
+    entries["arrival_s"] = np.arange(count)
+    entries["policy_version"] = rng.integers(VERSION - MAX_STALENESS + 1, VERSION + 1, count)
+    entries["policy_version"][rng.choice(count, BATCH, replace=False)] = VERSION - MAX_STALENESS
+    entries["tokens"] = rng.integers(500, 2000, count)
+    entries["rollouts"] = 8
+    entries["longest_tokens"] = entries["tokens"] // 4
+    entries["advantage_abs_mean"] = rng.random(count)
+    entries["reward_std"] = rng.random(count)
+    return entries
+
+
+def fill_index(entries: npt.NDArray[Any]) -> Index:
+    """Insert all entries, in the pieces in which a service reads them."""
+    index = Index()
+    for start in range(0, len(entries), INSERTED_AT_ONCE):
+        piece = entries[start : start + INSERTED_AT_ONCE]
+        index.insert(np.arange(start + 1, start + 1 + len(piece)), piece)
+    return index
+
+
+def plain_rows(entries: npt.NDArray[Any]) -> list[Row]:
+    """Build the reference: one dict per group."""
+    names = entries.dtype.names or ()
+    return [plain_row(names, number, values) for number, values in enumerate(entries.tolist(), 1)]
+
+
+def plain_row(names: tuple[str, ...], number: int, values: tuple[float, ...]) -> Row:
+    """Build one group of the reference."""
+    state = {"row": number, "times_sampled": 0, "last_step": -1}
+    row: Row = dict(zip(names, values, strict=True)) | state
+    row["priority"] = row["advantage_abs_mean"]
+    return row
+
+
+def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
+    """Name what is measured: ours and the plain way."""
+    count = len(rows)
+    view = BufferView(
+        step=VERSION,
+        version=VERSION,
+        published_version=VERSION,
+        steps_per_publish=1,
+        groups_live=count,
+        tokens_live=int(index["tokens"].sum(dtype=np.int64)),
+        tickets_out=0,
+        budget=Budget(None, BATCH, 4096),
+    )
+    seeds = itertools.count()
+
+    def shown() -> Groups:
+        return Groups(**{name: index["number" if name == "row" else name] for name in Groups.COLUMNS})
+
+    def choose(name: str, **options: object) -> Timed:
+        strategy = build_strategy(name, options)
+        return lambda: chosen(strategy.select(shown(), view, view.budget, np.random.default_rng(next(seeds))))
+
+    prioritized = choose("replay", order="prioritized", priority="feedback", exponent=1.0)
+    rng = np.random.default_rng(0)
+    numbers, values = rng.choice(count, BATCH, replace=False) + 1, rng.random(BATCH).astype(np.float32)
+    by_number = {int(row["row"]): row for row in rows}
+
+    def prioritized_with_update() -> None:
+        prioritized()
+        index["priority"][index.rows_of(numbers)] = values
+
+    def plain_prioritized_with_update() -> None:
+        weights = list(itertools.accumulate(row["priority"] for row in rows))
+        seen: dict[int, Row] = {}
+        while len(seen) < BATCH:
+            for row in random.choices(rows, cum_weights=weights, k=BATCH):
+                seen[int(row["row"])] = row
+        for number, value in zip(numbers.tolist(), values.tolist(), strict=True):
+            by_number[number]["priority"] = value
+
+    later = dataclasses.replace(view, step=VERSION + 1, version=VERSION + 1)
+    within = build_strategy("one-step-off-policy", {"max_staleness": MAX_STALENESS})
+
+    def stale() -> object:
+        return within.evict(shown(), later)
+
+    def plain_stale() -> list[float]:
+        return [row["row"] for row in rows if later.version - row["policy_version"] > MAX_STALENESS]
+
+    def plain_uniform() -> list[Row]:
+        return random.sample([row for row in rows if row["times_sampled"] < 4], BATCH)
+
+    def plain_oldest() -> list[Row]:
+        return sorted(rows, key=lambda row: row["policy_version"])[:BATCH]
+
+    def plain_fifo() -> list[Row]:
+        return sorted(rows, key=lambda row: row["last_step"])[:BATCH]
+
+    return [
+        ("evict 512 stale ones", stale, plain_stale),
+        ("replay, uniform", choose("replay"), plain_uniform),
+        ("replay, prioritized + update", prioritized_with_update, plain_prioritized_with_update),
+        ("one-step-off-policy", choose("one-step-off-policy", max_staleness=MAX_STALENESS), plain_oldest),
+        ("replay, fifo", choose("replay", order="fifo"), plain_fifo),
+        ("replay, half fresh, cooldown 2", choose("replay", cooldown=2, fresh_fraction=0.5), plain_uniform),
+    ]
+
+
+def chosen(answer: object) -> Selection:
+    """Return a full batch. Raises `SystemExit` for anything else: what is timed must have worked."""
+    if not isinstance(answer, Selection) or len(answer.rows) != BATCH:
+        raise SystemExit(f"no batch of {BATCH} groups was chosen: {answer}")
+    return answer
+
+
+def measure(call: Timed, repeats: int) -> list[float]:
+    """Time one call so many times, in ms; the first, which warms caches, is not counted."""
+    call()
+    took = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - started) * 1000)
+    return took
+
+
+def report(name: str, ours: list[float], plain: list[float]) -> None:
+    """Print one line of the table."""
+    ratio = statistics.median(plain) / statistics.median(ours)
+    print(f"{name:34}{spread(ours):>28}{spread(plain):>32}{ratio:>7.0f}x")
+
+
+def spread(took: list[float]) -> str:
+    """Render median, least and largest, in ms."""
+    return f"{statistics.median(took):.2f} [{min(took):.2f} to {max(took):.2f}] ms"
+
+
+def report_inserts(entries: npt.NDArray[Any], repeats: int) -> None:
+    """Print how fast groups are inserted, in pieces of 4,096, and into a list of dicts."""
+    fast = [len(entries) / (took / 1000) for took in measure(lambda: fill_index(entries), repeats)]
+    some = entries[:100_000]
+    plain = [len(some) / (took / 1000) for took in measure(lambda: plain_rows(some), 3)]
+    ratio = statistics.median(fast) / statistics.median(plain)
+    low, high = min(fast) / 1000, max(fast) / 1000
+    ours = f"{statistics.median(fast) / 1000:,.0f} [{low:,.0f} to {high:,.0f}] k/s"
+    print(f"{'inserts':34}{ours:>28}{statistics.median(plain) / 1000:>28,.0f} k/s{ratio:>7.0f}x")
+
+
+def plain_bytes(rows: list[Row]) -> float:
+    """Count the bytes of a group in the reference: its dict and the numbers it holds."""
+    sample = rows[:: max(1, len(rows) // 1000)]
+    return statistics.fmean(sys.getsizeof(row) + sum(sys.getsizeof(value) for value in row.values()) for row in sample)
+
+
+if __name__ == "__main__":
+    main()
