@@ -24,8 +24,11 @@ _names = itertools.count()
 class ServeProcess:
     """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data.
 
-    `python`: the interpreter that runs it, and with it the environment whose plug-ins it finds.
+    `module` is what is run: the command line, or another one that leads to it. `python`: the interpreter that runs it,
+    and with it the environment whose plug-ins it finds.
     """
+
+    module = "replaybuf.cli"
 
     def __init__(self, data_dir: Path, *options: str, python: str = sys.executable) -> None:
         self.data_dir = data_dir
@@ -50,7 +53,7 @@ class ServeProcess:
             [
                 self.python,
                 "-m",
-                "replaybuf.cli",
+                self.module,
                 "serve",
                 "--port",
                 "0",
