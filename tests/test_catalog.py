@@ -234,6 +234,14 @@ def test_the_suite_is_named_with_its_extra_where_it_is_not_installed(
     assert captured.out.startswith("ok") and "replaybuf[testing]" in captured.err
 
 
+@pytest.mark.parametrize("target", ["on_policy:OnPolicy", "one_step_off_policy:OneStepOffPolicy", "replay:Replay"])
+def test_the_built_ins_pass_the_real_suite(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command that anybody would use."""
+    main(["strategies", "check", f"replaybuf_strategies.{target}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and all(line.startswith("ok") for line in lines)
+
+
 def test_every_strategy_class_can_be_described() -> None:
     """The base class itself has no options to tell."""
     assert list(option_rows(Strategy.Options)) == []

@@ -69,6 +69,7 @@ class Environment:
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False)
+        self.folder = folder
         self.python = str(folder / "bin" / "python")
         self.site = next((folder / "lib").glob("python*/site-packages"))
         ours = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
@@ -139,6 +140,16 @@ def test_the_example_is_listed_shown_and_chosen_from(
         strategy={"name": "near-target", "options": {"target": 2}}, batch={"groups_per_batch": 1}
     )
     assert refused.status_code == 422 and "target" in refused.json()["detail"]
+
+
+def test_the_examples_own_tests_and_the_contract_suite_pass_where_it_is_installed(environment: Environment) -> None:
+    """As its README tells to run them; the sources are out of the way, the wheel is what is tested."""
+    tests = environment.folder.parent / "source" / "tests"
+    assert "passed" in environment.run("-m", "pytest", "-p", "no:cacheprovider", ".", cwd=tests)
+    checked = environment.run(
+        "-m", "replaybuf.cli", "strategies", "check", "replaybuf_near_target:NearTarget", cwd=tests
+    )
+    assert all(line.startswith("ok") for line in checked.splitlines())
 
 
 def test_a_strategy_that_does_not_import_is_refused_when_it_is_named(server: ServeProcess, connect: Connect) -> None:

@@ -187,6 +187,8 @@ class Selector:
         state, config = self._state, self.config
         live = state.count(LIVE) if groups is None else len(groups)
         tokens = state.live_tokens() if groups is None else int(groups.tokens.sum(dtype=np.int64))
+        times = state.index["times_sampled"][state.index.live()] if groups is None else groups.times_sampled
+        fresh, uses = int(np.count_nonzero(times == 0)), int(times.sum(dtype=np.int64))
         return BufferView(
             step=step,
             version=config.version_of(step),
@@ -199,6 +201,8 @@ class Selector:
             batches=tuple(len(state.batches[s].numbers) for s in sorted(state.batches)[-_HISTORY_BATCHES:]),
             groups_stored=state.stored,
             groups_used=state.uses,
+            groups_fresh=fresh,
+            uses_live=uses,
         )
 
     # ------------------------------------------------------------------ selection
@@ -358,6 +362,9 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
     check_run_config(config)
     advantages(config.advantage, np.zeros(1))
     strategy = build_strategy(config.strategy.name, config.strategy.options)
+    batch = config.batch
+    budget = Budget(batch.tokens_per_batch, batch.groups_per_batch, batch.seq_len)
+    strategy.check(budget, config.steps_per_publish, config.limits.max_tokens_live)
     spec = msgspec.structs.replace(config.strategy, options=msgspec.to_builtins(strategy.options))
     filters = [
         msgspec.structs.replace(one, options=msgspec.to_builtins(build_filter(one.name, one.options).options))

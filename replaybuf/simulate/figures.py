@@ -68,6 +68,7 @@ class Packing(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """One simulated run.
 
+    - `options`: all; `changed_options`: those that are not as by default
     - `ended`: `steps` where all were done, `finished` where the prompts ran out, else what it waited for in vain
     - `seconds`: virtual; `train_share`, `publish_share`, `wait_share` of them, and `wait_by_reason` as shares too
     - `idle_share`: of the producers' slots; `staleness`: uses by staleness; `uses`: groups by how often they were used
@@ -76,6 +77,7 @@ class Figures(msgspec.Struct, frozen=True):
 
     strategy: str
     options: dict[str, Any]
+    changed_options: dict[str, Any]
     ended: str
     steps: int
     seconds: float

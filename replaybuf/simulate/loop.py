@@ -15,6 +15,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from replaybuf.config import RunConfig
@@ -27,6 +28,7 @@ from replaybuf.service.answers import WaitingAnswer
 from replaybuf.simulate.figures import Coverage, Figures, Meter
 from replaybuf.simulate.virtual import VirtualRun
 from replaybuf.simulate.workload import Attempt, Supply
+from replaybuf.strategy import StrategyOptions
 
 ROUNDS_PER_STEP = 10
 _LOOKS_PER_STEP = 10
@@ -278,6 +280,7 @@ class Simulation:
         return Figures(
             strategy=strategy.name,
             options=strategy.options,
+            changed_options=_changed(run.selector.strategy.options),
             ended=self.ended or "",
             steps=state.step,
             seconds=run.now_s,
@@ -311,6 +314,13 @@ class Simulation:
         failed, dropped = len(state.failed_prompts), state.evicted.total()
         pending = issued - used - failed - dropped
         return Coverage(issued, used, dropped, failed, pending, used / max(1, issued - pending))
+
+
+def _changed(options: StrategyOptions) -> dict[str, Any]:
+    """Return the options that are not as by default."""
+    fields = msgspec.structs.fields(options)
+    defaults = {f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory() for f in fields}
+    return {name: value for name, default in defaults.items() if (value := getattr(options, name)) != default}
 
 
 def simulate(config: RunConfig, supply: Supply, steps: int) -> Figures:

@@ -36,7 +36,7 @@ def draw(study: Study, path: Path) -> None:
         _lengths(axes[1, 1], study.runs)
         _dropped(axes[1, 2], study.runs)
         handles = [axes[1, 0].plot([], [], color=_colour(n), linewidth=3)[0] for n in range(len(study.runs))]
-        labels = [title_of(run).replace("\n", ": ") for run in study.runs]
+        labels = [", ".join(title_of(run).split("\n")) for run in study.runs]
         figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.99), ncols=min(3, len(labels)))
         figure.subplots_adjust(left=0.06, right=0.98, top=0.86, bottom=0.07, hspace=0.34, wspace=0.24)
         figure.savefig(path)

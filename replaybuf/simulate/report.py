@@ -30,8 +30,8 @@ class Study(msgspec.Struct, frozen=True):
 
 
 def title_of(figures: Figures) -> str:
-    """Name a strategy with its options."""
-    options = ", ".join(f"{name}={value}" for name, value in figures.options.items())
+    """Name a strategy with the options that are not as by default."""
+    options = "\n".join(f"{name}={value}" for name, value in figures.changed_options.items())
     return f"{figures.strategy}\n{options}" if options else figures.strategy
 
 

@@ -32,7 +32,7 @@ def test_several_strategies_are_shown_side_by_side(
     strategies = ["--strategy", "on-policy", "--strategy", "one-step-off-policy:max_staleness=3"]
     main(["simulate", *strategies, "--config-run", str(run_config), "--report-dir", str(folder), *SMALL])
     shown = capsys.readouterr().out
-    assert "on-policy" in shown and "max_staleness=3" in shown
+    assert "on-policy" in shown and "max_staleness=3" in shown, "options that are not as by default"
     for row in ("trainer waits", "staleness mean", "producers idle", "generated for nothing", "length bias"):
         assert row in shown
     study = msgspec.json.decode((folder / "report.json").read_bytes(), type=Study)

@@ -14,7 +14,7 @@ from replaybuf.errors import StrategyFault
 from replaybuf.index import LIVE
 from replaybuf.service.answers import group_counts
 from replaybuf.simulate.figures import Figures
-from replaybuf.simulate.loop import Simulation, simulate
+from replaybuf.simulate.loop import _ENDED, Simulation, simulate
 from replaybuf.simulate.workload import Supply
 from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, Waiting
 from tests.builders import steady
@@ -77,7 +77,8 @@ def test_no_prompt_is_lost_and_no_group_is_counted_twice(
 
 
 def _generating(simulation: Simulation) -> int:
-    return simulation.run.book.counts["issued"] - simulation.meter.generated_groups
+    """Count the groups that are still to come in."""
+    return sum(kind == _ENDED for _, kind, _, _ in simulation._events)
 
 
 def test_the_slots_never_hold_more_than_there_are() -> None:
@@ -134,6 +135,17 @@ def test_lost_tickets_come_back_after_their_time_and_failed_prompts_are_recorded
     figures = study("one-step-off-policy", lost_rate=0.4, failure_rate=0.3)
     assert figures.waste["lost"].groups > 0 and figures.waste["failed"].groups > 0
     assert figures.coverage.failed > 0
+
+
+def test_a_group_that_comes_after_its_ticket_expired_is_stored_once() -> None:
+    """Its prompt was issued again meanwhile: who is first is stored, the other one is a duplicate."""
+    run = config(options={"max_staleness": 8}, tickets=TicketSpec(ttl_s=2.0))
+    simulation = Simulation(run, Supply(workload(slots=6, token_s=0.02), run, 0), STEPS)
+    figures = simulation.simulate()
+    assert figures.waste["duplicate"].groups > 0
+    stored = simulation.run.state.index["prompt_index"]
+    assert len(set(stored.tolist())) == len(stored)
+    assert figures.coverage.used + figures.coverage.dropped <= figures.coverage.issued
 
 
 def test_an_end_of_the_prompts_ends_the_run() -> None:
