@@ -122,8 +122,7 @@ def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
 
     def prioritized_with_update() -> None:
         prioritized()
-        order = np.argsort(numbers)  # sorted numbers are found three times faster: neighbours share cache lines
-        index["priority"][index.rows_of(numbers[order])] = values[order]
+        index["priority"][index.rows_of(numbers)] = values
 
     def plain_prioritized_with_update() -> None:
         weights = list(itertools.accumulate(row["priority"] for row in rows))

@@ -41,20 +41,16 @@ class Propensity:
 
     def of(self, groups: Groups) -> npt.NDArray[np.float64]:
         """Return p, float64 [len(groups)], each > 0 and finite."""
-        return self._power(getattr(groups, self.column))
+        known = np.minimum(np.fmax(getattr(groups, self.column), 0.0), _LARGEST, dtype=np.float64)
+        powers: npt.NDArray[np.float64] = (known + FLOOR) ** self.exponent
+        return powers
 
     def largest(self, groups: Groups) -> float:
         """Return the largest p among these groups."""
-        column = getattr(groups, self.column)
-        largest = np.max(column, initial=0.0)
+        largest = np.max(getattr(groups, self.column), initial=0.0)
         if np.isnan(largest):
-            largest = np.fmax.reduce(column, initial=0.0)
-        return float(self._power(np.atleast_1d(largest))[0])
-
-    def _power(self, values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-        known = np.nan_to_num(values.astype(np.float64), nan=0.0, posinf=_LARGEST)
-        powers: npt.NDArray[np.float64] = (np.clip(known, 0.0, _LARGEST) + FLOOR) ** self.exponent
-        return powers
+            largest = np.fmax.reduce(getattr(groups, self.column), initial=0.0)
+        return float((min(float(largest), _LARGEST) + FLOOR) ** self.exponent)
 
 
 def ascending(values: npt.NDArray[np.integer]) -> Pieces:
@@ -124,9 +120,11 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
 
 def _not_yet(positions: Positions, seen: Positions) -> Positions:
     """Keep each position the first time it comes, in order, unless it was seen before."""
-    _, first = np.unique(positions, return_index=True)
-    once = positions[np.sort(first)]
-    return once[~np.isin(once, seen)] if len(seen) else once
+    ordered = np.sort(positions)
+    if (ordered[1:] == ordered[:-1]).any():
+        _, first = np.unique(positions, return_index=True)
+        positions = positions[np.sort(first)]
+    return positions[~np.isin(positions, seen)] if len(seen) else positions
 
 
 def _keyed(
