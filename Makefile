@@ -5,6 +5,7 @@
 #   make test [ARGS="tests/service -k resume"]
 #   make check                       lint, format, types, import rules
 #   make bench [ARGS="--steps 60"]   the demo against the same parts joined by a plain file queue
+#   make chaos [KILLS=20] [SEED=0]   kill and stop real processes under load; a checker judges what everybody saw
 #   make clean                       caches and build output; .venv and .replaybuf stay
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 EXTRAS := trainer,demo,generate,dev
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +45,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/file_queue.py $(ARGS)
+
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),20) --seed $(or $(SEED),0) $(ARGS)
 
 clean:
 	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -42,6 +42,7 @@ def serve(
     redis_url: str | None = None,
     tokens_file: Path | None = None,
     advertise_url: str | None = None,
+    history_groups: int = 100_000,
     durability: Literal["strict", "relaxed"] = "strict",
     wait_replicas: int = 0,
     wait_timeout_s: float = 2.0,
@@ -64,6 +65,8 @@ def serve(
         Tokens that callers must show; made by "replaybuf token new".
     advertise_url
         Address that other servers on the same Redis tell their clients when this one leads; where it listens, if unset.
+    history_groups
+        How many freed groups of each run stay to be looked at, with the records of their batches.
     durability
         What an acknowledged write is to survive: strict = kill -9 of everything, Redis included; relaxed = all but the
         last second of Redis.
@@ -82,6 +85,7 @@ def serve(
         redis_url=redis_url,
         tokens_file=str(tokens_file) if tokens_file else None,
         advertise_url=advertise_url,
+        history_groups=history_groups,
         durability=durability,
         wait_replicas=wait_replicas,
         wait_timeout_s=wait_timeout_s,

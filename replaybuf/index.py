@@ -45,7 +45,7 @@ LIVE, IN_BATCHES, EVICTED, DEAD, FREED = range(5)
 NO_PROMPT_INDEX = -1
 NEVER = -1
 
-_STATE_COLUMNS = np.dtype(
+STATE_ROW = np.dtype(
     [
         ("number", "<i8"),
         ("state", "u1"),
@@ -56,6 +56,8 @@ _STATE_COLUMNS = np.dtype(
         ("priority", "<f4"),
     ]
 )
+"""What happens to a group after it was stored; the rest of its row never changes."""
+
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 
 Numbers = npt.NDArray[np.int64]
@@ -102,9 +104,19 @@ class Index:
         return self._columns[column][: self._size]
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return tuple(self._columns)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the columns take."""
         return sum(column.nbytes for column in self._columns.values())
+
+    def reserve(self, rows: int) -> None:
+        """Make room for this many more rows at once."""
+        if self._size + rows > len(self._columns["number"]):
+            self._grow(self._size + rows)
 
     def insert(self, numbers: Numbers, entries: npt.NDArray[Any]) -> None:
         """Add groups as live. `numbers` ascend and are above every number seen; `entries` has dtype `ENTRY`."""
@@ -145,6 +157,22 @@ class Index:
                 column[: len(keep)] = self[name][keep]
             self._size, self._freed = len(keep), 0
 
+    def changed(self) -> npt.NDArray[np.void]:
+        """Copy, as `STATE_ROW`, the rows that are not freed and not as `insert` left them."""
+        fresh = (self["state"] == LIVE) & (self["times_sampled"] == 0) & (self["last_step"] == NEVER)
+        fresh &= (self["evicted_at"] == NEVER) & (self["priority"] == self["advantage_abs_mean"])
+        rows = np.flatnonzero(~fresh & (self["state"] != FREED))
+        copied = np.empty(len(rows), STATE_ROW)
+        for name in STATE_ROW.names or ():
+            copied[name] = self[name][rows]
+        return copied
+
+    def put(self, changed: npt.NDArray[np.void]) -> None:
+        """Set rows, all of which are here, to what `changed` copied."""
+        rows = self.rows_of(changed["number"])
+        for name in STATE_ROW.names or ():
+            self[name][rows] = changed[name]
+
     def live(self) -> npt.NDArray[np.int64]:
         """Return the rows that may be sampled, in the order they were stored."""
         return np.flatnonzero(self["state"] == LIVE)
@@ -155,7 +183,7 @@ class Index:
         return Groups(rows, **columns)
 
     def _grow(self, capacity: int) -> None:
-        for dtype in (ENTRY, _STATE_COLUMNS):
+        for dtype in (ENTRY, STATE_ROW):
             for name in dtype.names or ():
                 if dtype is ENTRY and name not in _ENTRY_COLUMNS:
                     continue

@@ -139,6 +139,13 @@ class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
     reason: str
 
 
+class TrimRecord(Record, frozen=True, kw_only=True, tag="TRIM"):
+    """History is told no longer: of freed groups up to number `groups`, of ledger entries up to `entries`."""
+
+    groups: int
+    entries: int
+
+
 AnyRecord = (
     ConfigRecord
     | AttachRecord
@@ -151,6 +158,7 @@ AnyRecord = (
     | CheckpointRecord
     | PolicyRecord
     | TicketRecord
+    | TrimRecord
 )
 
 encode_record = msgspec.msgpack.Encoder().encode

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import LedgerGap
-from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, Numbers
+from replaybuf.errors import Gone, LedgerGap
+from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Index, Numbers
 from replaybuf.ledger import (
     AckRecord,
     AnyRecord,
@@ -39,15 +39,19 @@ from replaybuf.ledger import (
     PurgeRecord,
     RewindRecord,
     TicketRecord,
+    TrimRecord,
 )
 
 LOST_LINEAGE = "lost_lineage"
+BAD_INDEX_ENTRY = "bad_index_entry"
+"""Dead letter that the fold itself makes: an entry of the index stream that no publish wrote."""
 _RETIRED = "retired"
 _PLACES = ("live", "in_batches", "evicted", "dead_lettered", _RETIRED)
 """Names of the states of an index row, in their order there; a freed row was retired, or evicted before."""
-_PURGED = 128
+PURGED = 128
 """Bit of a fate: the group was a dead letter."""
 _NONE = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, bool)
 
 
 @dataclasses.dataclass(slots=True)
@@ -88,7 +92,12 @@ class RunState:
 
     - `step`: next unacked step; `next_step`: next step to assemble; `generation`: rewinds so far
     - `batches`: batches of the current history that a resume may need, by step
-    - `records`: ledger entry of every assembled batch of the current history, freed ones too, by step
+    - `records`: ledger entry of the assembled batches of the current history, by step, freed ones too until they are
+      trimmed; `made`: generation and number of groups of each
+    - `trimmed`, `trimmed_entries`: last group and last ledger entry whose history is trimmed; groups up to `trimmed`
+      that are not freed stay
+    - `fates`: what became of freed groups, one byte each, the first for number `trimmed` + 1 at position 1: an index
+      into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -112,6 +121,8 @@ class RunState:
         self.index = Index()
         self.entries = 0
         self.stored = 0
+        self.trimmed = 0
+        self.trimmed_entries = 0
         self.retired = 0
         self.evicted: Counter[str] = Counter()
         self.dead_lettered: Counter[str] = Counter()
@@ -119,10 +130,9 @@ class RunState:
         self.used_staleness: Counter[int] = Counter()
         self.groups_used = 0
         self.tokens_used = 0
-        self._born: dict[int, int] = {}
-        self._reasons: list[str] = ["", _RETIRED]
-        # What became of freed groups, one byte each: an index into _reasons, or _PURGED and one; 0 = in the index.
-        self._fates = bytearray(1)
+        self.made: dict[int, tuple[int, int]] = {}
+        self.reasons: list[str] = ["", _RETIRED]
+        self.fates = bytearray(1)
 
     # ------------------------------------------------------------------ derived
 
@@ -151,34 +161,55 @@ class RunState:
         return int(self.index["tokens"][self.index["state"] == LIVE].sum(dtype=np.int64))
 
     def place_of(self, number: int) -> tuple[str, str | None]:
-        """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason)."""
-        if number >= len(self._fates):
+        """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason).
+
+        Raises `Gone` for a freed group whose history is trimmed.
+        """
+        if number > self.stored:
             return "live", None  # stored a moment ago and not taken in yet
         rows = self.index.rows_of([number])
         if not len(rows):
-            fate = self._fates[number]
-            reason = self._reasons[fate & ~_PURGED]
+            if number <= self.trimmed:
+                raise Gone(
+                    f"group number {number} was freed and its history trimmed; trimmed is all up to {self.trimmed}",
+                    name="number",
+                    value=number,
+                    bound=self.trimmed,
+                )
+            fate = self.fates[number - self.trimmed]
+            reason = self.reasons[fate & ~PURGED]
             if reason == _RETIRED:
                 return _RETIRED, None
-            return ("dead_lettered" if fate & _PURGED else "evicted"), reason
+            return ("dead_lettered" if fate & PURGED else "evicted"), reason
         state = int(self.index["state"][rows[0]])
-        told = self._reasons[self.index["reason"][rows[0]]] if state in (EVICTED, DEAD) else None
+        told = self.reasons[self.index["reason"][rows[0]]] if state in (EVICTED, DEAD) else None
         return _PLACES[state], told
 
     def numbers_at(self, place: str | None, after: int, limit: int) -> list[int]:
         """List up to `limit` numbers above `after` of groups that stand at `place` (None = anywhere), ascending."""
-        if place is None:
-            return list(range(after + 1, min(self.stored, after + limit) + 1))
         index = self.index
+        known = max(after, self.trimmed)
+        if place is None:
+            old = index["number"][: np.searchsorted(index["number"], self.trimmed, "right")]
+            held = old[(old > after) & (index["state"][: len(old)] != FREED)][:limit].tolist()
+            return [*held, *range(known + 1, min(self.stored, known + limit - len(held)) + 1)]
         here = (index["state"] == _PLACES.index(place)) & (index["state"] != FREED) & (index["number"] > after)
         found = index["number"][here]
-        fates = np.frombuffer(self._fates, np.uint8)[after + 1 :]
+        fates = np.frombuffer(self.fates, np.uint8)[known - self.trimmed + 1 :]
         retired = fates == self._code(_RETIRED)
-        purged = (fates & _PURGED) > 0
+        purged = (fates & PURGED) > 0
         freed = {_RETIRED: retired, "dead_lettered": purged, "evicted": (fates > 0) & ~retired & ~purged}
         if place in freed:
-            found = np.union1d(found, np.flatnonzero(freed[place]) + after + 1)
+            found = np.union1d(found, np.flatnonzero(freed[place]) + known + 1)
         numbers: list[int] = found[:limit].tolist()
+        return numbers
+
+    def purgeable(self) -> list[int]:
+        """List the dead letters whose bytes may go: those that no batch holds which a trainer may ask for again."""
+        index = self.index
+        numbers: list[int] = index["number"][
+            (index["state"] == DEAD) & (index["last_step"] < self.oldest_step)
+        ].tolist()
         return numbers
 
     def steps_of(self, number: int) -> list[int]:
@@ -196,20 +227,61 @@ class RunState:
         for voided in self.voided.get(step, []):
             if voided.generation <= generation < voided.until_generation:
                 return voided.entry
-        born = self._born.get(step, 0)
+        born = self.made[step][0] if step in self.made else 0
         return self.records.get(step) if born <= generation <= self.generation else None
+
+    def check_told(self, step: int) -> None:
+        """Raise `Gone` where the record of `step`, of the current history, is trimmed."""
+        oldest = min(self.records, default=self.next_step)
+        if 0 <= step < min(oldest, self.next_step):
+            raise Gone(
+                f"the record of step {step} is trimmed; the oldest one kept is that of step {oldest}",
+                name="step",
+                value=step,
+                bound=oldest,
+            )
 
     # ------------------------------------------------------------------ fold
 
-    def store(self, numbers: Numbers, entries: npt.NDArray[np.void]) -> None:
-        """Take in groups from the index stream, in their order."""
+    def start_behind(self, trimmed: int) -> None:
+        """Begin an empty state behind group number `trimmed`: what the stream still holds starts there."""
+        self.trimmed = self.stored = trimmed
+
+    def store(
+        self, numbers: Numbers, entries: npt.NDArray[np.void], malformed: npt.NDArray[np.bool_] = _NO_ROWS
+    ) -> None:
+        """Take in groups from the index stream, in their order; numbers up to `trimmed` are ones set aside.
+
+        Entries that are `malformed`, or whose numbers cannot be those of a group, become dead letters.
+        """
         if not len(numbers):
             return
+        first, last = int(numbers[0]), int(numbers[-1])
+        if first > self.trimmed and (first != self.stored + 1 or last - first + 1 != len(numbers)):
+            raise LedgerGap(
+                f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap",
+                name="number",
+                value=first,
+                bound=self.stored + 1,
+            )
+        unfit = (entries["tokens"] < 1) | (entries["rollouts"] < 1) | (entries["policy_version"] < 0)
+        unfit |= entries["policy_version_max"] < entries["policy_version"]
+        unfit[: len(malformed)] |= malformed
+        if unfit.any():
+            blank = np.zeros(1, entries.dtype)
+            blank["prompt_index"] = NO_PROMPT_INDEX
+            entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
-        self.stored += len(numbers)
-        self._fates.extend(bytes(int(numbers[-1]) + 1 - len(self._fates)))
-        if self.failed_prompts:  # a group that came late: its prompt has not failed
-            came = set(entries["prompt_index"].tolist())
+        self.stored = max(self.stored, last)
+        self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
+        if unfit.any():
+            self._dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY)
+        self.forgive(entries["prompt_index"])
+
+    def forgive(self, prompt_indexes: npt.NDArray[np.int64]) -> None:
+        """Take back the failure of prompts whose group came late after all."""
+        if self.failed_prompts:
+            came = set(prompt_indexes.tolist())
             self.failed_prompts = {p: why for p, why in self.failed_prompts.items() if p[0] or p[1] not in came}
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
@@ -247,6 +319,8 @@ class RunState:
             case TicketRecord():
                 if not self._has_group(record.adapter, record.prompt_index):
                     self.failed_prompts[record.adapter, record.prompt_index] = record.reason
+            case TrimRecord():
+                self._trim(record)
         return _NONE
 
     def _has_group(self, adapter: str, prompt_index: int) -> bool:
@@ -276,7 +350,7 @@ class RunState:
         self.index["last_step"][rows] = record.step
         self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier)
         self.records[record.step] = entry
-        self._born[record.step] = record.generation
+        self.made[record.step] = (record.generation, len(numbers))
         self.next_step = record.step + 1
         self.evicted_since_batch.clear()
         self.used_staleness.update(group.staleness for group in record.groups)
@@ -305,12 +379,12 @@ class RunState:
         unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
         self.index["state"][unused] = EVICTED
         for code, number in Counter(self.index["reason"][unused].tolist()).items():
-            self.evicted[self._reasons[code]] += number
+            self.evicted[self.reasons[code]] += number
 
     def _restore(self, rows: npt.NDArray[np.int64]) -> None:
         """Undo evictions."""
         for code, number in Counter(self.index["reason"][rows[self.index["state"][rows] == EVICTED]].tolist()).items():
-            self.evicted[self._reasons[code]] -= number
+            self.evicted[self.reasons[code]] -= number
         self.index["reason"][rows] = 0
         self.index["evicted_at"][rows] = NEVER
         self._settle(rows)
@@ -356,7 +430,7 @@ class RunState:
     def _void(self, steps: list[int], generation: int) -> None:
         for step in reversed(steps):
             batch = self.batches.pop(step)
-            del self.records[step], self._born[step]
+            del self.records[step], self.made[step]
             self.voided.setdefault(step, []).append(VoidedBatch(batch.entry, batch.generation, generation))
             rows = self.index.rows_of(batch.numbers)
             self.index["times_sampled"][rows] -= 1
@@ -384,11 +458,21 @@ class RunState:
     def _free(self, rows: npt.NDArray[np.int64], fate: str | None = None, *, purged: bool = False) -> Numbers:
         numbers: Numbers = self.index["number"][rows].copy()
         codes = np.full(len(rows), self._code(fate), np.uint8) if fate else self.index["reason"][rows]
-        np.frombuffer(self._fates, np.uint8)[numbers] = codes | _PURGED if purged else codes
+        told = numbers > self.trimmed
+        codes = codes | PURGED if purged else codes
+        np.frombuffer(self.fates, np.uint8)[numbers[told] - self.trimmed] = codes[told]
         self.index.free(rows)
         return numbers
 
+    def _trim(self, record: TrimRecord) -> None:
+        del self.fates[: max(0, record.groups - self.trimmed)]
+        self.fates[0] = 0
+        self.trimmed = max(self.trimmed, record.groups)
+        self.trimmed_entries = max(self.trimmed_entries, record.entries)
+        for step in [step for step, entry in self.records.items() if entry <= self.trimmed_entries]:
+            del self.records[step], self.made[step]
+
     def _code(self, reason: str) -> int:
-        if reason not in self._reasons:
-            self._reasons.append(reason)
-        return self._reasons.index(reason)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason)

@@ -22,7 +22,12 @@ _names = itertools.count()
 
 
 class ServeProcess:
-    """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data."""
+    """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data.
+
+    `module` is what is run: the command line, or another one that leads to it.
+    """
+
+    module = "replaybuf.cli"
 
     def __init__(self, data_dir: Path, *options: str) -> None:
         self.data_dir = data_dir
@@ -46,7 +51,7 @@ class ServeProcess:
             [
                 sys.executable,
                 "-m",
-                "replaybuf.cli",
+                self.module,
                 "serve",
                 "--port",
                 "0",

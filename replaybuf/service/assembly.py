@@ -14,11 +14,11 @@ import numpy as np
 
 from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch, padded_length
 from replaybuf.errors import BrokenFrame, Gone
-from replaybuf.frame import decode_frame
+from replaybuf.frame import decode_frame, stored_checksum
 from replaybuf.group import Group, truncate
 from replaybuf.ledger import BatchEntry, BatchRecord
 from replaybuf.packing import Row, pack
-from replaybuf.state import Attached
+from replaybuf.state import BAD_INDEX_ENTRY, Attached
 from replaybuf.store import IndexEntry, Store
 
 
@@ -34,18 +34,21 @@ class Loaded:
 async def load(store: Store, run: str, numbers: Sequence[int]) -> Loaded:
     """Fetch index entries and frames of these groups and check each one."""
     entries = await store.entries(run, numbers)
-    frames = await store.frames({entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries})
+    sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
+    frames = dict(zip(sizes, await store.frames(sizes), strict=True))
     groups: dict[int, Group] = {}
     broken = dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry")
-    for entry, frame in zip(entries, frames, strict=True):
+    for entry in entries:
         try:
-            groups[entry.number] = _open_frame(entry, frame)
+            groups[entry.number] = _open_frame(entry, frames[entry.strings.payload_key])
         except BrokenFrame as error:
             broken[entry.number] = error.name or "broken_frame"
     return Loaded(entries, groups, broken)
 
 
 def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
+    if frame is None and not entry.strings.payload_key:
+        raise BrokenFrame(f"index entry {entry.number} names no payload", name=BAD_INDEX_ENTRY)
     if frame is None:
         raise BrokenFrame(f"payload {entry.strings.payload_key} is missing", name="missing_payload")
     try:
@@ -53,6 +56,8 @@ def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
     except BrokenFrame as error:
         reason = "bad_checksum" if error.name == "crc32c" else "broken_frame"
         raise BrokenFrame(error.detail, name=reason) from error
+    if stored_checksum(frame) != int(entry.values["crc32c"]):
+        raise BrokenFrame("the frame is not the one of its index entry", name="bad_checksum")
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
         raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
     return group

@@ -53,10 +53,13 @@ class Batches:
         async def attempt() -> Assembled | WaitingAnswer:
             self.check_epoch(epoch)
             if not self._journal.leading and step in self._state.batches:
-                return await self._packed(step)  # what is written down is the same from any server
+                packed = await self._packed(step)  # what is written down is the same from any server
+                self.check_epoch(epoch)
+                return packed
             self._journal.check_leading()
             self._check_askable(step)
-            outcome = await self._batch(step)
+            outcome = await self._batch(step, epoch)
+            self.check_epoch(epoch)  # an attach while it was read may have changed its layout
             self._account_wait(outcome)
             return outcome
 
@@ -104,11 +107,12 @@ class Batches:
                 bound=state.oldest_step,
             )
 
-    async def _batch(self, step: int) -> Assembled | WaitingAnswer:
+    async def _batch(self, step: int, epoch: int) -> Assembled | WaitingAnswer:
         if step > self._state.step + self._selector.strategy.look_ahead:
             return self._selector.explain("awaiting_ack")
         try:
             async with self._journal.decision():
+                self.check_epoch(epoch)  # an attach may have come first, with a history that ends long before this step
                 while self._state.next_step <= step:
                     waits = await self._assemble_next()
                     if waits and self._state.next_step == self._state.step and self._selector.supply_ended(waits):
@@ -221,10 +225,11 @@ class Batches:
     # ------------------------------------------------------------------ looking
 
     async def record(self, step: int, generation: int | None) -> dict[str, Any]:
-        """Render the record of a batch. Raises `NotFound` where that history has no such step."""
+        """Render the record of a batch. Raises `NotFound` where that history has no such step, `Gone` once trimmed."""
         state = self._state
         entry = state.batch_entry(step, generation)
         if entry is None:
+            state.check_told(step)
             where = "the current history" if generation is None else f"generation {generation}"
             raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
         record = await self._journal.batch_record(entry)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.errors import BrokenFrame, Invalid, NotFound
+from replaybuf.errors import BrokenFrame, Gone, Invalid, NotFound
 from replaybuf.frame import decode_frame
 from replaybuf.group import group_to_json
 from replaybuf.index import DEAD
@@ -17,9 +17,16 @@ STATES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 
 
 async def describe_group(run: Run, group_id: str) -> dict[str, Any]:
-    """Render one group with its rollouts (null once its bytes are gone). Raises `NotFound`."""
+    """Render one group with its rollouts (null once its bytes are gone). Raises `NotFound`, `Gone` once trimmed."""
     number = (await run.journal.store.numbers_of(run.name, [group_id]))[0]
-    entries = await run.journal.store.entries(run.name, [number]) if number is not None else []
+    entries = await run.journal.store.entries(run.name, [number]) if number else []
+    if number is not None and number <= run.state.trimmed and not entries:
+        raise Gone(
+            f"group {group_id!r} was freed and its history trimmed; trimmed is all up to number {run.state.trimmed}",
+            name="group_id",
+            value=group_id,
+            bound=run.state.trimmed,
+        )
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     answer = _summary(run, entries[0])

@@ -26,13 +26,14 @@ from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
 from replaybuf.index import LIVE, Numbers
-from replaybuf.ledger import EvictRecord, TicketRecord
+from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
-from replaybuf.store import keys
-from replaybuf.store.redis import EntryStrings, ToAppend, decode_strings
+from replaybuf.store import IndexChunk, keys
+from replaybuf.store.entries import EntryStrings
+from replaybuf.store.redis import ToAppend
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Door:
         self._book = book
         self._to_adopt: deque[tuple[int, int]] = deque()
         self._settling = asyncio.Lock()
+        self._permanent: set[int] = set()
         self._unsure = False
 
     async def look(self) -> None:
@@ -139,6 +141,8 @@ class Door:
             status = "stored" if outcome.stored else "duplicate"
             results[position] = {"group_id": outcome.group_id, "status": status}
         self.duplicates += sum(not outcome.stored for outcome in appended)
+        # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
+        self._permanent.update(outcome.number for outcome in appended if outcome.number > journal.state.stored)
         await self.pull(max(outcome.number for outcome in appended))
         return results
 
@@ -227,8 +231,11 @@ class Door:
 
     async def _count_rejected(self, reasons: Counter[str]) -> None:
         if reasons:
+            with self._unsure_on_failure():  # storage may have counted them: it is asked before the next decision
+                await self._journal.store.count(
+                    self._journal.name, {f"rejected:{name}": n for name, n in reasons.items()}
+                )
             self.rejected.update(reasons)
-            await self._journal.store.count(self._journal.name, {f"rejected:{name}": n for name, n in reasons.items()})
 
     def _refusal(self, results: list[dict[str, Any]]) -> Invalid | TooLarge:
         if not results:
@@ -265,29 +272,37 @@ class Door:
             return
         async with self._settling:
             while arrived:
-                entries = [decode_strings(raw) for raw in arrived[0].strings]
-                await self._adopt(entries)
+                chunk = arrived[0]
+                if chunk.malformed.any():
+                    bad = chunk.numbers[chunk.malformed].tolist()
+                    logger.error("index entries are none of ours run=%s numbers=%s", self._journal.name, bad)
+                numbers = chunk.numbers.tolist()
+                came = zip(numbers, chunk.strings, strict=True)
+                await self._adopt(strings for number, strings in came if number not in self._permanent)
+                self._permanent.difference_update(numbers)
                 if self._journal.leading:
-                    indexes = arrived[0].values["prompt_index"].tolist()
-                    await self._strike([(e.adapter, i) for e, i in zip(entries, indexes, strict=True) if i >= 0])
-                    await self._evict_arrivals(arrived[0].numbers)
+                    await self._strike(prompts_of(chunk))
+                    await self._evict_arrivals(chunk.numbers)
                 arrived.popleft()
         await self._journal.notify()
 
     async def _adopt(self, entries: Iterable[EntryStrings]) -> None:
-        await self._journal.store.adopt([entry.payload_key for entry in entries])
+        await self._journal.store.adopt([entry.payload_key for entry in entries if entry.payload_key])
 
     async def _evict_arrivals(self, numbers: Numbers) -> None:
-        """Evict what arrived too late; the common case, nothing to evict, takes no lock."""
-        if self._selector.evictable(numbers):
+        """Evict what arrived too late or too large; the common case, nothing to evict, takes no lock."""
+        if self._selector.evictable(numbers) or self._selector.oversized(numbers):
             async with self._journal.decision():
                 await self.evict(numbers)
 
     async def evict(self, only: Numbers | None = None) -> None:
-        """Record which live groups no batch from the next step on can use. Called within a decision."""
+        """Record which live groups no batch from the next step on, or none at all, can use. Within a decision."""
+        journal = self._journal
+        oversized = self._selector.oversized(only)
+        if oversized:
+            await journal.append(DeadLetterRecord(numbers={"over_budget": oversized}, at_s=journal.clock()))
         by_reason = self._selector.evictable(only)
         if by_reason:
-            journal = self._journal
             await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
 
     # ------------------------------------------------------------------ tickets
@@ -405,6 +420,12 @@ class Door:
                 with self._unsure_on_failure():
                     self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
                     await self.restore()
+            # Groups that are folded and not settled yet: their prompts must neither fail nor be issued again.
+            while change := self._book.done(
+                prompt for arrivals in self._journal.arrived for prompt in prompts_of(arrivals)
+            ):
+                with self._unsure_on_failure():
+                    await self._store(change, durably=False)
             yield
 
     @contextlib.contextmanager
@@ -414,3 +435,9 @@ class Door:
         except BaseException:
             self._unsure = True
             raise
+
+
+def prompts_of(arrivals: IndexChunk) -> list[tuple[str, int]]:
+    """List the prompts whose groups came in."""
+    indexes = arrivals.values["prompt_index"].tolist()
+    return [(strings.adapter, i) for strings, i in zip(arrivals.strings, indexes, strict=True) if i >= 0]

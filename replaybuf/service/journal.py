@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
-import numpy.typing as npt
 
 from replaybuf.config import RunConfig
 from replaybuf.errors import (
@@ -36,8 +34,10 @@ from replaybuf.errors import (
 from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.rebuild import load_state
+from replaybuf.snapshot import Snapshot
 from replaybuf.state import RunState
-from replaybuf.store import Ends, Store
+from replaybuf.store import Ends, IndexChunk, Store
 from replaybuf.store.redis import data_lost
 
 logger = logging.getLogger(__name__)
@@ -45,15 +45,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 60.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Groups that came in together: their numbers, the `ENTRY` values and the encoded strings of their entries."""
-
-    numbers: Numbers
-    values: npt.NDArray[Any]
-    strings: list[bytes]
 
 
 class Journal:
@@ -73,7 +64,7 @@ class Journal:
         self.leading = False
         self.leader_url: str | None = None
         self.lost: DataLost | None = None
-        self.arrived: deque[Arrivals] = deque()
+        self.arrived: deque[IndexChunk] = deque()
         self.closed = False
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
@@ -81,6 +72,7 @@ class Journal:
         self._changes = 0
         self._unsure = False
         self._to_free: deque[tuple[int, Numbers]] = deque()
+        self.snapshot: Snapshot | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -118,6 +110,12 @@ class Journal:
                 if not self.leading:
                     self.token = None
 
+    @contextlib.asynccontextmanager
+    async def staying(self) -> AsyncIterator[bool]:
+        """Keep this server from taking over, and from deciding, while the body runs; tells whether it follows."""
+        async with self._deciding:
+            yield not self.leading
+
     def follow(self, leader_url: str | None) -> None:
         """Decide no more."""
         self.token, self.leading, self.leader_url = None, False, leader_url
@@ -127,7 +125,8 @@ class Journal:
 
         Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
         """
-        ends, known = await self.store.ends(self.name), self.ends
+        known = self.ends  # first: what is acknowledged while we ask may not be in the answer
+        ends = await self.store.ends(self.name)
         if ends.entry < known.entry or ends.group < known.group:
             if ends.entry and self.store.wanted.level == "relaxed":
                 raise LedgerGap(
@@ -148,11 +147,10 @@ class Journal:
     # ------------------------------------------------------------------ streams
 
     async def load(self) -> None:
-        """Fold both streams from their beginning."""
+        """Fold snapshot and both streams from where it stands."""
         async with self._reading:
             ends = await self.store.confirmed_ends(self.name)
-            async for numbers, values, _ in self.store.read_index(self.name, 0, ends.group if ends else None):
-                self.state.store(numbers, values)
+            self.snapshot = await load_state(self.store, self.name, self.state, ends.group if ends else None)
         await self.catch_up()
 
     async def pull(self, through: int | None = None) -> None:
@@ -176,9 +174,9 @@ class Journal:
             await self._read_arrivals(through)
 
     async def _read_arrivals(self, through: int | None) -> None:
-        async for numbers, values, strings in self.store.read_index(self.name, self.state.stored, through):
-            self.state.store(numbers, values)
-            self.arrived.append(Arrivals(numbers, values, strings))
+        async for chunk in self.store.read_index(self.name, self.state.stored, through):
+            self.state.store(chunk.numbers, chunk.values, chunk.malformed)
+            self.arrived.append(chunk)
 
     # ------------------------------------------------------------------ ledger
 
@@ -233,6 +231,11 @@ class Journal:
             if isinstance(record, BatchRecord):
                 return record
         raise ReplaybufError(f"ledger entry {entry} of run {self.name} is not a batch", name="entry", value=entry)
+
+    @property
+    def owes_payloads(self) -> bool:
+        """Say whether groups were freed whose payloads are not deleted yet."""
+        return bool(self._to_free)
 
     async def free_payloads(self) -> None:
         """Delete the payloads that checkpoints and purges let go."""

@@ -15,7 +15,6 @@ import msgspec
 from replaybuf.config import ConfigPatch, RunConfig, differing_fields
 from replaybuf.errors import Conflict, StrategyFault
 from replaybuf.flow import TicketBook
-from replaybuf.index import DEAD
 from replaybuf.ledger import ConfigRecord, PurgeRecord
 from replaybuf.service import answers
 from replaybuf.service.batches import Batches
@@ -24,6 +23,7 @@ from replaybuf.service.journal import Journal
 from replaybuf.service.lease import Lease
 from replaybuf.service.selector import Selector, resolve_config
 from replaybuf.service.session import Session
+from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState
 from replaybuf.store import Store
 from replaybuf.strategy import Strategy
@@ -42,6 +42,7 @@ class Run:
         self.door = Door(journal, self.selector, self.book)
         self.batches = Batches(journal, self.selector, self.door)
         self.session = Session(journal, self.selector, self.door, self.batches)
+        self.trimming = Trimming(journal)
         self.lease = Lease()
         self.durability = "strict"
 
@@ -99,11 +100,12 @@ class Run:
     async def watch(self) -> None:
         """Raise `DataLost` where Redis was emptied; as a follower look at what the leader keeps beside the streams."""
         await self.journal.check_kept()
-        if not self.journal.leading:
-            await self.door.look()
+        async with self.journal.staying() as following:
+            if following:  # a leader's book is ahead of what was read before it led
+                await self.door.look()
 
     async def tick(self) -> None:
-        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads."""
+        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""
         if not self.journal.leading:
             return
         await self.door.settle()
@@ -112,6 +114,7 @@ class Run:
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
         await self.door.adopt_recent()
+        await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator
 
@@ -159,10 +162,9 @@ class Run:
                     )
 
     async def purge(self) -> int:
-        """Let the bytes of all dead letters go; return how many."""
-        index = self.state.index
+        """Let the bytes of dead letters go, but for those in batches that may be asked for again; return how many."""
         async with self.journal.decision():
-            numbers = index["number"][index["state"] == DEAD].tolist()
+            numbers = self.state.purgeable()
             if numbers:
                 await self.journal.append(PurgeRecord(numbers=numbers, at_s=self.journal.clock()))
         return len(numbers)

@@ -196,6 +196,18 @@ class Selector:
                 by_reason["overlong"] = sorted(longer)
         return by_reason
 
+    def oversized(self, only: Numbers | None = None) -> list[int]:
+        """Name the live groups (of `only`) that no batch can hold, written to Redis past the door."""
+        budget = self._journal.config.batch.tokens_per_batch
+        if budget is None:
+            return []
+        index = self._state.index
+        rows = index.live() if only is None else index.rows_of(only)
+        numbers: list[int] = index["number"][
+            rows[(index["state"][rows] == LIVE) & (index["tokens"][rows] > budget)]
+        ].tolist()
+        return numbers
+
     # ------------------------------------------------------------------ explaining
 
     def why_waiting(self) -> WaitingAnswer | None:

@@ -22,6 +22,7 @@ import msgspec
 
 from replaybuf.config import RunConfig, check_run_name
 from replaybuf.errors import Conflict, DataLost, Invalid, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
+from replaybuf.history import KEPT_GROUPS
 from replaybuf.service.lease import LEASE_S
 from replaybuf.service.run import Run
 from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
@@ -42,6 +43,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
     `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
+    `history_groups` freed groups of each run stay to be looked at.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +52,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     tokens_file: str | None = None
     advertise_url: str | None = None
+    history_groups: int = KEPT_GROUPS
     durability: Level = "strict"
     wait_replicas: int = 0
     wait_timeout_s: float = 2.0
@@ -61,7 +64,15 @@ class Service:
     `url` is where this server answers, told to the clients of servers that follow it.
     """
 
-    def __init__(self, store: Store, *, url: str, embedded: bool, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        url: str,
+        embedded: bool,
+        history_groups: int = KEPT_GROUPS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.store = store
         self.url = url
         self.runs: dict[str, Run] = {}
@@ -70,6 +81,7 @@ class Service:
         self.report: ServerReport | None = None
         self.trouble: str | None = None
         self._embedded = embedded
+        self._history_groups = history_groups
         self._clock = clock
         self._opening = asyncio.Lock()
 
@@ -143,6 +155,7 @@ class Service:
 
     def _add(self, run: Run) -> None:
         run.durability = self.report.durability if self.report else "relaxed"
+        run.trimming.kept_groups = self._history_groups
         self.runs[run.name] = run
 
     # ------------------------------------------------------------------ who leads
@@ -212,8 +225,8 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    self.trouble = None
                     await self.store.prepare()
+                    self.trouble = None
                     logger.info("redis answers again")
             except (ServiceUnavailable, NoRoom) as error:
                 if self.trouble is None:
@@ -300,6 +313,13 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
             value=wanted.replicas,
             bound=0,
         )
+    if options.history_groups < 0:
+        raise Invalid(
+            f"history_groups is {options.history_groups}; at least 0 is needed",
+            name="history_groups",
+            value=options.history_groups,
+            bound=0,
+        )
     data_dir = Path(options.data_dir or ".replaybuf/data")
     server = None if options.redis_url else EmbeddedServer(data_dir, options.durability)
     if server:
@@ -307,7 +327,12 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
     store = None
     try:
         store = await Store.open(server.url if server else str(options.redis_url), wanted)
-        service = Service(store, url=options.advertise_url or url, embedded=server is not None)
+        service = Service(
+            store,
+            url=options.advertise_url or url,
+            embedded=server is not None,
+            history_groups=options.history_groups,
+        )
         await service.start()
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(server.watch()) if server else None

@@ -2,6 +2,7 @@
 
 from replaybuf.store.durability import Wanted
 from replaybuf.store.embedded import EmbeddedServer
-from replaybuf.store.redis import Appended, Ends, IndexEntry, Lease, ServerReport, Store
+from replaybuf.store.entries import IndexChunk, IndexEntry
+from replaybuf.store.redis import Appended, Ends, Lease, ServerReport, Store
 
-__all__ = ["Appended", "EmbeddedServer", "Ends", "IndexEntry", "Lease", "ServerReport", "Store", "Wanted"]
+__all__ = ["Appended", "EmbeddedServer", "Ends", "IndexChunk", "IndexEntry", "Lease", "ServerReport", "Store", "Wanted"]

@@ -4,8 +4,11 @@
 |------------------------------|--------|----------------------------|------------------------------------------------|
 | `rb:runs`                    | set    | for good                   | names of all runs                              |
 | `rb:{run}:idx`               | stream | until trimmed              | one entry `<n>-0` per group, n = its number    |
+| `rb:{run}:old`               | hash   | until the group is freed   | number -> entry, of few groups behind the trim |
 | `rb:{run}:gid`               | hash   | of the run                 | group_id -> number (deduplication)             |
+| `rb:{run}:done:<adapter>`    | bitmap | of the run                 | prompt indexes whose id left `gid` by trimming |
 | `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`                        |
+| `rb:{run}:snap`              | string | of the run                 | snapshot of the fold at a ledger entry         |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
 | `rb:{run}:counts`            | hash   | of the run                 | counters; `next:<adapter>` = next prompt index |
 | `rb:{run}:fence`             | string | of the run                 | fencing token of the leader                    |
@@ -34,6 +37,21 @@ def index(run: str) -> str:
 def group_ids(run: str) -> str:
     """Hash of deduplication."""
     return f"rb:{{{run}}}:gid"
+
+
+def set_aside(run: str) -> str:
+    """Hash of index entries that the trimmed stream no longer holds."""
+    return f"rb:{{{run}}}:old"
+
+
+def prompts_done(run: str, adapter: str) -> str:
+    """Bitmap of prompt indexes that have a group whose history is trimmed."""
+    return f"rb:{{{run}}}:done:{adapter}"
+
+
+def snapshot(run: str) -> str:
+    """Snapshot of the fold."""
+    return f"rb:{{{run}}}:snap"
 
 
 def ledger(run: str) -> str:

@@ -5,10 +5,22 @@ local function newest_fence(key)
   return redis.call('GET', key) or ''
 end
 
+-- Number of the group that has this id; 0 where its history is trimmed; false where there is none.
+-- `bit` is the prompt index that the id stands for where it has the form of a ticket's default id, else ''.
+local function known(ids, id, done, bit)
+  local number = redis.call('HGET', ids, id)
+  if number then
+    return tonumber(number)
+  end
+  return bit ~= '' and redis.call('GETBIT', done, bit) == 1 and 0
+end
+
 -- Put one group into the index unless its id, or its ticket's prompt, has one already.
--- keys: index, group ids, counts, fence
--- args: fencing token ("" = a producer that writes here itself), group id, id of the ticket's prompt or "", numbers, strings
--- returns {1, number}, {0, number of the one that was first} or {-1, newest fencing token}
+-- keys: index, group ids, counts, fence, trimmed prompts of the id's adapter, and of the ticket's
+-- args: fencing token ("" = a producer that writes here itself), group id, id of the ticket's prompt or "", numbers,
+-- strings, prompt index of the first id, of the second, or ""
+-- returns {1, number}, {0, number of the one that was first; 0 where its history is trimmed}
+-- or {-1, newest fencing token}
 local function publish(keys, args)
   local token = table.remove(args, 1)
   if token ~= '' then
@@ -17,12 +29,12 @@ local function publish(keys, args)
       return {-1, fence}
     end
   end
-  local seen = redis.call('HGET', keys[2], args[1])
-  if not seen and args[2] ~= '' then
-    seen = redis.call('HGET', keys[2], args[2])
+  local seen = known(keys[2], args[1], keys[5], args[5])
+  if not seen and args[2] ~= '' and args[2] ~= args[1] then
+    seen = known(keys[2], args[2], keys[6], args[6])
   end
   if seen then
-    return {0, tonumber(seen)}
+    return {0, seen}
   end
   local number = redis.call('HINCRBY', keys[3], 'stored', 1)
   redis.call('XADD', keys[1], number .. '-0', 'n', args[3], 's', args[4])
@@ -116,9 +128,52 @@ local function count(keys, args)
   return {'ok', ''}
 end
 
+-- Keep in a bitmap, a bit each, that these prompts have their group, instead of its default id in the table of ids.
+-- keys: group ids, trimmed prompts of the adapter, counts, fence
+-- args: fencing token, adapter, what stands before a prompt index in an id, (prompt index, number of its group)...
+local function done(keys, args)
+  local fence = newest_fence(keys[4])
+  if fence ~= args[1] then
+    return {'fenced', fence}
+  end
+  -- Only indexes that were issued: the bitmap is as long as the highest one.
+  local issued = tonumber(redis.call('HGET', keys[3], 'next:' .. args[2]) or 0)
+  for at = 4, #args, 2 do
+    local id = args[3] .. args[at]
+    if tonumber(args[at]) < issued and redis.call('HGET', keys[1], id) == args[at + 1] then
+      redis.call('SETBIT', keys[2], args[at], 1)
+      redis.call('HDEL', keys[1], id)
+    end
+  end
+  return {'ok', ''}
+end
+
+-- Replace the snapshot and drop what it makes needless, unless the caller is fenced or a newer one stands there.
+-- keys: snapshot, fence, index, ledger, entries set aside
+-- args: fencing token, snapshot, first index number kept, first ledger entry kept, (number, entry to set aside)...
+local function snapshot(keys, args)
+  local fence = newest_fence(keys[2])
+  if fence ~= args[1] then
+    return {'fenced', fence}
+  end
+  local standing = tonumber(redis.call('GETRANGE', keys[1], 4, 23)) or -1
+  if standing > tonumber(string.sub(args[2], 5, 24)) then
+    return {'older', tostring(standing)}
+  end
+  redis.call('SET', keys[1], args[2])
+  for at = 5, #args, 2 do
+    redis.call('HSET', keys[5], args[at], args[at + 1])
+  end
+  redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
+  redis.call('XTRIM', keys[4], 'MINID', args[4] .. '-0')
+  return {'ok', ''}
+end
+
 -- All may run on a full server: what fills it are payloads, which are refused by themselves.
 redis.register_function{function_name = 'rb_publish', callback = publish, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_count', callback = count, flags = {'allow-oom'}}
+redis.register_function{function_name = 'rb_done', callback = done, flags = {'allow-oom'}}
+redis.register_function{function_name = 'rb_snapshot', callback = snapshot, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_append', callback = append, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_lead', callback = lead, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_resign', callback = resign, flags = {'allow-oom'}}

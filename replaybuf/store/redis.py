@@ -14,19 +14,18 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
-import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import (
     Conflict,
@@ -39,10 +38,20 @@ from replaybuf.errors import (
     UnsupportedServer,
 )
 from replaybuf.group import Group
-from replaybuf.index import ENTRY, Numbers, entry_of
+from replaybuf.index import entry_of
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
 from replaybuf.store.durability import STRICT, Barrier, Level, Settings, Wanted, judge
+from replaybuf.store.entries import (
+    EntryStrings,
+    IndexChunk,
+    IndexEntry,
+    default_prompt,
+    encode_strings,
+    read_chunk,
+    read_stored,
+)
+from replaybuf.store.instep import InStepRedis, receive_in_step, send_in_step
 
 logger = logging.getLogger(__name__)
 
@@ -50,36 +59,23 @@ T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+STALL_PAUSE_S = 1.0
+"""A Redis that did not answer in time is asked again after so long."""
 OLDEST_SERVER = (7, 0)
 LIBRARY = "replaybuf1"
-READ_CHUNK_ENTRIES = 20_000
+READ_CHUNK_ENTRIES = 5_000
 READ_CHUNK_BYTES = 8 << 20
 """Replies above 8 MiB halve the parser's speed and hold up other calls."""
-
-
-class EntryStrings(msgspec.Struct, frozen=True, array_like=True):
-    """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes."""
-
-    group_id: str
-    prompt_id: str
-    adapter: str
-    payload_key: str
-    ticket: str | None
-    lengths: bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """One group of the index stream: its number, its numbers-only part (`ENTRY` scalar) and its strings."""
-
-    number: int
-    values: np.void
-    strings: EntryStrings
+_MARKED_AT_ONCE = 2_000
+"""Half as many prompts, an index and a number each: a call with so many holds up others for about 2 ms."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Appended:
-    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id."""
+    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id.
+
+    0 = it was stored once, and its history is trimmed.
+    """
 
     group_id: str
     stored: bool
@@ -142,9 +138,6 @@ class ServerReport:
 _NOT_NOW = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
 _TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_NOT_NOW})\b")
 
-_strings_encoder = msgspec.msgpack.Encoder()
-_strings_decoder = msgspec.msgpack.Decoder(EntryStrings)
-
 
 class Store:
     """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`.
@@ -153,8 +146,17 @@ class Store:
     last write that waited for any.
     """
 
-    def __init__(self, url: str, wanted: Wanted = STRICT) -> None:
+    def __init__(
+        self,
+        url: str,
+        wanted: Wanted = STRICT,
+        *,
+        command_timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
+    ) -> None:
         self.url = url
+        self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
+        self._stalled_until_s = 0.0
         self.wanted = wanted
         self.unconfirmed = 0
         self.replicas_confirmed = 0
@@ -163,20 +165,22 @@ class Store:
         common: dict[str, Any] = {
             "protocol": 3,
             "legacy_responses": False,
-            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S if connect_timeout_s is None else connect_timeout_s,
             "retry": Retry(NoBackoff(), 0),
             "health_check_interval": 0,
+            # While they are on, redis-py takes connections from its pool without a look whether they were closed.
+            "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
-        self._redis: aioredis.Redis = aioredis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, **common)
-        self._blocking: aioredis.Redis = aioredis.from_url(url, socket_timeout=None, **common)
+        self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, **common)
+        self._blocking = InStepRedis.from_url(url, socket_timeout=None, **common)
 
     @classmethod
-    async def open(cls, url: str, wanted: Wanted = STRICT) -> Store:
+    async def open(cls, url: str, wanted: Wanted = STRICT, **timeouts: float) -> Store:
         """Connect, check that the server is fit, load the function library.
 
         Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
         """
-        store = cls(url, wanted)
+        store = cls(url, wanted, **timeouts)
         try:
             await store.prepare()
         except BaseException:
@@ -331,8 +335,11 @@ class Store:
                 item.group.ticket,
                 item.group.lengths.astype("<i4").tobytes(),
             )
-            arguments = [token, item.group_id, item.prompt_key, numbers, _strings_encoder.encode(strings)]
-            pipe.fcall("rb_publish", len(touched), *touched, *arguments)
+            named = [default_prompt(name) for name in (item.group_id, item.prompt_key)]
+            done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in named]
+            bits = [prompt[1] if prompt else "" for prompt in named]
+            arguments = [token, item.group_id, item.prompt_key, numbers, encode_strings(strings), *bits]
+            pipe.fcall("rb_publish", len(touched) + 2, *touched, *done, *arguments)
         replies = await self._guard(pipe.execute())
         for reply in replies:
             if reply[0] < 0:
@@ -344,7 +351,7 @@ class Store:
         return results
 
     async def _settle_payloads(self, run: str, payload_keys: list[str], results: list[Appended]) -> None:
-        duplicates = [result.number for result in results if not result.stored]
+        duplicates = [result.number for result in results if not result.stored and result.number]
         first = {entry.number: entry.strings.payload_key for entry in await self.entries(run, duplicates)}
         pipe = self._redis.pipeline(transaction=False)
         for key, result in zip(payload_keys, results, strict=True):
@@ -354,8 +361,9 @@ class Store:
                 pipe.unlink(key)
                 if result.number in first:
                     pipe.persist(first[result.number])
-        if duplicates:  # counting them is the write by which the wait covers the append they repeat
-            pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", len(duplicates))
+        repeats = sum(not result.stored for result in results)
+        if repeats:  # counting them is the write by which the wait covers the append they repeat
+            pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", repeats)
         await self._durably(pipe)
 
     async def adopt(self, payload_keys: Iterable[str]) -> None:
@@ -365,52 +373,71 @@ class Store:
             pipe.persist(key)
         await self._guard(pipe.execute())
 
-    async def read_index(
-        self, run: str, after: int, through: int | None = None
-    ) -> AsyncIterator[tuple[Numbers, npt.NDArray[Any], list[bytes]]]:
-        """Read the index stream from behind number `after`, to `through`, in chunks.
+    async def read_index(self, run: str, after: int, through: int | None = None) -> AsyncIterator[IndexChunk]:
+        """Read the index stream from behind number `after`, up to number `through`, in chunks.
 
-        Each holds numbers, `ENTRY` values and encoded strings.
+        On a connection of its own, past the client's conversions; while a chunk is parsed Redis prepares the next.
         """
-        end = "+" if through is None else f"{through}-0"
-        while True:
-            raw = await self._guard(
-                self._redis.xrange(keys.index(run), min=f"({after}-0", max=end, count=READ_CHUNK_ENTRIES)
-            )
-            if not raw:
-                return
-            numbers = np.array([int(entry[0].partition(b"-")[0]) for entry in raw], np.int64)
-            fields = [_fields(entry[1]) for entry in raw]
-            values = np.frombuffer(b"".join([field[b"n"] for field in fields]), ENTRY)
-            yield numbers, values, [field[b"s"] for field in fields]
-            after = int(numbers[-1])
+        connection: Any = await self._guard(self._redis.connection_pool.get_connection())  # type: ignore[no-untyped-call]
+        last, count = "+" if through is None else f"{through}-0", READ_CHUNK_ENTRIES
+        command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
+        awaited = True
+        try:
+            word = await self._guard(send_in_step(connection, command))
+            while awaited:
+                raw = await self._guard(receive_in_step(connection, word))
+                awaited = len(raw) == count
+                if awaited:
+                    command[2] = b"(" + raw[-1][0]
+                    word = await self._guard(send_in_step(connection, command))
+                if raw:
+                    yield read_chunk(raw)
+        finally:
+            if awaited:  # whoever left before the end left a reply on its way
+                await connection.disconnect()
+            await self._redis.connection_pool.release(connection)
 
     async def entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
         """Fetch the index entries of these groups, in this order; trimmed ones are left out."""
         if not numbers:
             return []
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._raw_pipeline()
         for number in numbers:
-            pipe.xrange(keys.index(run), min=f"{number}-0", max=f"{number}-0")
-        found = []
-        for number, reply in zip(numbers, await self._guard(pipe.execute()), strict=True):
-            for entry in reply:
-                fields = _fields(entry[1])
-                values = np.frombuffer(fields[b"n"], ENTRY)[0]
-                found.append(IndexEntry(number, values, decode_strings(fields[b"s"])))
-        return found
+            pipe.execute_command("XRANGE", keys.index(run), f"{number}-0", f"{number}-0")
+        replies = await self._guard(pipe.execute())
+        found = {number: read_chunk(reply) for number, reply in zip(numbers, replies, strict=True) if reply}
+        missing = [number for number in numbers if number not in found]
+        if missing:
+            aside = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in missing]))
+            for number, raw in zip(missing, aside, strict=True):
+                if raw is not None:
+                    found[number] = read_stored(np.array([number]), [raw])
+        return [found[number].entries()[0] for number in numbers if number in found]
+
+    def _raw_pipeline(self) -> Any:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.response_callbacks = {}
+        return pipe
 
     async def strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
         """Fetch the variable part of the index entries `first` to `last`."""
-        raw = await self._guard(self._redis.xrange(keys.index(run), min=f"{first}-0", max=f"{last}-0"))
-        return [decode_strings(_fields(entry[1])[b"s"]) for entry in raw]
+        return [strings async for chunk in self.read_index(run, first - 1, last) for strings in chunk.strings]
 
     async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
-        """Look up the numbers under which ids are stored."""
+        """Look up the numbers under which ids are stored; 0 = it was, and its history is trimmed."""
         if not group_ids:
             return []
         found = await self._guard(self._redis.hmget(keys.group_ids(run), list(group_ids)))
-        return [None if number is None else int(number) for number in found]
+        numbers = [None if number is None else int(number) for number in found]
+        asked = [
+            (k, prompt) for k, name in enumerate(group_ids) if numbers[k] is None if (prompt := default_prompt(name))
+        ]
+        pipe = self._redis.pipeline(transaction=False)
+        for _, (adapter, index) in asked:
+            pipe.getbit(keys.prompts_done(run, adapter), index)
+        for (k, _), bit in zip(asked, await self._guard(pipe.execute()), strict=True):
+            numbers[k] = 0 if bit else None
+        return numbers
 
     async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
         """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
@@ -446,12 +473,13 @@ class Store:
             streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
         reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
         try:
-            async with asyncio.timeout(timeout_s + COMMAND_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s + self.command_timeout_s):
                 reply = await self._guard(reading)
         except TimeoutError:
             await self._blocking.connection_pool.disconnect()
+            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
             raise ServiceUnavailable(
-                f"Redis at {self.url} did not answer a blocking read within {timeout_s + COMMAND_TIMEOUT_S} s",
+                f"Redis at {self.url} did not answer a blocking read within {timeout_s + self.command_timeout_s} s",
                 name="redis",
                 value=self.url,
             ) from None
@@ -496,6 +524,57 @@ class Store:
             yield records
             after = records[-1][0]
             left = None if left is None else left - len(records)
+
+    # ------------------------------------------------------------------ snapshot and trimming
+
+    async def read_snapshot(self, run: str) -> bytes | None:
+        """Read the snapshot; None where none was written yet."""
+        raw: bytes | None = await self._guard(self._redis.get(keys.snapshot(run)))
+        return raw
+
+    async def write_snapshot(
+        self, run: str, token: str, raw: bytes, first_group: int, first_entry: int, set_aside: Mapping[int, bytes]
+    ) -> None:
+        """Replace the snapshot, set entries aside, trim both streams to what is named first: all or nothing.
+
+        A snapshot older than the one that stands there changes nothing. Raises `NotLeader`.
+        """
+        names = [keys.snapshot(run), keys.fence(run), keys.index(run), keys.ledger(run), keys.set_aside(run)]
+        aside = [part for pair in set_aside.items() for part in pair]
+        self._check_fence(
+            run, token, await self._call("rb_snapshot", names, [token, raw, first_group, first_entry, *aside])
+        )
+
+    async def read_set_aside(self, run: str) -> AsyncIterator[IndexChunk]:
+        """Read the entries that trimming set aside, in the order of their numbers, in chunks."""
+        numbers = np.sort(np.array(await self._guard(self._redis.hkeys(keys.set_aside(run))), np.int64))
+        for start in range(0, len(numbers), READ_CHUNK_ENTRIES):
+            chunk = numbers[start : start + READ_CHUNK_ENTRIES]
+            raw = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in chunk.tolist()]))
+            yield read_stored(chunk, raw)
+
+    async def drop_set_aside(self, run: str, numbers: Sequence[int]) -> None:
+        """Delete entries that trimming set aside."""
+        await self._guard(self._redis.hdel(keys.set_aside(run), *[str(number) for number in numbers]))
+
+    async def mark_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
+        """Remember a bit each of these prompts instead of the default id of their group, which is freed.
+
+        `prompts`: adapter, prompt index, number of the group. Raises `NotLeader`.
+        """
+        by_adapter: dict[str, list[int]] = {}
+        for adapter, index, number in prompts:
+            by_adapter.setdefault(adapter, []).extend((index, number))
+        for adapter, indexes in by_adapter.items():
+            names = [keys.group_ids(run), keys.prompts_done(run, adapter), keys.counts(run), keys.fence(run)]
+            for start in range(0, len(indexes), _MARKED_AT_ONCE):
+                arguments = [
+                    token,
+                    adapter,
+                    f"{adapter}/p" if adapter else "p",
+                    *indexes[start : start + _MARKED_AT_ONCE],
+                ]
+                self._check_fence(run, token, await self._call("rb_done", names, arguments))
 
     # ------------------------------------------------------------------ tickets and counters
 
@@ -585,18 +664,51 @@ class Store:
 
     # ------------------------------------------------------------------ plumbing
 
+    def _check_fence(self, run: str, token: str, reply: list[Any]) -> None:
+        if _text(reply[0]) == "fenced":
+            raise _fenced(run, token, _text(reply[1]))
+
     async def _call(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
         reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
         return reply
 
+    def _check_answering(self) -> None:
+        """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
+
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
+        """
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            raise ServiceUnavailable(
+                f"Redis at {self.url} does not answer; it is asked again within {self.command_timeout_s} s",
+                name="redis",
+                value=self.url,
+            )
+        if self._stalled_until_s:
+            self._stalled_until_s = now_s + self.command_timeout_s
+
     async def _guard(self, command: Awaitable[Any]) -> Any:
         try:
-            return await command
+            self._check_answering()
+        except ServiceUnavailable:
+            if isinstance(command, Coroutine):
+                command.close()  # it is never awaited
+            raise
+        try:
+            reply = await command
+            self._stalled_until_s = 0.0
+            return reply
+        except RedisTimeoutError as error:
+            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
+            raise ServiceUnavailable(
+                f"Redis at {self.url} did not answer within {self.command_timeout_s} s", name="redis", value=self.url
+            ) from error
         except OutOfMemoryError as error:
             raise NoRoom(f"Redis at {self.url} is out of memory: {error}", name="maxmemory") from error
         except BusyLoadingError as error:
             raise self._takes_none(error) from error
-        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        except (RedisConnectionError, OSError) as error:
+            self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
             raise ServiceUnavailable(
                 f"Redis at {self.url} cannot be reached: {error or type(error).__name__}", name="redis", value=self.url
             ) from error
@@ -636,11 +748,6 @@ def _fenced(run: str, token: str, newest: str) -> ReplaybufError:
         name="leader",
         bound=newest,
     )
-
-
-def decode_strings(raw: bytes) -> EntryStrings:
-    """Decode the variable part of an index entry."""
-    return _strings_decoder.decode(raw)
 
 
 def _fields(raw: Any) -> dict[bytes, bytes]:

@@ -25,6 +25,7 @@ from replaybuf.errors import (
     TooLarge,
     Unauthorized,
 )
+from replaybuf.flow import forgiven
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
@@ -319,6 +320,7 @@ def test_a_stop_gives_back_what_does_not_finish_in_time(tmp_path: Path, monkeypa
             w.stop.set()
             await w.end()
             assert sorted(service.returned) == [(f"t{i}", "shutdown: the producer ends") for i in range(3)]
+            assert all(forgiven(reason) for _, reason in service.returned), "a restart fails no prompt"
             assert service.out == {}
             gate.open.set()
 
@@ -595,15 +597,21 @@ def test_a_group_of_a_version_that_was_taken_back_is_given_back(tmp_path: Path) 
     run(main())
 
 
-def test_a_refused_group_is_given_back_with_the_services_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("refused", "given", "counts"), [("overlong", "rejected_overlong", True), ("lost_lineage", "lost_lineage", False)]
+)
+def test_a_refused_group_is_given_back_with_the_services_reason(
+    tmp_path: Path, refused: str, given: str, counts: bool
+) -> None:
+    """Work that a rewind took back says nothing about its prompt, and its reason is one that is forgiven."""
+    assert forgiven(f"{given}: detail") is not counts
+
     async def main() -> None:
         service = ServiceDouble(prompts=3)
-        service.judge = lambda group: "overlong" if group.prompt_index == 1 else None
+        service.judge = lambda group: refused if group.prompt_index == 1 else None
         async with world(tmp_path, EngineDouble(), service) as w:
             await w.run()
-            assert [(ticket, said.partition(":")[0]) for ticket, said in service.returned] == [
-                ("t1", "rejected_overlong")
-            ]
+            assert [(ticket, said.partition(":")[0]) for ticket, said in service.returned] == [("t1", given)]
             assert len(service.groups) == 2
 
     run(main())

@@ -1,0 +1,77 @@
+"""A `replaybuf serve` of its own for benchmarks: started on a scratch folder, measured, stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import redis
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
+
+
+class Served:
+    """One `replaybuf serve` with an embedded Valkey in `folder`; `kill` leaves the Valkey to the next one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = ""
+        self.started_s = 0.0
+        self._process: subprocess.Popen[str] | None = None
+        self._groups: list[int] = []
+
+    def __enter__(self) -> Served:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._process:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        for group in self._groups:  # a Valkey that outlived a killed service is still in that one's group
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def start(self) -> Served:
+        """Start, wait until it says where it listens, and note in `started_s` how long that took."""
+        command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(self.folder)]
+        begun = time.monotonic()
+        log = (self.folder.parent / "serve.log").open("a")
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        self._groups.append(self._process.pid)
+        if self._process.stdout is None:
+            raise RuntimeError("no standard output")
+        for line in self._process.stdout:
+            found = re.match(r"listening on (http://\S+)", line)
+            if found:
+                self.url, self.started_s = found[1], time.monotonic() - begun
+                return self
+        raise RuntimeError(f"serve ended: {(self.folder.parent / 'serve.log').read_text()}")
+
+    def kill(self) -> None:
+        """Kill the service alone."""
+        if self._process:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+
+    def redis(self) -> redis.Redis:
+        """Connect to its Valkey."""
+        return redis.Redis(unix_socket_path=str(self.folder / "valkey.sock"))
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of the service, without its Valkey."""
+        if self._process is None:
+            raise RuntimeError("not started")
+        return int(psutil.Process(self._process.pid).memory_info().rss)

@@ -1,0 +1,226 @@
+"""A snapshot of the fold at one ledger entry: everything of a run's state that the index stream alone does not tell.
+
+::
+
+    b"RBS1"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
+
+State = `restore`(`take`(state), rows of the index stream behind `trimmed` and those set aside) and the ledger behind
+`entries`. Groups that are as they were stored are not in it: a million live groups cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.config import RunConfig
+from replaybuf.errors import ReplaybufError
+from replaybuf.index import DEAD, FREED, STATE_ROW
+from replaybuf.state import BAD_INDEX_ENTRY, Attached, BatchState, RunState, VoidedBatch
+
+MAGIC = b"RBS1"
+"""Format and version: what is not this is refused, never guessed at."""
+_HEADER_BYTES = len(MAGIC) + 20
+_FASTEST = 1
+
+
+class BatchPart(msgspec.Struct, frozen=True, array_like=True):
+    """A `BatchState`; `numbers` int64 [n] and `earlier` int64 [m, 2] as bytes."""
+
+    step: int
+    entry: int
+    generation: int
+    numbers: bytes
+    earlier: bytes
+    acked: bool
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `RunState` under their names; what is long is packed.
+
+    `rows`: `STATE_ROW` of groups that changed since they were stored; `set_aside`: int64, numbers up to `trimmed` that
+    are not freed; `records`: int64 [n, 4] of step, entry, generation, groups.
+    """
+
+    entries: int
+    stored: int
+    trimmed: int
+    trimmed_entries: int
+    config: RunConfig | None
+    config_state: str
+    config_reason: str | None
+    max_uses: int | None
+    attached: Attached | None
+    step: int
+    next_step: int
+    generation: int
+    published: dict[str, int]
+    weights_uri: dict[str, str | None]
+    batches: list[BatchPart]
+    records: bytes
+    voided: dict[int, list[VoidedBatch]]
+    checkpoints: list[int]
+    rewinds: list[tuple[int, int]]
+    failed_prompts: list[tuple[str, int, str]]
+    retired: int
+    evicted: dict[str, int]
+    dead_lettered: dict[str, int]
+    evicted_since_batch: dict[str, int]
+    used_staleness: dict[int, int]
+    groups_used: int
+    tokens_used: int
+    reasons: list[str]
+    fates: bytes
+    set_aside: bytes
+    rows: bytes
+
+
+_COUNTERS = ("evicted", "dead_lettered", "evicted_since_batch", "used_staleness")
+_COPIED = (
+    "entries",
+    "trimmed_entries",
+    "config",
+    "config_state",
+    "config_reason",
+    "max_uses",
+    "step",
+    "next_step",
+    "generation",
+    "retired",
+    "groups_used",
+    "tokens_used",
+)
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Snapshot).decode
+
+
+def take(state: RunState) -> Snapshot:
+    """Take a snapshot of a state; later changes of the state do not touch it."""
+    numbers = state.index["number"]
+    aside = numbers[(state.index["state"] != FREED) & (numbers <= state.trimmed)]
+    records = [(step, entry, *state.made[step]) for step, entry in state.records.items()]
+    batches = [
+        BatchPart(
+            step,
+            batch.entry,
+            batch.generation,
+            batch.numbers.tobytes(),
+            np.array(list(batch.earlier.items()), np.int64).tobytes(),
+            batch.acked,
+        )
+        for step, batch in state.batches.items()
+    ]
+    copied: dict[str, Any] = {name: getattr(state, name) for name in _COPIED}
+    copied |= {name: dict(getattr(state, name)) for name in _COUNTERS}
+    return Snapshot(
+        **copied,
+        stored=state.stored,
+        trimmed=state.trimmed,
+        attached=state.attached and dataclasses.replace(state.attached),
+        published=dict(state.published),
+        weights_uri=dict(state.weights_uri),
+        batches=batches,
+        records=np.array(records, np.int64).tobytes(),
+        voided={step: list(several) for step, several in state.voided.items()},
+        checkpoints=list(state.checkpoints),
+        rewinds=list(state.rewinds),
+        failed_prompts=[(*prompt, reason) for prompt, reason in state.failed_prompts.items()],
+        reasons=list(state.reasons),
+        fates=bytes(state.fates),
+        set_aside=aside.tobytes(),
+        rows=state.index.changed().tobytes(),
+    )
+
+
+def restore(state: RunState, snapshot: Snapshot) -> None:
+    """Bring a state to the ledger entry of a snapshot.
+
+    `state` has begun behind `snapshot.trimmed` and taken in the groups set aside, then the whole index stream, and no
+    ledger record. Raises `ReplaybufError` where groups are missing that the snapshot knows.
+    """
+    if state.trimmed != snapshot.trimmed or state.stored < snapshot.stored:
+        raise ReplaybufError(
+            f"the index stream ends at group {state.stored}; the snapshot at ledger entry {snapshot.entries} knows "
+            f"{snapshot.stored}: Redis lost data",
+            name="stored",
+            value=state.stored,
+            bound=snapshot.stored,
+        )
+    for name in _COPIED:
+        setattr(state, name, getattr(snapshot, name))
+    for name in _COUNTERS:
+        setattr(state, name, Counter(getattr(snapshot, name)))
+    state.attached = snapshot.attached
+    state.published, state.weights_uri = dict(snapshot.published), dict(snapshot.weights_uri)
+    state.batches = {part.step: _batch(part) for part in snapshot.batches}
+    records = _numbers(snapshot.records).reshape(-1, 4).tolist()
+    state.records = {step: entry for step, entry, _, _ in records}
+    state.made = {step: (generation, groups) for step, _, generation, groups in records}
+    state.voided = {step: list(several) for step, several in snapshot.voided.items()}
+    state.checkpoints, state.rewinds = list(snapshot.checkpoints), list(snapshot.rewinds)
+    state.failed_prompts = {(adapter, index): reason for adapter, index, reason in snapshot.failed_prompts}
+    _restore_rows(state, snapshot)
+
+
+def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
+    index = state.index
+    fresh = index["number"] > snapshot.stored
+    # What came after the snapshot and is dead already is so by its index entry alone.
+    bad = np.flatnonzero(fresh & (index["state"] == DEAD))
+    state.reasons = list(snapshot.reasons)
+    if len(bad):
+        if BAD_INDEX_ENTRY not in state.reasons:
+            state.reasons.append(BAD_INDEX_ENTRY)
+        index["reason"][bad] = state.reasons.index(BAD_INDEX_ENTRY)
+        state.dead_lettered[BAD_INDEX_ENTRY] += len(bad)
+    state.forgive(index["prompt_index"][fresh])
+    state.fates[: len(snapshot.fates)] = snapshot.fates
+    freed = np.flatnonzero(np.frombuffer(state.fates, np.uint8)) + state.trimmed
+    aside = index["number"][index["number"] <= state.trimmed]
+    held = _numbers(snapshot.set_aside)
+    missing = np.setdiff1d(held, aside)
+    if len(missing):
+        raise ReplaybufError(
+            f"group {missing[0]} was set aside by a trimming and is not there: Redis lost data",
+            name="number",
+            value=int(missing[0]),
+        )
+    index.free(index.rows_of(np.concatenate([np.setdiff1d(aside, held), freed])))
+    index.put(np.frombuffer(snapshot.rows, STATE_ROW))
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """Write a snapshot as bytes."""
+    return MAGIC + b"%020d" % snapshot.entries + zlib.compress(_encode(snapshot), _FASTEST)
+
+
+def decode_snapshot(raw: bytes) -> Snapshot:
+    """Read a snapshot. Raises `ReplaybufError` for another version or for bytes that are none."""
+    if raw[: len(MAGIC)] != MAGIC:
+        raise ReplaybufError(
+            f"the snapshot has format {raw[: len(MAGIC)]!r}; this release reads {MAGIC!r}",
+            name="snapshot",
+            value=repr(raw[: len(MAGIC)]),
+            bound=repr(MAGIC),
+        )
+    try:
+        return _decode(zlib.decompress(raw[_HEADER_BYTES:]))
+    except (zlib.error, msgspec.DecodeError) as error:
+        raise ReplaybufError(f"the snapshot does not decode: {error}", name="snapshot", value=len(raw)) from error
+
+
+def _batch(part: BatchPart) -> BatchState:
+    numbers, steps = _numbers(part.earlier).reshape(-1, 2).T.tolist()
+    earlier = dict(zip(numbers, steps, strict=True))
+    return BatchState(part.entry, part.generation, _numbers(part.numbers), earlier, part.acked)
+
+
+def _numbers(raw: bytes) -> npt.NDArray[np.int64]:
+    numbers: npt.NDArray[np.int64] = np.frombuffer(raw, np.int64).copy()
+    return numbers

@@ -1,0 +1,126 @@
+"""Entries of the index stream: what is in one, and how replies of Redis are read, many at a time.
+
+An entry has two fields: `n`, the bytes of one `ENTRY`, and `s`, msgpack of `EntryStrings`. An entry that is anything
+else was not written by a publish: it keeps its number, is told as `malformed`, and never stops a reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.index import ENTRY, Numbers
+
+_SIZE = ENTRY.itemsize
+_NAMES = [b"n", b"s"]
+_DEFAULT_ID = re.compile(r"(?:(?P<adapter>.+)/)?p(?P<index>0|[1-9][0-9]{0,9})", re.DOTALL)
+_LARGEST_BIT = 2**32 - 1
+"""Redis bounds a bitmap at 512 MiB."""
+
+
+class EntryStrings(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes."""
+
+    group_id: str
+    prompt_id: str
+    adapter: str
+    payload_key: str
+    ticket: str | None
+    lengths: bytes
+
+
+UNREADABLE = EntryStrings("", "", "", "", None, b"")
+"""Stands for the strings of a malformed entry."""
+
+encode_strings = msgspec.msgpack.Encoder().encode
+_decode_strings = msgspec.msgpack.Decoder(EntryStrings).decode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One group of the index stream: its number, its numbers-only part (`ENTRY` scalar) and its strings."""
+
+    number: int
+    values: np.void
+    strings: EntryStrings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexChunk:
+    """Entries that follow each other: numbers int64 [n], values `ENTRY` [n], malformed bool [n], strings [n]."""
+
+    numbers: Numbers
+    values: npt.NDArray[Any]
+    malformed: npt.NDArray[np.bool_]
+    strings: list[EntryStrings]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def entries(self) -> list[IndexEntry]:
+        """List the entries one by one."""
+        return [
+            IndexEntry(number, values, strings)
+            for number, values, strings in zip(self.numbers.tolist(), self.values, self.strings, strict=True)
+        ]
+
+
+def read_chunk(raw: Sequence[Any]) -> IndexChunk:
+    """Read a reply of XRANGE, as the parser gives it: pairs of id and a flat list of fields."""
+    numbers = _numbers([entry[0] for entry in raw])
+    fields = [entry[1] for entry in raw]
+    try:
+        values, strings = [field[1] for field in fields], [_decode_strings(field[3]) for field in fields]
+        names = {(field[0], field[2]) for field in fields}
+        if names == {(b"n", b"s")} and {*map(len, values)} == {_SIZE} and {*map(len, fields)} == {4}:
+            return IndexChunk(numbers, np.frombuffer(b"".join(values), ENTRY), np.zeros(len(raw), bool), strings)
+    except (IndexError, msgspec.DecodeError):
+        pass  # one of them is no entry of ours: look at each
+    return _join(numbers, [b"".join(field[1::2]) if field[::2] == _NAMES else b"" for field in fields])
+
+
+def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
+    """Read entries that were set aside, as `to_set_aside` wrote them."""
+    return _join(numbers, raw)
+
+
+def to_set_aside(chunk: IndexChunk, position: int) -> bytes:
+    """Write one entry for the hash of entries set aside: its two fields joined; a malformed one is empty."""
+    if chunk.malformed[position]:
+        return b""
+    raw: bytes = chunk.values[position].tobytes() + encode_strings(chunk.strings[position])
+    return raw
+
+
+def default_prompt(group_id: str) -> tuple[str, int] | None:
+    """Read adapter and prompt index from an id of the form that a ticket's group has by default; else None."""
+    match = _DEFAULT_ID.fullmatch(group_id)
+    if not match or int(match["index"]) > _LARGEST_BIT:
+        return None
+    return match["adapter"] or "", int(match["index"])
+
+
+def _join(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
+    values = np.zeros(len(raw), ENTRY)
+    malformed = np.zeros(len(raw), bool)
+    strings = [UNREADABLE] * len(raw)
+    for position, one in enumerate(raw):
+        try:
+            strings[position] = _decode_strings(one[_SIZE:])
+            values[position] = np.frombuffer(one[:_SIZE], ENTRY)[0]
+        except msgspec.DecodeError:
+            malformed[position] = True
+    return IndexChunk(numbers, values, malformed, strings)
+
+
+def _numbers(ids: list[bytes]) -> Numbers:
+    first, last = (int(one.partition(b"-")[0]) for one in (ids[0], ids[-1]))
+    if last - first + 1 == len(ids):  # numbers are dense and ids ascend: the ends tell the rest
+        return np.arange(first, last + 1, dtype=np.int64)
+    return np.array([int(one.partition(b"-")[0]) for one in ids], np.int64)

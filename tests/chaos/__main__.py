@@ -1,0 +1,38 @@
+"""`python -m tests.chaos`: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from tests.chaos.chaos import chaos
+
+SECONDS_PER_KILL = 6.0
+START_S = 60.0
+
+
+def main() -> None:
+    """Read the command line, run, exit with 1 where anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=20, help="faults to survive: kills and stops")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
+    parser.add_argument("--report", type=Path, help="JSON file for the figures")
+    parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    if given.folder and given.folder.exists():
+        parser.error(f"--folder {given.folder} exists; a run wants a new one")
+    limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
+    report = chaos(given.kills, given.seed, limit_s, given.folder, Console())
+    if given.report:
+        given.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    raise SystemExit(0 if report.good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""One chaos run from start to verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from replaybuf.client import Client
+from tests.chaos.checker import check
+from tests.chaos.cluster import RUNS, Cluster
+from tests.chaos.faults import Faults
+from tests.chaos.history import Recorder, now_s, read_history
+from tests.chaos.observer import Follower, Observer
+from tests.chaos.report import Report, build, show
+from tests.chaos.rest import Rest, fold
+
+WARM_UP_TIMEOUT_S = 30.0
+WARM_UP_STEPS = 3
+END_TIMEOUT_S = 25.0
+
+
+def chaos(kills: int, seed: int, time_limit_s: float, folder: Path | None, console: Console) -> Report:
+    """Run the cluster under fire for `kills` faults or `time_limit_s`, bring it to rest, judge what was seen.
+
+    `folder` keeps logs and history; without one they are kept only where something is wrong.
+    """
+    signal.signal(signal.SIGTERM, _interrupted)
+    # A short path: the kernel bounds the one of a unix socket at 108 bytes.
+    place = folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    started_s = now_s()
+    cluster = Cluster(place, seed)
+    try:
+        ended = _under_fire(cluster, kills, seed, started_s + time_limit_s)
+    finally:
+        cluster.end()
+    history = read_history(cluster.history)
+    report = build(history, check(history), ended, seed, now_s() - started_s)
+    show(report, console)
+    if folder is None and report.good:
+        shutil.rmtree(place)
+    else:
+        console.print(f"logs and history: {place}", highlight=False)
+    return report
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[str]:
+    """Make load and faults, then peace; return what ended by itself."""
+    recorder = Recorder(cluster.history, "chaos")
+    cluster.start()
+    observer = Observer(cluster.urls, list(RUNS), cluster.history)
+    observer.start()
+    try:
+        _warm_up(cluster)
+        faults = Faults(cluster, recorder, random.Random(seed))
+        faults.run(kills, ends_s)
+        _drain(cluster, recorder)
+    finally:
+        observer.stop()
+    _look_closely(cluster, recorder)
+    recorder.close()
+    return faults.ended
+
+
+def _warm_up(cluster: Cluster) -> None:
+    """Wait until every run has trained some steps: faults before there is load hurt nobody."""
+    for run in RUNS:
+        with Client(cluster.url, run) as client:
+            ends_s = now_s() + WARM_UP_TIMEOUT_S
+            while client.get_run()["step"] < WARM_UP_STEPS:
+                if now_s() > ends_s:
+                    raise RuntimeError(f"run {run} does not begin: {client.get_run()}")
+                time.sleep(0.1)
+
+
+def _drain(cluster: Cluster, recorder: Recorder) -> None:
+    """Let the load come to rest: producers first, then what is due, then the trainers."""
+    producers = [*cluster.producers, *([cluster.generator] if cluster.generator else [])]
+    for child in producers:
+        child.ask_to_end()
+    for child in producers:
+        child.wait_end(END_TIMEOUT_S)
+    for run in RUNS:
+        rest = Rest(cluster.url, run, recorder, cluster.redis_url)
+        rest.drain()
+        rest.close()
+    trainers = [*cluster.trainers.values(), *cluster.replaced]
+    for child in trainers:
+        child.ask_to_end()
+    for child in trainers:
+        child.wait_end(END_TIMEOUT_S)
+
+
+def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
+    """Write down how every run stands, restart all servers, and look again; at last without them."""
+    rests = [Rest(cluster.url, run, recorder, cluster.redis_url) for run in RUNS]
+    seen = read_history(cluster.history)
+    for rest in rests:
+        rest.attach()
+        rest.send_again(seen)
+    observer = Recorder(cluster.history, "last")
+    for run in RUNS:
+        follower = Follower(cluster.url, run, observer, END_TIMEOUT_S)
+        follower.look()
+        follower.follow_groups(last=True)
+        follower.close()
+    observer.close()
+    for rest in rests:
+        rest.read_payloads()
+        rest.look("before")
+    for server in cluster.servers.values():
+        server.kill()
+    for url, server in cluster.servers.items():
+        server.start()
+        cluster.wait_listening(url)
+    for rest in rests:
+        rest.look("after")
+        rest.close()
+    for run in RUNS:
+        recorder.write(asyncio.run(fold(cluster.redis_url, run)))

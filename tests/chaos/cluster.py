@@ -1,0 +1,185 @@
+"""All processes of one chaos run, and the questions that the harness asks them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from replaybuf.client import Client
+from tests.chaos.content import GROUP_SIZE, SPELLED, VOCAB_SIZE
+from tests.chaos.processes import Child, free_port, python, read_address, valkey
+from tests.generator.doubles import LETTERS, write_tokenizer
+
+TICKET_TTL_S = 2.0
+START_TIMEOUT_S = 40.0
+PROBE_TIMEOUT_S = 0.5
+WORDS = ("abc", "bacd", "dec", "fade", "cabbage")
+
+
+def _config(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "strategy": {"name": strategy, "options": options},
+        "batch": {"groups_per_batch": 4, "seq_len": 64},
+        "group_size": GROUP_SIZE,
+        "vocab_size": VOCAB_SIZE,
+        "tickets": {"ttl_s": TICKET_TTL_S, "max_attempts": 3},
+    }
+
+
+RUNS = {
+    "one-step": _config("one-step-off-policy", {"max_staleness": 2}),
+    "on-policy": _config("on-policy", {}),
+}
+GENERATED_RUN = "one-step"
+SHORT_HISTORY = ("--history-groups", "40")
+"""So little is kept of what is freed that both streams are trimmed under the faults, many times."""
+KEEP = {"one-step": 2, "on-policy": 3}
+"""Checkpoints that each run's trainer keeps."""
+
+
+class Cluster:
+    """Valkey, two servers, two producers, engine and generator, a trainer per run; data and logs in `folder`."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.history = folder / "history"
+        self.history.mkdir(parents=True)
+        self._folder, self._seed = folder, seed
+        self.valkey, self.redis_url = valkey(folder)
+        self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        self.servers = {url: self._server(number, url) for number, url in enumerate(self.urls, 1)}
+        self.url = ",".join(self.urls)
+        self.producers = [self._producer(f"producer-{number}") for number in (1, 2)]
+        self.trainers = {run: self._trainer(run, 0) for run in RUNS}
+        self.engine = Child(
+            "engine", "engine", python("tests.chaos.engine", "--url", self.url, "--run", GENERATED_RUN), folder
+        )
+        self.generator: Child | None = None
+        self.replaced: list[Child] = []
+        self._trainers_made = 0
+
+    @property
+    def actors(self) -> list[Child]:
+        """What makes load."""
+        return [*self.producers, *([self.generator] if self.generator else []), *self.trainers.values()]
+
+    @property
+    def all(self) -> list[Child]:
+        """Every process."""
+        return [*self.replaced, *self.actors, self.engine, *self.servers.values(), self.valkey]
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start everything, in order; the runs are created."""
+        self.valkey.start()
+        for url, server in self.servers.items():
+            server.start()
+            self.wait_listening(url)
+        for run, config in RUNS.items():
+            with Client(self.url, run, timeout_s=10.0, retry_for_s=START_TIMEOUT_S) as client:
+                client.put_run(config)
+        self.engine.start()
+        self.generator = self._generator(read_address(self.engine, START_TIMEOUT_S))
+        for actor in self.actors:
+            actor.start()
+
+    def end(self) -> None:
+        """End everything, whatever state it is in."""
+        for child in self.all:
+            child.kill()
+
+    def replace_trainer(self, run: str) -> Child:
+        """Start a second trainer beside one that stands still; the old one will find itself fenced."""
+        self.replaced.append(self.trainers[run])
+        self._trainers_made += 1
+        self.trainers[run] = self._trainer(run, self._trainers_made)
+        self.trainers[run].start()
+        return self.trainers[run]
+
+    def wait_listening(self, url: str) -> None:
+        """Wait until a server answers."""
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < ends_s:
+            try:
+                httpx.get(f"{url}/healthz", timeout=PROBE_TIMEOUT_S)
+            except httpx.TransportError:
+                time.sleep(0.05)
+            else:
+                return
+        raise RuntimeError(f"{url} does not listen; its log: {self.servers[url].log.read_text()}")
+
+    # ------------------------------------------------------------------ questions
+
+    def url_of(self, child: Child) -> str:
+        """Return the address of a server; "" for any other process."""
+        return next((url for url, server in self.servers.items() if server is child), "")
+
+    def led_by(self, url: str) -> list[str]:
+        """List the runs that a server says it leads; none where it does not answer soon."""
+        try:
+            reply = httpx.get(f"{url}/readyz", timeout=PROBE_TIMEOUT_S)
+            leaders: dict[str, str | None] = msgspec.json.decode(reply.content)["leaders"]
+        except (httpx.TransportError, msgspec.DecodeError, KeyError):
+            return []
+        return [run for run, leader in leaders.items() if leader == url]
+
+    # ------------------------------------------------------------------ commands
+
+    def _server(self, number: int, url: str) -> Child:
+        port = url.rpartition(":")[2]
+        command = python("replaybuf.cli", "serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
+        return Child(f"serve-{number}", "server", command, self._folder)
+
+    def _producer(self, name: str) -> Child:
+        command = python(
+            "tests.chaos.producer",
+            *("--url", self.url),
+            *("--run", *RUNS),
+            *("--name", name),
+            *("--history", str(self.history)),
+            *("--seed", str(self._seed)),
+            *("--ttl-s", str(TICKET_TTL_S)),
+        )
+        return Child(name, "producer", command, self._folder)
+
+    def _trainer(self, run: str, number: int) -> Child:
+        name = f"trainer-{run}" + (f"-{number}" if number else "")
+        command = python(
+            "tests.chaos.trainer",
+            *("--url", self.url),
+            *("--run", run),
+            *("--name", name),
+            *("--history", str(self.history)),
+            *("--place", str(self._folder / f"place-{run}")),
+            *("--seed", str(self._seed)),
+            *("--keep", str(KEEP[run])),
+        )
+        return Child(name, "trainer", command, self._folder)
+
+    def _generator(self, engine_url: str) -> Child:
+        tokenizer = write_tokenizer(self._folder / "tokenizer")
+        prompts = self._folder / "prompts.jsonl"
+        lines = [
+            {"prompt_id": f"{SPELLED}{word}", "prompt": word, "answer": word[::-1]}
+            for word in WORDS
+            if set(word) <= set(LETTERS)
+        ]
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        command = python(
+            "replaybuf.cli",
+            "generate",
+            *("--url", self.url),
+            *("--run", GENERATED_RUN),
+            *("--engine", engine_url),
+            *("--environment", "exact-match"),
+            *("--prompts", str(prompts)),
+            *("--tokenizer", str(tokenizer)),
+            *("--max-tokens", "16"),
+            *("--max-inflight-groups", "4"),
+        )
+        return Child("generator", "generator", command, self._folder)

@@ -1,0 +1,69 @@
+"""What a group holds follows from its names alone, so whoever sees its tokens in a batch can judge them.
+
+Groups of the chaos producers derive from `group_id`; those of `replaybuf generate` spell their prompt backwards, as the
+engine double does, and have a `prompt_id` that starts with `spell/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from replaybuf.group import Group
+from tests.generator.doubles import LETTERS
+
+GROUP_SIZE = 2
+VOCAB_SIZE = 1000
+SPELLED = "spell/"
+
+
+def rollout_of(group_id: str, rollout: int) -> tuple[list[int], list[int]]:
+    """Derive prompt and completion of one rollout: 2 to 5 and 3 to 10 tokens."""
+    seed = hashlib.sha256(f"{group_id}/prompt".encode()).digest()
+    own = hashlib.sha256(f"{group_id}/{rollout}".encode()).digest()
+    prompt = list(seed[: 2 + seed[-1] % 4])
+    completion = [byte + 256 * (byte % 3) for byte in own[: 3 + own[-1] % 8]]
+    return prompt, completion
+
+
+def make_group(group_id: str, policy_version: int, *, named: bool, ticket: str | None = None) -> Group:
+    """Build the group called `group_id`; `named` False leaves the naming to the service, by its ticket."""
+    rollouts = [rollout_of(group_id, number) for number in range(GROUP_SIZE)]
+    prompts, completions = zip(*rollouts, strict=True)
+    lengths = np.array([len(ids) for ids in completions], np.int32)
+    tokens = int(lengths.sum())
+    return Group(
+        group_id=group_id if named else None,
+        ticket=ticket,
+        prompt_id=f"chaos/{group_id}",
+        policy_version=policy_version,
+        prompt_ids=np.concatenate([np.array(ids, np.int32) for ids in prompts]),
+        prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
+        completion_ids=np.concatenate([np.array(ids, np.int32) for ids in completions]),
+        completion_lengths=lengths,
+        completion_mask=np.ones(tokens, np.bool_),
+        inference_logprobs=np.full(tokens, -0.5, np.float32),
+        rewards=np.arange(GROUP_SIZE, dtype=np.float64),
+        version_spans=np.array(
+            [[number, policy_version, 0, length] for number, length in enumerate(lengths.tolist())], np.int32
+        ),
+        temperatures=np.ones(GROUP_SIZE, np.float32),
+        finish_reasons=("stop",) * GROUP_SIZE,
+    )
+
+
+def tokens_of(group_id: str, prompt_id: str, rollout: int) -> list[int]:
+    """Say what a batch must hold of a rollout: prompt and completion."""
+    if prompt_id.startswith(SPELLED):
+        prompt = [LETTERS.index(letter) for letter in prompt_id.removeprefix(SPELLED)]
+        return prompt + prompt[::-1]
+    prompt, completion = rollout_of(group_id, rollout)
+    return prompt + completion
+
+
+def checksum(tokens: Iterable[int]) -> int:
+    """Sum up token ids."""
+    return zlib.crc32(np.fromiter(tokens, np.int32).tobytes())

@@ -1,0 +1,148 @@
+"""Who is hurt next, how, and when it comes back: drawn from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable
+
+from tests.chaos.cluster import RUNS, Cluster
+from tests.chaos.history import Faulted, Healed, Recorder, now_s
+from tests.chaos.processes import Child
+from tests.chaos.trainer import FENCED
+
+ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
+"""Those twice whose deaths have the most to break. There is no standby while a server that was hurt comes back."""
+RESTART_PAUSE_S = (0.05, 1.0)
+STOP_S = (0.2, 5.0)
+"""Some stops outlast the lease of 3 s."""
+BETWEEN_S = (0.6, 3.4)
+REPLACED_FROM_S = 1.5
+"""A trainer that stands still for longer may get a successor meanwhile."""
+TICK_S = 0.02
+START_GRACE_S = 20.0
+"""A server that is started while its Redis is away may end; it is started again, as a service manager does."""
+
+
+@dataclasses.dataclass(order=True)
+class _Due:
+    at_s: float
+    order: int
+    heal: Callable[[], None] = dataclasses.field(compare=False)
+
+
+class Faults:
+    """Hurts `kills` times, then heals all. `ended` lists processes that ended by themselves."""
+
+    def __init__(self, cluster: Cluster, recorder: Recorder, rng: random.Random) -> None:
+        self.done = 0
+        self.ended: list[str] = []
+        self._cluster, self._recorder, self._rng = cluster, recorder, rng
+        self._due: list[_Due] = []
+        self._order = itertools.count()
+        self._hurt: set[str] = set()
+        self._valkey_back_s = 0.0
+
+    def run(self, kills: int, ends_s: float) -> None:
+        """Hurt one process after the other until `kills` are done or time is up, then bring everybody back."""
+        next_s = now_s() + self._rng.uniform(*BETWEEN_S)
+        while self.done < kills and now_s() < ends_s:
+            self._heal_due()
+            self._restart_ended()
+            if now_s() >= next_s and self._hurt_one():
+                next_s = now_s() + self._rng.uniform(*BETWEEN_S)
+            time.sleep(TICK_S)
+        self.heal_all()
+
+    def heal_all(self) -> None:
+        """Bring everybody back, each in its time."""
+        while self._due:
+            self._heal_due()
+            self._restart_ended()
+            time.sleep(TICK_S)
+
+    # ------------------------------------------------------------------ hurting
+
+    def _hurt_one(self) -> bool:
+        cluster = self._cluster
+        role = self._rng.choice(ROLES)
+        kind = self._rng.choice(("kill", "stop"))
+        child, led = self._choose(role)
+        if child is None or child.name in self._hurt or child.exit_code is not None:
+            return False
+        self._hurt.add(child.name)
+        self._recorder.write(
+            Faulted(at_s=now_s(), process=child.name, role=role, kind=kind, server=cluster.url_of(child), led=led)
+        )
+        if kind == "kill":
+            child.kill()
+            self._later(RESTART_PAUSE_S, lambda: self._restart(child))
+        else:
+            child.stop()
+            pause_s = self._later(STOP_S, lambda: self._go_on(child))
+            if role == "trainer" and pause_s > REPLACED_FROM_S and self._rng.random() < 0.6:
+                run = next(run for run, trainer in cluster.trainers.items() if trainer is child)
+                cluster.replace_trainer(run)
+        self.done += 1
+        return True
+
+    def _choose(self, role: str) -> tuple[Child | None, list[str]]:
+        cluster = self._cluster
+        if role in ("leader", "standby"):
+            led = {url: cluster.led_by(url) for url in cluster.urls}
+            found = [url for url in cluster.urls if bool(led[url]) == (role == "leader")]
+            url = self._rng.choice(found) if found and any(led.values()) else None
+            return (cluster.servers[url], led[url]) if url else (None, [])
+        choices = {
+            "valkey": [cluster.valkey],
+            "producer": cluster.producers,
+            "generator": [cluster.generator] if cluster.generator else [],
+            "trainer": [cluster.trainers[run] for run in RUNS],
+        }[role]
+        return self._rng.choice(choices), []
+
+    # ------------------------------------------------------------------ healing
+
+    def _later(self, between_s: tuple[float, float], heal: Callable[[], None]) -> float:
+        pause_s = self._rng.uniform(*between_s)
+        heapq.heappush(self._due, _Due(now_s() + pause_s, next(self._order), heal))
+        return pause_s
+
+    def _heal_due(self) -> None:
+        while self._due and self._due[0].at_s <= now_s():
+            heapq.heappop(self._due).heal()
+
+    def _restart(self, child: Child) -> None:
+        child.start()
+        self._healed(child)
+
+    def _go_on(self, child: Child) -> None:
+        child.go_on()
+        self._healed(child)
+
+    def _healed(self, child: Child) -> None:
+        self._hurt.discard(child.name)
+        self._recorder.write(Healed(at_s=now_s(), process=child.name))
+        if child is self._cluster.valkey:
+            self._valkey_back_s = now_s()
+
+    def _restart_ended(self) -> None:
+        for child in [*self._cluster.actors, *self._cluster.servers.values(), self._cluster.valkey]:
+            code = child.exit_code
+            if code is None or child.name in self._hurt:
+                continue
+            valkey_away = "valkey" in self._hurt or now_s() - self._valkey_back_s < START_GRACE_S
+            # A trainer that stood still may have attached before its successor did; the checker judges who fences whom.
+            fenced = child.role == "trainer" and code == FENCED
+            if not (fenced or (child.role == "server" and valkey_away)):
+                self.ended.append(f"{child.name} with {code}: {_last_line(child)}")
+            self._hurt.add(child.name)
+            self._later((0.3, 0.5), lambda child=child: self._restart(child))  # type: ignore[misc]
+
+
+def _last_line(child: Child) -> str:
+    lines = child.log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "(nothing logged)"

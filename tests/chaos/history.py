@@ -1,0 +1,234 @@
+"""What was seen: one event per answered call or observation, in JSON-lines files, one file per process.
+
+An event carries both instants of its call, `sent_s` and `at_s` (answered), of CLOCK_MONOTONIC, which all processes of
+one machine share. A call that a kill left without an answer leaves no event: the guarantees promise nothing about it,
+it may have happened or not. Each event is one `write` on a file opened with O_APPEND, so a kill loses at most the one
+being written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+OK = "ok"
+UNAVAILABLE = ("unavailable", "not-leader", "no-room")
+"""Outcomes that say: not now. Every other one is the answer of a service that decided."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something that was seen at `at_s` seconds, by the clock of `now_s`; `run` is "" where no run is concerned."""
+
+    at_s: float
+    run: str = ""
+
+
+class Call(Event, frozen=True, kw_only=True):
+    """A call that was answered by `server`: `outcome` is `ok` or the slug of the error."""
+
+    sent_s: float
+    server: str = ""
+    outcome: str = OK
+
+
+class TicketsTaken(Call, frozen=True):
+    """Tickets, as (ticket, prompt_index, attempt), or why there were none."""
+
+    tickets: list[tuple[str, int, int]] = []
+    waiting: dict[str, Any] | None = None
+
+
+class TicketReturned(Call, frozen=True, kw_only=True):
+    """A ticket that was given back."""
+
+    ticket: str
+
+
+class GroupSent(Call, frozen=True, kw_only=True):
+    """One group of an append; `outcome` is `stored`, `duplicate`, `rejected` (with `reason`) or an error's slug."""
+
+    group_id: str
+    prompt_index: int | None
+    policy_version: int
+    reason: str | None = None
+
+
+class Attached(Call, frozen=True, kw_only=True):
+    """A trainer attached; `epoch` 0 where it was refused."""
+
+    resume_step: int | None
+    on_resume: str
+    world: int
+    epoch: int = 0
+    step: int = 0
+    generation: int = 0
+
+
+class Rollout(msgspec.Struct, frozen=True, array_like=True):
+    """One rollout of a batch body: `tokens` is the checksum of its token ids (`content.checksum`)."""
+
+    group_id: str
+    rollout: int
+    policy_version: int
+    staleness: int
+    times_sampled: int
+    tokens: int
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch body held."""
+
+    sha256: str
+    generation: int
+    batch_id: str
+    digest: str
+    version: int
+    batch_groups: int
+    rollouts: list[Rollout]
+
+
+class BatchAsked(Call, frozen=True, kw_only=True):
+    """A rank's part of a batch: `body`, or `waiting` (why there is none), or an error in `outcome`."""
+
+    epoch: int
+    step: int
+    rank: int
+    world: int
+    body: Body | None = None
+    waiting: dict[str, Any] | None = None
+
+
+class TrainerWrote(Call, frozen=True, kw_only=True):
+    """An `ack` or `checkpoint` of step `value`, or a `publish` of version `value`."""
+
+    kind: str
+    epoch: int
+    value: int
+
+
+class StateSeen(Call, frozen=True, kw_only=True):
+    """The state of a run; `moment` is `before` and `after` for the last two, around the last restart."""
+
+    state: dict[str, Any]
+    moment: str = ""
+
+
+class Folded(Event, frozen=True, kw_only=True):
+    """The counts of groups that the streams fold to, read from Redis at the very end."""
+
+    groups: dict[str, Any]
+
+
+class LedgerSeen(Event, frozen=True, kw_only=True):
+    """One ledger entry, as `server` gave it."""
+
+    server: str
+    entry: int
+    record: dict[str, Any]
+
+
+class GroupSeen(Event, frozen=True, kw_only=True):
+    """One group in the listing of `server`; `last`: in the listing at the very end."""
+
+    server: str
+    number: int
+    group_id: str
+    prompt_index: int | None
+    policy_version: int
+    state: str
+    last: bool = False
+
+
+class PayloadRead(Event, frozen=True, kw_only=True):
+    """A group that may still be needed, read at the very end: checksums of its rollouts' tokens, None where gone."""
+
+    group_id: str
+    prompt_id: str
+    rollouts: list[int] | None
+
+
+class Drained(Event, frozen=True, kw_only=True):
+    """Whether the load came to rest once the faults had ended, and where it stood if not."""
+
+    drained: bool
+    stood: str = ""
+
+
+class Faulted(Event, frozen=True, kw_only=True):
+    """A process was hurt: `kind` is `kill` or `stop`; `led` are the runs that it led, if it is the server `server`."""
+
+    process: str
+    role: str
+    kind: str
+    server: str = ""
+    led: list[str] = []
+
+
+class Healed(Event, frozen=True, kw_only=True):
+    """A process that was hurt goes on, or was started again."""
+
+    process: str
+
+
+AnyEvent = (
+    TicketsTaken
+    | TicketReturned
+    | GroupSent
+    | Attached
+    | BatchAsked
+    | TrainerWrote
+    | StateSeen
+    | Folded
+    | LedgerSeen
+    | GroupSeen
+    | PayloadRead
+    | Drained
+    | Faulted
+    | Healed
+)
+
+_decode = msgspec.json.Decoder(AnyEvent).decode
+
+
+def now_s() -> float:
+    """Read the clock that all processes of this machine share."""
+    return time.monotonic()
+
+
+class Recorder:
+    """Appends events to the file of this process. Threads may share it."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        path = folder / f"{name}-{os.getpid()}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock = threading.Lock()
+
+    def write(self, *events: Event) -> None:
+        """Write events down, each in one go."""
+        with self._lock:
+            for event in events:
+                os.write(self._file, msgspec.json.encode(event) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_history(folder: Path) -> list[AnyEvent]:
+    """Merge the events of all processes, by time. The last line of a killed process may be cut: it is left out."""
+    events: list[AnyEvent] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_bytes().split(b"\n")[:-1]
+        events += [_decode(line) for line in lines]
+    return sorted(events, key=lambda event: event.at_s)
+
+
+def of_type(events: Sequence[AnyEvent], kind: type[Any]) -> list[Any]:
+    """Keep the events of one kind."""
+    return [event for event in events if isinstance(event, kind)]

@@ -1,0 +1,90 @@
+"""The ledger, told entry by entry with what was known before each: a second, plain reading beside `replaybuf.state`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from replaybuf.ledger import (
+    AckRecord,
+    AnyRecord,
+    AttachRecord,
+    BatchRecord,
+    CheckpointRecord,
+    ConfigRecord,
+    PolicyRecord,
+    RewindRecord,
+)
+
+
+@dataclasses.dataclass
+class Known:
+    """A run as the ledger has it: `standing` are the batches of the surviving history by step, `uses` by group number.
+
+    `step` is the next unacked step, `next_step` the next one to assemble.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    next_step: int = 0
+    generation: int = 0
+    published: int = 0
+    max_uses: int | None = 1
+    max_staleness: int | None = None
+    steps_per_publish: int = 1
+    standing: dict[int, BatchRecord] = dataclasses.field(default_factory=dict)
+    uses: Counter[int] = dataclasses.field(default_factory=Counter)
+    checkpoints: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def oldest_step(self) -> int:
+        """Lowest step that may be resumed."""
+        return self.checkpoints[0] if self.checkpoints else 0
+
+    def learn(self, record: AnyRecord) -> None:
+        """Take one record in."""
+        match record:
+            case ConfigRecord():
+                self.max_uses = record.max_uses
+                self.steps_per_publish = record.config.get("steps_per_publish", 1)
+                self.max_staleness = _max_staleness(record.config["strategy"])
+            case AttachRecord():
+                self.epoch = record.epoch
+            case RewindRecord():
+                self._rewind(record)
+            case BatchRecord():
+                self.standing[record.step] = record
+                self.uses.update(group.number for group in record.groups)
+                self.next_step = record.step + 1
+            case AckRecord():
+                self.step = record.step + 1
+            case CheckpointRecord():
+                self.checkpoints = sorted({*self.checkpoints, record.step})[-record.keep :]
+            case PolicyRecord():
+                self.published = record.version
+
+    def _rewind(self, record: RewindRecord) -> None:
+        if record.on_resume == "resample":
+            for step in [step for step in self.standing if step >= record.step]:
+                self.uses.subtract(group.number for group in self.standing.pop(step).groups)
+        self.step = record.step
+        self.next_step = max([record.step, *(step + 1 for step in self.standing)])
+        self.generation = record.generation
+        self.published = record.version
+        self.checkpoints = [step for step in self.checkpoints if step <= record.step]
+
+
+def walk(ledger: Iterable[tuple[int, AnyRecord]]) -> Iterator[tuple[int, AnyRecord, Known]]:
+    """Tell every entry, with what was known before it. `Known` is one object that goes on learning, to the end."""
+    known = Known()
+    for entry, record in ledger:
+        yield entry, record, known
+        known.learn(record)
+
+
+def _max_staleness(strategy: dict[str, object]) -> int | None:
+    """Say what a strategy promises, by its name and options, without asking its code."""
+    options = strategy.get("options")
+    found = options.get("max_staleness") if isinstance(options, dict) else None
+    return 0 if strategy["name"] == "on-policy" else found if isinstance(found, int) else None

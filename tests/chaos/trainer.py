@@ -1,0 +1,262 @@
+"""A trainer that is killed, comes back, and never trusts what it gets: `python -m tests.chaos.trainer`.
+
+The order of a step is the contract's: fetch all ranks, (prefetch,) ack, publish, now and then a checkpoint. What it
+resumes at stands in a small file of its own, renamed into place. Now and then it asks for the same batch once more, or
+at one server after the other, or writes with an epoch that is over. Ends on SIGTERM after the step in work; with exit
+code `FENCED` where a newer trainer has the run, after a few last tries to write all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from replaybuf.batch import Batch, read_batch
+from replaybuf.client import Client, Waiting
+from tests.chaos.calling import TIMEOUT_S, observed
+from tests.chaos.content import checksum
+from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Body, Recorder, Rollout, TrainerWrote
+
+FENCED = 3
+"""Exit code of a trainer whose run was taken."""
+RETRY_FOR_S = 10.0
+CHECKPOINT_EVERY_STEPS = 4
+ZOMBIE_TRIES = 5
+REATTACHES = 0.03
+"""Share of steps after which the trainer resumes anew, as a job does that was started again in its process."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where training may resume: the newest checkpoints told to the service, ascending."""
+
+    checkpoints: tuple[int, ...] = (0,)
+
+
+class TrainerActor:
+    """Trains one run. `keep` checkpoints stay resumable, all but the oldest of them are kept in mind.
+
+    The file lags the service by at most one checkpoint, so what it names is always among the kept ones.
+    """
+
+    def __init__(self, urls: str, run: str, place: Path, recorder: Recorder, rng: random.Random, keep: int) -> None:
+        self._run, self._recorder, self._rng, self._keep = run, recorder, rng, keep
+        self._place = place
+        self._kept: tuple[int, ...] = ()
+        self._number = 0
+        self._client = Client(urls, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
+        self._each = [Client(url, run, timeout_s=TIMEOUT_S) for url in urls.split(",")]
+        self._epoch, self._step, self._world, self._look_ahead = 0, 0, 1, 0
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """End after the step in work."""
+        self._stopping.set()
+
+    def train(self) -> int:
+        """Train until stopped or fenced; return the exit code."""
+        self._attach_until_answered()
+        if self._step == 0:  # the beginning is a checkpoint too, and the first one to be dropped
+            self._write_until_answered("checkpoint", 0)
+        while not self._stopping.is_set():
+            if not self._train_step() and not self._stopping.is_set():
+                return self._haunt()
+            if self._rng.random() < REATTACHES:
+                self._attach_until_answered()
+        return 0
+
+    # ------------------------------------------------------------------ life
+
+    def _attach_until_answered(self) -> None:
+        while not self._attach(self._read_place()) and not self._stopping.wait(0.3):
+            pass
+
+    def _attach(self, place: Place) -> bool:
+        resume_step = self._rng.choice(place.checkpoints)
+        # Before the call: it may take effect without an answer, and drop the later checkpoints.
+        self._number += 1
+        self._kept = tuple(step for step in place.checkpoints if step <= resume_step)
+        self._write_place(Place(self._kept))
+        self._world = self._rng.choice((1, 2, 2, 3))
+        on_resume: Literal["redeliver", "resample"] = "resample" if self._rng.random() < 0.25 else "redeliver"
+        done = observed(self._run, self._client, lambda: self._client.attach(self._world, resume_step, on_resume))
+        told: dict[str, Any] = {"resume_step": resume_step, "on_resume": on_resume, "world": self._world}
+        if done.result is None:
+            self._recorder.write(Attached(**done.seen, **told))
+            return False
+        got = done.result
+        self._recorder.write(Attached(**done.seen, **told, epoch=got.epoch, step=got.step, generation=got.generation))
+        self._epoch, self._step, self._look_ahead = got.epoch, got.step, got.look_ahead
+        return True
+
+    def _haunt(self) -> int:
+        """Go on writing with the epoch that is over."""
+        for _ in range(ZOMBIE_TRIES):
+            self._write("ack", self._epoch, self._step)
+            self._write("publish", self._epoch, self._step + 1)
+            self._write("checkpoint", self._epoch, self._step)
+            time.sleep(self._rng.uniform(0.01, 0.1))
+        return FENCED
+
+    def _read_place(self) -> Place:
+        """Read the newest file: every attach begins a new one, so that a fenced trainer overwrites none that counts."""
+        found = sorted(self._place.parent.glob(f"{self._place.name}-*.json"))
+        self._number = int(found[-1].stem.rpartition("-")[2]) if found else 0
+        return msgspec.json.decode(found[-1].read_bytes(), type=Place) if found else Place()
+
+    def _write_place(self, place: Place) -> None:
+        path = self._place.with_name(f"{self._place.name}-{self._number:06d}.json")
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_bytes(msgspec.json.encode(place))
+        scratch.rename(path)
+
+    # ------------------------------------------------------------------ a step
+
+    def _train_step(self) -> bool:
+        """Train one step; say False where a newer trainer has the run, or at the end."""
+        step = self._step
+        for rank in range(self._world):
+            if not self._fetch(step, rank):
+                return False
+        self._ask_again(step)
+        self._stopping.wait(self._rng.uniform(0.005, 0.03))  # training
+        if self._look_ahead and self._rng.random() < 0.5:
+            self._ask(self._client, step + 1, self._rng.randrange(self._world))
+        if not self._write_until_answered("ack", step):
+            return False
+        self._step = step + 1
+        if not self._write_until_answered("publish", step + 1):
+            return False
+        if self._step % CHECKPOINT_EVERY_STEPS == 0 and not self._checkpoint():
+            return False
+        if self._epoch > 1 and self._rng.random() < 0.1:
+            self._write(self._rng.choice(("ack", "publish", "checkpoint")), self._epoch - 1, self._step)
+        return True
+
+    def _fetch(self, step: int, rank: int) -> bool:
+        """Ask until the batch is there; say False where it never will be, or at the end."""
+        while not self._stopping.is_set():
+            asked = self._ask(self._client, step, rank)
+            if asked.body:
+                return True
+            if asked.outcome != OK and asked.outcome not in UNAVAILABLE:
+                return False
+            if asked.waiting is None:
+                self._stopping.wait(0.1)
+        return False
+
+    def _ask_again(self, step: int) -> None:
+        """Ask once more for what was served, of any rank, step and server: the answer must be the same."""
+        if self._rng.random() < 0.3:
+            client = self._rng.choice([self._client, *self._each])
+            self._ask(client, step, self._rng.randrange(self._world))
+
+    def _checkpoint(self) -> bool:
+        step = self._step
+        if not self._write_until_answered("checkpoint", step):
+            return False
+        self._kept = tuple(sorted({*self._kept, step})[-(self._keep - 1) :])
+        self._write_place(Place(self._kept))
+        return True
+
+    # ------------------------------------------------------------------ calls
+
+    def _ask(self, client: Client, step: int, rank: int) -> BatchAsked:
+        done = observed(self._run, client, lambda: client.fetch_batch(step, self._epoch, rank, wait_ms=400))
+        body = waiting = None
+        if isinstance(done.result, Waiting):
+            waiting = msgspec.to_builtins(done.result)
+        elif done.result is not None:
+            body = read_body(done.result)
+        asked = BatchAsked(
+            **done.seen, epoch=self._epoch, step=step, rank=rank, world=self._world, body=body, waiting=waiting
+        )
+        self._recorder.write(asked)
+        return asked
+
+    def _write_until_answered(self, kind: str, value: int) -> bool:
+        """Write until the service decides; say whether it agreed."""
+        while True:
+            outcome = self._write(kind, self._epoch, value)
+            if outcome not in UNAVAILABLE:
+                return outcome == OK
+            if self._stopping.wait(0.1):
+                return False
+
+    def _write(self, kind: str, epoch: int, value: int) -> str:
+        client = self._client
+        calls: dict[str, Callable[[], None]] = {
+            "ack": lambda: client.ack(value, epoch),
+            "publish": lambda: client.publish_policy(value, epoch),
+            "checkpoint": lambda: client.checkpoint(value, epoch, self._keep),
+        }
+        done = observed(self._run, client, calls[kind])
+        self._recorder.write(TrainerWrote(**done.seen, kind=kind, epoch=epoch, value=value))
+        return str(done.seen["outcome"])
+
+
+def read_body(body: bytes) -> Body:
+    """Note what a body holds."""
+    batch = read_batch(body)
+    meta = batch.meta
+    return Body(
+        sha256=hashlib.sha256(body).hexdigest(),
+        generation=meta.generation,
+        batch_id=meta.batch_id,
+        digest=meta.digest,
+        version=meta.version,
+        batch_groups=meta.batch_groups,
+        rollouts=_rollouts(batch),
+    )
+
+
+def _rollouts(batch: Batch) -> list[Rollout]:
+    found = []
+    for row in batch.micro_batches:
+        for number in range(len(row.rewards)):
+            tokens = row.input_ids[row.cu_seqlens[number] : row.cu_seqlens[number + 1]]
+            found.append(
+                Rollout(
+                    batch.meta.group_ids[int(row.group_index[number])],
+                    int(row.rollout_index[number]),
+                    int(row.policy_versions[number]),
+                    int(row.staleness[number]),
+                    int(row.times_sampled[number]),
+                    checksum(tokens.tolist()),
+                )
+            )
+    return found
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--history", required=True, type=Path)
+    parser.add_argument("--place", required=True, type=Path)
+    parser.add_argument("--seed", required=True)
+    parser.add_argument("--keep", required=True, type=int)
+    given = parser.parse_args()
+    recorder = Recorder(given.history, given.name)
+    rng = random.Random(f"{given.seed} {given.name} {os.getpid()}")
+    actor = TrainerActor(given.url, given.run, given.place, recorder, rng, given.keep)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: actor.stop())
+    code = actor.train()
+    recorder.close()
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A proxy between a service and Redis that does to their connections what networks do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_CHUNK = 65536
+_STEP_TIMEOUT_S = 10.0
+
+Doctor = Callable[[bytes], bytes]
+"""What becomes of one chunk that Redis answered."""
+
+
+class FaultyProxy:
+    """Passes bytes between a TCP port and the unix socket of a Redis; its methods break that, from any thread.
+
+    Faults, each until `heal`: `refuse` (nobody listens), `swallow` (half-open: connections are accepted and every byte
+    is lost), `delay` (answers come late), `lose_replies` (commands arrive, answers are lost). Faults that happen once:
+    `drop` (all connections are cut), `answer_once` (what becomes of the next answer with a mark in it: cut in the
+    middle, sent twice, lost with its connection).
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.port = 0
+        self.connections = 0
+        self._swallowing = self._losing = False
+        self._delay_s = 0.0
+        self._once: tuple[bytes, str] | None = None
+        self._happened = threading.Event()
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Redis URL of the proxy."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[FaultyProxy]:
+        """Serve while the body runs; all connections are closed at the end."""
+        self._thread.start()
+        self._do(self._listen())
+        try:
+            yield self
+        finally:
+            self._do(self._end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_STEP_TIMEOUT_S)
+            self._loop.close()
+
+    # ------------------------------------------------------------------ faults
+
+    def drop(self) -> None:
+        """Cut all connections; new ones are taken."""
+        self._do(self._cut())
+
+    def refuse(self) -> None:
+        """Cut all connections and refuse new ones."""
+        self._do(self._close())
+        self._do(self._cut())
+
+    def swallow(self) -> None:
+        """Accept connections, and lose every byte in both directions."""
+        self._swallowing = True
+
+    def lose_replies(self) -> None:
+        """Let commands through, and lose every answer."""
+        self._losing = True
+
+    def delay(self, seconds: float) -> None:
+        """Let answers come this late."""
+        self._delay_s = seconds
+
+    def answer_once(self, mark: bytes, fate: str) -> None:
+        """Let something befall the answer to the next command with `mark` in it.
+
+        `cut`: its first half, then the end; `lost`: the end; `twice`: the answer, two times; `unsent`: the
+        command itself is lost, then the end.
+        """
+        self._happened.clear()
+        self._once = (mark, fate)
+
+    def happened(self, within_s: float) -> bool:
+        """Wait until what `answer_once` asked for has happened."""
+        return self._happened.wait(within_s)
+
+    def heal(self) -> None:
+        """Let everything through again; connections that lost bytes are cut, as a network's do in the end."""
+        broken = self._swallowing or self._losing
+        self._swallowing = self._losing = False
+        self._delay_s = 0.0
+        if broken:
+            self._do(self._cut())
+        if self._server is None:
+            self._do(self._listen())
+
+    # ------------------------------------------------------------------ plumbing
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_STEP_TIMEOUT_S)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _cut(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _end(self) -> None:
+        await self._close()
+        await self._cut()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._writers.add(writer)
+        upstream = None
+        try:
+            behind, upstream = await asyncio.open_unix_connection(str(self.target))
+            self._writers.add(upstream)
+            asked: list[str] = []
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._commands(reader, upstream, asked))
+                ways.create_task(self._answers(behind, writer, asked))
+        except* (OSError, asyncio.IncompleteReadError):
+            pass  # one of the two ends is gone: so is the other
+        finally:
+            for end in (writer, upstream):
+                if end is not None:
+                    self._writers.discard(end)
+                    end.transport.abort()
+            self._tasks.discard(task)
+
+    async def _commands(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, asked: list[str]) -> None:
+        while chunk := await reader.read(_CHUNK):
+            if self._swallowing:
+                continue
+            if self._once and self._once[0] in chunk:
+                fate, self._once = self._once[1], None
+                if fate == "unsent":
+                    self._happened.set()
+                    raise ConnectionResetError
+                asked.append(fate)
+            upstream.write(chunk)
+            await upstream.drain()
+        raise ConnectionResetError
+
+    async def _answers(self, behind: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: list[str]) -> None:
+        while chunk := await behind.read(_CHUNK):
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s)
+            if self._swallowing or self._losing:
+                continue
+            fate = asked.pop() if asked else None
+            if fate == "twice":
+                chunk = first_reply(chunk) + chunk
+            elif fate == "cut":
+                chunk = chunk[: max(1, len(chunk) // 2)]
+            if fate != "lost":
+                writer.write(chunk)
+                await writer.drain()
+            if fate:
+                self._happened.set()
+            if fate in ("cut", "lost"):
+                raise ConnectionResetError
+        raise ConnectionResetError
+
+
+def first_reply(chunk: bytes) -> bytes:
+    """Return the bytes of the first reply in a chunk (RESP3, without attributes or streamed parts)."""
+    return chunk[: _reply_end(chunk, 0)]
+
+
+def _reply_end(chunk: bytes, start: int) -> int:
+    line_end = chunk.index(b"\r\n", start)
+    kind, rest = chunk[start : start + 1], chunk[start + 1 : line_end]
+    end = line_end + 2
+    if kind in b"$!=" and int(rest) >= 0:
+        return end + int(rest) + 2
+    if kind in b"*~>%":
+        for _ in range(max(0, int(rest)) * (2 if kind == b"%" else 1)):
+            end = _reply_end(chunk, end)
+    return end

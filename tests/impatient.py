@@ -1,0 +1,12 @@
+"""The command line with little patience for Redis, so that tests of a silent one take seconds: `python -m`."""
+
+from __future__ import annotations
+
+import replaybuf.store.redis as store
+from replaybuf.cli import main
+
+COMMAND_TIMEOUT_S = 1.0
+
+if __name__ == "__main__":
+    store.COMMAND_TIMEOUT_S = store.CONNECT_TIMEOUT_S = COMMAND_TIMEOUT_S
+    main()

@@ -1,0 +1,52 @@
+"""The journal of a run, where the order of two things decides."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import cast
+
+import pytest
+
+from replaybuf.errors import DataLost
+from replaybuf.service.journal import Journal
+from replaybuf.store import Store
+from replaybuf.store.durability import STRICT
+from replaybuf.store.redis import Ends
+from tests.builders import config_record
+
+
+class Answering:
+    """Stands for the store: its answer is on the way while the journal goes on."""
+
+    def __init__(self) -> None:
+        self.journal = Journal("r", cast(Store, self), time.time)
+        self.grows = False
+        self.wanted = STRICT
+
+    async def ends(self, run: str) -> Ends:
+        """Tell where the streams end, as they are now."""
+        told = Ends(self.journal.state.entries, 0)
+        if self.grows:
+            self.journal.state.apply(told.entry + 1, config_record())
+        return told
+
+
+def test_what_is_written_while_redis_is_asked_for_its_end_is_not_taken_as_lost() -> None:
+    """The answer is older than the write."""
+    store = Answering()
+    store.grows = True
+    asyncio.run(store.journal.check_kept())
+    assert store.journal.lost is None
+
+
+def test_what_was_known_before_redis_was_asked_is_missed() -> None:
+    """A ledger that ends before it has lost something."""
+    store = Answering()
+    store.journal.state.apply(1, config_record())
+    store.journal.state.apply(2, config_record())
+    told = Ends(1, 0)
+    store.ends = lambda run: asyncio.sleep(0, told)  # type: ignore[method-assign]
+    with pytest.raises(DataLost, match="ledger ends at entry 1"):
+        asyncio.run(store.journal.check_kept())
+    assert store.journal.lost

@@ -1,0 +1,143 @@
+"""Two things at once on one run, in the order that hurts: a server's parts in this process, on a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from replaybuf.config import BatchSpec, RunConfig
+from replaybuf.errors import Fenced
+from replaybuf.group import group_from_json
+from replaybuf.service.door import Incoming
+from replaybuf.service.run import Run
+from replaybuf.service.session import AttachRequest
+from replaybuf.store import EmbeddedServer, Store
+from tests.builders import rollout, wire_group
+
+_names = itertools.count()
+LEASE_S = 60.0
+OVERTAKING_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """One embedded Valkey for this module."""
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(embedded.start())
+    yield embedded
+    asyncio.run(embedded.stop())
+
+
+def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None]]) -> None:
+    """Do `work` on a run of its own, of one group per batch, led here."""
+
+    async def main() -> None:
+        store, name = await Store.open(server.url), f"race-{next(_names)}"
+        try:
+            token = (await store.lead(name, "here", LEASE_S)).token
+            config = RunConfig(batch=BatchSpec(groups_per_batch=1))
+            await work(store, await Run.create(name, store, str(token), config, time.time))
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+async def append(run: Run, *group_ids: str) -> None:
+    """Store small groups."""
+    await run.door.append([Incoming(group_from_json(wire_group(rollout(), group_id=name))) for name in group_ids])
+
+
+async def train(run: Run, epoch: int, steps: range) -> None:
+    """Fetch, ack and publish."""
+    for step in steps:
+        assert isinstance(await run.batches.body(step, epoch, 0, 0.0), bytes)
+        await run.session.ack(step, epoch, None)
+        await run.session.publish(step + 1, epoch, None, "")
+
+
+def test_a_fetch_that_an_attach_overtakes_assembles_nothing(server: EmbeddedServer) -> None:
+    """The history it asked about is gone: made now, its batch would be many steps ahead of the new trainer."""
+
+    async def work(store: Store, run: Run) -> None:
+        old = (await run.session.attach(AttachRequest()))["epoch"]
+        await append(run, "a", "b", "c")
+        await train(run, old, range(2))
+        async with run.journal.decision():  # both wait for this one, the attach first
+            attaching = asyncio.create_task(run.session.attach(AttachRequest(resume_step=0, on_resume="resample")))
+            await asyncio.sleep(0)
+            fetching = asyncio.create_task(run.batches.body(2, old, 0, 0.0))
+            await asyncio.sleep(0)
+        await attaching
+        with pytest.raises(Fenced):
+            await fetching
+        assert run.state.next_step == 0
+
+    on_a_run(server, work)
+
+
+def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: EmbeddedServer) -> None:
+    """What it would be given is packed for the ranks of another trainer."""
+
+    async def work(store: Store, run: Run) -> None:
+        old = (await run.session.attach(AttachRequest(dp_world_size=2)))["epoch"]
+        await append(run, "a", "b")
+        await train(run, old, range(1))
+        run.batches.forget()
+        fetching = asyncio.create_task(run.batches.body(0, old, 1, 0.0))
+        reading = asyncio.Event()
+        frames = store.frames
+
+        async def slow_frames(sizes: Any) -> Any:
+            reading.set()
+            await run.session.attach(AttachRequest(dp_world_size=1))
+            return await frames(sizes)
+
+        store.frames = slow_frames  # type: ignore[method-assign]
+        with pytest.raises(Fenced):
+            await fetching
+        assert reading.is_set()
+
+    on_a_run(server, work)
+
+
+def test_a_follower_that_looks_does_not_take_over_before_it_has_seen_all(server: EmbeddedServer) -> None:
+    """Else what it read as a follower would replace the book of tickets that it keeps as leader."""
+
+    async def work(store: Store, leader: Run) -> None:
+        follower = await Run.load(leader.name, store, time.time)
+        assert follower is not None
+        looking, go_on = asyncio.Event(), asyncio.Event()
+        tickets = store.tickets
+
+        async def slow_tickets(run: str) -> Any:
+            found = await tickets(run)
+            if not looking.is_set():
+                looking.set()
+                await go_on.wait()
+            return found
+
+        store.tickets = slow_tickets  # type: ignore[method-assign]
+        watching = asyncio.create_task(follower.watch())
+        await looking.wait()
+        await store.resign(leader.name, "here")
+        token = (await store.lead(leader.name, "there", LEASE_S)).token
+        leading = asyncio.create_task(follower.lead(str(token)))
+        taking = asyncio.create_task(_take_once_leading(follower, leading))
+        await asyncio.wait({taking}, timeout=OVERTAKING_S)  # what is not held back ends within it
+        go_on.set()
+        await asyncio.gather(watching, leading, taking)
+        assert follower.book.out == 1
+        assert follower.book.next_index == {"": 1}
+
+    on_a_run(server, work)
+
+
+async def _take_once_leading(run: Run, leading: asyncio.Task[None]) -> None:
+    await leading
+    assert len((await run.door.take_tickets("me", 1, "", 0.0))["tickets"]) == 1

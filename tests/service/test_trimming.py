@@ -1,0 +1,365 @@
+"""Bounded streams and tables: what is freed stays visible for a while, then goes; nothing that is needed ever does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import redis
+
+from replaybuf.errors import NotLeader
+from replaybuf.index import DEAD, ENTRY
+from replaybuf.service.auth import Tokens
+from replaybuf.service.http import application
+from replaybuf.service.run import Run
+from replaybuf.service.service import Service
+from replaybuf.snapshot import encode_snapshot, take
+from replaybuf.store import EmbeddedServer, Store, keys
+from tests.conftest import group
+
+KEPT_GROUPS = 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """One embedded Valkey for this module."""
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(embedded.start())
+    yield embedded
+    asyncio.run(embedded.stop())
+
+
+class Trial:
+    """A run in this process over real HTTP routes and a real Valkey; it keeps the history of 20 groups."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self.name = name
+        self.service = Service(store, url="http://t", embedded=True)
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(application(self.service, Tokens(None))),
+            base_url=f"http://t/v1/runs/{name}/",
+            follow_redirects=True,
+        )
+        self.epoch = 0
+
+    @property
+    def run(self) -> Run:
+        return self.service.runs[self.name]
+
+    async def create(self, **options: Any) -> None:
+        strategy = {"name": "one-step-off-policy", "options": {"max_staleness": options.pop("max_staleness", 1)}}
+        body = {"batch": {"groups_per_batch": 2}, "strategy": strategy} | options
+        assert (await self.http.put("", json=body)).status_code == 201
+        self.run.trimming.kept_groups = KEPT_GROUPS
+        self.epoch = (await self.post("attach", dp_world_size=1, resume_step=0))["epoch"]
+
+    async def post(self, call: str, **body: Any) -> dict[str, Any]:
+        reply = await self.http.post(call, json=body)
+        assert reply.status_code == 200, reply.text
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    async def produce(self, ids: list[str] | None = None) -> list[str]:
+        """Append two groups with ids of their own, or on tickets."""
+        version = self.run.state.published[""]
+        if ids is None:
+            given = await self.post("tickets", producer="p", count=2)
+            groups = [group(None, version, ticket=ticket["ticket"]) for ticket in given["tickets"]]
+        else:
+            groups = [group(group_id, version) for group_id in ids]
+        results = (await self.post("groups", groups=groups))["results"]
+        assert [result["status"] for result in results] == ["stored"] * len(groups)
+        return [result["group_id"] for result in results]
+
+    async def train(self, step: int) -> None:
+        reply = await self.http.get(f"batches/{step}", params={"epoch": self.epoch})
+        assert reply.status_code == 200, reply.text
+        await self.post(f"batches/{step}/ack", epoch=self.epoch)
+        await self.post("policy", epoch=self.epoch, version=step + 1)
+        await self.post("checkpoints", epoch=self.epoch, step=step + 1)
+        await self.run.tick()
+
+    async def steps(self, first: int, count: int, named: bool = False) -> None:
+        for step in range(first, first + count):
+            await self.produce([f"own-{2 * step}", f"own-{2 * step + 1}"] if named else None)
+            await self.train(step)
+
+    async def restarted(self) -> Trial:
+        """Read the run anew, as another server would."""
+        again = Trial(self.store, self.name)
+        await again.service.start()
+        again.run.trimming.kept_groups = KEPT_GROUPS
+        again.epoch = self.epoch
+        return again
+
+
+def attempt(server: EmbeddedServer, name: str, work: Callable[[Trial], Awaitable[None]]) -> None:
+    """Run `work` on a run of its own."""
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        trial = Trial(store, name)
+        try:
+            await work(trial)
+        finally:
+            await trial.http.aclose()
+            await store.close()
+
+    asyncio.run(main())
+
+
+def client_of(server: EmbeddedServer) -> redis.Redis:
+    return redis.Redis(unix_socket_path=str(server.socket_path))
+
+
+def test_streams_and_ids_stay_bounded_and_the_state_is_the_same_after_a_restart(server: EmbeddedServer) -> None:
+    """A hundred groups through a run that keeps the history of twenty."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        await trial.steps(0, 50)
+        with client_of(server) as client:
+            assert client.xlen(keys.index("bound")) <= 40
+            assert client.xlen(keys.ledger("bound")) <= 50 * 4 // 2 + 20
+            assert client.hlen(keys.group_ids("bound")) <= 40
+            assert client.bitcount(keys.prompts_done("bound", "")) >= 60
+            assert len(client.keys("rb:p:{bound*")) == 0
+        again = await trial.restarted()
+        counts, before = (await again.http.get("")).json(), (await trial.http.get("")).json()
+        told = ("step", "epoch", "generation", "published_version", "groups", "tokens", "tickets", "config")
+        assert [counts[name] for name in told] == [before[name] for name in told]
+        assert counts["groups"]["stored"] == counts["groups"]["retired"] == 100
+        await again.steps(50, 3)
+
+    attempt(server, "bound", work)
+
+
+def test_what_is_trimmed_is_gone_and_what_is_freed_lately_is_told(server: EmbeddedServer) -> None:
+    """410 names what was trimmed; the ledger begins at its first kept entry."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        await trial.steps(0, 50)
+        for path, code in (("groups/p1", 410), ("batches/1/record", 410), ("groups/p99", 200), ("groups/p777", 404)):
+            assert (await trial.http.get(path)).status_code == code, path
+        assert "record of step 1 is trimmed" in (await trial.http.get("batches/1/record")).json()["detail"]
+        assert (await trial.http.get("batches/49/record")).json()["state"] == "acked"
+        assert (await trial.http.get("groups/p99")).json()["state"] == "retired"
+        first = (await trial.http.get("ledger", params={"limit": 1})).json()["records"][0]["entry"]
+        assert first == trial.run.state.trimmed_entries + 1 > 1
+        page = (await trial.http.get("groups", params={"limit": 5})).json()
+        assert [one["number"] for one in page["groups"]] == [trial.run.state.trimmed + k for k in range(1, 6)]
+
+    attempt(server, "told", work)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_late_duplicate_of_a_trimmed_group_is_still_a_duplicate(server: EmbeddedServer, restart: bool) -> None:
+    """By its ticket, by its default id without one, by an id of its own; a name that was never taken is stored."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        ticket = (await trial.post("tickets", producer="p", count=2))["tickets"][0]["ticket"]
+        late = [group(None, ticket=ticket), group("p1", prompt_index=1), group("named"), group("p4000000000")]
+        await trial.post("groups", groups=[late[0], group("p1x"), group("named")])
+        await trial.post("groups", groups=[group(None, ticket=ticket.replace("t0-0-", "t0-1-"))])
+        for step in range(45):
+            if step > 1:
+                await trial.produce()
+            await trial.train(step)
+        assert trial.run.state.trimmed > 4
+        again = await trial.restarted() if restart else trial
+        results = (await again.post("groups", groups=late))["results"]
+        assert [result["status"] for result in results] == ["duplicate", "duplicate", "duplicate", "stored"]
+        assert again.run.state.stored == trial.run.state.stored + restart
+        with client_of(server) as client:
+            assert len(client.keys(f"rb:p:{{{trial.name}*")) == 1, "losers leave no bytes"
+
+    attempt(server, f"late-{restart:d}", work)
+
+
+def test_an_old_live_group_is_set_aside_and_used_long_after(server: EmbeddedServer) -> None:
+    """It does not keep the stream; after a restart it is browsed, then buried and purged, and its entry goes."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        await trial.post("groups", groups=[group("bad")])
+        await trial.post("groups", groups=[group("good-1"), group("good-2")])
+        with client_of(server) as client:
+            client.unlink(*client.keys("rb:p:{*:bad}:*"))
+        await trial.train(0)  # "bad" is found out and becomes a dead letter
+        await trial.steps(1, 40)
+        with client_of(server) as client:
+            assert client.hkeys(keys.set_aside("aside")) == [b"1"]
+            assert client.xlen(keys.index("aside")) < 40
+        again = await trial.restarted()
+        assert (await again.http.get("groups/bad")).json()["state"] == "dead_lettered"
+        (letter,) = (await again.http.get("dead-letters")).json()["dead_letters"]
+        assert (letter["group_id"], letter["reason"]) == ("bad", "missing_payload")
+        assert (await again.http.delete("dead-letters")).json() == {"purged": 1}
+        assert (await again.restarted()).run.state.count(DEAD) == 0
+        again = await again.restarted()
+        await again.steps(41, 12)
+        with client_of(server) as client:
+            assert client.hlen(keys.set_aside("aside")) == 0
+        assert (await again.http.get("groups/bad")).status_code == 410
+        assert (await again.http.get("")).json()["groups"]["dead_lettered"] == 1
+
+    attempt(server, "aside", work)
+
+
+def test_a_server_that_dies_before_it_trims_leaves_that_to_the_next(server: EmbeddedServer) -> None:
+    """The TRIM record stands in the ledger; the entries are still there and go with the next snapshot."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        trial.run.trimming.kept_groups = 10_000
+        await trial.steps(0, 40)
+        trial.run.trimming.kept_groups = KEPT_GROUPS
+        await trial.run.trimming._trim()
+        with client_of(server) as client:
+            assert client.xlen(keys.index("died")) == 80
+        again = await trial.restarted()
+        assert again.run.state.trimmed == trial.run.state.trimmed > 0
+        await again.steps(40, 5)
+        with client_of(server) as client:
+            assert client.xlen(keys.index("died")) <= 90 - again.run.state.trimmed
+        assert (await again.http.get("groups/p0")).status_code == 410
+
+    attempt(server, "died", work)
+
+
+def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: EmbeddedServer) -> None:
+    """Nor does a snapshot that is older than the one that stands there."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        await trial.steps(0, 3)
+        token, raw = trial.run.journal.token or "", encode_snapshot(take(trial.run.state))
+        await trial.store.write_snapshot("fenced", token, raw, 1, 1, {})
+        later = raw.replace(b"%020d" % trial.run.state.entries, b"%020d" % (trial.run.state.entries + 5))
+        await trial.store.write_snapshot("fenced", token, later, 1, 1, {})
+        await trial.store.write_snapshot("fenced", token, raw, 5, 5, {})
+        assert await trial.store.read_snapshot("fenced") == later
+        await trial.store.lead("fenced", "another", 5000, force=True)
+        for call in (
+            trial.store.write_snapshot("fenced", token, raw, 3, 3, {}),
+            trial.store.mark_done("fenced", token, [("", 0, 1)]),
+        ):
+            with pytest.raises(NotLeader):
+                await call
+        with client_of(server) as client:
+            assert client.xlen(keys.index("fenced")) == 6
+            assert client.hexists(keys.group_ids("fenced"), "p0")
+
+    attempt(server, "fenced", work)
+
+
+def test_only_prompts_that_were_issued_get_a_bit(server: EmbeddedServer) -> None:
+    """A forged ticket with a huge index must not make Redis allocate a huge bitmap."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        await trial.steps(0, 1)
+        token = trial.run.journal.token or ""
+        with client_of(server) as client:
+            client.hset(keys.group_ids("bits"), "p4000000000", 2)
+            await trial.store.mark_done("bits", token, [("", 4_000_000_000, 2), ("", 0, 9), ("", 1, 2)])
+            assert client.strlen(keys.prompts_done("bits", "")) == 1
+            assert sorted(client.hkeys(keys.group_ids("bits"))) == [b"p0", b"p4000000000"]
+
+    attempt(server, "bits", work)
+
+
+def publish_raw(server: EmbeddedServer, run: str, values: bytes, strings: bytes) -> None:
+    """Publish an entry past every check, as a foreign producer could."""
+    done = keys.prompts_done(run, "")
+    names = [keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run), done, done]
+    with client_of(server) as client:
+        client.fcall("rb_publish", len(names), *names, "", f"raw-{time.time_ns()}", "", values, strings, "", "")
+
+
+def write_past_the_function(server: EmbeddedServer, run: str, **fields: bytes) -> None:
+    """Write the next entry of the index stream by hand."""
+    with client_of(server) as client:
+        number = client.hincrby(keys.counts(run), "stored", 1)
+        client.xadd(keys.index(run), fields, id=f"{number}-0")
+
+
+def test_garbage_in_the_index_stream_is_a_dead_letter_and_stops_nothing(server: EmbeddedServer) -> None:
+    """Wrong sizes, wrong fields, strings that do not decode: counted, listed, the same after a restart."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        fine = np.zeros(1, ENTRY)
+        fine["tokens"], fine["rollouts"] = 10, 2
+        publish_raw(server, "garbage", b"short", b"x")
+        publish_raw(server, "garbage", fine.tobytes(), b"\xc1 no msgpack")
+        write_past_the_function(server, "garbage", what=b"is this")
+        write_past_the_function(server, "garbage", s=b"1", n=fine.tobytes())
+        publish_raw(server, "garbage", bytes(ENTRY.itemsize), msgspec.msgpack.encode(["g", "p", "", "key", None, b""]))
+        await trial.steps(0, 2)
+        groups = (await trial.http.get("")).json()["groups"]
+        assert (groups["stored"], groups["dead_lettered"], groups["retired"]) == (9, 5, 4)
+        letters = (await trial.http.get("dead-letters")).json()["dead_letters"]
+        assert [(one["number"], one["reason"]) for one in letters] == [(n, "bad_index_entry") for n in range(1, 6)]
+        again = await trial.restarted()
+        assert (await again.http.get("")).json()["groups"] == groups
+        await again.steps(2, 40)
+        assert (await again.http.delete("dead-letters")).json() == {"purged": 5}
+        await again.run.tick()
+        groups = (await (await again.restarted()).http.get("")).json()["groups"]
+        assert (groups["stored"], groups["dead_lettered"], groups["retired"]) == (89, 5, 84)
+
+    attempt(server, "garbage", work)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_group_above_the_token_budget_written_past_the_door_is_a_dead_letter(
+    server: EmbeddedServer, restart: bool
+) -> None:
+    """No batch could ever hold it; it would sit there live for ever. A server that died before it said so says it."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create(batch={"tokens_per_batch": 50}, max_staleness=1)
+        fine = np.zeros(1, ENTRY)
+        fine["tokens"], fine["rollouts"], fine["longest_tokens"] = 51, 2, 26
+        strings = msgspec.msgpack.encode(["big", "p", "", "key", None, b""])
+        publish_raw(server, trial.name, fine.tobytes(), strings)
+        again = await trial.restarted() if restart else trial
+        if restart:
+            await again.post("attach", dp_world_size=1, resume_step=0)
+        await again.run.door.pull()
+        (letter,) = (await again.http.get("dead-letters")).json()["dead_letters"]
+        assert letter["reason"] == "over_budget"
+        assert (await again.http.get("")).json()["groups"]["live"] == 0
+
+    attempt(server, f"big-{restart:d}", work)
+
+
+def test_a_snapshot_is_written_when_the_ledger_behind_the_last_one_is_long(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart then reads the snapshot and the records behind it alone."""
+    monkeypatch.setattr("replaybuf.service.trimming.SNAPSHOT_ENTRIES", 40)
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        trial.run.trimming.kept_groups = 10_000
+        await trial.steps(0, 30)
+        snapshot = trial.run.journal.snapshot
+        assert snapshot is not None and snapshot.entries > trial.run.state.entries - 60
+        with client_of(server) as client:
+            client.xtrim(keys.ledger("tail"), minid=f"{snapshot.entries + 1}-0")
+        again = await trial.restarted()
+        assert again.run.state.entries == trial.run.state.entries
+        assert (await again.http.get("")).json()["groups"]["retired"] == 60
+
+    attempt(server, "tail", work)
