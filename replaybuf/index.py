@@ -177,8 +177,11 @@ class Index:
         """Return the rows that may be sampled, in the order they were stored."""
         return np.flatnonzero(self["state"] == LIVE)
 
-    def groups(self, rows: npt.NDArray[np.int64]) -> Groups:
-        """Show rows as the read-only columns that a strategy sees; copied column by column as they are read."""
+    def groups(self, rows: npt.NDArray[np.int64] | None) -> Groups:
+        """Show rows as the read-only columns that a strategy sees, copied column by column as they are read.
+
+        None shows all rows, as they are and as they change, without a copy.
+        """
         columns = {name: self["number" if name == "row" else name] for name in Groups.COLUMNS}
         return Groups(rows, **columns)
 

@@ -283,8 +283,8 @@ class RunState:
     def forgive(self, prompt_indexes: npt.NDArray[np.int64]) -> None:
         """Take back the failure of prompts whose group came late after all."""
         if self.failed_prompts:
-            came = set(prompt_indexes.tolist())
-            self.failed_prompts = {p: why for p, why in self.failed_prompts.items() if p[0] or p[1] not in came}
+            for index in prompt_indexes.tolist():
+                self.failed_prompts.pop(("", index), None)
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""

@@ -168,8 +168,10 @@ class Selector:
         limit = self.config.limits.max_tokens_live
         if limit is not None:
             coming = self._book.out * flow.tokens_per_group
-            room = limit - self._state.live_tokens() - coming
-            capacity = min(capacity, int(room // flow.tokens_per_group))
+            live = self._state.live_tokens()
+            room = int((limit - live - coming) // flow.tokens_per_group)
+            # An empty buffer takes one group whatever is expected of its size: else none would ever tell it.
+            capacity = min(capacity, room if live or coming else max(room, 1))
         return capacity
 
     def _flow(self) -> Flow:
@@ -237,17 +239,15 @@ class Selector:
 
     def _usable(self, step: int) -> Groups:
         """Return the live groups that the strategy's bounds and the trainer's rows allow at `step`."""
-        index, rows = self._state.index, self._state.index.live()
-        config = self.config
-        staleness = config.version_of(step) - index["policy_version"][rows]
-        fits = staleness >= 0
+        index, version = self._state.index, self.config.version_of(step)
+        fits = (index["state"] == LIVE) & (index["policy_version"] <= version)
         if self.strategy.max_staleness is not None:
-            fits &= staleness <= self.strategy.max_staleness
+            fits &= index["policy_version"] >= version - self.strategy.max_staleness
         if self.strategy.max_uses is not None:
-            fits &= index["times_sampled"][rows] < self.strategy.max_uses
-        if config.batch.overlong == "reject":
-            fits &= index["longest_tokens"][rows] <= self.seq_len
-        return index.groups(rows[fits])
+            fits &= index["times_sampled"] < self.strategy.max_uses
+        if self.config.batch.overlong == "reject":
+            fits &= index["longest_tokens"] <= self.seq_len
+        return index.groups(None if fits.all() else np.flatnonzero(fits))
 
     def _check(self, chosen: Selection, groups: Groups, budget: Budget) -> None:
         """Hold a strategy to its contract. Raises `StrategyFault` naming the strategy and the rule."""
