@@ -131,13 +131,14 @@ class Door:
         if not ready:
             raise self._refusal(results)
         journal = self._journal
-        appended = await journal.store.append(
-            journal.name,
-            [item for _, item in ready],
-            journal.state.published[""],
-            journal.clock(),
-            journal.token or "",
-        )
+        with journal.noting_loss():
+            appended = await journal.store.append(
+                journal.name,
+                [item for _, item in ready],
+                journal.state.published[""],
+                journal.clock(),
+                journal.token or "",
+            )
         for (position, _), outcome in zip(ready, appended, strict=True):
             status = "stored" if outcome.stored else "duplicate"
             results[position] = {"group_id": outcome.group_id, "status": status}
@@ -422,14 +423,15 @@ class Door:
             return
         journal = self._journal
         try:
-            await journal.store.change_tickets(
-                journal.name,
-                journal.token or "",
-                drop=change.drop,
-                deadlines_s=change.deadlines_s,
-                counts=change.counts,
-                durably=durably,
-            )
+            with journal.noting_loss():
+                await journal.store.change_tickets(
+                    journal.name,
+                    journal.token or "",
+                    drop=change.drop,
+                    deadlines_s=change.deadlines_s,
+                    counts=change.counts,
+                    durably=durably,
+                )
         except NotLeader:
             journal.follow(None)
             raise

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Literal, TypeVar
 
 import msgspec
@@ -120,6 +120,21 @@ class Journal:
         """Decide no more."""
         self.token, self.leading, self.leader_url = None, False, leader_url
 
+    def lose(self, error: DataLost) -> None:
+        """Take note that Redis lost data, until `check_kept` finds all of it again."""
+        if self.lost is None:
+            logger.critical("%s", error.detail)
+        self.lost = error
+
+    @contextlib.contextmanager
+    def noting_loss(self) -> Iterator[None]:
+        """Take note of a `DataLost` that the body raises, so that whoever asks next is told at once."""
+        try:
+            yield
+        except DataLost as error:
+            self.lose(error)
+            raise
+
     async def check_kept(self) -> None:
         """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again.
 
@@ -135,8 +150,9 @@ class Journal:
                     name="redis",
                 )
             seen = f"the ledger ends at entry {ends.entry} and the index at group {ends.group}"
-            self.lost = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
-            raise self.lost
+            error = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
+            self.lose(error)
+            raise error
         self.lost = None
 
     @property
@@ -207,7 +223,8 @@ class Journal:
         """Write one record, then apply it. Called within a decision."""
         entry = self.state.entries + 1
         try:
-            await self.store.append_record(self.name, self.token or "", entry, record)
+            with self.noting_loss():
+                await self.store.append_record(self.name, self.token or "", entry, record)
         except NotLeader:
             self.follow(None)
             raise

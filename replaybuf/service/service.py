@@ -250,9 +250,7 @@ class Service:
             self.runs.pop(run.name, None)
             await run.close()
         except DataLost as error:
-            if lost_before is None:
-                logger.critical("%s", error.detail)
-            run.journal.lost = error
+            run.journal.lose(error)
             run.journal.follow(None)
             await run.journal.notify()
 

@@ -63,6 +63,7 @@ STALL_PAUSE_S = 1.0
 """A Redis that did not answer in time is asked again after so long."""
 OLDEST_SERVER = (7, 0)
 LIBRARY = "replaybuf1"
+_LIBRARY = files("replaybuf.store").joinpath("library.lua").read_text()
 READ_CHUNK_ENTRIES = 5_000
 READ_CHUNK_BYTES = 8 << 20
 """Replies above 8 MiB halve the parser's speed and hold up other calls."""
@@ -200,9 +201,8 @@ class Store:
                 value=report.version,
                 bound=oldest,
             )
-        library = files("replaybuf.store").joinpath("library.lua").read_text()
-        if not await self._has(library):  # loading it needs room, which a full server has not
-            await self._guard(self._redis.function_load(library, replace=True))
+        if not await self._has(_LIBRARY):  # loading it needs room, which a full server has not
+            await self._guard(self._redis.function_load(_LIBRARY, replace=True))
 
     async def _has(self, library: str) -> bool:
         listed = await self._guard(self._redis.function_list(LIBRARY, withcode=True))
@@ -715,6 +715,14 @@ class Store:
         except RedisError as error:
             if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
                 raise self._takes_none(error) from error
+            if "Function not found" in str(error):
+                # Another server answers here than the one that was prepared. What data it has is looked at afterwards.
+                await self._guard(self._redis.function_load(_LIBRARY, replace=True))
+                raise ServiceUnavailable(
+                    f"Redis at {self.url} did not have our functions: it was replaced; they are loaded now",
+                    name="redis",
+                    value=self.url,
+                ) from error
             raise ReplaybufError(f"Redis at {self.url} refused a command: {error}", name="redis") from error
 
     def _takes_none(self, error: RedisError) -> ServiceUnavailable:

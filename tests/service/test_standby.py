@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import redis
 from replaybuf.service.lease import LEASE_S
 from replaybuf.store import EmbeddedServer
 from tests.conftest import RunClient, ServeProcess, group
+from tests.valkeys import Valkey
 from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
@@ -185,3 +187,23 @@ def test_a_redis_emptied_under_the_servers_is_refused_and_recognised_when_it_is_
         eventually(lambda run=run: run.http.get(run.path).status_code == 200, within_s=10.0)  # type: ignore[misc]
         eventually(lambda run=run: run.state()["step"] == 3, within_s=5.0)  # type: ignore[misc]
         assert run.state()["groups"] == before["groups"]
+
+
+def test_a_redis_replaced_by_an_empty_one_is_refused_too(tmp_path: Path, connect: Connect) -> None:
+    """Another server on the same address, without data and without our functions: nothing is written, all is told."""
+    with Valkey(tmp_path / "valkey") as redis_server:
+        server = ServeProcess(tmp_path / "server", "--redis-url", redis_server.url).start()
+        try:
+            run = connect(server.url, "r")
+            epoch = running(run)
+            redis_server.kill()
+            shutil.rmtree(redis_server.folder)
+            redis_server.start()
+            eventually(lambda: run.post("groups", **group("new")).status_code == 500, within_s=10.0)
+            for refused in (run.ack(2, epoch), run.post("groups", **group("new")), run.http.get(run.path)):
+                assert (refused.status_code, refused.json()["name"]) == (500, "redis"), refused.text
+            assert httpx.get(f"{server.url}/readyz").status_code == 503
+            assert httpx.get(f"{server.url}/healthz").status_code == 200
+            assert not redis_server.client.keys("rb:*led*") and not redis_server.client.keys("rb:*idx*")
+        finally:
+            server.end()
