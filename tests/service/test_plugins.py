@@ -80,12 +80,17 @@ class Poor(Filter[StrategyOptions]):
         return Evictions(tuple(rows.tolist()), ("poor",) * len(rows))
 
 
+class Steals(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        return Evictions((4711,), ("stolen",))
+
+
 class Mute(Filter[StrategyOptions]):
     def drop(self, groups, buffer):
         return Evictions(tuple(groups.row.tolist()), ())
 '''
 STRATEGIES = ("Best", "Raises", "Hangs", "Writes", "Invents", "Weighs", "Refuses", "Overhears")
-FILTERS = ("Odd", "Poor", "Mute")
+FILTERS = ("Odd", "Poor", "Mute", "Steals")
 
 
 @pytest.fixture(scope="module")
@@ -204,15 +209,19 @@ def test_filters_that_are_changed_live_judge_what_is_there(plugged: ServeProcess
     assert ids(run.batch(0, epoch).content) == ["good"]
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("mute", "gives one reason per group it drops"), ("steals", "drops only groups it was given")],
+)
 def test_a_filter_that_breaks_its_contract_pauses_the_run_and_loses_nothing(
-    plugged: ServeProcess, connect: Connect
+    plugged: ServeProcess, connect: Connect, name: str, rule: str
 ) -> None:
-    run = connect(plugged.url, "run-mute")
-    run.put(batch={"groups_per_batch": 1}, filters=[{"name": "mute"}])
+    run = connect(plugged.url, f"run-{name}")
+    run.put(batch={"groups_per_batch": 1}, filters=[{"name": name}])
     assert run.append(group("a"), group("b"))[0]["status"] == "stored"
     state = run.state()
     assert (state["state"], state["groups"]["live"]) == ("paused", 2)
-    assert "filter 'mute' broke the rule 'gives one reason per group it drops'" in state["paused_reason"]
+    assert f"filter '{name}' broke the rule '{rule}'" in state["paused_reason"]
 
 
 @pytest.mark.parametrize("filters", [[{"name": "nobody"}], [{"name": "odd", "options": {"x": 1}}]])
