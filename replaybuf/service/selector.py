@@ -187,24 +187,21 @@ class Selector:
     def view(self, step: int, groups: Groups | None = None) -> BufferView:
         """Describe the buffer for a decision about `step`; counts are of `groups`, or of all live ones."""
         state, config = self._state, self.config
-        live = state.count(LIVE) if groups is None else len(groups)
-        tokens = state.live_tokens() if groups is None else int(groups.tokens.sum(dtype=np.int64))
-        times = state.index["times_sampled"][state.index.live()] if groups is None else groups.times_sampled
-        fresh, uses = int(np.count_nonzero(times == 0)), int(times.sum(dtype=np.int64))
+        shown = state.index.groups(state.index.live()) if groups is None else groups
         return BufferView(
             step=step,
             version=config.version_of(step),
             published_version=state.published[""],
             steps_per_publish=config.steps_per_publish,
-            groups_live=live,
-            tokens_live=tokens,
+            groups_live=len(shown),
+            tokens_live=int(shown.tokens.sum(dtype=np.int64)),
             tickets_out=self._book.out,
             budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
             batches=tuple(len(state.batches[s].numbers) for s in sorted(state.batches)[-_HISTORY_BATCHES:]),
             groups_stored=state.stored,
             groups_used=state.uses,
-            groups_fresh=fresh,
-            uses_live=uses,
+            groups_fresh=int(np.count_nonzero(shown.times_sampled == 0)),
+            uses_live=int(shown.times_sampled.sum(dtype=np.int64)),
         )
 
     # ------------------------------------------------------------------ selection

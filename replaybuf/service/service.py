@@ -245,7 +245,7 @@ class Service:
         except NotLeader as error:
             logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
         except LedgerGap as error:
-            # A follower so far behind that the leader has trimmed what it had not read: it starts from the snapshot.
+            # The leader trimmed what this follower had not read, or a relaxed Redis forgot what it had: start over.
             logger.warning("run is read anew run=%s: %s", run.name, error.detail)
             self.runs.pop(run.name, None)
             await run.close()
