@@ -8,10 +8,11 @@ logprob; these are 0 on prompt, padding and completion tokens that the policy di
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ METADATA_KEY = "replaybuf"
 
 _NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.bool_): "BOOL"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LOGPROBS = ("inference_logprobs", "ref_logprobs", "teacher_logprobs")
 _LENGTH = struct.Struct("<Q")
 _Shapes = dict[tuple[int, str], tuple[np.dtype[Any], int]]
 """Type and length of each tensor, by micro-batch and name."""
@@ -124,15 +126,19 @@ def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_m
     A row is padded to a multiple of `pad_to_multiple_of`; an empty row gets one padding segment. The same arguments
     give the same bytes.
     """
-    groups = {id(segment.group): segment.group for row in rows for segment in row}.values()
+    groups = {id(segment.group): segment.group for row in rows for segment in row}
     present = {
-        name: any(getattr(entry.group, name) is not None for entry in groups)
+        name: any(getattr(entry.group, name) is not None for entry in groups.values())
         for name in ("ref_logprobs", "teacher_logprobs")
     }
-    present["sampling_weights"] = any(entry.sampling_weight is not None for entry in groups)
+    present["sampling_weights"] = any(entry.sampling_weight is not None for entry in groups.values())
+    cuts = {
+        key: _Cuts(_bounds(e.group.prompt_lengths), _bounds(e.group.completion_lengths)) for key, e in groups.items()
+    }
+    pieces = [_pieces_of(row, cuts) for row in rows]
     shapes = {
         (number, name): shape
-        for number, row in enumerate(rows)
+        for number, row in enumerate(pieces)
         for name, shape in _shapes_of(row, pad_to_multiple_of).items()
         if present.get(name, True)
     }
@@ -140,8 +146,9 @@ def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_m
     columns: list[dict[str, npt.NDArray[Any]]] = [{} for _ in rows]
     for (number, name), view in views.items():
         columns[number][name] = view
-    for row, out in zip(rows, columns, strict=True):
-        _fill(row, out)
+    blank = _Blank.of(max((length for _, length in shapes.values()), default=0))
+    for row, out in zip(pieces, columns, strict=True):
+        _fill(row, out, blank)
     return body
 
 
@@ -167,8 +174,52 @@ def padded_length(tokens: int, pad_to_multiple_of: int) -> int:
     return max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
 
 
-def _shapes_of(row: Sequence[Segment], multiple: int) -> dict[str, tuple[np.dtype[Any], int]]:
-    tokens = sum(int(s.group.group.lengths[s.rollout]) for s in row)
+class _Cuts(NamedTuple):
+    """Where the rollouts of a group begin and end in its prompt and completion columns: n+1 bounds each."""
+
+    prompts: list[int]
+    completions: list[int]
+
+
+class _Piece(NamedTuple):
+    """One rollout of a row: where its prompt and its completion begin in its group's columns, tokens of each."""
+
+    segment: Segment
+    prompt_start: int
+    prompt_tokens: int
+    completion_start: int
+    completion_tokens: int
+    tokens: int
+
+
+class _Blank(NamedTuple):
+    """What rows have in common: zeros stand on prompts for mask and logprobs, positions count from 0."""
+
+    zeros: Float32s
+    falses: Bools
+    positions: Int32s
+
+    @classmethod
+    def of(cls, length: int) -> _Blank:
+        """Make runs of `length` tokens."""
+        return cls(np.zeros(length, np.float32), np.zeros(length, np.bool_), np.arange(length, dtype=np.int32))
+
+
+def _bounds(lengths: Int32s) -> list[int]:
+    return [0, *itertools.accumulate(lengths.tolist())]
+
+
+def _pieces_of(row: Sequence[Segment], cuts: dict[int, _Cuts]) -> list[_Piece]:
+    pieces = []
+    for segment in row:
+        (prompts, completions), k = cuts[id(segment.group)], segment.rollout
+        p, c = prompts[k + 1] - prompts[k], completions[k + 1] - completions[k]
+        pieces.append(_Piece(segment, prompts[k], p, completions[k], c, p + c))
+    return pieces
+
+
+def _shapes_of(row: Sequence[_Piece], multiple: int) -> dict[str, tuple[np.dtype[Any], int]]:
+    tokens = sum(piece.tokens for piece in row)
     length = padded_length(tokens, multiple)
     n = len(row)
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
@@ -194,18 +245,21 @@ def _shapes_of(row: Sequence[Segment], multiple: int) -> dict[str, tuple[np.dtyp
 
 def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[bytearray, dict[tuple[int, str], npt.NDArray[Any]]]:
     # safetensors wants no holes; 4-byte columns first keeps every column aligned.
-    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
+    tensors = {}
     offsets = {}
     end = 0
     for (number, name), (dtype, length) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
         offsets[number, name] = end
         end += dtype.itemsize * length
-        header[f"{number}.{name}"] = {
+        tensors[f"{number}.{name}"] = {
             "dtype": _NAMES[dtype],
             "shape": [length],
             "data_offsets": [offsets[number, name], end],
         }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
+    told = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
+    encoded = json.dumps(told, separators=(",", ":")).encode()
+    if tensors:  # json takes ten times as long, which matters for thousands of rows; msgspec does not escape to ASCII
+        encoded = encoded[:-1] + b"," + msgspec.json.encode(tensors)[1:]
     encoded += b" " * (-len(encoded) % 8)
     start = _LENGTH.size + len(encoded)
     body = bytearray(start + end)
@@ -215,41 +269,56 @@ def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[bytearray, dict[tuple[i
     return body, views
 
 
-def _fill(row: Sequence[Segment], out: dict[str, npt.NDArray[Any]]) -> None:
-    end = 0
-    out["cu_seqlens"][0] = 0
-    for number, segment in enumerate(row):
-        entry, group, k = segment.group, segment.group.group, segment.rollout
-        prompt, completion = int(group.prompt_lengths[k]), int(group.completion_lengths[k])
-        p0 = int(group.prompt_lengths[:k].sum())
-        c0 = int(group.completion_lengths[:k].sum())
-        source = slice(c0, c0 + completion)
-        start, split, end = end, end + prompt, end + prompt + completion
-        mask = group.completion_mask[source]
-        out["input_ids"][start:split] = group.prompt_ids[p0 : p0 + prompt]
-        out["input_ids"][split:end] = group.completion_ids[source]
-        out["position_ids"][start:end] = np.arange(end - start, dtype=np.int32)
-        out["loss_mask"][split:end] = mask
-        advantage = 0.0 if group.advantages is None else group.advantages[k]
-        np.multiply(mask, np.float32(advantage), out=out["advantages"][split:end])
-        for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):
-            values = getattr(group, name)
-            if values is not None:
-                np.multiply(values[source], mask, out=out[name][split:end])
-        out["cu_seqlens"][number + 1] = end
-        out["rewards"][number] = group.rewards[k]
-        out["policy_versions"][number] = group.policy_version
-        out["staleness"][number] = entry.staleness
-        out["times_sampled"][number] = entry.times_sampled
-        out["group_index"][number] = entry.index
-        out["rollout_index"][number] = k
-        out["temperatures"][number] = group.temperatures[k]
-        if "sampling_weights" in out:
-            out["sampling_weights"][number] = 1.0 if entry.sampling_weight is None else entry.sampling_weight
+def _fill(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
+    """Write one row, a column at a time: few calls that each copy much."""
+    n = len(row)
+    groups = [piece.segment.group.group for piece in row]
+    uses = [piece.segment.group for piece in row]
+    rollouts = [piece.segment.rollout for piece in row]
+    ends = list(itertools.accumulate(piece.tokens for piece in row))
+    end = ends[-1] if ends else 0
     length = len(out["input_ids"])
+    if n:
+        _fill_tokens(row, {name: column[:end] for name, column in out.items()}, blank)
     if length > end:
-        out["position_ids"][end:] = np.arange(length - end, dtype=np.int32)
-        out["cu_seqlens"][len(row) + 1] = length
+        out["position_ids"][end:] = blank.positions[: length - end]
+        ends.append(length)
+    out["cu_seqlens"][1:] = ends
+    out["rewards"][:] = [group.rewards[k] for group, k in zip(groups, rollouts, strict=True)]
+    out["temperatures"][:] = [group.temperatures[k] for group, k in zip(groups, rollouts, strict=True)]
+    out["policy_versions"][:] = [group.policy_version for group in groups]
+    out["staleness"][:] = [use.staleness for use in uses]
+    out["times_sampled"][:] = [use.times_sampled for use in uses]
+    out["group_index"][:] = [use.index for use in uses]
+    out["rollout_index"][:] = rollouts
+    if "sampling_weights" in out:
+        out["sampling_weights"][:] = [1.0 if use.sampling_weight is None else use.sampling_weight for use in uses]
+
+
+def _fill_tokens(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
+    """Write what stands at each token of at least one rollout; `out` ends where the padding begins."""
+    ids: list[Int32s] = []
+    positions: list[Int32s] = []
+    masks: list[Bools] = []
+    logprobs: dict[str, list[Float32s]] = {name: [] for name in _LOGPROBS if name in out}
+    end = 0
+    for segment, p0, p, c0, c, tokens in row:
+        group, completion = segment.group.group, slice(c0, c0 + c)
+        ids += (group.prompt_ids[p0 : p0 + p], group.completion_ids[completion])
+        positions.append(blank.positions[:tokens])
+        masks += (blank.falses[:p], group.completion_mask[completion])
+        for name, values in logprobs.items():
+            column = getattr(group, name)
+            values += (blank.zeros[:p], blank.zeros[:c] if column is None else column[completion])
+        if group.advantages is not None:
+            out["advantages"][end + p : end + tokens] = group.advantages[segment.rollout]
+        end += tokens
+    np.concatenate(ids, out=out["input_ids"])
+    np.concatenate(positions, out=out["position_ids"])
+    ones = np.concatenate(masks, out=out["loss_mask"]).astype(np.float32)
+    np.multiply(out["advantages"], ones, out=out["advantages"])
+    for name, values in logprobs.items():
+        np.multiply(np.concatenate(values, out=out[name]), ones, out=out[name])
 
 
 def _split_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:

@@ -46,6 +46,14 @@ PER_ROLLOUT = {
     "rollout_index": np.int32,
     "temperatures": np.float32,
 }
+ORDER = (
+    *PER_TOKEN,
+    "ref_logprobs",
+    "teacher_logprobs",
+    "cu_seqlens",
+    *PER_ROLLOUT,
+    "sampling_weights",
+)
 OPTIONAL = ("ref_logprobs", "teacher_logprobs", "sampling_weights")
 Rows = list[list[Segment]]
 Tensors = dict[str, npt.NDArray[Any]]
@@ -99,7 +107,8 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         tokens["input_ids"] += one.prompt_ids + one.completion_ids
         tokens["position_ids"] += range(length)
         tokens["loss_mask"] += mask
-        tokens["advantages"] += [bit * np.float32(one.advantage or 0.0) for bit in mask]
+        advantage = np.float32(0.0 if one.advantage is None else one.advantage)
+        tokens["advantages"] += [0.0] * prompt + [bit * advantage for bit in mask[prompt:]]
         for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):
             values = [0.0] * prompt + list(getattr(one, name) or [0.0] * len(one.completion_ids))
             tokens[name] += [bit * value for bit, value in zip(mask, values, strict=True)]
@@ -151,6 +160,30 @@ def test_a_body_holds_every_token_where_design_says(rows: Rows, multiple: int) -
     for name, tensor in expected.items():
         assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape, name
         np.testing.assert_array_equal(tensors[name], tensor, err_msg=name)
+
+
+def written_plainly(meta: BatchMeta, expected: list[Tensors]) -> bytes:
+    """Write a body the plain way: header by `json`, then each tensor's bytes, 4-byte items before single bytes."""
+    named = [(f"{number}.{name}", row[name]) for number, row in enumerate(expected) for name in ORDER if name in row]
+    named.sort(key=lambda item: -item[1].itemsize)
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
+    end = 0
+    for name, tensor in named:
+        dtype = {"int32": "I32", "float32": "F32", "bool": "BOOL"}[tensor.dtype.name]
+        header[name] = {"dtype": dtype, "shape": [len(tensor)], "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for _, tensor in named)
+
+
+@given(batches(), st.sampled_from([1, 2, 8, 64]), st.text(max_size=4))
+@steady
+def test_the_bytes_are_those_of_the_plain_way(rows: Rows, multiple: int, group_id: str) -> None:
+    """Byte by byte, signs of zeros and text of any language included: a server of any age writes the same body."""
+    meta = meta_of(rows, group_ids=[group_id])
+    expected = [expected_row(row, multiple, present_in(rows)) for row in rows]
+    assert bytes(encode_batch(meta, rows, pad_to_multiple_of=multiple)) == written_plainly(meta, expected)
 
 
 @given(batches(), st.sampled_from([1, 4]))
