@@ -40,6 +40,8 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8900,
+    tcp: bool = True,
+    uds: Path | None = None,
     data_dir: Path = Path(".replaybuf/data"),
     redis_url: str | None = None,
     tokens_file: Path | None = None,
@@ -51,7 +53,7 @@ def serve(
 ) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Prints "listening on http://HOST:PORT" once it answers.
+    Prints "listening on http://HOST:PORT" and "listening on unix:PATH" once it answers.
 
     Parameters
     ----------
@@ -59,6 +61,10 @@ def serve(
         Address to listen on. Without a tokens file only loopback is taken.
     port
         Port to listen on; 0 takes a free one.
+    tcp
+        Listen on host and port; without it on the unix socket alone.
+    uds
+        Unix socket to listen on, for this user alone; clients on this machine take unix:PATH as address.
     data_dir
         Folder of the private Valkey that is started where no Redis URL is given.
     redis_url
@@ -83,6 +89,8 @@ def serve(
     options = ServeOptions(
         host=host,
         port=port,
+        tcp=tcp,
+        uds=str(uds) if uds else None,
         data_dir=str(data_dir),
         redis_url=redis_url,
         tokens_file=str(tokens_file) if tokens_file else None,

@@ -11,6 +11,9 @@ growing pauses, for at most that long; on `NotLeader`, which says that nothing w
 A `url` may name several servers of the same Redis, comma-separated. What one of them does not serve goes to the next,
 or to the leader that `NotLeader` names if it is one of them: at once the first time round, then after a pause. The
 address that served last is asked first. No address but these is ever sent anything, least of all the bearer token.
+`unix:/PATH` is the address of a service on this machine that listens on a unix socket.
+
+Batch bodies come as they are: `compress` asks for zstd, which saves network and costs both sides time.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -62,6 +66,9 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+TransportT = TypeVar("TransportT")
+
+_UNIX = "unix:"
 
 # Below the 5 s after which uvicorn closes an idle connection: a request must not meet a connection being closed.
 _KEEPALIVE_S = 2.0
@@ -112,25 +119,52 @@ def addresses_of(url: str) -> tuple[str, ...]:
     """Split `url` into addresses, without a slash at the end. Raises `Invalid` for what is none."""
     found = []
     for part in url.split(","):
+        path = _socket_path(part.strip())
+        if path.startswith("/"):
+            found.append(_UNIX + path)
+            continue
         try:
             parsed = httpx.URL(part.strip())
         except httpx.InvalidURL:
             parsed = httpx.URL()
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            bound = "http://HOST:PORT, or several with commas between"
+            bound = "http://HOST:PORT or unix:/PATH, or several with commas between"
             raise Invalid(f"url is {url!r}; needed: {bound}", name="url", value=url, bound=bound)
         found.append(str(parsed).rstrip("/"))
     return tuple(dict.fromkeys(found))
 
 
+def base_url(address: str) -> str:
+    """Return what stands before the path of a request to `address`; for a unix socket it only tells it from others."""
+    if not address.startswith(_UNIX):
+        return address
+    return f"http://{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}.unix"
+
+
+def unix_mounts(addresses: Iterable[str], transport: Callable[[str], TransportT]) -> dict[str, TransportT | None]:
+    """Say for `httpx.Client(mounts=)` which requests go to a unix socket; `transport` makes one from its path."""
+    return {base_url(address): transport(_socket_path(address)) for address in addresses if address.startswith(_UNIX)}
+
+
+def _socket_path(address: str) -> str:
+    """Return the path of `unix:/PATH` and of `unix:///PATH`, or nothing."""
+    path = address.removeprefix(_UNIX)
+    return "" if path == address else "/" + path.lstrip("/") if path.startswith("/") else ""
+
+
 class _Line:
     """What both clients share: addresses, headers, timeouts, and the reading of errors. `address` is asked first."""
 
-    def __init__(self, url: str, run: str, token: str | None, timeout_s: float, retry_for_s: float) -> None:
+    def __init__(
+        self, url: str, run: str, token: str | None, timeout_s: float, retry_for_s: float, compress: bool
+    ) -> None:
         self._path = f"/v1/runs/{check_run_name(run)}"
-        self._addresses = addresses_of(url)
-        self.address = self._addresses[0]
-        self.headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.addresses = addresses_of(url)
+        self.address = self.addresses[0]
+        # Said either way: httpx asks for zstd by itself where the library for it is installed.
+        self.headers = {"accept-encoding": "zstd, identity;q=0.5" if compress else "identity"}
+        if token:
+            self.headers["authorization"] = f"Bearer {token}"
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 
@@ -138,7 +172,7 @@ class _Line:
         """Turn a request into the arguments of `httpx.Client.request`."""
         return {
             "method": request.method,
-            "url": self._where(request, address),
+            "url": base_url(address) + self._path + request.path,
             "params": request.params or None,
             "content": request.content or None,
             "headers": {"content-type": request.media_type} if request.content else None,
@@ -150,7 +184,7 @@ class _Line:
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
-        detail = f"{request.method} {self._where(request, address)}: {cause}"
+        detail = f"{request.method} {address}{self._path}{request.path}: {cause}"
         return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=address + self._path)
 
     def checked(self, request: Request, reply: httpx.Response) -> httpx.Response:
@@ -162,13 +196,10 @@ class _Line:
     def leave(self, address: str, error: ServiceUnavailable) -> None:
         """Ask another server from now on: the leader that `error` names, or the next one."""
         named = str(error.value).rstrip("/") if isinstance(error, NotLeader) else None
-        if named in self._addresses:
+        if named in self.addresses:
             self.address = named
         elif self.address == address:  # else another thread has left it already
-            self.address = self._addresses[(self._addresses.index(address) + 1) % len(self._addresses)]
-
-    def _where(self, request: Request, address: str) -> str:
-        return address + self._path + request.path
+            self.address = self.addresses[(self.addresses.index(address) + 1) % len(self.addresses)]
 
 
 class _Tries:
@@ -221,15 +252,22 @@ class Client:
     """Blocking client of one run; see the module docstring for errors. Threads may share it.
 
     `url` is one address or several, comma-separated; `timeout_s` bounds every wait for the service, beside the
-    `wait_ms` of a call; `retry_for_s` bounds repetition.
+    `wait_ms` of a call; `retry_for_s` bounds repetition; `compress` asks for zstd bodies.
     """
 
     def __init__(
-        self, url: str, run: str, token: str | None = None, timeout_s: float = 30.0, retry_for_s: float = 0.0
+        self,
+        url: str,
+        run: str,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        retry_for_s: float = 0.0,
+        compress: bool = False,
     ) -> None:
-        self._line = _Line(url, run, token, timeout_s, retry_for_s)
+        self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS)
+        mounts = unix_mounts(self._line.addresses, lambda path: httpx.HTTPTransport(uds=path, limits=_LIMITS))
+        self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS, mounts=mounts)
 
     @property
     def address(self) -> str:
@@ -296,11 +334,18 @@ class AsyncClient:
     """Client of one run for asyncio, with the methods of `Client` as coroutines. One event loop owns it."""
 
     def __init__(
-        self, url: str, run: str, token: str | None = None, timeout_s: float = 30.0, retry_for_s: float = 0.0
+        self,
+        url: str,
+        run: str,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        retry_for_s: float = 0.0,
+        compress: bool = False,
     ) -> None:
-        self._line = _Line(url, run, token, timeout_s, retry_for_s)
+        self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS)
+        mounts = unix_mounts(self._line.addresses, lambda path: httpx.AsyncHTTPTransport(uds=path, limits=_LIMITS))
+        self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS, mounts=mounts)
 
     @property
     def address(self) -> str:

@@ -11,6 +11,7 @@
     ├── Unauthorized        401  no token, or one that is not known
     ├── Forbidden           403  a token whose role may not make this call
     ├── NotFound            404  unknown run, ticket, group, step
+    ├── NotAcceptable       406  a coding that a body does not come in
     ├── Conflict            409  the change would break a guarantee
     │   ├── Fenced          409  an epoch that a newer one replaced
     │   └── WrongStep       409  a step out of order
@@ -125,6 +126,12 @@ class NotFound(ReplaybufError):
     """No such run, ticket, group, record or page."""
 
     status, slug, title = 404, "not-found", "Not found"
+
+
+class NotAcceptable(ReplaybufError):
+    """A request that accepts no coding in which the answer comes."""
+
+    status, slug, title = 406, "not-acceptable", "Not acceptable"
 
 
 class Conflict(ReplaybufError):

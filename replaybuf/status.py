@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from replaybuf.client import addresses_of
+from replaybuf.client import addresses_of, base_url, unix_mounts
 from replaybuf.errors import ServiceUnavailable, from_problem
 
 TIMEOUT_S = 10.0
@@ -58,7 +58,9 @@ def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> tup
 def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        response = httpx.get(address + path, headers=headers, timeout=TIMEOUT_S)
+        mounts = unix_mounts([address], lambda path: httpx.HTTPTransport(uds=path))
+        with httpx.Client(headers=headers, timeout=TIMEOUT_S, mounts=mounts) as http:
+            response = http.get(base_url(address) + path)
     except httpx.HTTPError as error:
         raise ServiceUnavailable(
             f"no answer from {address}: {error or type(error).__name__}", name="url", value=address

@@ -6,12 +6,16 @@ any server builds the same bytes again.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
+import msgspec
 import numpy as np
 
+from replaybuf import __version__
 from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch, padded_length
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.frame import decode_frame, stored_checksum
@@ -20,6 +24,8 @@ from replaybuf.ledger import BatchEntry, BatchRecord
 from replaybuf.packing import Row, pack
 from replaybuf.state import BAD_INDEX_ENTRY, Attached
 from replaybuf.store import IndexEntry, Store
+
+Coding = Literal["identity", "zstd"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,12 +36,21 @@ class Loaded:
     groups: dict[int, Group]
     broken: dict[int, str]
 
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the frames."""
+        return sum(int(entry.values["frame_bytes"]) for entry in self.entries)
+
 
 async def load(store: Store, run: str, numbers: Sequence[int]) -> Loaded:
-    """Fetch index entries and frames of these groups and check each one."""
+    """Fetch index entries and frames of these groups and check each one, in a thread."""
     entries = await store.entries(run, numbers)
     sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
     frames = dict(zip(sizes, await store.frames(sizes), strict=True))
+    return await asyncio.to_thread(_open_frames, numbers, entries, frames)
+
+
+def _open_frames(numbers: Sequence[int], entries: list[IndexEntry], frames: Mapping[str, bytes | None]) -> Loaded:
     groups: dict[int, Group] = {}
     broken = dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry")
     for entry in entries:
@@ -71,17 +86,24 @@ def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
     return state.hexdigest()
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Assembled:
-    """A batch ready to be served: groups in order, the grid of its ranks, bodies written so far."""
+    """A batch ready to be served: groups in order, the grid of its ranks, bodies written or being written.
+
+    - `owners`: of each rollout, its group and its number in it; `loss_tokens`: how many tokens of it were sampled
+    - `nbytes`: bytes of frames and written bodies
+    """
 
     record: BatchRecord
     groups: list[BatchGroup]
     owners: list[tuple[int, int]]
+    loss_tokens: list[int]
     grid: list[list[Row]]
     row_tokens: list[list[int]]
     layout: Attached
-    bodies: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    nbytes: int
+    bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
+    _made_from: bytes = b""
 
     @property
     def micro_batches(self) -> int:
@@ -93,26 +115,33 @@ class Assembled:
         """Tokens of all ranks, without padding."""
         return sum(sum(rank) for rank in self.row_tokens)
 
+    def etag(self, rank: int, coding: Coding) -> str:
+        """Name the bytes of one rank by all that they are made from: equal names, equal bytes."""
+        if not self._made_from:
+            layout = (self.layout.dp_world_size, self.layout.seq_len, self.layout.pad_to_multiple_of)
+            self._made_from = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, layout))).digest()
+        name = hashlib.blake2b(self._made_from + f"{rank}/{coding}".encode(), digest_size=16)
+        return f'"{name.hexdigest()}"'
+
     def padded_rows(self) -> list[int]:
         """Tokens of every row with its padding."""
         multiple = self.layout.pad_to_multiple_of
         return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
 
 
-def assemble(record: BatchRecord, groups: dict[int, Group], layout: Attached) -> Assembled:
+def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled:
     """Pack the groups of a record for a layout. Raises `Gone` where a group is no longer there."""
     chosen: list[BatchGroup] = []
     for position, entry in enumerate(record.groups):
-        if entry.number not in groups:
+        if entry.number not in loaded.groups:
             raise Gone(
                 f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone",
                 name="group_id",
                 value=entry.group_id,
             )
-        group = truncate(groups[entry.number], layout.seq_len)
         chosen.append(
             BatchGroup(
-                group=group,
+                group=truncate(loaded.groups[entry.number], layout.seq_len),
                 index=position,
                 staleness=entry.staleness,
                 times_sampled=entry.times_sampled,
@@ -120,19 +149,32 @@ def assemble(record: BatchRecord, groups: dict[int, Group], layout: Attached) ->
             )
         )
     lengths = np.concatenate([entry.group.lengths for entry in chosen]).astype(np.int32)
-    owners = [(position, k) for position, entry in enumerate(chosen) for k in range(entry.group.rollouts)]
     grid = pack(lengths, layout.seq_len, layout.dp_world_size)
-    row_tokens = [[int(lengths[row].sum()) for row in rank] for rank in grid]
-    return Assembled(record, chosen, owners, grid, row_tokens, layout)
+    return Assembled(
+        record=record,
+        groups=chosen,
+        owners=[(position, k) for position, entry in enumerate(chosen) for k in range(entry.group.rollouts)],
+        loss_tokens=[tokens for entry in chosen for tokens in _loss_tokens(entry.group)],
+        grid=grid,
+        row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
+        layout=layout,
+        nbytes=loaded.frame_bytes,
+    )
 
 
-def write_body(run: str, batch: Assembled, rank: int) -> bytes:
-    """Write the body of one rank; written once, then remembered."""
-    if rank in batch.bodies:
-        return batch.bodies[rank]
+def _loss_tokens(group: Group) -> list[int]:
+    """Count, for each rollout, the tokens that the policy sampled."""
+    ends = np.cumsum(group.completion_lengths, dtype=np.int64).tolist()
+    starts = [0, *ends[:-1]]
+    return [int(np.count_nonzero(group.completion_mask[a:b])) for a, b in zip(starts, ends, strict=True)]
+
+
+def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
+    """Write the body of one rank."""
     record, layout = batch.record, batch.layout
+    items = [item for row in batch.grid[rank] for item in row]
     # Groups are numbered per rank, in the order in which the batch holds them.
-    present = sorted({batch.owners[item][0] for row in batch.grid[rank] for item in row})
+    present = sorted({batch.owners[item][0] for item in items})
     local = {
         position: dataclasses.replace(batch.groups[position], index=index) for index, position in enumerate(present)
     }
@@ -150,20 +192,19 @@ def write_body(run: str, batch: Assembled, rank: int) -> bytes:
         strategy=record.strategy,
         options=record.options,
         micro_batches=len(rows),
-        adapters=[rows[n][0].group.group.adapter if rows[n] else "" for n in range(len(rows))],
+        adapters=[row[0].group.group.adapter if row else "" for row in rows],
         group_ids=[record.groups[position].group_id for position in present],
         tokens=tokens,
         padding=sum(padded_length(t, layout.pad_to_multiple_of) for t in batch.row_tokens[rank]) - tokens,
-        loss_tokens=sum(_loss_tokens(segment) for row in rows for segment in row),
-        rollouts=sum(len(row) for row in rows),
+        loss_tokens=sum(batch.loss_tokens[item] for item in items),
+        rollouts=len(items),
         batch_tokens=batch.tokens,
-        batch_loss_tokens=sum(int(entry.group.completion_mask.sum()) for entry in batch.groups),
+        batch_loss_tokens=sum(batch.loss_tokens),
         batch_rollouts=len(batch.owners),
         batch_groups=len(batch.groups),
     )
-    body = bytes(encode_batch(meta, rows, pad_to_multiple_of=layout.pad_to_multiple_of))
-    batch.bodies[rank] = body
-    return body
+    # Not copied into bytes: that would hold the interpreter for as long as it copies.
+    return memoryview(encode_batch(meta, rows, pad_to_multiple_of=layout.pad_to_multiple_of)).toreadonly()
 
 
 def entry_in_batch(entry: IndexEntry, version: int, times_sampled: int, weight: float | None) -> BatchEntry:
@@ -183,9 +224,3 @@ def entry_in_batch(entry: IndexEntry, version: int, times_sampled: int, weight: 
         payload_key=strings.payload_key,
         weight=weight,
     )
-
-
-def _loss_tokens(segment: Segment) -> int:
-    group, k = segment.group.group, segment.rollout
-    start = int(group.completion_lengths[:k].sum())
-    return int(group.completion_mask[start : start + int(group.completion_lengths[k])].sum())

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
-from replaybuf.group import Group
 from replaybuf.ledger import BatchRecord, DeadLetterRecord
 from replaybuf.service import answers
+from replaybuf.service.ahead import Ahead
 from replaybuf.service.answers import WaitingAnswer
-from replaybuf.service.assembly import Assembled, Loaded, assemble, digest_of, entry_in_batch, load, write_body
+from replaybuf.service.assembly import Assembled, Loaded, assemble, digest_of, entry_in_batch, load
+from replaybuf.service.bodies import Bodies, Part
 from replaybuf.service.door import Door
 from replaybuf.service.journal import LONGEST_WAIT_S, Journal
 from replaybuf.service.selector import Selector
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_BATCHES = 3
 """Packed batches held in memory, newest served last: the step in training, the prefetched one, one spare."""
+KEPT_BYTES = 2 << 30
+"""Frames and bodies of all of them, but for the newest, which is held whatever its size."""
 
 
 class Batches:
@@ -35,13 +38,16 @@ class Batches:
         self._state = journal.state
         self._selector = selector
         self._door = door
+        self._bodies = Bodies(journal.name)
         self._ready: OrderedDict[int, Assembled] = OrderedDict()
+        self.ahead = Ahead(journal, selector, self._bodies, self._write_down)
+        self._packing = asyncio.Lock()
         self._told: tuple[str, float] | None = None
 
     # ------------------------------------------------------------------ serving
 
-    async def body(self, step: int, epoch: int, rank: int, wait_s: float) -> bytes | WaitingAnswer:
-        """Return the body of `step` for one rank, or why there is none yet.
+    async def part(self, step: int, epoch: int, rank: int, wait_s: float) -> Part | WaitingAnswer:
+        """Return the part of one rank in the batch of `step`, or why there is none yet.
 
         Raises `Fenced`, `WrongStep`, `RunFinished`, `Gone`, and `Invalid` for a rank outside the world.
         """
@@ -66,7 +72,9 @@ class Batches:
         outcome = await self._journal.until(attempt, wait_s)
         if isinstance(outcome, WaitingAnswer):
             return outcome
-        return await asyncio.to_thread(write_body, self._journal.name, outcome, rank)
+        self._bound_memory()
+        self.ahead.served()
+        return Part(outcome, rank, self._bodies)
 
     def check_epoch(self, epoch: int) -> None:
         """Let only the attached trainer pass. Raises `Fenced`; `NotLeader` for an epoch newer than a follower knows."""
@@ -150,6 +158,7 @@ class Batches:
     def forget(self) -> None:
         """Drop what was packed for a trainer that is gone."""
         self._ready.clear()
+        self.ahead.drop()
         self._told = None
 
     # ------------------------------------------------------------------ making
@@ -160,15 +169,32 @@ class Batches:
             chosen = self._selector.choose()
             if isinstance(chosen, WaitingAnswer):
                 return chosen
-            loaded = await load(self._journal.store, self._journal.name, chosen.rows.tolist())
+            numbers = chosen.rows.tolist()
+            fetched = self.ahead.fetched(numbers)
+            loaded = await self._load(numbers, fetched)
             if loaded.broken:
                 await self._bury(loaded.broken)
                 continue
             record = self._write_down(chosen, loaded)
             await self._journal.append(record)
-            self._pack(record, loaded.groups)
+            prepared = self.ahead.take(record, len(fetched.groups))
+            if prepared:
+                self._keep(prepared)
+            else:
+                await self._pack(record, loaded)
             await self._door.evict()
             return None
+
+    async def _load(self, numbers: list[int], fetched: Loaded) -> Loaded:
+        """Fetch the groups that are not fetched yet."""
+        missing = [number for number in numbers if number not in fetched.groups]
+        if not missing:
+            return fetched
+        rest = await load(self._journal.store, self._journal.name, missing)
+        entries = {entry.number: entry for entry in (*fetched.entries, *rest.entries)}
+        return Loaded(
+            [entries[number] for number in numbers if number in entries], fetched.groups | rest.groups, rest.broken
+        )
 
     def _write_down(self, chosen: Selection, loaded: Loaded) -> BatchRecord:
         state, config = self._state, self._journal.config
@@ -205,22 +231,35 @@ class Batches:
 
     async def _packed(self, step: int) -> Assembled:
         """Return a batch of the current history, fetched and packed again where it is not at hand."""
-        standing, ready = self._state.batches[step], self._ready.get(step)
-        # A follower learns of an attach or a rewind from the ledger: what was packed before it is recognised here.
-        if ready and ready.layout is self._state.attached and ready.record.generation == standing.generation:
-            return ready
-        record = await self._journal.batch_record(standing.entry)
-        loaded = await load(self._journal.store, self._journal.name, [entry.number for entry in record.groups])
-        return self._pack(record, loaded.groups)
+        async with self._packing:  # the ranks of a trainer ask at the same time
+            standing, ready = self._state.batches.get(step), self._ready.get(step)
+            if standing is None:
+                self._check_askable(step)
+                raise Conflict(f"batch {step} was taken back by a rewind", name="step", value=step)
+            # A follower learns of an attach or a rewind from the ledger: what was packed before it is recognised here.
+            if ready and ready.layout is self._state.attached and ready.record.generation == standing.generation:
+                return ready
+            record = await self._journal.batch_record(standing.entry)
+            loaded = await load(self._journal.store, self._journal.name, [entry.number for entry in record.groups])
+            return await self._pack(record, loaded)
 
-    def _pack(self, record: BatchRecord, groups: dict[int, Group]) -> Assembled:
-        if self._state.attached is None:
+    async def _pack(self, record: BatchRecord, loaded: Loaded) -> Assembled:
+        layout = self._state.attached
+        if layout is None:
             raise Conflict(f"run {self._journal.name} has no trainer attached", name="epoch", value=0, bound=1)
-        batch = assemble(record, groups, self._state.attached)
-        self._ready[record.step] = batch
-        while len(self._ready) > KEPT_BATCHES:
-            self._ready.popitem(last=False)
+        return self._keep(await asyncio.to_thread(assemble, record, loaded, layout))
+
+    def _keep(self, batch: Assembled) -> Assembled:
+        self._ready[batch.record.step] = batch
+        self._ready.move_to_end(batch.record.step)
+        self._bound_memory()
         return batch
+
+    def _bound_memory(self) -> None:
+        held = [batch.nbytes for batch in self._ready.values()]
+        while len(held) > KEPT_BATCHES or (len(held) > 1 and sum(held) > KEPT_BYTES):
+            self._ready.popitem(last=False)
+            held.pop(0)
 
     # ------------------------------------------------------------------ looking
 

@@ -23,6 +23,7 @@ from replaybuf.errors import (
     NotFound,
     ReplaybufError,
 )
+from replaybuf.service import sending
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.auth import Tokens
 from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
@@ -155,10 +156,10 @@ async def post_attach(request: Request) -> Response:
 async def get_batch(request: Request) -> Response:
     run = await _serving(request)
     step = number(request, "step", path=True)
-    outcome = await run.batches.body(step, number(request, "epoch"), number(request, "dp_rank", 0), wait_s(request))
+    outcome = await run.batches.part(step, number(request, "epoch"), number(request, "dp_rank", 0), wait_s(request))
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})
-    return Response(outcome, media_type="application/vnd.safetensors")
+    return await sending.answer(request, outcome)
 
 
 async def post_ack(request: Request) -> Response:
@@ -278,7 +279,7 @@ CALLS = (
         _TRAINER,
         "Batch of a step for one rank, as safetensors",
         None,
-        ("200", "202", "409", "410"),
+        ("200", "202", "304", "406", "409", "410"),
         ("epoch", "dp_rank", "wait_ms"),
     ),
     Call(

@@ -156,6 +156,11 @@ class Journal:
         self.lost = None
 
     @property
+    def changes(self) -> int:
+        """Count the changes that waiters were told of."""
+        return self._changes
+
+    @property
     def ends(self) -> Ends:
         """How far both streams are folded."""
         return Ends(self.state.entries, self.state.stored)

@@ -1,7 +1,7 @@
 """`/metrics`: every metric of the service, read from the state of its runs when it is scraped.
 
 Counters come from the fold of the ledger, so they go on where they were after a restart; only the waiting seconds,
-truncated groups and unconfirmed writes start at 0 with the process.
+truncated groups, prepared batches and unconfirmed writes start at 0 with the process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from replaybuf.index import IN_BATCHES, LIVE
+from replaybuf.service.ahead import OUTCOMES
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.strategy import REASONS
@@ -75,6 +76,9 @@ class _RunCollector(Collector):
         staleness = CounterMetricFamily(
             "replaybuf_groups_used_by_staleness", "Groups put into batches by staleness", labels=["run", "staleness"]
         )
+        prepared = CounterMetricFamily(
+            "replaybuf_batches_prepared", "Batches by how much of them was prepared ahead", labels=["run", "outcome"]
+        )
         state = GaugeMetricFamily("replaybuf_run_state", "1 for the state the run is in", labels=["run", "state"])
         for name, run in runs:
             drops = run.door.rejected + run.state.evicted + run.state.dead_lettered
@@ -84,9 +88,11 @@ class _RunCollector(Collector):
                 waited.add_metric([name, reason], run.batches.waited_s.get(reason, 0.0))
             for age, number in sorted(run.state.used_staleness.items()):
                 staleness.add_metric([name, str(age)], number)
+            for outcome in OUTCOMES:
+                prepared.add_metric([name, outcome], run.batches.ahead.outcomes[outcome])
             for value in ("running", "paused", "finished"):
                 state.add_metric([name, value], float(run.state.state == value))
-        yield from (dropped, waited, staleness, state)
+        yield from (dropped, waited, staleness, prepared, state)
 
     def _server(self) -> Iterator[Metric]:
         report = self._service.report

@@ -31,6 +31,8 @@ _MEANING = {
     "201": "Created",
     "202": "Not yet; the answer says why",
     "404": "Unknown",
+    "304": "The body is the one that If-None-Match names",
+    "406": "Accept-Encoding leaves neither identity nor zstd",
     "409": "Would break a guarantee, or fenced by a newer owner",
     "410": "Finished, or freed by a checkpoint",
     "413": "Too large",
@@ -90,6 +92,8 @@ def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str,
 def _answer(call: Call, status: str, waiting: dict[str, Any]) -> dict[str, Any]:
     if status == "202":
         return {"description": _MEANING[status], "content": {"application/json": {"schema": waiting}}}
+    if status == "304":
+        return {"description": _MEANING[status]}
     if status.startswith("4"):
         return {
             "description": _MEANING[status],

@@ -221,6 +221,15 @@ class Selector:
         self._check(chosen, groups, view.budget)
         return chosen
 
+    def candidates(self) -> list[int]:
+        """List the oldest groups that the next batch may use, as far as its budget reaches."""
+        groups, batch = self._usable(self._state.next_step), self.config.batch
+        fits = np.ones(len(groups), np.bool_)
+        if batch.tokens_per_batch is not None:
+            fits &= np.cumsum(groups.tokens, dtype=np.int64) <= batch.tokens_per_batch
+        numbers: list[int] = groups.row[fits][: batch.groups_per_batch].tolist()
+        return numbers
+
     def seed(self, step: int) -> list[int]:
         """Seed of the generator that chooses `step`: (run seed, generation, step)."""
         return [self.config.seed, self._state.generation, step]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
+import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf.service.auth import Tokens
 from replaybuf.service.http import application
 from replaybuf.service.service import ServeOptions, Service, opened
@@ -21,6 +25,10 @@ from replaybuf.service.service import ServeOptions, Service, opened
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 5
+STALL_TIMEOUT_S = 60.0
+"""How long a reader may take nothing of an answer before its connection, and the memory behind it, is let go."""
+SOCKET_MODE = 0o600
+"""Only this user connects to a unix socket."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -31,20 +39,52 @@ async def serve(options: ServeOptions) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     for number in SIGNALS:  # until the server takes over, a signal ends the start in order
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
-    listening = _listen(options.host, options.port)
-    host, port = listening.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    listening = _sockets(options)
     try:
-        async with opened(options, url) as service:
+        async with opened(options, next(iter(listening))) as service:
             server = _Server(service, application(service, tokens))
             report = service.report
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
-            print(f"listening on {url}", flush=True)
-            await server.serve(sockets=[listening])
+            for url in listening:
+                print(f"listening on {url}", flush=True)
+            await server.serve(sockets=list(listening.values()))
     finally:
-        listening.close()
+        for one in listening.values():
+            one.close()
+        if options.uds:
+            Path(options.uds).unlink(missing_ok=True)
     logger.info("stopped")
+
+
+class _Connection(HttpToolsProtocol):
+    """One connection, aborted when its reader takes nothing for `STALL_TIMEOUT_S`."""
+
+    _stalling: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The reader does not keep up: count from here."""
+        super().pause_writing()
+        self._stalling = self.loop.call_later(STALL_TIMEOUT_S, self._abort)
+
+    def resume_writing(self) -> None:
+        """It took what was written."""
+        self._go_on()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is there to read."""
+        self._go_on()
+        super().connection_lost(exc)
+
+    def _go_on(self) -> None:
+        if self._stalling:
+            self._stalling.cancel()
+            self._stalling = None
+
+    def _abort(self) -> None:
+        logger.warning("reader stalled client=%s seconds=%g", self.client, STALL_TIMEOUT_S)
+        self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -56,7 +96,7 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="httptools",
+            http=_Connection,
             loop="uvloop",
             timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
             timeout_keep_alive=75,
@@ -80,7 +120,7 @@ class _Server(uvicorn.Server):
 
 
 def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
-    if not tokens.open:
+    if not tokens.open or not options.tcp:
         return
     try:
         loopback = ipaddress.ip_address(options.host).is_loopback
@@ -94,6 +134,65 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
             value=options.host,
             bound="loopback, or --tokens-file",
         )
+
+
+def _sockets(options: ServeOptions) -> dict[str, socket.socket]:
+    """Listen where the options say: sockets by the address that clients take.
+
+    Raises `Invalid` where that is nowhere, `ServiceUnavailable` where it is taken.
+    """
+    if not options.tcp and not options.uds:
+        raise Invalid(
+            "tcp is off and uds is not set; nobody could connect", name="uds", value=None, bound="a path, or --tcp"
+        )
+    listening = {}
+    if options.tcp:
+        tcp = _listen(options.host, options.port)
+        host, port = tcp.getsockname()[:2]
+        listening[f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"] = tcp
+    if options.uds:
+        try:
+            path = Path(options.uds).absolute()
+            listening[f"unix:{path}"] = _listen_unix(path)
+        except ReplaybufError:
+            for one in listening.values():
+                one.close()
+            raise
+    return listening
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """Listen at `path`; a socket that a dead process left there is replaced, anything else is refused."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and not stat.S_ISSOCK(path.lstat().st_mode):
+            raise OSError(errno.EEXIST, "a file that is no socket is there")
+        if path.exists() and _in_use(path):
+            raise OSError(errno.EADDRINUSE, "another process listens there")
+        path.unlink(missing_ok=True)
+        before = os.umask(0o777 & ~SOCKET_MODE)  # from its first moment on
+        try:
+            listening.bind(str(path))
+        finally:
+            os.umask(before)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise ServiceUnavailable(
+            f"cannot listen on unix:{path}: {error.strerror or error}; choose another --uds",
+            name="uds",
+            value=str(path),
+            bound="a path of at most 107 bytes where nothing is, or a socket nobody listens on",
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _in_use(path: Path) -> bool:
+    """Say whether somebody listens: who is busy or stopped still does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        return asking.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def _listen(host: str, port: int) -> socket.socket:

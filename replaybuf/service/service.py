@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 SHORTEST_PAUSE_S = 0.01
 WATCH_PERIOD_S = 1.0
+PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
 REPORT_PERIOD_S = 10.0
 TROUBLE_PAUSE_S = 0.5
@@ -41,6 +42,7 @@ TROUBLE_PAUSE_S = 0.5
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a server runs: where it listens, where its data lies or which Redis it uses, who may call.
 
+    `uds` is a unix socket to listen on, beside `host` and `port` or, with `tcp` off, alone.
     `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
     `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
     `history_groups` freed groups of each run stay to be looked at.
@@ -48,6 +50,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 8900
+    tcp: bool = True
+    uds: str | None = None
     data_dir: str | None = None
     redis_url: str | None = None
     tokens_file: str | None = None
@@ -209,6 +213,7 @@ class Service:
                 self._repeat(self._hold, 0.0),
                 self._repeat(self._follow, 0.0),
                 self._repeat(self._tick, TICK_S),
+                self._repeat(self._prepare, PREPARE_PERIOD_S),
                 self._repeat(self._watch, WATCH_PERIOD_S),
                 self._repeat(self._measure, REPORT_PERIOD_S),
             ]
@@ -272,6 +277,11 @@ class Service:
         for run in list(self.runs.values()):
             await self._work(run, run.watch)
         await self._discover()
+
+    async def _prepare(self) -> None:
+        """Prepare the next batches, one run at a time: it may take memory and time that nobody waits for."""
+        for run in list(self.runs.values()):
+            await run.batches.ahead.work()
 
     async def _discover(self) -> None:
         for name in await self.store.runs():

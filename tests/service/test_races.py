@@ -13,6 +13,7 @@ import pytest
 from replaybuf.config import BatchSpec, RunConfig
 from replaybuf.errors import Fenced
 from replaybuf.group import group_from_json
+from replaybuf.service.bodies import Part
 from replaybuf.service.door import Incoming
 from replaybuf.service.run import Run
 from replaybuf.service.session import AttachRequest
@@ -56,7 +57,7 @@ async def append(run: Run, *group_ids: str) -> None:
 async def train(run: Run, epoch: int, steps: range) -> None:
     """Fetch, ack and publish."""
     for step in steps:
-        assert isinstance(await run.batches.body(step, epoch, 0, 0.0), bytes)
+        assert isinstance(await run.batches.part(step, epoch, 0, 0.0), Part)
         await run.session.ack(step, epoch, None)
         await run.session.publish(step + 1, epoch, None, "")
 
@@ -71,7 +72,7 @@ def test_a_fetch_that_an_attach_overtakes_assembles_nothing(server: EmbeddedServ
         async with run.journal.decision():  # both wait for this one, the attach first
             attaching = asyncio.create_task(run.session.attach(AttachRequest(resume_step=0, on_resume="resample")))
             await asyncio.sleep(0)
-            fetching = asyncio.create_task(run.batches.body(2, old, 0, 0.0))
+            fetching = asyncio.create_task(run.batches.part(2, old, 0, 0.0))
             await asyncio.sleep(0)
         await attaching
         with pytest.raises(Fenced):
@@ -89,7 +90,7 @@ def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: Embed
         await append(run, "a", "b")
         await train(run, old, range(1))
         run.batches.forget()
-        fetching = asyncio.create_task(run.batches.body(0, old, 1, 0.0))
+        fetching = asyncio.create_task(run.batches.part(0, old, 1, 0.0))
         reading = asyncio.Event()
         frames = store.frames
 
