@@ -1,0 +1,378 @@
+"""How a batch body goes out: codings, validators, chunks, one writing for all who ask, prepared ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+
+from replaybuf.batch import read_batch
+from replaybuf.client import Client
+from replaybuf.config import BatchSpec, RunConfig
+from replaybuf.errors import NotAcceptable
+from replaybuf.group import group_from_json
+from replaybuf.service import ahead, assembly, bodies
+from replaybuf.service.bodies import Part
+from replaybuf.service.door import Incoming
+from replaybuf.service.run import Run
+from replaybuf.service.sending import CHUNK_BYTES, BodyResponse, coding_for, is_known
+from replaybuf.service.session import AttachRequest
+from replaybuf.store import EmbeddedServer, Store
+from tests.builders import rollout, wire_group
+from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_server import metric
+
+LEASE_S = 60.0
+
+
+# ---------------------------------------------------------------------- codings and validators
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        ([], "identity"),
+        ([""], "identity"),
+        (["gzip, br"], "identity"),
+        (["*"], "identity"),
+        (["zstd"], "zstd"),
+        (["ZSTD"], "zstd"),
+        (["gzip", "zstd"], "zstd"),
+        (["gzip;q=1.0, zstd;q=0.1"], "zstd"),
+        (["zstd;q=0"], "identity"),
+        (["zstd;q=0.000, *"], "identity"),
+        (["zstd;q=0.5, identity"], "identity"),
+        (["zstd, identity;q=0.5"], "zstd"),
+        (["zstd;q=0.5, identity;q=0.5"], "zstd"),
+        (["identity;q=0, *;q=0.2"], "zstd"),
+        (["zstd, *;q=0"], "zstd"),
+        (["identity, *;q=0"], "identity"),
+        (["zstd;q=2"], "identity"),
+        (["zstd;level=3"], "identity"),
+        (["zstd ; q=0.8"], "zstd"),
+    ],
+)
+def test_a_coding_is_chosen_as_the_request_weighs_it(accepted: list[str], coding: str) -> None:
+    """Compression costs time: it must be asked for by name, or be all that is left."""
+    assert coding_for(accepted) == coding
+
+
+@pytest.mark.parametrize("accepted", ["identity;q=0", "*;q=0", "gzip, identity;q=0", "zstd;q=0, identity;q=0, *"])
+def test_a_request_that_accepts_neither_coding_is_told_which_there_are(accepted: str) -> None:
+    with pytest.raises(NotAcceptable, match="identity or zstd"):
+        coding_for([accepted])
+
+
+@pytest.mark.parametrize(
+    ("values", "known"),
+    [
+        ([], False),
+        (['"a"'], True),
+        (['"b"'], False),
+        (['"b", "a"'], True),
+        (['W/"a"'], True),
+        (["*"], True),
+        (["a"], False),
+    ],
+)
+def test_a_validator_is_found_in_if_none_match(values: list[str], known: bool) -> None:
+    assert is_known(values, '"a"') is known
+
+
+def test_a_body_compressed_is_the_body_with_an_etag_of_its_own(run: RunClient) -> None:
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a", tokens=4000))
+    url = f"{run.path}/batches/0?epoch={epoch}"
+    plain = run.http.get(url, headers={"accept-encoding": "identity"})
+    with run.http.stream("GET", url, headers={"accept-encoding": "zstd"}) as reply:
+        raw = b"".join(reply.iter_raw())
+    assert "content-encoding" not in plain.headers and plain.headers["vary"] == "Accept-Encoding"
+    assert (reply.headers["content-encoding"], reply.headers["vary"]) == ("zstd", "Accept-Encoding")
+    assert int(reply.headers["content-length"]) == len(raw) < len(plain.content)
+    assert zstandard.ZstdDecompressor().decompress(raw) == plain.content
+    assert plain.headers["etag"] != reply.headers["etag"]
+    refused = run.http.get(url, headers={"accept-encoding": "identity;q=0"})
+    assert (refused.status_code, refused.json()["type"]) == (406, "urn:replaybuf:problem:not-acceptable")
+
+
+def test_who_has_the_body_is_answered_304(run: RunClient) -> None:
+    """The validator of another rank, layout or coding is another one."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 16})
+    epoch = run.attach(dp_world_size=2)
+    run.append(group("a"))
+
+    def ask(rank: int, etag: str = "", **headers: str) -> httpx.Response:
+        return run.http.get(
+            f"{run.path}/batches/0",
+            params={"epoch": epoch, "dp_rank": rank},
+            headers={"if-none-match": etag, "accept-encoding": "identity"} | headers,
+        )
+
+    etag = ask(0).headers["etag"]
+    again = ask(0, etag)
+    assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
+    assert (ask(1, etag).status_code, ask(0, etag, **{"accept-encoding": "zstd"}).status_code) == (200, 200)
+    epoch = run.attach(dp_world_size=2)
+    assert ask(0, etag).status_code == 304
+    epoch = run.attach(dp_world_size=2, pad_to_multiple_of=8)
+    assert ask(0, etag).status_code == 200
+
+
+def test_a_client_asks_for_compression_only_when_told(run: RunClient, service: ServeProcess) -> None:
+    """httpx alone would ask for zstd as soon as the library for it is installed."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a", tokens=4000))
+    found = []
+    for compress in (False, True):
+        with Client(service.url, run.run, compress=compress) as client:
+            codings: list[str | None] = []
+            client._http.event_hooks["response"] = [lambda r, c=codings: c.append(r.headers.get("content-encoding"))]
+            found.append((client.fetch_batch(0, epoch), codings))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1], found[1][1]) == ([None], ["zstd"])
+
+
+def test_between_two_chunks_of_a_body_everybody_else_has_a_turn() -> None:
+    """Even where the socket takes all at once and never makes the sender wait."""
+    data = memoryview(bytes(5 * CHUNK_BYTES + 1))
+    events: list[str] = []
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            events.append("chunk")
+            assert isinstance(message["body"], memoryview) and message["body"].nbytes <= CHUNK_BYTES
+
+    async def others() -> None:
+        while events.count("chunk") < 6:
+            events.append("turn")
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            tasks.create_task(others())
+            tasks.create_task(BodyResponse(data, {})({"type": "http", "method": "GET"}, None, send))  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    assert ["chunk", "chunk"] not in [events[at : at + 2] for at in range(len(events))]
+    assert events.count("chunk") == 6
+
+
+# ---------------------------------------------------------------------- one writing, prepared ahead
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """One embedded Valkey for this module."""
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(embedded.start())
+    yield embedded
+    asyncio.run(embedded.stop())
+
+
+Work = Callable[["Here"], Awaitable[None]]
+OnARun = Callable[[Work], None]
+_names = itertools.count()
+
+
+class Here:
+    """A run led in this process, two groups per batch, a trainer attached with two ranks; counts what is fetched."""
+
+    def __init__(self, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run = run
+        self.epoch = 0
+        self.frames_fetched = 0
+        self.written: list[int] = []
+        frames, write_body = store.frames, assembly.write_body
+
+        async def counted_frames(sizes: Any) -> Any:
+            self.frames_fetched += len(sizes)
+            return await frames(sizes)
+
+        def counted_write(run_name: str, batch: Any, rank: int) -> memoryview:
+            self.written.append(rank)
+            return write_body(run_name, batch, rank)
+
+        monkeypatch.setattr(store, "frames", counted_frames)
+        monkeypatch.setattr(bodies, "write_body", counted_write)
+
+    async def attach(self, **options: Any) -> None:
+        """Attach a trainer of two ranks."""
+        self.epoch = (await self.run.session.attach(AttachRequest(dp_world_size=2, **options)))["epoch"]
+
+    async def append(self, *group_ids: str, version: int = 0) -> None:
+        """Store small groups."""
+        made = [group_from_json(wire_group(rollout(), group_id=one, policy_version=version)) for one in group_ids]
+        await self.run.door.append([Incoming(one) for one in made])
+
+    async def bodies(self, step: int) -> list[bytes]:
+        """Fetch the bodies of both ranks."""
+        parts = [await self.run.batches.part(step, self.epoch, rank, 0.0) for rank in (0, 1)]
+        assert all(isinstance(part, Part) for part in parts), parts
+        return [bytes(await part.body()) for part in parts if isinstance(part, Part)]
+
+    async def prepare(self) -> None:
+        """Let the service prepare what it can."""
+        await self.run.batches.ahead.work()
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """What came of preparing, so far."""
+        return dict(self.run.batches.ahead.outcomes)
+
+
+@pytest.fixture
+def here(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> OnARun:
+    """Do some work on a run of the test's own."""
+
+    def do(work: Work) -> None:
+        async def main() -> None:
+            store, name = await Store.open(server.url), f"delivery-{next(_names)}"
+            try:
+                token = (await store.lead(name, "here", LEASE_S)).token
+                config = RunConfig(batch=BatchSpec(groups_per_batch=2))
+                made = Here(store, await Run.create(name, store, str(token), config, time.time), monkeypatch)
+                await made.attach()
+                await work(made)
+            finally:
+                await store.close()
+
+        asyncio.run(main())
+
+    return do
+
+
+def test_ranks_that_ask_at_the_same_time_share_one_writing(here: OnARun) -> None:
+    """And one reading, where the batch is not at hand any more; who leaves early takes it from nobody."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b")
+        first = await made.bodies(0)
+        made.run.batches.forget()
+        made.written.clear()
+        made.frames_fetched = 0
+        parts = await asyncio.gather(*(made.run.batches.part(0, made.epoch, rank, 0.0) for rank in (0, 1, 0, 1)))
+        assert made.frames_fetched == 2
+        asked = [asyncio.create_task(part.body()) for part in parts if isinstance(part, Part)]
+        await asyncio.sleep(0)
+        asked[0].cancel()
+        got = await asyncio.gather(*asked[1:])
+        assert [bytes(body) for body in got] == [first[1], first[0], first[1]]
+        assert sorted(made.written) == [0, 1]
+
+    here(work)
+
+
+def test_a_batch_prepared_ahead_is_used_at_once_and_its_bytes_are_those_of_a_restart(
+    here: OnARun,
+) -> None:
+    """Nothing is written down before the trainer asks; then nothing is left to fetch or to write."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c", "d")
+        await made.bodies(0)
+        entries = made.run.state.entries
+        await made.prepare()
+        assert (made.run.state.entries, made.run.state.next_step) == (entries, 1)
+        made.frames_fetched, made.written = 0, []
+        ready = await made.bodies(1)
+        assert (made.frames_fetched, made.written) == (0, [])
+        assert made.outcomes == {"miss": 1, "hit": 1}
+        made.run.batches.forget()
+        assert await made.bodies(1) == ready
+
+    here(work)
+
+
+def test_groups_of_a_batch_that_is_not_full_yet_are_fetched_ahead(here: OnARun) -> None:
+    """When the last one arrives it is the only one to be fetched."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c")
+        await made.bodies(0)
+        await made.prepare()
+        made.frames_fetched = 0
+        await made.append("d")
+        ready = await made.bodies(1)
+        assert made.frames_fetched == 1
+        assert made.outcomes == {"miss": 1, "partial": 1}
+        assert read_batch(ready[0]).meta.batch_groups == 2
+
+    here(work)
+
+
+def test_what_was_prepared_before_an_attach_is_forgotten(here: OnARun) -> None:
+    """It was packed for another layout; before the new trainer is served nothing is prepared for it."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c", "d")
+        await made.bodies(0)
+        await made.prepare()
+        await made.attach(pad_to_multiple_of=8)
+        await made.prepare()
+        made.written.clear()
+        (body, _) = await made.bodies(1)
+        assert len(read_batch(body).micro_batches[0].input_ids) % 8 == 0
+        assert made.outcomes == {"miss": 2}
+
+    here(work)
+
+
+def test_a_batch_beyond_the_look_ahead_is_not_prepared(here: OnARun) -> None:
+    """Once the step before it is acked and published, it is."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c", "d")
+        for step in (0, 1):
+            await made.bodies(step)
+        made.frames_fetched = 0
+        await made.prepare()
+        assert made.frames_fetched == 0  # step 2 is two ahead of the next unacked one
+        await made.run.session.ack(0, made.epoch, None)
+        await made.run.session.publish(1, made.epoch, None, "")
+        await made.append("e", "f", version=1)
+        await made.prepare()
+        assert made.frames_fetched == 2
+
+    here(work)
+
+
+def test_trouble_while_preparing_is_left_to_the_decision(
+    here: OnARun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, buries no group and changes no state."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c", "d")
+        await made.bodies(0)
+
+        def broken(*_: Any) -> Any:
+            raise ValueError("no such thing")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ahead, "assemble", broken)
+            await made.prepare()
+        assert "next batch not prepared" in caplog.text
+        assert made.run.state.dead_lettered.total() == 0
+        assert len(await made.bodies(1)) == 2
+        assert made.outcomes == {"miss": 2}
+
+    here(work)
+
+
+def test_metrics_tell_how_batches_were_made(run: RunClient) -> None:
+    """With every outcome, from the first scrape on."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    run.batch(0, epoch)
+    text = run.http.get("/metrics").text
+    told = {one: metric(text, "replaybuf_batches_prepared_total", run=run.run, outcome=one) for one in ahead.OUTCOMES}
+    assert told == {"hit": 0, "partial": 0, "miss": 1}
