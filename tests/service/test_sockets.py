@@ -1,0 +1,170 @@
+"""Where a service listens: TCP, a unix socket, both; what it refuses, and what it lets go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from replaybuf.client import AsyncClient, Client, addresses_of
+from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.service import server
+from replaybuf.service.server import _Connection, _sockets
+from replaybuf.service.service import ServeOptions
+from replaybuf.status import show
+from tests.conftest import STOP_TIMEOUT_S
+
+
+@pytest.fixture(scope="module")
+def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A service that listens on a unix socket alone."""
+    folder = tmp_path_factory.mktemp("uds")
+    path = folder / "rb.sock"
+    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--no-tcp", "--data-dir", str(folder / "data")]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"REPLAYBUF_SERVE_UDS": str(path)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        told = []
+        for line in process.stdout:
+            told.append(line)
+            if line.startswith("listening"):
+                break
+        assert told[-1:] == [f"listening on unix:{path}\n"], (folder / "log").read_text()
+        yield path
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        process.stdout.close()
+    assert not path.exists()
+
+
+def test_a_service_on_a_unix_socket_serves_whoever_names_it(
+    on_a_socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocking and asyncio clients, alone or beside addresses that do not answer; `status` too."""
+    url = f"unix:{on_a_socket}"
+    with Client(url, "r") as client:
+        client.put_run({"batch": {"groups_per_batch": 1}})
+    with Client(f"http://127.0.0.1:9,{url}", "r", timeout_s=5.0, retry_for_s=5.0) as client:
+        assert client.get_run()["state"] == "running"
+        assert client.address == url
+
+    async def main() -> str:
+        async with AsyncClient(f"unix://{on_a_socket}", "r") as client:
+            return str((await client.get_run())["run"])
+
+    assert asyncio.run(main()) == "r"
+    show(url, "r", None, Console(width=200))
+    assert "run r" in capsys.readouterr().out
+
+
+def test_a_unix_socket_is_for_its_user_alone(on_a_socket: Path) -> None:
+    """It needs no tokens, as loopback needs none: other users do not get to it."""
+    assert stat.S_IMODE(on_a_socket.stat().st_mode) == 0o600
+
+
+# httpcore leaves a socket that does not connect to be closed by the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_a_socket_that_nobody_answers_on_is_named_in_the_error(tmp_path: Path) -> None:
+    url = f"unix:{tmp_path / 'none.sock'}"
+    with Client(url, "r") as client, pytest.raises(ServiceUnavailable) as raised:
+        client.get_run()
+    assert url in str(raised.value)
+    del raised
+    gc.collect()
+
+
+def test_addresses_of_unix_sockets_are_absolute() -> None:
+    assert addresses_of("unix:/a/b.sock, http://h:1/,unix:///a/b.sock") == ("unix:/a/b.sock", "http://h:1")
+    for url in ("unix:b.sock", "unix:", "unix:/a,"):
+        with pytest.raises(Invalid, match="unix:/PATH"):
+            addresses_of(url)
+
+
+def options(path: Path) -> ServeOptions:
+    """Listen on a unix socket alone."""
+    return ServeOptions(tcp=False, uds=str(path))
+
+
+def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rb.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    (listening,) = _sockets(options(path)).values()
+    with listening, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.connect(str(path))
+
+
+def test_a_socket_in_use_and_a_file_that_is_none_are_refused_and_left_alone(tmp_path: Path) -> None:
+    """Also where the one who listens is too busy to take another connection."""
+    path, plain = tmp_path / "rb.sock", tmp_path / "precious"
+    plain.write_text("precious")
+    with pytest.raises(ServiceUnavailable, match=r"precious.*no socket"):
+        _sockets(options(plain))
+    assert plain.read_text() == "precious"
+    (first,) = _sockets(options(path)).values()
+    with first, pytest.raises(ServiceUnavailable, match=r"another process listens.*--uds"):
+        _sockets(options(path))
+    too_long = tmp_path / ("x" * 120)
+    with pytest.raises(ServiceUnavailable, match="too long"):
+        _sockets(options(too_long))
+
+
+def test_a_service_that_would_listen_nowhere_is_refused() -> None:
+    with pytest.raises(Invalid, match="nobody could connect"):
+        _sockets(ServeOptions(tcp=False))
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection would hold a body in memory for as long as it likes."""
+    import uvicorn
+
+    monkeypatch.setattr(server, "STALL_TIMEOUT_S", 0.1)
+    size, gone = 64 << 20, asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        gone.set()
+
+    async def main() -> None:
+        config = uvicorn.Config(app, http=_Connection, lifespan="off", log_config=None, ws="none")
+        config.load()
+        from uvicorn.server import ServerState
+
+        loop, state = asyncio.get_running_loop(), ServerState()
+        made = await loop.create_server(
+            lambda: _Connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        async with made:
+            reader = socket.create_connection(made.sockets[0].getsockname())
+            with reader:
+                reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                begun = time.monotonic()
+                async with asyncio.timeout(20):
+                    await gone.wait()
+                assert time.monotonic() - begun < 10
+                assert select.select([reader], [], [], 0)[0]
+            await asyncio.gather(*state.tasks)
+
+    asyncio.run(main())
