@@ -202,10 +202,11 @@ class Batches:
         version = config.version_of(step)
         index = state.index
         weights = [None] * len(loaded.entries) if chosen.weights is None else chosen.weights.astype(float).tolist()
-        held = []
-        for entry, weight in zip(loaded.entries, weights, strict=True):
-            uses = int(index["times_sampled"][index.rows_of([entry.number])[0]])
-            held.append(entry_in_batch(entry, version, uses + 1, weight))
+        uses = index["times_sampled"][index.rows_of([entry.number for entry in loaded.entries])].tolist()
+        held = [
+            entry_in_batch(entry, version, used + 1, weight)
+            for entry, used, weight in zip(loaded.entries, uses, weights, strict=True)
+        ]
         digest = digest_of(loaded.entries, step, state.generation)
         return BatchRecord(
             step=step,

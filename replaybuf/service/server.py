@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,8 @@ STALL_TIMEOUT_S = 60.0
 """How long a reader may take nothing of an answer before its connection, and the memory behind it, is let go."""
 SOCKET_MODE = 0o600
 """Only this user connects to a unix socket."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that writes a body may keep the interpreter from the event loop; 5 ms are Python's default."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,6 +39,7 @@ async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises what keeps it from starting, and what breaks it in the background."""
     tokens = Tokens.read(Path(options.tokens_file) if options.tokens_file else None)
     _check_exposure(options, tokens)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     for number in SIGNALS:  # until the server takes over, a signal ends the start in order
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
