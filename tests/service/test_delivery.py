@@ -14,7 +14,7 @@ import zstandard
 
 from replaybuf.batch import read_batch
 from replaybuf.client import Client
-from replaybuf.config import BatchSpec, RunConfig
+from replaybuf.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.errors import NotAcceptable
 from replaybuf.group import group_from_json
 from replaybuf.service import ahead, assembly, bodies
@@ -207,9 +207,9 @@ class Here:
         """Attach a trainer of two ranks."""
         self.epoch = (await self.run.session.attach(AttachRequest(dp_world_size=2, **options)))["epoch"]
 
-    async def append(self, *group_ids: str, version: int = 0) -> None:
+    async def append(self, *group_ids: str) -> None:
         """Store small groups."""
-        made = [group_from_json(wire_group(rollout(), group_id=one, policy_version=version)) for one in group_ids]
+        made = [group_from_json(wire_group(rollout(), group_id=name)) for name in group_ids]
         await self.run.door.append([Incoming(one) for one in made])
 
     async def bodies(self, step: int) -> list[bytes]:
@@ -237,7 +237,8 @@ def here(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> OnARun:
             store, name = await Store.open(server.url), f"delivery-{next(_names)}"
             try:
                 token = (await store.lead(name, "here", LEASE_S)).token
-                config = RunConfig(batch=BatchSpec(groups_per_batch=2))
+                strategy = StrategySpec(options={"max_staleness": 5})
+                config = RunConfig(batch=BatchSpec(groups_per_batch=2), strategy=strategy)
                 made = Here(store, await Run.create(name, store, str(token), config, time.time), monkeypatch)
                 await made.attach()
                 await work(made)
@@ -326,18 +327,16 @@ def test_what_was_prepared_before_an_attach_is_forgotten(here: OnARun) -> None:
 
 
 def test_a_batch_beyond_the_look_ahead_is_not_prepared(here: OnARun) -> None:
-    """Once the step before it is acked and published, it is."""
+    """Its groups are there; once the step before the last served one is acked, they are fetched."""
 
     async def work(made: Here) -> None:
-        await made.append("a", "b", "c", "d")
+        await made.append("a", "b", "c", "d", "e", "f")
         for step in (0, 1):
             await made.bodies(step)
         made.frames_fetched = 0
         await made.prepare()
-        assert made.frames_fetched == 0  # step 2 is two ahead of the next unacked one
+        assert made.frames_fetched == 0
         await made.run.session.ack(0, made.epoch, None)
-        await made.run.session.publish(1, made.epoch, None, "")
-        await made.append("e", "f", version=1)
         await made.prepare()
         assert made.frames_fetched == 2
 
