@@ -41,9 +41,8 @@ from replaybuf.client import AsyncClient
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.ledger import AckRecord
-from replaybuf.store import EmbeddedServer, Store, Wanted
+from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted
 from replaybuf.store.durability import Level
-from replaybuf.store.redis import ToAppend
 
 PRODUCERS = 8
 ROLLOUTS, TOKENS = 8, 512

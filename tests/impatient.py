@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import replaybuf.store.redis as store
+import replaybuf.store.connection as connection
 from replaybuf.cli import main
 
 COMMAND_TIMEOUT_S = 1.0
 
 if __name__ == "__main__":
-    store.COMMAND_TIMEOUT_S = store.CONNECT_TIMEOUT_S = COMMAND_TIMEOUT_S
+    connection.COMMAND_TIMEOUT_S = connection.CONNECT_TIMEOUT_S = COMMAND_TIMEOUT_S
     main()

@@ -32,9 +32,8 @@ from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
-from replaybuf.store import IndexChunk, keys
+from replaybuf.store import IndexChunk, ToAppend, keys
 from replaybuf.store.entries import EntryStrings
-from replaybuf.store.redis import ToAppend
 
 logger = logging.getLogger(__name__)
 

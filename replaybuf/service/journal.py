@@ -38,7 +38,7 @@ from replaybuf.service.rebuild import load_state
 from replaybuf.snapshot import Snapshot
 from replaybuf.state import RunState
 from replaybuf.store import Ends, IndexChunk, Store
-from replaybuf.store.redis import data_lost
+from replaybuf.store.trouble import data_lost
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,21 @@
 from replaybuf.store.durability import Wanted
 from replaybuf.store.embedded import EmbeddedServer
 from replaybuf.store.entries import IndexChunk, IndexEntry
-from replaybuf.store.redis import Appended, Ends, Lease, ServerReport, Store
+from replaybuf.store.groups import Appended, ToAppend
+from replaybuf.store.leases import Lease
+from replaybuf.store.ledger import Ends
+from replaybuf.store.redis import Store
+from replaybuf.store.server import ServerReport
 
-__all__ = ["Appended", "EmbeddedServer", "Ends", "IndexChunk", "IndexEntry", "Lease", "ServerReport", "Store", "Wanted"]
+__all__ = [
+    "Appended",
+    "EmbeddedServer",
+    "Ends",
+    "IndexChunk",
+    "IndexEntry",
+    "Lease",
+    "ServerReport",
+    "Store",
+    "ToAppend",
+    "Wanted",
+]

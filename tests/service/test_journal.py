@@ -10,9 +10,8 @@ import pytest
 
 from replaybuf.errors import DataLost
 from replaybuf.service.journal import Journal
-from replaybuf.store import Store
+from replaybuf.store import Ends, Store
 from replaybuf.store.durability import STRICT
-from replaybuf.store.redis import Ends
 from tests.builders import config_record
 
 

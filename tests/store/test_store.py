@@ -14,8 +14,7 @@ from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnava
 from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.ledger import AckRecord
-from replaybuf.store import EmbeddedServer, Store, Wanted, keys
-from replaybuf.store.redis import ToAppend
+from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted, keys
 
 Work = Callable[[Store], Awaitable[None]]
 

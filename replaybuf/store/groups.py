@@ -1,0 +1,219 @@
+"""Groups and their payloads: the index stream, the table of ids, one string key per payload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from replaybuf.errors import NoRoom
+from replaybuf.group import Group
+from replaybuf.index import entry_of
+from replaybuf.store import keys
+from replaybuf.store.connection import Connection, text
+from replaybuf.store.entries import (
+    EntryStrings,
+    IndexChunk,
+    IndexEntry,
+    default_prompt,
+    encode_strings,
+    read_chunk,
+    read_stored,
+)
+from replaybuf.store.instep import receive_in_step, send_in_step
+from replaybuf.store.trouble import fenced
+
+READ_CHUNK_ENTRIES = 5_000
+READ_CHUNK_BYTES = 8 << 20
+"""Replies above 8 MiB halve the parser's speed and hold up other calls."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Appended:
+    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id.
+
+    0 = it was stored once, and its history is trimmed.
+    """
+
+    group_id: str
+    stored: bool
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToAppend:
+    """One group ready to be stored: its id, the id its ticket's prompt stands for ("" without one), its frame."""
+
+    group: Group
+    group_id: str
+    prompt_key: str
+    frame: bytes
+    crc32c: int
+
+
+class GroupCommands(Connection):
+    """What is done with groups: stored once, read in bulk or one by one, their payloads kept or let go."""
+
+    async def append(
+        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float, token: str = ""
+    ) -> list[Appended]:
+        """Store groups; returns once what is answered `stored` is durable.
+
+        With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
+
+        Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
+        deleted; a first attempt whose answer was lost gets its TTL removed by the repeat.
+        """
+        payload_keys = [keys.payload(run, item.group_id) for item in groups]
+        pipe = self._redis.pipeline(transaction=False)
+        for key, item in zip(payload_keys, groups, strict=True):
+            pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
+        try:
+            await self._guard(pipe.execute())
+        except NoRoom:
+            await self.unlink(payload_keys)  # some may have found room; left there they would fill what is freed
+            raise
+        pipe = self._redis.pipeline(transaction=False)
+        touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
+        for key, item in zip(payload_keys, groups, strict=True):
+            numbers = entry_of(item.group, len(item.frame), item.crc32c, published_version, now_s)
+            strings = EntryStrings(
+                item.group_id,
+                item.group.prompt_id,
+                item.group.adapter,
+                key,
+                item.group.ticket,
+                item.group.lengths.astype("<i4").tobytes(),
+            )
+            named = [default_prompt(name) for name in (item.group_id, item.prompt_key)]
+            done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in named]
+            bits = [prompt[1] if prompt else "" for prompt in named]
+            arguments = [token, item.group_id, item.prompt_key, numbers, encode_strings(strings), *bits]
+            pipe.fcall("rb_publish", len(touched) + 2, *touched, *done, *arguments)
+        replies = await self._guard(pipe.execute())
+        for reply in replies:
+            if reply[0] < 0:
+                raise fenced(run, token, text(reply[1]))
+        results = [
+            Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
+        ]
+        await self._settle_payloads(run, payload_keys, results)
+        return results
+
+    async def _settle_payloads(self, run: str, payload_keys: list[str], results: list[Appended]) -> None:
+        duplicates = [result.number for result in results if not result.stored and result.number]
+        first = {entry.number: entry.strings.payload_key for entry in await self.entries(run, duplicates)}
+        pipe = self._redis.pipeline(transaction=False)
+        for key, result in zip(payload_keys, results, strict=True):
+            if result.stored:
+                pipe.persist(key)
+            else:
+                pipe.unlink(key)
+                if result.number in first:
+                    pipe.persist(first[result.number])
+        repeats = sum(not result.stored for result in results)
+        if repeats:  # counting them is the write by which the wait covers the append they repeat
+            pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", repeats)
+        await self._durably(pipe)
+
+    async def adopt(self, payload_keys: Iterable[str]) -> None:
+        """Make payloads permanent whose producer died between publishing and saying so."""
+        pipe = self._redis.pipeline(transaction=False)
+        for key in payload_keys:
+            pipe.persist(key)
+        await self._guard(pipe.execute())
+
+    async def unlink(self, payload_keys: Iterable[str]) -> None:
+        """Delete payloads."""
+        pipe = self._redis.pipeline(transaction=False)
+        for key in payload_keys:
+            pipe.unlink(key)
+        await self._guard(pipe.execute())
+
+    async def read_index(self, run: str, after: int, through: int | None = None) -> AsyncIterator[IndexChunk]:
+        """Read the index stream from behind number `after`, up to number `through`, in chunks.
+
+        On a connection of its own, past the client's conversions; while a chunk is parsed Redis prepares the next.
+        """
+        connection: Any = await self._guard(self._redis.connection_pool.get_connection())  # type: ignore[no-untyped-call]
+        last, count = "+" if through is None else f"{through}-0", READ_CHUNK_ENTRIES
+        command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
+        awaited = True
+        try:
+            word = await self._guard(send_in_step(connection, command))
+            while awaited:
+                raw = await self._guard(receive_in_step(connection, word))
+                awaited = len(raw) == count
+                if awaited:
+                    command[2] = b"(" + raw[-1][0]
+                    word = await self._guard(send_in_step(connection, command))
+                if raw:
+                    yield read_chunk(raw)
+        finally:
+            if awaited:  # whoever left before the end left a reply on its way
+                await connection.disconnect()
+            await self._redis.connection_pool.release(connection)
+
+    async def entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
+        """Fetch the index entries of these groups, in this order; trimmed ones are left out."""
+        if not numbers:
+            return []
+        pipe = self._raw_pipeline()
+        for number in numbers:
+            pipe.execute_command("XRANGE", keys.index(run), f"{number}-0", f"{number}-0")
+        replies = await self._guard(pipe.execute())
+        found = {number: read_chunk(reply) for number, reply in zip(numbers, replies, strict=True) if reply}
+        missing = [number for number in numbers if number not in found]
+        if missing:
+            aside = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in missing]))
+            for number, raw in zip(missing, aside, strict=True):
+                if raw is not None:
+                    found[number] = read_stored(np.array([number]), [raw])
+        return [found[number].entries()[0] for number in numbers if number in found]
+
+    def _raw_pipeline(self) -> Any:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.response_callbacks = {}
+        return pipe
+
+    async def strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
+        """Fetch the variable part of the index entries `first` to `last`."""
+        return [strings async for chunk in self.read_index(run, first - 1, last) for strings in chunk.strings]
+
+    async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
+        """Look up the numbers under which ids are stored; 0 = it was, and its history is trimmed."""
+        if not group_ids:
+            return []
+        found = await self._guard(self._redis.hmget(keys.group_ids(run), list(group_ids)))
+        numbers = [None if number is None else int(number) for number in found]
+        asked = [
+            (k, prompt) for k, name in enumerate(group_ids) if numbers[k] is None if (prompt := default_prompt(name))
+        ]
+        pipe = self._redis.pipeline(transaction=False)
+        for _, (adapter, index) in asked:
+            pipe.getbit(keys.prompts_done(run, adapter), index)
+        for (k, _), bit in zip(asked, await self._guard(pipe.execute()), strict=True):
+            numbers[k] = 0 if bit else None
+        return numbers
+
+    async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
+        """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
+        frames: list[bytes | None] = []
+        chunk: list[str] = []
+        room = READ_CHUNK_BYTES
+        for key, size in sizes.items():
+            if chunk and size > room:
+                frames += await self._get(chunk)
+                chunk, room = [], READ_CHUNK_BYTES
+            chunk.append(key)
+            room -= size
+        return frames + (await self._get(chunk) if chunk else [])
+
+    async def _get(self, payload_keys: list[str]) -> list[bytes | None]:
+        # GETs, not MGET: payloads of a cluster lie in different slots.
+        pipe = self._redis.pipeline(transaction=False)
+        for key in payload_keys:
+            pipe.get(key)
+        return list(await self._guard(pipe.execute()))
