@@ -230,7 +230,7 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    await self.store.prepare()
+                    await self.store.prepare()  # this job may not have needed Redis
                     self.trouble = None
                     logger.info("redis answers again")
             except (ServiceUnavailable, NoRoom) as error:

@@ -8,6 +8,7 @@ calls; the blocking read of new entries has its own.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Coroutine
 from typing import Any
@@ -56,10 +57,12 @@ class Connection:
     ) -> None:
         self.url = url
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
-        self._stalled_until_s = 0.0
         self.wanted = wanted
         self.unconfirmed = 0
         self.replicas_confirmed = 0
+        self._prepared = False
+        self._preparing = asyncio.Lock()
+        self._stalled_until_s = 0.0
         self._barrier: Barrier | None = None
         self._reads_durable = True
         common: dict[str, Any] = {
@@ -82,18 +85,34 @@ class Connection:
     # ------------------------------------------------------------------ the server
 
     async def prepare(self) -> None:
-        """Check the server's version and (re)load the function library; needed again after it was replaced."""
-        check_version((await self.report()).version, self.url)
-        if not await self._has_library():  # loading it needs room, which a full server has not
-            await self._guard(self._redis.function_load(LIBRARY_CODE, replace=True))
+        """Check the server's version and settings and load the function library, unless the same server still answers.
 
-    async def _has_library(self) -> bool:
-        listed = await self._guard(self._redis.function_list(LIBRARY, withcode=True))
-        return any(LIBRARY_CODE.encode() in _flat(entry) for entry in listed)
+        Every command sees to this first, as another server may answer after each trouble: one that has no functions, or
+        those of another release. Raises `UnsupportedServer` for one that is too old.
+        """
+        if self._prepared:
+            return
+        self._check_answering(claim=False)
+        async with self._preparing:
+            if not self._prepared:
+                self._check_answering()
+                check_version((await self._look()).version, self.url)
+                await self._load_library()
+                self._prepared = True
+
+    async def _load_library(self) -> None:
+        listed = await self._answer(self._redis.function_list(LIBRARY, withcode=True))
+        if any(LIBRARY_CODE.encode() in _flat(entry) for entry in listed):
+            return  # loading it needs room, which a full server has not
+        await self._answer(self._redis.function_load(LIBRARY_CODE, replace=True))
 
     async def report(self) -> ServerReport:
         """Ask the server what it is and how it persists; writes are waited for accordingly from now on."""
-        info: dict[str, Any] = await self._guard(self._redis.info())
+        self._check_answering()
+        return await self._look()
+
+    async def _look(self) -> ServerReport:
+        info: dict[str, Any] = await self._answer(self._redis.info())
         config, refused = await self._config()
         settings = settings_of(info, config, await self._takes_waitaof(), refused)
         verdict = judge(settings, self.wanted)
@@ -113,7 +132,7 @@ class Connection:
     async def _config(self) -> tuple[dict[str, str], str | None]:
         """Return what the server tells of its configuration, or why it refuses to."""
         try:
-            raw = await self._guard(self._redis.config_get(*ASKED_CONFIG))
+            raw = await self._answer(self._redis.config_get(*ASKED_CONFIG))
         except ReplaybufError as error:  # some who sell Redis as a service refuse it; INFO tells part of it
             if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
                 raise
@@ -122,7 +141,7 @@ class Connection:
 
     async def _takes_waitaof(self) -> bool:
         try:
-            await self._guard(self._redis.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
+            await self._answer(self._redis.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
         except ReplaybufError as error:
             if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
                 return False
@@ -170,42 +189,47 @@ class Connection:
     # ------------------------------------------------------------------ trouble
 
     async def _guard(self, command: Awaitable[Any]) -> Any:
-        """Await a command; raise what goes wrong in our words, and at once while Redis keeps silent."""
+        """Await a command on a server that is prepared; raise what goes wrong in our words."""
         try:
-            self._check_answering()
-        except ServiceUnavailable:
+            if self._prepared:
+                self._check_answering()
+            await self.prepare()
+        except BaseException:
             if isinstance(command, Coroutine):
                 command.close()  # it is never awaited
             raise
+        return await self._answer(command)
+
+    async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
             reply = await command
         except (RedisError, OSError) as error:
-            self._learn(error)
-            if isinstance(error, RedisError) and lacks_functions(error):
-                # Another server answers here than the one that was prepared. What data it has is looked at afterwards.
-                await self._guard(self._redis.function_load(LIBRARY_CODE, replace=True))
-                raise unavailable(
-                    self.url, "did not have our functions: it was replaced; they are loaded now"
-                ) from error
+            if isinstance(error, RedisTimeoutError):
+                self._fall_silent()
+            elif isinstance(error, (RedisConnectionError, OSError)):
+                self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
+                self._prepared = False
+            elif lacks_functions(error):
+                self._prepared = False
             raise told(error, self.url, self.command_timeout_s) from error
         self._stalled_until_s = 0.0
         return reply
 
-    def _learn(self, error: RedisError | OSError) -> None:
-        if isinstance(error, RedisTimeoutError):
-            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
-        elif isinstance(error, (RedisConnectionError, OSError)):
-            self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
+    def _fall_silent(self) -> None:
+        """Take note that Redis did not answer in time."""
+        self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
+        self._prepared = False
 
-    def _check_answering(self) -> None:
+    def _check_answering(self, *, claim: bool = True) -> None:
         """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
 
-        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another. That
+        one call `claim`s to be it.
         """
         now_s = time.monotonic()
         if now_s < self._stalled_until_s:
             raise unavailable(self.url, f"does not answer; it is asked again within {self.command_timeout_s} s")
-        if self._stalled_until_s:
+        if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
 
 

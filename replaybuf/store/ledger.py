@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from replaybuf.errors import Conflict
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
-from replaybuf.store.connection import STALL_PAUSE_S, Connection, text
+from replaybuf.store.connection import Connection, text
 from replaybuf.store.trouble import data_lost, fenced, unavailable
 
 
@@ -94,7 +93,7 @@ class LedgerCommands(Connection):
                 reply = await self._guard(reading)
         except TimeoutError:
             await self._blocking.connection_pool.disconnect()
-            self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
+            self._fall_silent()
             within_s = timeout_s + self.command_timeout_s
             raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
         news = set(reply or {})

@@ -28,6 +28,8 @@ def told(error: RedisError | OSError, url: str, timeout_s: float) -> ReplaybufEr
             return unavailable(url, f"cannot be reached: {error or type(error).__name__}")
     if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
         return unavailable(url, f"takes no writes for now: {error}")
+    if lacks_functions(error):
+        return unavailable(url, "did not have our functions: it was replaced; they are loaded before the next command")
     return ReplaybufError(f"Redis at {url} refused a command: {error}", name="redis")
 
 
@@ -36,7 +38,7 @@ def unavailable(url: str, how: str) -> ServiceUnavailable:
     return ServiceUnavailable(f"Redis at {url} {how}", name="redis", value=url)
 
 
-def lacks_functions(error: RedisError) -> bool:
+def lacks_functions(error: Exception) -> bool:
     """Say whether the server does not know our functions: another one than that which was prepared answers."""
     return "Function not found" in str(error)
 

@@ -242,7 +242,7 @@ def test_a_full_server_keeps_no_payload_of_a_refused_append(tmp_path: Path) -> N
         await store.set_count("full", "freed_through", 7)
         server.client.config_set("maxmemory", 1)
         await store.count("full", {"rejected:too_large": 1})
-        await store.prepare()
+        await (await Store.open(server.url)).close()  # a full server that has the library is fit
         assert await store.counts("full") == {"rejected:too_large": 3, "freed_through": 7}
         assert server.client.exists(keys.index("full")) == 0
 

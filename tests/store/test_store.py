@@ -15,6 +15,7 @@ from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.ledger import AckRecord
 from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted, keys
+from tests.valkeys import Valkey
 
 Work = Callable[[Store], Awaitable[None]]
 
@@ -167,6 +168,33 @@ def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) ->
             await embedded.stop()
 
     asyncio.run(main())
+
+
+def test_a_server_without_our_functions_gets_them_before_the_next_command(tmp_path: Path) -> None:
+    """Emptied under open connections, one command says so; another release's are replaced after a lost connection."""
+
+    async def main() -> None:
+        store = await Store.open(valkey.url)
+        try:
+            valkey.client.function_flush("SYNC")
+            with pytest.raises(ServiceUnavailable, match="did not have our functions"):
+                await store.count("r", {"x": 1})
+            await store.count("r", {"x": 1})
+            assert await store.counts("r") == {"x": 1}
+            valkey.client.function_load(other_release, replace=True)
+            valkey.kill()
+            with pytest.raises(ServiceUnavailable, match="cannot be reached"):
+                await store.counts("r")
+            valkey.start()
+            await store.count("r", {"x": 1})
+            assert await store.counts("r") == {"x": 2}
+        finally:
+            await store.close()
+
+    other_release = """#!lua name=replaybuf1
+        redis.register_function('rb_count', function() return {'ok', ''} end)"""
+    with Valkey(tmp_path / "valkey") as valkey:
+        asyncio.run(main())
 
 
 async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
