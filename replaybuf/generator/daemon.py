@@ -66,7 +66,7 @@ class Daemon:
     """Generates groups for the tickets of one run until it is stopped or the supply is finished; use once.
 
     `run` raises, in an exception group, what waiting cannot mend: `EngineUnfit`, `Unauthorized`, `NotFound` where the
-    run is gone, `ReplaybufError` where group after group fails.
+    run is gone, `DataLost` where it stays lost for an hour, `ReplaybufError` where group after group fails.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Daemon:
     @property
     def waiting(self) -> str | None:
         """Say why less is going on than could."""
-        if self._flight.service_away:
-            return "service_away"
+        if self._flight.away:
+            return self._flight.away
         if not self._engine.up:
             return "engine_away"
         return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied

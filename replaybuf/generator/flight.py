@@ -10,7 +10,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from replaybuf.client import AsyncClient, Backoff, Ticket
-from replaybuf.errors import NoRoom, NotFound, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import (
+    DataLost,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    ReplaybufError,
+    ServiceUnavailable,
+    UnsupportedServer,
+)
 from replaybuf.generator.progress import Progress
 from replaybuf.group import Group
 
@@ -20,6 +28,8 @@ T = TypeVar("T")
 
 GIVE_BACK_S = 1.5
 """At the end, giving back what is left may take so long."""
+DATA_LOST_PATIENCE_S = 3600.0
+"""A service whose Redis lost data is waited for so long: an operator has to bring the data back, nobody else can."""
 _REASON_CHARS = 200
 
 
@@ -43,8 +53,8 @@ class Work:
 class Flight:
     """Tickets in flight by their text, and one condition on which everybody waits for changes of them.
 
-    `stopping`: an end was asked for; `no_more_tickets`: none is to be taken any more; `service_away`: the last call was
-    not answered.
+    `stopping`: an end was asked for; `no_more_tickets`: none is to be taken any more; `away`: why the last call was not
+    answered, `service_away` or `data_lost`.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -53,7 +63,7 @@ class Flight:
         self.works: dict[str, Work] = {}
         self.stopping = False
         self.no_more_tickets = False
-        self.service_away = False
+        self.away: str | None = None
         self._changed = asyncio.Condition()
 
     @property
@@ -85,20 +95,26 @@ class Flight:
     async def patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
         """Repeat a call until the service answers it; None where a stop came between two tries.
 
-        Nothing is lost meanwhile: whoever waits here holds slots, and slots are bounded.
+        Nothing is lost meanwhile: whoever waits here holds slots, and slots are bounded. Raises `DataLost` where the
+        service says that for `DATA_LOST_PATIENCE_S`.
         """
         pauses_s = Backoff().pauses_s()
+        lost_since_s: float | None = None
         while True:
             try:
                 result = await call()
             except UnsupportedServer:
                 raise
             except (NoRoom, ServiceUnavailable, NotLeader) as error:
-                self.service_away = True
+                self.away, lost_since_s = "service_away", None
                 pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
                 logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
+            except DataLost as error:
+                # What was stored is the operator's to bring back; what is in flight here is kept until it is.
+                self.away, pause_s = "data_lost", next(pauses_s)
+                lost_since_s = _still_patient(error, lost_since_s, len(self.works))
             else:
-                self.service_away = False
+                self.away = None
                 return result
             if await self.until(lambda: self.stopping, pause_s):
                 return None
@@ -131,3 +147,22 @@ class Flight:
                 await asyncio.gather(*(self.give_back(work, reason, "the producer ends") for work in works))
         except TimeoutError:
             logger.warning("%d tickets could not be given back in time and will expire", len(self.works))
+
+
+def _still_patient(error: DataLost, since_s: float | None, groups: int) -> float:
+    """Return since when the service has said `error`; raises it after `DATA_LOST_PATIENCE_S` of that."""
+    now_s = time.monotonic()
+    if since_s is None:
+        logger.error(
+            "waiting up to %g s for an operator, with %d groups in flight: %s", DATA_LOST_PATIENCE_S, groups, error
+        )
+        return now_s
+    if now_s - since_s >= DATA_LOST_PATIENCE_S:
+        raise DataLost(
+            f"waited {DATA_LOST_PATIENCE_S:g} s in vain for an operator; {groups} groups in flight are given up: "
+            f"{error.detail}",
+            name=error.name,
+            value=error.value,
+            bound=DATA_LOST_PATIENCE_S,
+        ) from error
+    return since_s

@@ -17,6 +17,7 @@ import pytest
 
 from replaybuf.client import AsyncClient
 from replaybuf.errors import (
+    DataLost,
     EngineUnfit,
     NoRoom,
     ReplaybufError,
@@ -27,6 +28,7 @@ from replaybuf.errors import (
 )
 from replaybuf.flow import forgiven
 from replaybuf.generator import daemon as daemon_module
+from replaybuf.generator import flight as flight_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import Environment, Score
@@ -514,6 +516,48 @@ def test_groups_are_kept_while_the_service_is_away(tmp_path: Path, caplog: pytes
 
     run(main())
     assert "waiting" in caplog.text and "for the service (append): full" in caplog.text
+
+
+def lost() -> DataLost:
+    return DataLost("Redis was emptied; restore it", name="redis", value="r")
+
+
+def test_groups_are_kept_while_redis_has_lost_data_until_an_operator_brings_it_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told once per call, with what it waits for; the status line names it; then everything is stored."""
+
+    async def main() -> None:
+        service, file = ServiceDouble(prompts=2), tmp_path / "metrics.jsonl"
+        service.faults["groups"] = deque([lost(), lost(), ServiceUnavailable("restarting", retry_after_s=0.0), lost()])
+        async with world(tmp_path, EngineDouble(), service, metrics_file=file, report_every_s=0.01) as w:
+            await w.run()
+            assert (len(service.groups), service.returned) == (2, [])
+        assert "data_lost" in _reasons(file)
+
+    run(main())
+    told = [record for record in caplog.records if "for an operator" in record.message]
+    assert [record.levelname for record in told] == ["ERROR", "ERROR"]
+    assert "Redis was emptied; restore it" in told[0].message
+
+
+def test_a_redis_that_stays_without_its_data_ends_the_generator_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says how long it waited, for whom, and what that costs."""
+    monkeypatch.setattr(flight_module, "DATA_LOST_PATIENCE_S", 0.2)
+
+    async def main() -> None:
+        service = ServiceDouble(prompts=1)
+        service.faults["groups"] = deque(lost() for _ in range(100))
+        async with world(tmp_path, EngineDouble(), service) as w:
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await w.run()
+        error = the_error(caught)
+        assert isinstance(error, DataLost)
+        assert "waited 0.2 s in vain for an operator; 1 groups in flight are given up" in error.detail
+
+    run(main())
 
 
 def test_groups_are_kept_while_nothing_listens_at_the_services_address(tmp_path: Path) -> None:
