@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from replaybuf.demo.supervisor import STOP_WITHIN_S
+from tests.waiting import eventually
 
 STEPS = 20
 STANDINS = Path(__file__).with_name("standins.py")
@@ -53,12 +54,14 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def training(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
     """Wait until the stand-in trainer hangs; return every process of the demo."""
-    deadline = time.monotonic() + 60
     log = root / "logs" / "train.log"
-    while not (log.exists() and "not finite" in log.read_text()):
-        if time.monotonic() > deadline or process.poll() is not None:
+
+    def hangs() -> bool:
+        if process.poll() is not None:
             raise AssertionError(f"the trainer did not start: {process.communicate(timeout=10)[0]}")
-        time.sleep(0.05)
+        return log.exists() and "not finite" in log.read_text()
+
+    eventually(hangs, 60)
     return psutil.Process(process.pid).children(recursive=True)
 
 

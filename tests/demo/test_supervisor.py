@@ -16,6 +16,7 @@ import pytest
 
 from replaybuf.demo.supervisor import STOP_WITHIN_S, Child, Stop, Supervisor
 from replaybuf.errors import ServiceUnavailable
+from tests.waiting import eventually
 
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
 STUBBORN = [
@@ -56,11 +57,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
-    deadline = time.monotonic() + timeout_s
-    while (left := [pid for pid in pids if not gone(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+def wait_until_gone(pids: list[int], within_s: float) -> None:
+    eventually(lambda: [pid for pid in pids if not gone(pid)], within_s, lambda left: not left)
 
 
 def test_a_dying_child_stops_everything_with_its_name_code_and_last_log_lines(tmp_path: Path) -> None:
@@ -153,7 +151,7 @@ def test_what_a_child_started_goes_with_it(tmp_path: Path) -> None:
             await supervisor.supervise(forever())
         return grandchild
 
-    assert wait_until_gone([asyncio.run(scene())], 1.0) == []
+    wait_until_gone([asyncio.run(scene())], 1.0)
 
 
 def test_a_child_that_is_waited_for_is_stopped_like_any_other(tmp_path: Path) -> None:
@@ -256,7 +254,7 @@ def test_a_signal_stops_everything_in_time_and_gives_a_telling_exit_code(
     process.send_signal(number)
     assert process.wait(timeout=20) == code
     assert time.monotonic() - began < STOP_WITHIN_S
-    assert wait_until_gone(pids, 1.0) == []
+    wait_until_gone(pids, 1.0)
 
 
 def test_no_process_survives_kill_9_of_the_supervisor(
@@ -268,7 +266,7 @@ def test_no_process_survives_kill_9_of_the_supervisor(
     assert [pid for pid in pids if gone(pid)] == []
     process.kill()
     process.wait(timeout=20)
-    assert wait_until_gone(pids, STOP_WITHIN_S) == []
+    wait_until_gone(pids, STOP_WITHIN_S)
 
 
 def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:

@@ -24,20 +24,10 @@ from replaybuf.store import EmbeddedServer
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_server import metric
 from tests.valkeys import Valkey
+from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
-TRIES = 300
-PAUSE_S = 0.05
-
-
-def poll(look: Callable[[], Any], wanted: Callable[[Any], bool]) -> Any:
-    """Ask again until the answer is as wanted; bounded in number and time."""
-    for _ in range(TRIES):
-        seen = look()
-        if wanted(seen):
-            return seen
-        time.sleep(PAUSE_S)
-    raise AssertionError(f"still {seen}")
+WITHIN_S = 15.0
 
 
 def ready(service: ServeProcess) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def test_a_write_that_a_stopped_replica_does_not_confirm_is_answered_not_durable
             assert run.batch(0, epoch).status_code == 503
         assert run.state()["step"] == 0
         replica.signal(signal.SIGCONT)
-        poll(lambda: run.post("groups", **group("during")), lambda answer: answer.status_code == 200)
+        eventually(lambda: run.post("groups", **group("during")).status_code == 200, WITHIN_S)
         assert run.append(group("during"), group("after")) == [
             {"group_id": "during", "status": "duplicate"},
             {"group_id": "after", "status": "stored"},
@@ -252,11 +242,11 @@ def test_a_redis_that_became_a_replica_is_waited_for(
         refused = run.post("groups", **group("a"))
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable")
         assert "replica" in refused.json()["detail"]
-        waiting = poll(lambda: ready(service), lambda answer: answer["waiting_for"] is not None)
-        assert "takes no writes for now" in waiting["waiting_for"]
+        waiting = eventually(lambda: ready(service)["waiting_for"], WITHIN_S)
+        assert "takes no writes for now" in waiting
         server.client.replicaof("NO", "ONE")
-        poll(lambda: run.post("groups", **group("a")).status_code, lambda status: status == 200)
-        poll(lambda: ready(service)["status"], lambda status: status == "ready")
+        eventually(lambda: run.post("groups", **group("a")).status_code == 200, WITHIN_S)
+        eventually(lambda: ready(service)["status"] == "ready", WITHIN_S)
 
 
 def test_a_redis_that_cannot_save_is_waited_for(
@@ -269,13 +259,13 @@ def test_a_redis_that_cannot_save_is_waited_for(
         run.put(batch={"groups_per_batch": 1})
         shutil.rmtree(server.folder)  # the snapshot's folder is gone
         server.client.bgsave()
-        poll(lambda: server.client.info("persistence")["rdb_last_bgsave_status"], lambda status: status == "err")
+        eventually(lambda: server.client.info("persistence")["rdb_last_bgsave_status"] == "err", WITHIN_S)
         refused = run.post("groups", **group("a"))
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable"), refused.text
         assert "MISCONF" in refused.json()["detail"]
-        assert "MISCONF" in poll(lambda: ready(service)["waiting_for"], bool)
+        assert "MISCONF" in eventually(lambda: ready(service)["waiting_for"], WITHIN_S)
         server.client.config_set("stop-writes-on-bgsave-error", "no")
-        poll(lambda: run.post("groups", **group("a")).status_code, lambda status: status == 200)
+        eventually(lambda: run.post("groups", **group("a")).status_code == 200, WITHIN_S)
 
 
 def test_a_redis_that_is_killed_and_loads_its_data_is_waited_for(
@@ -288,16 +278,18 @@ def test_a_redis_that_is_killed_and_loads_its_data_is_waited_for(
         run.put(batch={"groups_per_batch": 1})
         run.append(*(group(f"g{number}") for number in range(50)))
         server.client.bgrewriteaof()
-        poll(lambda: server.client.info("persistence")["aof_rewrite_in_progress"], lambda busy: not busy)
+        eventually(lambda: not server.client.info("persistence")["aof_rewrite_in_progress"], WITHIN_S)
         server.kill()
         # 50 ms per key, and answering in between.
         server.config |= {"key-load-delay": "50000", "loading-process-events-interval-bytes": "1024"}
         starting = threading.Thread(target=server.start)
         starting.start()
-        refused = poll(
-            lambda: run.post("groups", **group("a")), lambda answer: "loading" in answer.json().get("detail", "")
+        refused = eventually(
+            lambda: run.post("groups", **group("a")),
+            WITHIN_S,
+            lambda answer: "loading" in answer.json().get("detail", ""),
         )
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable")
         starting.join(30)
-        poll(lambda: run.post("groups", **group("a")).status_code, lambda status: status == 200)
+        eventually(lambda: run.post("groups", **group("a")).status_code == 200, WITHIN_S)
         assert run.state()["groups"]["stored"] == 51

@@ -94,16 +94,13 @@ def run(world: World) -> Iterator[RunClient]:
 
 def until_answered(call: Callable[[], httpx.Response]) -> httpx.Response:
     """Repeat a call as a client does until the answer is not 503; each try is bounded."""
-    answers: list[httpx.Response] = []
 
-    def answered() -> bool:
-        answers.append(call())
-        if answers[-1].status_code == 503:
-            assert int(answers[-1].headers["retry-after"]) >= 1
-        return answers[-1].status_code != 503
+    def answered(answer: httpx.Response) -> bool:
+        if answer.status_code == 503:
+            assert int(answer.headers["retry-after"]) >= 1
+        return answer.status_code != 503
 
-    eventually(answered, RECOVERED_WITHIN_S)
-    return answers[-1]
+    return eventually(call, RECOVERED_WITHIN_S, answered)
 
 
 def ledger_of(run: RunClient) -> list[dict[str, Any]]:

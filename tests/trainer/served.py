@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,10 @@ from replaybuf_trainer.engine.server import Engine, application
 from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.model import character_tokenizer, load_model, new_model
 from replaybuf_trainer.weights import save_model
+from tests.waiting import eventually
 
 TIMEOUT_S = 60.0
-POLL_S = 0.002
 NAME = "policy"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until `condition` holds; fail naming `what` after `TIMEOUT_S`."""
-    ends_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < ends_s, f"waited {TIMEOUT_S:g} s in vain: {what}"
-        time.sleep(POLL_S)
 
 
 def write_model(folder: Path, seed: int) -> Path:
@@ -104,7 +95,7 @@ def served(folder: Path) -> Iterator[ServedEngine]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     worker.start()
     thread.start()
-    until(lambda: server.started, "the engine's server starts")
+    eventually(lambda: server.started, TIMEOUT_S)
     engine = ServedEngine(f"http://127.0.0.1:{listening.getsockname()[1]}", worker, model)
     try:
         yield engine

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replaybuf_trainer.model import load_model
-from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle, until
+from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle
+from tests.waiting import eventually
 
 TOLERANCE = 1e-4
 EOS = 2
@@ -40,7 +41,7 @@ def in_the_middle(engine: ServedEngine) -> Future[list[dict[str, Any]]]:
     """Ask for long completions; return when some of their tokens are sampled."""
     before = engine.metric("vllm:generation_tokens_total")
     asked = in_background(engine.complete, WORD, **LONG)
-    until(lambda: engine.metric("vllm:generation_tokens_total") > before + 24, "tokens are sampled")
+    eventually(lambda: engine.metric("vllm:generation_tokens_total") > before + 24, TIMEOUT_S)
     return asked
 
 
@@ -139,7 +140,7 @@ def test_figures_are_counted(engine: ServedEngine) -> None:
     """The counter of tokens is the sum of what was answered; nothing runs or waits afterwards."""
     choices = engine.complete(WORD, n=5, max_tokens=7)
     assert engine.metric("vllm:generation_tokens_total") == sum(len(choice["token_ids"]) for choice in choices)
-    until(lambda: engine.metric("vllm:num_requests_running") == 0, "nothing runs")
+    eventually(lambda: engine.metric("vllm:num_requests_running") == 0, TIMEOUT_S)
     assert engine.metric("vllm:num_requests_waiting") == 0
 
 
@@ -342,7 +343,7 @@ def test_requests_sent_during_a_pause_wait_for_its_end(engine: ServedEngine, mod
     """They are queued, not refused."""
     engine.post(f"/pause?mode={mode}")
     asked = in_background(engine.complete, WORD, max_tokens=4)
-    until(lambda: engine.metric("vllm:num_requests_waiting") == 1, "the request waits")
+    eventually(lambda: engine.metric("vllm:num_requests_waiting") == 1, TIMEOUT_S)
     engine.post("/resume")
     assert asked.result(TIMEOUT_S)[0]["finish_reason"] in ("stop", "length")
 

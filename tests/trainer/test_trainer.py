@@ -27,7 +27,8 @@ from replaybuf_trainer.trainer import Trainer, TrainOptions
 from tests.conftest import RunClient
 from tests.trainer.batches import group_of, rollouts
 from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService
-from tests.trainer.served import ServedEngine, oracle, until
+from tests.trainer.served import ServedEngine, oracle
+from tests.waiting import eventually
 
 WAIT = Waiting(reason="too_few_groups", have=Amount(groups=1), need=Amount(groups=2), blocked_on="producers")
 TIMEOUT_S = 60.0
@@ -302,7 +303,7 @@ def trainer_process(
     log = tmp_path / "train.log"
     with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, text=True) as process:
         try:
-            until(lambda: "reason=" in log.read_text() or process.poll() is not None, "the trainer waits")
+            eventually(lambda: "reason=" in log.read_text() or process.poll() is not None, TIMEOUT_S)
             assert process.poll() is None, log.read_text()
             yield process
         finally:
