@@ -230,7 +230,7 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    await self.store.prepare()  # this job may not have needed Redis
+                    await self.store.check_writable()  # this job may not have needed Redis
                     self.trouble = None
                     logger.info("redis answers again")
             except (ServiceUnavailable, NoRoom) as error:
@@ -334,7 +334,10 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
         await server.start()
     store = None
     try:
-        store = await Store.open(server.url if server else str(options.redis_url), wanted)
+        if server:
+            store = await Store.open(server.url, wanted, explain=lambda: server.trouble)
+        else:
+            store = await Store.open(str(options.redis_url), wanted)
         service = Service(
             store,
             url=options.advertise_url or url,

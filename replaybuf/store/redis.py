@@ -7,6 +7,8 @@ raises `NotLeader`, a Redis that forgot what it had acknowledged `DataLost`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from replaybuf.store.durability import STRICT, Wanted
 from replaybuf.store.groups import GroupCommands
 from replaybuf.store.leases import LeaseCommands
@@ -19,12 +21,12 @@ class Store(GroupCommands, LedgerCommands, SnapshotCommands, TicketCommands, Lea
     """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`."""
 
     @classmethod
-    async def open(cls, url: str, wanted: Wanted = STRICT, **timeouts: float) -> Store:
-        """Connect, check that the server is fit, load the function library.
+    async def open(cls, url: str, wanted: Wanted = STRICT, **options: Any) -> Store:
+        """Connect, check that the server is fit, load the function library; `options` are those of `Connection`.
 
         Raises `UnsupportedServer` for one that is too old, `ServiceUnavailable` where it cannot be reached.
         """
-        store = cls(url, wanted, **timeouts)
+        store = cls(url, wanted, **options)
         try:
             await store.prepare()
         except BaseException:

@@ -15,8 +15,11 @@ _NOT_NOW = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNB
 _TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_NOT_NOW})\b")
 
 
-def told(error: RedisError | OSError, url: str, timeout_s: float) -> ReplaybufError:
-    """Tell what `error`, of a command sent to `url` with this timeout, means for whoever sent it."""
+def told(error: RedisError | OSError, url: str, timeout_s: float, why_away: str | None = None) -> ReplaybufError:
+    """Tell what `error`, of a command sent to `url` with this timeout, means for whoever sent it.
+
+    `why_away`: what is known of why the server cannot be reached.
+    """
     match error:
         case RedisTimeoutError():
             return unavailable(url, f"did not answer within {timeout_s} s")
@@ -25,7 +28,7 @@ def told(error: RedisError | OSError, url: str, timeout_s: float) -> ReplaybufEr
         case BusyLoadingError():
             return unavailable(url, f"takes no writes for now: {error}")
         case RedisConnectionError() | OSError():
-            return unavailable(url, f"cannot be reached: {error or type(error).__name__}")
+            return unavailable(url, f"cannot be reached: {why_away or error or type(error).__name__}")
     if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
         return unavailable(url, f"takes no writes for now: {error}")
     if lacks_functions(error):

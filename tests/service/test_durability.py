@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from replaybuf.client import Client
 from replaybuf.group import GroupJson, group_from_json
 from replaybuf.store import EmbeddedServer
 from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_restart import valkey_of
 from tests.service.test_server import metric
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -266,6 +268,37 @@ def test_a_redis_that_cannot_save_is_waited_for(
         assert "MISCONF" in eventually(lambda: ready(service)["waiting_for"], WITHIN_S)
         server.client.config_set("stop-writes-on-bgsave-error", "no")
         eventually(lambda: run.post("groups", **group("a")).status_code == 200, WITHIN_S)
+
+
+def let_files_grow_to(limit_bytes: int, *pids: int) -> None:
+    """Bound the size of every file these processes write, and those they start."""
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_disk_that_takes_no_more_loses_nothing_and_is_waited_for(own_service: ServeProcess, connect: Connect) -> None:
+    """503 that says how the embedded Valkey ended, `/readyz` too; with room again all that was stored is there."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1})
+    valkey = valkey_of(own_service.data_dir)
+    let_files_grow_to(200_000, valkey.pid, own_service.pid)
+    stored: list[str] = []
+    while (answer := run.post("groups", **group(f"g{len(stored)}", tokens=1000))).status_code == 200:
+        stored.append(f"g{len(stored)}")
+        assert len(stored) < 100
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+    def told() -> tuple[str, str]:
+        """Try again, so that it dies again: small writes between still find room."""
+        detail: str = run.post("groups", **group("more", tokens=1000)).json()["detail"]
+        return detail, str(ready(own_service)["waiting_for"])
+
+    eventually(told, WITHIN_S, lambda texts: all("the embedded Valkey ended with" in text for text in texts))
+    let_files_grow_to(resource.RLIM_INFINITY, own_service.pid)  # and with it the next Valkey
+    eventually(lambda: run.post("groups", **group("more", tokens=1000)).status_code == 200, WITHIN_S)
+    found = {one["group_id"] for one in run.get("groups").json()["groups"]}
+    assert found >= {*stored, "more"}
+    assert run.state()["groups"]["stored"] == len(found)
 
 
 def test_a_redis_that_is_killed_and_loads_its_data_is_waited_for(
