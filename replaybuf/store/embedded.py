@@ -106,18 +106,22 @@ class EmbeddedServer:
                 self.trouble, self._pause_s = None, 0.0
 
     async def _start_again(self) -> None:
-        """Start the server that died: at once, after a growing pause where it keeps dying, not on a full disk."""
-        self.trouble = f"the embedded Valkey {self._end_told()}, it is started again"
-        logger.error("embedded valkey is gone data_dir=%s: %s", self.data_dir, self.trouble)
-        self._kill()
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s + WATCH_PERIOD_S, LONGEST_PAUSE_S)
+        """Start the server that died: at once, after a growing pause where it keeps dying, not on a full disk.
+
+        Raises `ServiceUnavailable` where it ends by itself while it starts, as on a broken file: no other try helps.
+        """
         while True:
+            self.trouble = f"the embedded Valkey {self._end_told()}; it is started again"
+            logger.error("embedded valkey is gone data_dir=%s: %s", self.data_dir, self.trouble)
+            self._kill()
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s + WATCH_PERIOD_S, LONGEST_PAUSE_S)
             await self._wait_for_room()
             try:
                 return await self._launch()
             except ServiceUnavailable:
-                if self._lack_of_room() is None:
+                killed = self._process is not None and self._process.returncode < 0
+                if not killed and self._lack_of_room() is None:
                     raise
 
     async def _wait_for_room(self) -> None:
@@ -218,7 +222,6 @@ class EmbeddedServer:
         if self._process:
             self._process.kill()
             self._process.wait()
-            self._process = None
 
 
 def _exit_told(code: int) -> str:

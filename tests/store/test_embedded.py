@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.store import EmbeddedServer, Store
@@ -26,9 +28,9 @@ LONGEST_PAUSE_S = 0.6
 def pid_of(embedded: EmbeddedServer) -> int | None:
     """Ask the server for its process id; None where it does not answer."""
     try:
-        with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
+        with redis.Redis(unix_socket_path=str(embedded.socket_path), retry=Retry(NoBackoff(), 0)) as client:
             return int(client.info("server")["process_id"])
-    except redis.ConnectionError:
+    except (redis.ConnectionError, redis.TimeoutError):
         return None
 
 
