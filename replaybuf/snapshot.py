@@ -2,7 +2,7 @@
 
 ::
 
-    b"RBS1"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
+    b"RBS2"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
 State = `restore`(`take`(state), rows of the index stream behind `trimmed` and those set aside) and the ledger behind
 `entries`. Groups that are as they were stored are not in it: a million live groups cost nothing.
@@ -22,9 +22,10 @@ import numpy.typing as npt
 from replaybuf.config import RunConfig
 from replaybuf.errors import ReplaybufError
 from replaybuf.index import DEAD, FREED, STATE_ROW
+from replaybuf.prompt_set import PromptSet
 from replaybuf.state import BAD_INDEX_ENTRY, Attached, BatchState, RunState, VoidedBatch
 
-MAGIC = b"RBS1"
+MAGIC = b"RBS2"
 """Format and version: what is not this is refused, never guessed at."""
 _HEADER_BYTES = len(MAGIC) + 20
 _FASTEST = 1
@@ -45,7 +46,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of `RunState` under their names; what is long is packed.
 
     `rows`: `STATE_ROW` of groups that changed since they were stored; `set_aside`: int64, numbers up to `trimmed` that
-    are not freed; `records`: int64 [n, 4] of step, entry, generation, groups.
+    are not freed; `records`: int64 [n, 4] of step, entry, generation, groups; `failed_prompts`: bits of a
+    `PromptSet`.
     """
 
     entries: int
@@ -67,7 +69,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     voided: dict[int, list[VoidedBatch]]
     checkpoints: list[int]
     rewinds: list[tuple[int, int]]
-    failed_prompts: list[tuple[str, int, str]]
+    failed_prompts: dict[str, bytes]
     retired: int
     evicted: dict[str, int]
     dead_lettered: dict[str, int]
@@ -132,7 +134,7 @@ def take(state: RunState) -> Snapshot:
         voided={step: list(several) for step, several in state.voided.items()},
         checkpoints=list(state.checkpoints),
         rewinds=list(state.rewinds),
-        failed_prompts=[(*prompt, reason) for prompt, reason in state.failed_prompts.items()],
+        failed_prompts=state.failed_prompts.bits,
         reasons=list(state.reasons),
         fates=bytes(state.fates),
         set_aside=aside.tobytes(),
@@ -166,7 +168,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
     state.voided = {step: list(several) for step, several in snapshot.voided.items()}
     state.checkpoints, state.rewinds = list(snapshot.checkpoints), list(snapshot.rewinds)
-    state.failed_prompts = {(adapter, index): reason for adapter, index, reason in snapshot.failed_prompts}
+    state.failed_prompts = PromptSet(snapshot.failed_prompts)
     _restore_rows(state, snapshot)
 
 

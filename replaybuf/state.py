@@ -41,6 +41,7 @@ from replaybuf.ledger import (
     TicketRecord,
     TrimRecord,
 )
+from replaybuf.prompt_set import PromptSet
 
 LOST_LINEAGE = "lost_lineage"
 BAD_INDEX_ENTRY = "bad_index_entry"
@@ -50,6 +51,8 @@ _PLACES = ("live", "in_batches", "evicted", "dead_lettered", _RETIRED)
 """Names of the states of an index row, in their order there; a freed row was retired, or evicted before."""
 PURGED = 128
 """Bit of a fate: the group was a dead letter."""
+KEPT_REWINDS = 1_000
+"""So many rewinds that still tell tickets apart are kept; 128 kB."""
 _NONE = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, bool)
 
@@ -87,6 +90,19 @@ class Attached:
     pad_to_multiple_of: int
 
 
+def remembered_rewinds(rewinds: list[tuple[int, int]], generation: int, version: int) -> list[tuple[int, int]]:
+    """Add a rewind that made `generation` and went back to `version` to those that are remembered.
+
+    `lost_version_since` asks for the least version behind a generation: a rewind is told by a later one that went as
+    far back, so both numbers ascend. Of more than `KEPT_REWINDS` the oldest two become one: tickets from between are
+    taken to have lost what older ones did, and have their prompts issued again.
+    """
+    kept = [*(earlier for earlier in rewinds if earlier[1] < version), (generation, version)]
+    if len(kept) > KEPT_REWINDS:
+        kept[:2] = [(kept[1][0], kept[0][1])]
+    return kept
+
+
 class RunState:
     """Everything that is known about one run; see the module docstring.
 
@@ -99,6 +115,7 @@ class RunState:
     - `fates`: what became of freed groups, one byte each, the first for number `trimmed` + 1 at position 1: an index
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `groups_used` counts all uses, `uses` those of the surviving history
+    - `rewinds`: (generation, version), see `remembered_rewinds`; `failed_prompts`: the ledger tells their reasons
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -118,7 +135,7 @@ class RunState:
         self.voided: dict[int, list[VoidedBatch]] = {}
         self.checkpoints: list[int] = []
         self.rewinds: list[tuple[int, int]] = []
-        self.failed_prompts: dict[tuple[str, int], str] = {}
+        self.failed_prompts = PromptSet()
         self.index = Index()
         self.entries = 0
         self.stored = 0
@@ -284,7 +301,7 @@ class RunState:
         """Take back the failure of prompts whose group came late after all."""
         if self.failed_prompts:
             for index in prompt_indexes.tolist():
-                self.failed_prompts.pop(("", index), None)
+                self.failed_prompts.discard("", index)
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
@@ -322,7 +339,7 @@ class RunState:
                 self.weights_uri[record.adapter] = record.weights_uri
             case TicketRecord():
                 if not self._has_group(record.adapter, record.prompt_index):
-                    self.failed_prompts[record.adapter, record.prompt_index] = record.reason
+                    self.failed_prompts.add(record.adapter, record.prompt_index)
             case TrimRecord():
                 self._trim(record)
         return _NONE
@@ -402,7 +419,7 @@ class RunState:
 
     def _rewind(self, record: RewindRecord) -> None:
         lost = sorted(step for step in self.batches if step >= record.step)
-        self.rewinds.append((record.generation, record.version))
+        self.rewinds = remembered_rewinds(self.rewinds, record.generation, record.version)
         self.generation = record.generation
         if record.on_resume == "resample":
             self._void(lost, record.generation)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.ledger import (
@@ -20,7 +23,7 @@ from replaybuf.ledger import (
     RewindRecord,
     TicketRecord,
 )
-from replaybuf.state import LOST_LINEAGE, RunState
+from replaybuf.state import LOST_LINEAGE, RunState, remembered_rewinds
 from tests.builders import batch_entry, batch_record, config_record, entries
 
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
@@ -284,6 +287,25 @@ def test_what_a_ticket_of_an_older_generation_lost_is_the_lowest_version_gone_ba
     assert [run.state.lost_version_since(generation) for generation in range(4)] == [1, 1, 2, None]
 
 
+@given(st.lists(st.integers(0, 12), max_size=30), st.integers(2, 6))
+def test_what_rewinds_lost_is_told_exactly_from_few_of_them_and_never_too_little(versions: list[int], cap: int) -> None:
+    """Rewinds that a later one covers are forgotten; above the bound the oldest tickets are told a lower version."""
+    exact: list[tuple[int, int]] = []
+    remembered, bounded = RunState(), RunState()
+    for generation, version in enumerate(versions, 1):
+        exact.append((generation, version))
+        remembered.rewinds = remembered_rewinds(remembered.rewinds, generation, version)
+        with unittest.mock.patch("replaybuf.state.KEPT_REWINDS", cap):
+            bounded.rewinds = remembered_rewinds(bounded.rewinds, generation, version)
+        assert len(bounded.rewinds) <= cap
+    for generation in range(len(versions) + 1):
+        lost = min((version for reached, version in exact if reached > generation), default=None)
+        assert remembered.lost_version_since(generation) == lost
+        told = bounded.lost_version_since(generation)
+        assert told == lost if lost is None else told is not None and told <= lost
+    assert len(remembered.rewinds) <= 13
+
+
 def test_the_trainer_that_attached_last_holds_the_run() -> None:
     run = Run()
     assert run.state.epoch == 0
@@ -293,10 +315,10 @@ def test_the_trainer_that_attached_last_holds_the_run() -> None:
     assert run.state.attached is not None and run.state.attached.dp_world_size == 4
 
 
-def test_prompts_that_failed_are_remembered_with_their_reason() -> None:
+def test_prompts_that_failed_are_remembered() -> None:
     run = Run()
     run.apply(TicketRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"))
-    assert run.state.failed_prompts == {("", 4): "expired"}
+    assert list(run.state.failed_prompts) == [("", 4)]
 
 
 def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read_first() -> None:
@@ -313,7 +335,7 @@ def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read
         run.state.store(np.array([1, 2]), late)
     for record in failures:
         before.apply(record)
-    assert before.state.failed_prompts == after.state.failed_prompts == {("", 5): "expired"}
+    assert list(before.state.failed_prompts) == list(after.state.failed_prompts) == [("", 5)]
 
 
 def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
