@@ -68,6 +68,7 @@ FILTER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("zero-variance", {}),
     ("zero-variance", {"tolerance": 0.2}),
     ("reward-window", {"low": -0.1, "high": 0.3}),
+    ("reward-window", {"low": -0.1, "high": 0.3, "easy_fraction": 0.3, "hard_fraction": 0.9}),
     ("overlong", {"max_tokens": 50}),
     ("overlong", {"max_truncated": 0.5, "max_tokens": 90}),
 ]

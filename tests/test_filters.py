@@ -45,6 +45,31 @@ def test_a_reward_window_keeps_what_is_neither_too_easy_nor_too_hard() -> None:
     assert dropped(groups, ("reward-window", {"high": 0.1})) == dict.fromkeys((2, 3, 4), "too_easy")
 
 
+def test_a_share_of_each_pool_outside_the_window_is_kept() -> None:
+    """The example of docs/strategies.md, and the hard pool beside it; a group is judged alike in any company."""
+    easy = shown(8, reward_mean=[0.9] * 8)
+    window = {"low": 0.2, "high": 0.8, "easy_fraction": 0.25}
+    assert dropped(easy, ("reward-window", window)) == dict.fromkeys((1, 2, 4, 6, 8), "too_easy")
+    hard = shown(8, reward_mean=[0.1] * 8)
+    assert dropped(hard, ("reward-window", window)) == dict.fromkeys(range(1, 9), "too_hard")
+    assert set(dropped(hard, ("reward-window", {"low": 0.2, "hard_fraction": 0.5}))) == {1, 4, 8}
+    alone = {row for at in range(8) for row in dropped(easy.take(np.array([at])), ("reward-window", window))}
+    assert alone == {1, 2, 4, 6, 8}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.9])
+@pytest.mark.parametrize("every", [1, 8, 144])
+def test_the_share_of_a_pool_that_is_kept_is_the_fraction(fraction: float, every: int) -> None:
+    """Also where easy groups come at regular distances. Rows are fixed, so is the verdict: a fair hash would fail it
+    with probability 1e-6 per case (4.9 standard deviations of the binomial, both sides).
+    """
+    count = 20_000
+    rows = 1 + every * np.arange(count)
+    groups = shown(count, row=rows, reward_mean=[1.0] * count)
+    kept = count - len(dropped(groups, ("reward-window", {"high": 0.8, "easy_fraction": fraction})))
+    assert abs(kept - fraction * count) < 4.9 * np.sqrt(count * fraction * (1 - fraction))
+
+
 def test_long_and_often_truncated_groups_are_dropped_once_each() -> None:
     groups = shown(4, longest_tokens=[50, 51, 51, 20], truncated=[0, 2, 0, 1], rollouts=[2, 2, 2, 2])
     both = ("overlong", {"max_tokens": 50, "max_truncated": 0.25})
@@ -66,6 +91,9 @@ def test_the_first_filter_that_drops_a_group_names_the_reason() -> None:
     [
         ("reward-window", {}, "filter.options.low"),
         ("reward-window", {"low": 0.6, "high": 0.5}, "filter.options.low"),
+        ("reward-window", {"high": 0.6, "hard_fraction": 0.5}, "filter.options.hard_fraction"),
+        ("reward-window", {"low": 0.6, "easy_fraction": 0.5}, "filter.options.easy_fraction"),
+        ("reward-window", {"high": 0.6, "easy_fraction": 1.0}, "filter.options"),
         ("overlong", {}, "filter.options.max_tokens"),
         ("overlong", {"max_truncated": 1.0}, "filter.options"),
         ("zero-variance", {"tolerance": -1}, "filter.options"),

@@ -224,7 +224,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
                 stop_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
             ),
             advantage=facts.advantage,
-            metadata={"environment": options.environment, "producer": options.producer},
+            metadata={"env": options.environment, "producer": options.producer},
             max_inflight_groups=options.max_inflight_groups,
             report_every_s=options.report_every_s,
             metrics_file=options.metrics_file,

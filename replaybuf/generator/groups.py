@@ -49,5 +49,10 @@ def new_group(
         version_spans=sample.version_spans,
         temperatures=np.full(rollouts, temperature, np.float32),
         finish_reasons=sample.finish_reasons,
-        metadata=metadata | sample.metadata,
+        metadata=metadata | _source_of(prompt) | sample.metadata,
     )
+
+
+def _source_of(prompt: Prompt) -> dict[str, Any]:
+    """Pass on where a prompt comes from, by which strategies mix; without it, it is the environment."""
+    return {"source": prompt.metadata["source"]} if "source" in prompt.metadata else {}

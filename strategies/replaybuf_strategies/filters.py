@@ -36,13 +36,28 @@ class ZeroVariance(Filter[ZeroVarianceOptions]):
         return _dropped(groups, (groups.reward_std <= self.options.tolerance, "zero_variance"))
 
 
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+
+
 class RewardWindowOptions(StrategyOptions, frozen=True):
-    """`low`, `high`: bounds of the mean reward, both inside; null = none. One of them must be set, and low <= high."""
+    """`low`, `high`: bounds of the mean reward, both inside; null = none. One of them must be set, and low <= high.
+
+    `easy_fraction`, `hard_fraction`: share kept of the groups above `high`, and below `low`.
+    """
 
     low: float | None = None
     high: float | None = None
+    easy_fraction: BelowOne = 0.0
+    hard_fraction: BelowOne = 0.0
 
     def __post_init__(self) -> None:
+        for name, fraction, bound in (
+            ("easy_fraction", self.easy_fraction, self.high),
+            ("hard_fraction", self.hard_fraction, self.low),
+        ):
+            if fraction and bound is None:
+                side = "high" if name == "easy_fraction" else "low"
+                raise _contradiction(name, fraction, 0, f"{side} is null, so there is no such pool")
         low, high = self.low, self.high
         if low is None and high is None:
             raise _contradiction("low", None, "a number where high is null", "nothing would ever be dropped")
@@ -51,9 +66,12 @@ class RewardWindowOptions(StrategyOptions, frozen=True):
 
 
 class RewardWindow(Filter[RewardWindowOptions]):
-    """Keep groups of middling difficulty: low <= reward_mean <= high.
+    """Keep groups of middling difficulty, low <= reward_mean <= high, and a share of those on either side.
 
-    Above, the prompt is `too_easy`; below, `too_hard`.
+    Above is the easy pool, below the hard one. Of a pool with fraction f the groups with h(row) < f are kept, where h
+    is a hash of the group's row number into [0, 1): f of them in the long run, each judged alike whenever it is asked
+    about. What is not kept is dropped as `too_easy` or `too_hard`. (prime-rl has pools of prompts, and fractions of
+    what is generated; here a pool is of groups, which exist already.)
     """
 
     Options: ClassVar[type[StrategyOptions]] = RewardWindowOptions
@@ -62,8 +80,10 @@ class RewardWindow(Filter[RewardWindowOptions]):
         """Name the groups outside the window."""
         low = -np.inf if self.options.low is None else self.options.low
         high = np.inf if self.options.high is None else self.options.high
-        mean = groups.reward_mean
-        return _dropped(groups, (mean > np.float32(high), "too_easy"), (mean < np.float32(low), "too_hard"))
+        mean, lot = groups.reward_mean, _lots(groups.row)
+        easy = (mean > np.float32(high)) & (lot >= self.options.easy_fraction)
+        hard = (mean < np.float32(low)) & (lot >= self.options.hard_fraction)
+        return _dropped(groups, (easy, "too_easy"), (hard, "too_hard"))
 
 
 class OverlongOptions(StrategyOptions, frozen=True):
@@ -72,7 +92,7 @@ class OverlongOptions(StrategyOptions, frozen=True):
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_truncated: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    max_truncated: BelowOne | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is None and self.max_truncated is None:
@@ -97,6 +117,15 @@ class Overlong(Filter[OverlongOptions]):
         too_long = none if longest is None else groups.longest_tokens > longest
         cut = none if truncated is None else groups.truncated > truncated * groups.rollouts.astype(np.float64)
         return _dropped(groups, (too_long, "overlong_rollout"), (cut, "truncated_rollouts"))
+
+
+def _lots(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Hash row numbers into [0, 1): the finaliser of SplitMix64 (Steele et al. 2014), its upper 53 bits."""
+    mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _dropped(groups: Groups, *rules: tuple[npt.NDArray[np.bool_], str]) -> Evictions:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from replaybuf.client import Client
 from tests.chaos.checker import check
-from tests.chaos.cluster import RUNS, Cluster
+from tests.chaos.cluster import Cluster
 from tests.chaos.faults import Faults
 from tests.chaos.history import Recorder, now_s, read_history
 from tests.chaos.observer import Follower, Observer
@@ -27,7 +28,9 @@ WARM_UP_STEPS = 3
 END_TIMEOUT_S = 25.0
 
 
-def chaos(kills: int, seed: int, time_limit_s: float, folder: Path | None, console: Console) -> Report:
+def chaos(
+    kills: int, seed: int, time_limit_s: float, runs: Sequence[str], folder: Path | None, console: Console
+) -> Report:
     """Run the cluster under fire for `kills` faults or `time_limit_s`, bring it to rest, judge what was seen.
 
     `folder` keeps logs and history; without one they are kept only where something is wrong.
@@ -36,7 +39,7 @@ def chaos(kills: int, seed: int, time_limit_s: float, folder: Path | None, conso
     # A short path: the kernel bounds the one of a unix socket at 108 bytes.
     place = folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     started_s = now_s()
-    cluster = Cluster(place, seed)
+    cluster = Cluster(place, seed, runs)
     try:
         ended = _under_fire(cluster, kills, seed, started_s + time_limit_s)
     finally:
@@ -59,7 +62,7 @@ def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[
     """Make load and faults, then peace; return what ended by itself."""
     recorder = Recorder(cluster.history, "chaos")
     cluster.start()
-    observer = Observer(cluster.urls, list(RUNS), cluster.history)
+    observer = Observer(cluster.urls, list(cluster.runs), cluster.history)
     observer.start()
     try:
         _warm_up(cluster)
@@ -75,7 +78,7 @@ def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[
 
 def _warm_up(cluster: Cluster) -> None:
     """Wait until every run has trained some steps: faults before there is load hurt nobody."""
-    for run in RUNS:
+    for run in cluster.runs:
         with Client(cluster.url, run) as client:
             ends_s = now_s() + WARM_UP_TIMEOUT_S
             while client.get_run()["step"] < WARM_UP_STEPS:
@@ -91,7 +94,7 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
         child.ask_to_end()
     for child in producers:
         child.wait_end(END_TIMEOUT_S)
-    for run in RUNS:
+    for run in cluster.runs:
         rest = Rest(cluster.url, run, recorder, cluster.redis_url)
         rest.drain()
         rest.close()
@@ -104,13 +107,13 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
 
 def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
     """Write down how every run stands, restart all servers, and look again; at last without them."""
-    rests = [Rest(cluster.url, run, recorder, cluster.redis_url) for run in RUNS]
+    rests = [Rest(cluster.url, run, recorder, cluster.redis_url) for run in cluster.runs]
     seen = read_history(cluster.history)
     for rest in rests:
         rest.attach()
         rest.send_again(seen)
     observer = Recorder(cluster.history, "last")
-    for run in RUNS:
+    for run in cluster.runs:
         follower = Follower(cluster.url, run, observer, END_TIMEOUT_S)
         follower.look()
         follower.follow_groups(last=True)
@@ -127,5 +130,5 @@ def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
     for rest in rests:
         rest.look("after")
         rest.close()
-    for run in RUNS:
+    for run in cluster.runs:
         recorder.write(asyncio.run(fold(cluster.redis_url, run)))

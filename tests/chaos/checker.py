@@ -23,7 +23,7 @@ from replaybuf.ledger import (
     TicketRecord,
 )
 from replaybuf.strategy import REASONS
-from tests.chaos.content import GROUP_SIZE, checksum, tokens_of
+from tests.chaos.content import GROUP_SIZE, checksum, priority_of, source_of, tokens_of
 from tests.chaos.history import (
     OK,
     AnyEvent,
@@ -77,6 +77,11 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
     for kind, epoch, value in sorted(answered - recorded):
         if kind in ("attach", "ack"):
             yield f"{kind} with epoch {epoch} (step {value}) was answered and is not in the ledger"
+    for entry, record, known in walk(run.ledger):
+        if isinstance(record, AckRecord) and record.priorities and record.step in known.standing:
+            held = known.standing[record.step].groups
+            if record.priorities != {group.number: priority_of(group.group_id, record.step) for group in held}:
+                yield f"entry {entry}: the ack of step {record.step} has other priorities than its trainer sent"
     for call in run.calls:
         if call.outcome == "data-lost":
             yield f"{call.server} took acknowledged data for lost at {call.at_s:.3f}"
@@ -128,7 +133,7 @@ def nothing_is_lost_in_between(run: RunHistory) -> Iterator[str]:
 
 
 def use_is_bounded(run: RunHistory) -> Iterator[str]:
-    """4. In the surviving history a group is in at most `max_uses` batches."""
+    """4. In the surviving history a group is in at most `max_uses` batches, and only in those its strategy may use."""
     for entry, record, known in _assembled(run):
         for held in record.groups:
             uses = known.uses[held.number] + 1
@@ -136,6 +141,11 @@ def use_is_bounded(run: RunHistory) -> Iterator[str]:
                 yield f"entry {entry}: step {record.step} uses group {held.group_id} for the time {uses}"
             if uses != held.times_sampled:
                 yield f"entry {entry}: group {held.group_id} is counted {held.times_sampled} times, used {uses} times"
+            if known.cooldown and record.step < known.rests_until(held.number):
+                yield f"entry {entry}: step {record.step} uses group {held.group_id}, which rests"
+            source = source_of(held.group_id, held.prompt_id)
+            if known.mix and source not in known.mix:
+                yield f"entry {entry}: step {record.step} uses group {held.group_id} of {source}, not in the mix"
     bound = {record.batch_id: known.max_uses for _, record, known in _assembled(run)}
     for asked, rollout in _rollouts(run):
         limit = bound.get(asked.body.batch_id) if asked.body else None

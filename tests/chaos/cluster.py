@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import httpx
 import msgspec
 
 from replaybuf.client import Client
-from tests.chaos.content import GROUP_SIZE, SPELLED, VOCAB_SIZE
+from tests.chaos.content import GENERATED, GROUP_SIZE, SPELLED, VOCAB_SIZE
 from tests.chaos.processes import Child, free_port, python, read_address, valkey
 from tests.generator.doubles import LETTERS, write_tokenizer
 
@@ -31,21 +32,35 @@ def _config(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+REPLAY = {
+    "max_uses": 3,
+    "max_staleness": 4,
+    "order": "prioritized",
+    "priority": "feedback",
+    "importance": 0.5,
+    "cooldown": 1,
+    "mix": {"a": 0.5, "b": 0.3, GENERATED: 0.2},
+}
+"""Everything that makes a group's uses depend on the history: priorities come with acks, and `c` is not in the mix."""
 RUNS = {
     "one-step": _config("one-step-off-policy", {"max_staleness": 2}),
     "on-policy": _config("on-policy", {}),
+    "replay": _config("replay", REPLAY),
 }
-GENERATED_RUN = "one-step"
 SHORT_HISTORY = ("--history-groups", "40")
 """So little is kept of what is freed that both streams are trimmed under the faults, many times."""
-KEEP = {"one-step": 2, "on-policy": 3}
+KEEP = {"one-step": 2, "on-policy": 3, "replay": 2}
 """Checkpoints that each run's trainer keeps."""
 
 
 class Cluster:
-    """Valkey, two servers, two producers, engine and generator, a trainer per run; data and logs in `folder`."""
+    """Valkey, two servers, two producers, engine and generator, a trainer per run; data and logs in `folder`.
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all.
+    """
+
+    def __init__(self, folder: Path, seed: int, runs: Sequence[str]) -> None:
+        self.runs = tuple(runs)
         self.history = folder / "history"
         self.history.mkdir(parents=True)
         self._folder, self._seed = folder, seed
@@ -54,13 +69,18 @@ class Cluster:
         self.servers = {url: self._server(number, url) for number, url in enumerate(self.urls, 1)}
         self.url = ",".join(self.urls)
         self.producers = [self._producer(f"producer-{number}") for number in (1, 2)]
-        self.trainers = {run: self._trainer(run, 0) for run in RUNS}
+        self.trainers = {run: self._trainer(run, 0) for run in self.runs}
         self.engine = Child(
-            "engine", "engine", python("tests.chaos.engine", "--url", self.url, "--run", GENERATED_RUN), folder
+            "engine", "engine", python("tests.chaos.engine", "--url", self.url, "--run", self.generated_run), folder
         )
         self.generator: Child | None = None
         self.replaced: list[Child] = []
         self._trainers_made = 0
+
+    @property
+    def generated_run(self) -> str:
+        """Name the run that `replaybuf generate` feeds."""
+        return self.runs[-1]
 
     @property
     def actors(self) -> list[Child]:
@@ -80,9 +100,9 @@ class Cluster:
         for url, server in self.servers.items():
             server.start()
             self.wait_listening(url)
-        for run, config in RUNS.items():
+        for run in self.runs:
             with Client(self.url, run, timeout_s=10.0, retry_for_s=START_TIMEOUT_S) as client:
-                client.put_run(config)
+                client.put_run(RUNS[run])
         self.engine.start()
         self.generator = self._generator(read_address(self.engine, START_TIMEOUT_S))
         for actor in self.actors:
@@ -139,7 +159,7 @@ class Cluster:
         command = python(
             "tests.chaos.producer",
             *("--url", self.url),
-            *("--run", *RUNS),
+            *("--run", *self.runs),
             *("--name", name),
             *("--history", str(self.history)),
             *("--seed", str(self._seed)),
@@ -174,7 +194,7 @@ class Cluster:
             "replaybuf.cli",
             "generate",
             *("--url", self.url),
-            *("--run", GENERATED_RUN),
+            *("--run", self.generated_run),
             *("--engine", engine_url),
             *("--environment", "exact-match"),
             *("--prompts", str(prompts)),

@@ -18,6 +18,9 @@ from tests.generator.doubles import LETTERS
 GROUP_SIZE = 2
 VOCAB_SIZE = 1000
 SPELLED = "spell/"
+GENERATED = "exact-match"
+"""Source of the groups of `replaybuf generate`: its environment."""
+_SOURCES = ("a", "a", "a", "a", "b", "b", "b", "c")
 
 
 def rollout_of(group_id: str, rollout: int) -> tuple[list[int], list[int]]:
@@ -52,7 +55,20 @@ def make_group(group_id: str, policy_version: int, *, named: bool, ticket: str |
         ),
         temperatures=np.ones(GROUP_SIZE, np.float32),
         finish_reasons=("stop",) * GROUP_SIZE,
+        metadata={"source": source_of(group_id, "")},
     )
+
+
+def source_of(group_id: str, prompt_id: str) -> str:
+    """Say which source of a mix a group comes from."""
+    if prompt_id.startswith(SPELLED):
+        return GENERATED
+    return _SOURCES[zlib.crc32(group_id.encode()) % len(_SOURCES)]
+
+
+def priority_of(group_id: str, step: int) -> float:
+    """Say what a learner tells of a group after `step`: 0 to 9."""
+    return float(zlib.crc32(f"{group_id}/{step}".encode()) % 10)
 
 
 def tokens_of(group_id: str, prompt_id: str, rollout: int) -> list[int]:

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable
 
-from tests.chaos.cluster import RUNS, Cluster
+from tests.chaos.cluster import Cluster
 from tests.chaos.history import Faulted, Healed, Recorder, now_s
 from tests.chaos.processes import Child
 from tests.chaos.trainer import FENCED
@@ -100,7 +100,7 @@ class Faults:
             "valkey": [cluster.valkey],
             "producer": cluster.producers,
             "generator": [cluster.generator] if cluster.generator else [],
-            "trainer": [cluster.trainers[run] for run in RUNS],
+            "trainer": [cluster.trainers[run] for run in cluster.runs],
         }[role]
         return self._rng.choice(choices), []
 

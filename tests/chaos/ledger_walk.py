@@ -22,7 +22,8 @@ from replaybuf.ledger import (
 class Known:
     """A run as the ledger has it: `standing` are the batches of the surviving history by step, `uses` by group number.
 
-    `step` is the next unacked step, `next_step` the next one to assemble.
+    `step` is the next unacked step, `next_step` the next one to assemble. `mix` names the sources of a strategy that
+    takes no other ones.
     """
 
     epoch: int = 0
@@ -32,6 +33,8 @@ class Known:
     published: int = 0
     max_uses: int | None = 1
     max_staleness: int | None = None
+    cooldown: int = 0
+    mix: frozenset[str] = frozenset()
     steps_per_publish: int = 1
     standing: dict[int, BatchRecord] = dataclasses.field(default_factory=dict)
     uses: Counter[int] = dataclasses.field(default_factory=Counter)
@@ -42,13 +45,21 @@ class Known:
         """Lowest step that may be resumed."""
         return self.checkpoints[0] if self.checkpoints else 0
 
+    def rests_until(self, number: int) -> int:
+        """Return the first step that may use a group again."""
+        used = [step for step, record in self.standing.items() if any(one.number == number for one in record.groups)]
+        return max(used, default=-1 - self.cooldown) + self.cooldown + 1
+
     def learn(self, record: AnyRecord) -> None:
         """Take one record in."""
         match record:
             case ConfigRecord():
                 self.max_uses = record.max_uses
                 self.steps_per_publish = record.config.get("steps_per_publish", 1)
-                self.max_staleness = _max_staleness(record.config["strategy"])
+                strategy = record.config["strategy"]
+                self.max_staleness = _max_staleness(strategy)
+                self.cooldown = strategy["options"].get("cooldown", 0)
+                self.mix = frozenset(strategy["options"].get("mix", {}))
             case AttachRecord():
                 self.epoch = record.epoch
             case RewindRecord():

@@ -44,7 +44,7 @@ class RunHistory:
         self.ledger_seen: list[LedgerSeen] = of_type(events, LedgerSeen)
         first = {seen.entry: seen.record for seen in reversed(self.ledger_seen)}
         self.ledger: list[tuple[int, AnyRecord]] = [
-            (entry, msgspec.convert(first[entry], AnyRecord)) for entry in sorted(first)
+            (entry, msgspec.convert(first[entry], AnyRecord, str_keys=True)) for entry in sorted(first)
         ]
         self.batches = {record.batch_id: record for _, record in self.ledger if isinstance(record, BatchRecord)}
         self.bodies = [asked for asked in self.asked if asked.body]

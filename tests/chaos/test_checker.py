@@ -227,6 +227,14 @@ def test_a_correct_history_passes() -> None:
     assert check(correct()) == []
 
 
+def test_a_group_may_be_used_again_where_its_strategy_says_so() -> None:
+    """With the same configuration and history as the faults below, but for the rest and the mix."""
+    history = correct()
+    rewrite(history, 1, replayed(mix={"a": 0.5, "b": 0.3, "c": 0.2}))
+    used_again(history)
+    assert 4 not in {violation.guarantee for violation in check(history)}
+
+
 def test_a_group_whose_history_is_trimmed_is_known_by_being_a_duplicate() -> None:
     """It is listed no more, and nobody may have seen it before."""
     history = [event for event in correct() if not (isinstance(event, GroupSeen) and event.number == 1)]
@@ -315,6 +323,11 @@ def an_answered_attach_is_not_in_the_ledger(history: History) -> None:
 
 
 @fault(1)
+def an_ack_loses_what_the_learner_sent(history: History) -> None:
+    rewrite(history, 4, changed(4, priorities={1: -1.0, 2: 0.0}))
+
+
+@fault(1)
 def the_service_tells_of_lost_data(history: History) -> None:
     history.append(wrote("ack", 2, 2, 25.0, "data-lost"))
 
@@ -374,6 +387,28 @@ def a_group_is_used_twice(history: History) -> None:
 @fault(4)
 def a_body_counts_more_uses_than_allowed(history: History) -> None:
     reserve_rollout(history, times_sampled=2)
+
+
+def replayed(**options: Any) -> AnyRecord:
+    """A configuration in which groups may be used twice."""
+    strategy = {"name": "replay", "options": {"max_staleness": 1, "max_uses": 2, **options}}
+    return config_record(max_uses=2, strategy=strategy)
+
+
+def used_again(history: History) -> None:
+    """Let step 1 use group 1 of step 0 for the second time."""
+    rewrite(history, 7, batch(1, msgspec.structs.replace(held(1, 0, 1), times_sampled=2), held(4, 3, 1)))
+
+
+@fault(4)
+def a_group_is_used_while_it_rests(history: History) -> None:
+    rewrite(history, 1, replayed(cooldown=1))
+    used_again(history)
+
+
+@fault(4)
+def a_group_is_used_that_is_not_in_the_mix(history: History) -> None:
+    rewrite(history, 1, replayed(mix={"elsewhere": 1.0}))
 
 
 @fault(5)

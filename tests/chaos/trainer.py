@@ -24,7 +24,7 @@ import msgspec
 from replaybuf.batch import Batch, read_batch
 from replaybuf.client import Client, Waiting
 from tests.chaos.calling import TIMEOUT_S, observed
-from tests.chaos.content import checksum
+from tests.chaos.content import checksum, priority_of
 from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Body, Recorder, Rollout, TrainerWrote
 
 FENCED = 3
@@ -56,6 +56,7 @@ class TrainerActor:
         self._client = Client(urls, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._each = [Client(url, run, timeout_s=TIMEOUT_S) for url in urls.split(",")]
         self._epoch, self._step, self._world, self._look_ahead = 0, 0, 1, 0
+        self._trained: list[str] = []
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -123,7 +124,7 @@ class TrainerActor:
 
     def _train_step(self) -> bool:
         """Train one step; say False where a newer trainer has the run, or at the end."""
-        step = self._step
+        step, self._trained = self._step, []
         for rank in range(self._world):
             if not self._fetch(step, rank):
                 return False
@@ -147,6 +148,7 @@ class TrainerActor:
         while not self._stopping.is_set():
             asked = self._ask(self._client, step, rank)
             if asked.body:
+                self._trained += [rollout.group_id for rollout in asked.body.rollouts]
                 return True
             if asked.outcome != OK and asked.outcome not in UNAVAILABLE:
                 return False
@@ -194,8 +196,9 @@ class TrainerActor:
 
     def _write(self, kind: str, epoch: int, value: int) -> str:
         client = self._client
+        priorities = {group_id: priority_of(group_id, self._step) for group_id in self._trained}
         calls: dict[str, Callable[[], None]] = {
-            "ack": lambda: client.ack(value, epoch),
+            "ack": lambda: client.ack(value, epoch, {"priorities": priorities}),
             "publish": lambda: client.publish_policy(value, epoch),
             "checkpoint": lambda: client.checkpoint(value, epoch, self._keep),
         }

@@ -7,12 +7,14 @@ import contextlib
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from replaybuf.strategy import source_code
 from tests.conftest import RunClient
 from tests.generator.doubles import EngineDouble, Gate, write_tokenizer
 
@@ -23,7 +25,9 @@ STOP_S = 4.0
 
 def write_prompts(folder: Path) -> Path:
     file = folder / "words.jsonl"
-    file.write_text("".join(json.dumps({"prompt": word, "answer": word[::-1]}) + "\n" for word in WORDS))
+    lines: list[dict[str, Any]] = [{"prompt": word, "answer": word[::-1]} for word in WORDS]
+    lines[0]["metadata"] = {"source": "first words"}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
 
 
@@ -93,6 +97,11 @@ def test_a_finite_supply_is_generated_trained_and_ends_with_exit_code_0(tmp_path
         assert sorted(entry["prompt_index"] for entry in used) == list(range(12))
         assert max(entry["staleness"] for entry in used) <= 1
         assert len({entry["prompt_id"] for entry in used}) == len(WORDS)
+        sources = {entry["prompt_id"]: entry["source"] for entry in run.get("groups").json()["groups"]}
+        assert Counter(sources.values()) == {
+            source_code("first words"): 1,
+            source_code("exact-match"): len(WORDS) - 1,
+        }, "by which replay mixes: the prompt's own, else the environment"
 
     bounded(main())
     state = run.state()

@@ -152,7 +152,7 @@ def test_a_group_holds_tokens_logprobs_rewards_advantages_and_versions(tmp_path:
             return answer
 
         engine.script.append(half_right)
-        async with world(tmp_path, engine, service, metadata={"environment": "spelling"}) as w:
+        async with world(tmp_path, engine, service, metadata={"env": "spelling"}) as w:
             await w.run()
             (group,) = service.groups
         assert check_group(group, Admissible(published_version=3, group_size=2)) is None
@@ -167,7 +167,7 @@ def test_a_group_holds_tokens_logprobs_rewards_advantages_and_versions(tmp_path:
         assert (group.policy_version, group.version_spans.tolist()) == (3, [[0, 3, 0, 3], [1, 3, 0, 3]])
         assert group.finish_reasons == ("stop", "length")
         assert group.temperatures.tolist() == [1.0, 1.0]
-        assert group.metadata["environment"] == "spelling"
+        assert group.metadata["env"] == "spelling"
         assert group.metadata["engine"]["url"] == engine.url
 
     run(main())
