@@ -5,8 +5,9 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -62,14 +63,52 @@ def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
-    """Build a strategy from its name and options. Raises `Invalid` for an unknown name or a bad option."""
-    cls = load(STRATEGIES, name)
-    strategy: Strategy[Any] = cls(check_options(name, options, cls.Options))
+    """Build a strategy from its name and options.
+
+    Raises `Invalid` for an unknown name, a bad option, a class that does not build, bounds that are none.
+    """
+    strategy: Strategy[Any] = _build(STRATEGIES, name, options, Strategy)
+    with reported(name):
+        promised = (
+            ("max_staleness", strategy.max_staleness, 0, True),
+            ("max_uses", strategy.max_uses, 1, True),
+            ("look_ahead", strategy.look_ahead, 0, False),
+        )
+    for what, value, least, unbounded in promised:
+        if not ((type(value) is int and value >= least) or (unbounded and value is None)):
+            raise Invalid(
+                f"{what} of strategy {name!r} is {value!r}; it must be a whole number >= {least}"
+                + (" or None" if unbounded else ""),
+                name=f"strategy.{what}",
+                value=repr(value),
+                bound=least,
+            )
     return strategy
 
 
 def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
-    """Build a filter from its name and options. Raises `Invalid` for an unknown name or a bad option."""
-    cls = load(FILTERS, name)
-    found: Filter[Any] = cls(check_options(name, options, cls.Options, kind="filter"))
+    """Build a filter from its name and options.
+
+    Raises `Invalid` for an unknown name, a bad option, a class that does not build.
+    """
+    found: Filter[Any] = _build(FILTERS, name, options, Filter)
     return found
+
+
+def _build(group: str, name: str, options: dict[str, Any], base: type[Strategy[Any]] | type[Filter[Any]]) -> Any:
+    cls, kind = load(group, name), base.__name__.lower()
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise Invalid(f"{kind} {name!r} is {cls!r}; it must be a subclass of {base.__name__}", name=kind, value=name)
+    with reported(name):
+        return cls(check_options(name, options, cls.Options, kind=kind))
+
+
+@contextlib.contextmanager
+def reported(name: str) -> Iterator[None]:
+    """Turn whatever a plug-in raises while a run is configured into `Invalid` with its name."""
+    try:
+        yield
+    except Invalid:
+        raise
+    except Exception as error:
+        raise Invalid(f"plug-in {name!r} raised {error!r} when it was configured", name=name, value=name) from error

@@ -117,7 +117,7 @@ class Batches:
 
     async def _batch(self, step: int, epoch: int) -> Assembled | WaitingAnswer:
         if step > self._state.step + self._selector.strategy.look_ahead:
-            return self._selector.explain("awaiting_ack")
+            return self._selector.explain("awaiting_ack" if self._state.state == "running" else self._state.state)
         try:
             async with self._journal.decision():
                 self.check_epoch(epoch)  # an attach may have come first, with a history that ends long before this step

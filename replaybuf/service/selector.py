@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,12 +20,13 @@ from replaybuf.config import RunConfig, check_run_config
 from replaybuf.errors import Invalid, NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.index import LIVE, Numbers
-from replaybuf.plugins import build_filter, build_strategy
+from replaybuf.plugins import build_filter, build_strategy, reported
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
 from replaybuf.state import RunState
 from replaybuf.strategy import (
+    REASONS,
     Budget,
     BufferView,
     Evictions,
@@ -164,7 +165,14 @@ class Selector:
     def capacity(self) -> int:
         """Count how many more groups producers may start now."""
         flow = self._flow()
-        capacity = self.ask("admit", lambda: self.strategy.admit(self.view(self._state.next_step), flow))
+
+        def checked() -> int:
+            admitted = self.strategy.admit(self.view(self._state.next_step), flow)
+            whole = isinstance(admitted, int | np.integer) and admitted >= 0
+            self._hold([("admits a whole number of groups, 0 or more", whole, repr(admitted))])
+            return int(admitted)
+
+        capacity = self.ask("admit", checked)
         limit = self.config.limits.max_tokens_live
         if limit is not None:
             coming = self._book.out * flow.tokens_per_group
@@ -215,11 +223,14 @@ class Selector:
         groups = self._usable(step)
         view = self.view(step, groups)
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed(step))))
-        chosen = self.ask("select", lambda: self.strategy.select(groups, view, view.budget, rng))
-        if isinstance(chosen, Waiting):
-            return self.explain(self._reason(groups, chosen.reason), groups)
-        self._check(chosen, groups, view.budget)
-        return chosen
+
+        def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
+            chosen = self.strategy.select(groups, view, view.budget, rng)
+            self._check(chosen, groups, view.budget)
+            return chosen
+
+        chosen = self.ask("select", checked)
+        return self.explain(self._reason(groups, chosen.reason), groups) if isinstance(chosen, Waiting) else chosen
 
     def candidates(self) -> list[int]:
         """List the oldest groups that the next batch may use, as far as its budget reaches."""
@@ -255,9 +266,12 @@ class Selector:
             fits &= index["longest_tokens"] <= self.seq_len
         return index.groups(None if fits.all() else np.flatnonzero(fits))
 
-    def _check(self, chosen: Selection, groups: Groups, budget: Budget) -> None:
+    def _check(self, chosen: Selection | Waiting, groups: Groups, budget: Budget) -> None:
         """Hold a strategy to its contract. Raises `StrategyFault` naming the strategy and the rule."""
-        name = self.config.strategy.name
+        if isinstance(chosen, Waiting):
+            self._hold([("gives a reason of the closed list", chosen.reason in REASONS, chosen.reason)])
+            return
+        self._hold([("answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__)])
         rows = np.asarray(chosen.rows, np.int64)
         weights = None if chosen.weights is None else np.asarray(chosen.weights, np.float32)
         unfit = 0 if weights is None else int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
@@ -272,6 +286,10 @@ class Selector:
             ("gives one weight per group", weights is None or len(weights) == len(rows), len(rows)),
             ("gives finite weights above 0", not unfit, unfit),
         ]
+        self._hold(rules)
+
+    def _hold(self, rules: Iterable[tuple[str, bool, Any]]) -> None:
+        name = self.config.strategy.name
         for rule, kept, value in rules:
             if not kept:
                 raise StrategyFault(
@@ -307,8 +325,7 @@ class Selector:
                 asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups, view)))  # type: ignore[misc]
         gone: set[int] = set()
         for plugin, call in asked:
-            found = self.ask("evict", call, plugin)
-            _check_evictions(plugin, found, groups)
+            found = self.ask("evict", lambda call=call, plugin=plugin: _evictions(plugin, call(), groups), plugin)  # type: ignore[misc]
             for number, reason in zip(found.rows, found.reasons, strict=True):
                 if number not in gone:  # the first that drops a group names the reason
                     gone.add(number)
@@ -354,12 +371,20 @@ class Selector:
         """Choose the first reason that holds when a strategy says it cannot fill a batch."""
         if len(groups) or told == "rate_limited":
             return told
-        if self._state.evicted_since_batch:
+        if self._state.evicted_since_batch.get("too_stale"):
             return "all_stale"
-        if self.strategy.max_uses != 1 and self._state.count(LIVE):
+        if self.strategy.max_uses != 1 and (self._state.count(LIVE) or self._used_up_by_last_batch()):
             return "reuse_exhausted"
         silent = self._clock() - self.last_asked_s > PRODUCER_SILENCE_S
         return "no_producers" if silent and not self._book.out else "no_groups"
+
+    def _used_up_by_last_batch(self) -> bool:
+        """Say whether the newest batch used groups for the last time: there were groups, and reuse took them."""
+        last = self._state.batches.get(self._state.next_step - 1)
+        if last is None or self._state.max_uses is None:
+            return False
+        rows = self._state.index.rows_of(last.numbers)
+        return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
 
 
 def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
@@ -369,7 +394,8 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
     strategy = build_strategy(config.strategy.name, config.strategy.options)
     batch = config.batch
     budget = Budget(batch.tokens_per_batch, batch.groups_per_batch, batch.seq_len)
-    strategy.check(budget, config.steps_per_publish, config.limits.max_tokens_live)
+    with reported(config.strategy.name):
+        strategy.check(budget, config.steps_per_publish, config.limits.max_tokens_live)
     spec = msgspec.structs.replace(config.strategy, options=msgspec.to_builtins(strategy.options))
     filters = [
         msgspec.structs.replace(one, options=msgspec.to_builtins(build_filter(one.name, one.options).options))
@@ -378,10 +404,18 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
     return msgspec.structs.replace(config, strategy=spec, filters=filters), strategy
 
 
-def _check_evictions(plugin: str, found: Evictions, groups: Groups) -> None:
+def _evictions(plugin: str, found: Evictions, groups: Groups) -> Evictions:
     """Hold a plug-in to what it may drop. Raises `StrategyFault` naming it and the rule."""
+    if not isinstance(found, Evictions):
+        rule = "answers Evictions"
+        raise StrategyFault(
+            f"{plugin} broke the rule '{rule}': {type(found).__name__}",
+            name=plugin,
+            value=type(found).__name__,
+            bound=rule,
+        )
     if not found.rows and not found.reasons:
-        return
+        return found
     rows = np.asarray(found.rows, np.int64)
     strange = rows[~np.isin(rows, groups.row)]
     rules = [
@@ -392,3 +426,4 @@ def _check_evictions(plugin: str, found: Evictions, groups: Groups) -> None:
     for rule, kept, value in rules:
         if not kept:
             raise StrategyFault(f"{plugin} broke the rule '{rule}': {value}", name=plugin, value=str(value), bound=rule)
+    return found

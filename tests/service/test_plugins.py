@@ -18,7 +18,7 @@ from tests.conftest import RunClient, ServeProcess, group
 Connect = Callable[[str, str], RunClient]
 MODULE = '''
 import numpy as np
-from replaybuf.strategy import Evictions, Filter, Selection, Strategy, StrategyOptions, fill
+from replaybuf.strategy import Evictions, Filter, Selection, Strategy, StrategyOptions, Waiting, fill
 
 
 class Best(Strategy[StrategyOptions]):
@@ -58,6 +58,50 @@ class Weighs(Best):
         return Selection(groups.row[:1], np.array([float("nan")], np.float32))
 
 
+class Moody(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Waiting("mood")
+
+
+class Speechless(Best):
+    def select(self, groups, buffer, budget, rng):
+        return None
+
+
+class Garbled(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(["first", "second"])
+
+
+class Stretches(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(np.append(groups.row, groups.row))
+
+
+class Overspends(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row)
+
+
+class Indebted(Best):
+    def admit(self, buffer, flow):
+        return -1
+
+
+class Lavish(Best):
+    def admit(self, buffer, flow):
+        return "all of them"
+
+
+class Unbuilt(Best):
+    def __init__(self, options):
+        raise KeyError("no ground")
+
+
+class Boundless(Best):
+    max_staleness = -3
+
+
 class Refuses(Best):
     def admit(self, buffer, flow):
         raise OSError("closed")
@@ -85,12 +129,17 @@ class Steals(Filter[StrategyOptions]):
         return Evictions((4711,), ("stolen",))
 
 
+class Curt(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        return None
+
+
 class Mute(Filter[StrategyOptions]):
     def drop(self, groups, buffer):
         return Evictions(tuple(groups.row.tolist()), ())
 '''
-STRATEGIES = ("Best", "Raises", "Hangs", "Writes", "Invents", "Weighs", "Refuses", "Overhears")
-FILTERS = ("Odd", "Poor", "Mute", "Steals")
+STRATEGIES = tuple(re.findall(r"^class (\w+)\((?:Best|Strategy)", MODULE, re.MULTILINE))
+FILTERS = tuple(re.findall(r"^class (\w+)\(Filter", MODULE, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +180,11 @@ def rewarded(group_id: str, *rewards: float) -> dict[str, Any]:
         ("hangs", "strategy 'hangs' in select: did not come to an end in time"),
         ("writes", r"strategy 'writes' raised in select: ValueError\('assignment destination is read-only'\)"),
         ("invents", r"strategy 'invents' broke the rule 'selects only groups it was given' at step 0: \[4711\]"),
+        ("moody", "strategy 'moody' broke the rule 'gives a reason of the closed list' at step 0: mood"),
+        ("speechless", "strategy 'speechless' broke the rule 'answers Selection or Waiting' at step 0: NoneType"),
+        ("garbled", r"strategy 'garbled' raised in select: ValueError\(\"invalid literal for int.*"),
+        ("stretches", "strategy 'stretches' broke the rule 'selects a group once' at step 0: 4"),
+        ("overspends", "strategy 'overspends' broke the rule 'keeps the group budget' at step 0: 2"),
         ("weighs", "strategy 'weighs' broke the rule 'gives finite weights above 0' at step 0: 1"),
     ],
 )
@@ -141,7 +195,7 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
     broken, sound = connect(plugged.url, f"run-{name}"), connect(plugged.url, f"beside-{name}")
     for run, strategy in ((broken, name), (sound, "on-policy")):
         assert run.put(batch={"groups_per_batch": 1}, strategy={"name": strategy}).status_code == 201
-        run.append(group("a"))
+        run.append(group("a"), group("aa"))
     started_s = time.monotonic()
     waiting = broken.batch(0, broken.attach())
     assert time.monotonic() - started_s < 5
@@ -156,13 +210,37 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
     assert broken.batch(0, broken.attach()).status_code == 200
 
 
-def test_an_admission_that_raises_pauses_the_run(plugged: ServeProcess, connect: Connect) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("refuses", "OSError('closed')"),
+        ("indebted", "broke the rule 'admits a whole number of groups, 0 or more' at step 0: -1"),
+        ("lavish", "broke the rule 'admits a whole number of groups, 0 or more' at step 0: 'all of them'"),
+    ],
+)
+def test_an_admission_that_raises_or_is_no_number_pauses_the_run(
+    plugged: ServeProcess, connect: Connect, name: str, told: str
+) -> None:
     """The producer is told to wait for the operator, not that the service has a fault."""
-    run = connect(plugged.url, "run-refuses")
-    run.put(batch={"groups_per_batch": 1}, strategy={"name": "refuses"})
+    run = connect(plugged.url, f"run-{name}")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": name})
     answer = run.post("tickets", producer="p", count=1)
     assert (answer.status_code, answer.json()["waiting"]["reason"]) == (200, "paused")
-    assert "OSError('closed')" in run.state()["paused_reason"]
+    assert told in run.state()["paused_reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("unbuilt", "plug-in 'unbuilt' raised KeyError('no ground') when it was configured"),
+        ("boundless", "max_staleness of strategy 'boundless' is -3; it must be a whole number >= 0 or None"),
+    ],
+)
+def test_a_strategy_that_does_not_build_or_promises_no_bound_is_refused(
+    plugged: ServeProcess, connect: Connect, name: str, told: str
+) -> None:
+    answer = connect(plugged.url, f"run-{name}").put(batch={}, strategy={"name": name})
+    assert (answer.status_code, answer.json()["detail"]) == (422, told)
 
 
 def test_an_observation_that_raises_acks_the_step_and_pauses_the_run(plugged: ServeProcess, connect: Connect) -> None:
@@ -211,7 +289,11 @@ def test_filters_that_are_changed_live_judge_what_is_there(plugged: ServeProcess
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("mute", "gives one reason per group it drops"), ("steals", "drops only groups it was given")],
+    [
+        ("mute", "gives one reason per group it drops"),
+        ("steals", "drops only groups it was given"),
+        ("curt", "answers Evictions"),
+    ],
 )
 def test_a_filter_that_breaks_its_contract_pauses_the_run_and_loses_nothing(
     plugged: ServeProcess, connect: Connect, name: str, rule: str

@@ -1,0 +1,304 @@
+"""Why there is no batch or no ticket: every reason of the closed list, in every place that tells it, in its order."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from rich.console import Console
+
+from replaybuf.status import show
+from replaybuf.strategy import REASONS
+from tests.conftest import RunClient, ServeProcess, group
+
+_names = itertools.count()
+ON_POLICY = {"name": "on-policy"}
+SILENCE_S = 61.0
+
+
+class ClockedServe(ServeProcess):
+    """A service whose clock is put forward by hand, so that no test waits for a minute."""
+
+    module = "tests.clocked"
+
+    def __init__(self, data_dir: Path, clock: Path) -> None:
+        super().__init__(data_dir)
+        self._clock, self._offset_s = clock, 0.0
+        self.put_forward(0.0)
+
+    def put_forward(self, by_s: float) -> None:
+        """Let so much time pass."""
+        self._offset_s += by_s
+        scratch = self._clock.with_suffix(".new")
+        scratch.write_text(str(self._offset_s))
+        scratch.rename(self._clock)
+
+
+@pytest.fixture(scope="module")
+def clocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServe]:
+    """One such service for this module; each test makes a run of its own."""
+    folder = tmp_path_factory.mktemp("clocked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLOCK_FILE", str(folder / "clock"))
+        server = ClockedServe(folder / "data", folder / "clock")
+        server.start()
+        yield server
+        server.end()
+
+
+@pytest.fixture
+def run(clocked: ClockedServe) -> Iterator[RunClient]:
+    """A run of the test's own on it, not created yet."""
+    client = RunClient(clocked.url, f"waits-{next(_names)}")
+    yield client
+    client.http.close()
+
+
+# ---------------------------------------------------------------------- how each reason comes about
+
+
+def trained(run: RunClient, steps: int = 1, **config: Any) -> int:
+    """Create a run of 2 groups per batch with 2 groups stored, and train; return the epoch."""
+    assert run.put(batch={"groups_per_batch": 2, "tokens_per_batch": None}, **config).status_code == 201
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    run.train(epoch, range(steps))
+    return epoch
+
+
+def replay(**options: Any) -> dict[str, Any]:
+    """A strategy with two uses per group."""
+    return {"name": "replay", "options": {"max_uses": 2, "order": "fifo", **options}}
+
+
+def finished(run: RunClient) -> int:
+    """One step was wanted; a group is left."""
+    epoch = trained(run, max_steps=1)
+    run.append(group("left"))
+    return epoch
+
+
+def paused(run: RunClient) -> int:
+    epoch = trained(run, 0)
+    run.http.patch(run.path, json={"state": "paused"})
+    return epoch
+
+
+def awaiting_ack(run: RunClient) -> int:
+    """Without look-ahead; the version of step 1 is not published either."""
+    epoch = trained(run, 0, strategy=ON_POLICY)
+    assert run.batch(0, epoch).status_code == 200
+    return epoch
+
+
+def awaiting_publication(run: RunClient) -> int:
+    """Step 0 is acked and not published; the group that is left would be too stale for step 1."""
+    epoch = trained(run, 0, strategy=ON_POLICY)
+    run.append(group("left"))
+    run.batch(0, epoch)
+    run.ack(0, epoch)
+    return epoch
+
+
+def rate_limited(run: RunClient) -> int:
+    """One use per stored group; what is stored was used once, and rests besides."""
+    return trained(run, strategy=replay(samples_per_insert=1, error_buffer=1.5, cooldown=1))
+
+
+def all_stale(run: RunClient) -> int:
+    """A group was left over, and is too stale now; nobody ever asked for a ticket."""
+    epoch = trained(run, 0, strategy=ON_POLICY)
+    run.append(group("left"))
+    run.train(epoch, range(1))
+    return epoch
+
+
+def resting(run: RunClient) -> int:
+    """Both groups have a use left, after a rest."""
+    return trained(run, strategy=replay(cooldown=1))
+
+
+def used_up(run: RunClient) -> int:
+    """Both groups served two batches; nobody ever asked for a ticket."""
+    return trained(run, 2, strategy=replay())
+
+
+def no_producers(run: RunClient) -> int:
+    return trained(run)
+
+
+def no_groups(run: RunClient) -> int:
+    """A ticket is out."""
+    epoch = trained(run)
+    assert len(run.post("tickets", producer="p", count=1).json()["tickets"]) == 1
+    return epoch
+
+
+def filtered(run: RunClient) -> int:
+    """What came was dropped by a filter, and is not stale."""
+    epoch = trained(run, filters=[{"name": "overlong", "options": {"max_tokens": 9}}])
+    run.append(group("long", 1, tokens=10))
+    assert run.state()["groups"]["evicted"] == {"overlong_rollout": 1}
+    return epoch
+
+
+def too_few_groups(run: RunClient) -> int:
+    epoch = trained(run)
+    run.append(group("c", 1, tokens=6))
+    return epoch
+
+
+def too_few_tokens(run: RunClient) -> int:
+    run.put(batch={"tokens_per_batch": 25})
+    epoch = run.attach()
+    run.append(group("a", tokens=6))
+    return epoch
+
+
+class Case(NamedTuple):
+    """A state of a run: the step that is asked for, the answer, and the reason (of the trainer) a ticket is denied.
+
+    `have` and `need` are (groups, tokens). `ticket`: None where one is issued.
+    """
+
+    begin: Callable[[RunClient], int]
+    step: int
+    reason: str
+    have: tuple[int, int]
+    blocked_on: str
+    need: tuple[int, int] = (2, 0)
+    ticket: tuple[str, str] | None = None
+
+
+CASES = [
+    Case(finished, 1, "finished", (1, 10), "nothing", ticket=("finished", "nothing")),
+    Case(paused, 0, "paused", (2, 20), "operator", ticket=("paused", "operator")),
+    Case(awaiting_ack, 1, "awaiting_ack", (0, 0), "trainer", ticket=("rate_limited", "trainer")),
+    Case(awaiting_publication, 1, "awaiting_publication", (0, 0), "trainer", ticket=("rate_limited", "trainer")),
+    Case(rate_limited, 1, "rate_limited", (2, 20), "producers"),
+    Case(all_stale, 1, "all_stale", (0, 0), "producers"),
+    Case(resting, 1, "reuse_exhausted", (2, 20), "producers"),
+    Case(used_up, 2, "reuse_exhausted", (0, 0), "producers"),
+    Case(no_producers, 1, "no_producers", (0, 0), "producers"),
+    Case(no_groups, 1, "no_groups", (0, 0), "producers"),
+    Case(filtered, 1, "no_producers", (0, 0), "producers"),
+    Case(too_few_groups, 1, "too_few_groups", (1, 12), "producers"),
+    Case(too_few_tokens, 0, "too_few_tokens", (1, 12), "producers", need=(0, 25)),
+]
+
+
+def waited_s(server: ServeProcess, run: str) -> dict[str, float]:
+    """Read the waiting seconds of a run off `/metrics`, those that are not 0."""
+    text = httpx.get(f"{server.url}/metrics").text
+    found = re.findall(rf'^replaybuf_waiting_seconds_total{{reason="(\w+)",run="{run}"}} (\S+)$', text, re.MULTILINE)
+    assert [reason for reason, _ in found] == list(REASONS), "one label each, told from the start"
+    return {reason: float(value) for reason, value in found if float(value)}
+
+
+def status(server: ServeProcess, run: str) -> str:
+    """Return the row `next batch` of `replaybuf status`."""
+    shown = Console(file=io.StringIO(), width=200)
+    show(server.url, run, None, shown)
+    assert isinstance(shown.file, io.StringIO)
+    (row,) = [line for line in shown.file.getvalue().splitlines() if "next batch" in line]
+    return row
+
+
+def test_every_reason_of_the_closed_list_has_a_case() -> None:
+    assert {case.reason for case in CASES} == set(REASONS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.begin.__name__)
+def test_a_reason_is_told_alike_in_every_place(clocked: ClockedServe, run: RunClient, case: Case) -> None:
+    """Batch answer, state, status, metric; and what a producer is told at that moment."""
+    epoch = case.begin(run)
+    told = {
+        "status": "waiting",
+        "reason": case.reason,
+        "have": dict(zip(("groups", "tokens"), case.have, strict=True)),
+        "need": dict(zip(("groups", "tokens"), case.need, strict=True)),
+        "blocked_on": case.blocked_on,
+        "retry_after_s": 0.5,
+    }
+    before_s = waited_s(clocked, run.run).get(case.reason, 0.0)
+    first = run.batch(case.step, epoch)
+    clocked.put_forward(2.0)
+    again = run.batch(case.step, epoch)
+    if case.reason == "finished":
+        assert (first.status_code, first.json()["type"]) == (410, "urn:replaybuf:problem:finished")
+        assert case.reason not in waited_s(clocked, run.run), "nobody waits for a run that is over"
+    else:
+        assert (first.status_code, first.json()) == (again.status_code, again.json()) == (202, told)
+        assert 2.0 <= waited_s(clocked, run.run)[case.reason] - before_s < 2.0 + 30.0
+    assert run.state()["waiting"] == told
+    (g, t), (more_g, more_t) = case.have, case.need
+    sentence = f"{case.reason}: have groups {g}, tokens {t}; need groups {more_g}, tokens {more_t}; "
+    assert sentence + f"waiting for {case.blocked_on}" in status(clocked, run.run)
+
+    answer = run.post("tickets", producer="p", count=1).json()
+    denied = answer.get("waiting")
+    assert (denied and (denied["reason"], denied["blocked_on"])) == case.ticket
+    assert bool(answer["tickets"]) == (case.ticket is None)
+    if denied:
+        assert denied["need"] == told["need"] and denied["have"].keys() == {"groups", "tokens"}
+
+
+# ---------------------------------------------------------------------- the order, and what changes a reason
+
+
+def test_a_paused_run_is_told_as_paused_also_where_an_ack_is_awaited(run: RunClient) -> None:
+    """The first reason that holds; what was served before is served still."""
+    epoch = awaiting_ack(run)
+    run.http.patch(run.path, json={"state": "paused"})
+    assert run.batch(1, epoch).json()["reason"] == run.state()["waiting"]["reason"] == "paused"
+    assert run.batch(0, epoch).status_code == 200
+
+
+def test_producers_that_fall_silent_for_a_minute_are_none_unless_a_ticket_is_out(
+    clocked: ClockedServe, run: RunClient
+) -> None:
+    epoch = no_groups(run)
+    clocked.put_forward(SILENCE_S)
+    assert run.batch(1, epoch).json()["reason"] == "no_groups"
+    (ticket,) = run.post("tickets", producer="p", count=1).json()["tickets"]
+    for out in (ticket["ticket"], ticket["ticket"].replace("-1-1-1", "-0-1-1")):
+        assert run.http.delete(f"{run.path}/tickets/{out}?reason=shutdown").status_code == 200
+    assert run.batch(1, epoch).json()["reason"] == "no_groups", "asked for a moment ago"
+    clocked.put_forward(SILENCE_S)
+    assert run.batch(1, epoch).json()["reason"] == run.state()["waiting"]["reason"] == "no_producers"
+    run.post("tickets", producer="p", count=1)
+    assert run.batch(1, epoch).json()["reason"] == "no_groups"
+
+
+def test_a_run_that_waits_for_nothing_says_so(clocked: ClockedServe, run: RunClient) -> None:
+    trained(run, 0)
+    assert run.state()["waiting"] is None
+    assert "ready" in status(clocked, run.run)
+
+
+def test_tickets_that_are_all_out_are_told_as_rate_limited_with_their_number(run: RunClient) -> None:
+    """Window of two batches: four groups on their way; the trainer has to move on."""
+    run.put(batch={"groups_per_batch": 2})
+    assert len(run.post("tickets", producer="p", count=9).json()["tickets"]) == 4
+    denied = run.post("tickets", producer="p", count=1).json()["waiting"]
+    assert (denied["reason"], denied["blocked_on"], denied["have"]["groups"]) == ("rate_limited", "trainer", 4)
+
+
+def test_a_used_up_supply_waits_for_the_tickets_that_are_out(run: RunClient) -> None:
+    """Told to producers as finished, for now by other producers; to the trainer as what it lacks."""
+    run.put(batch={"groups_per_batch": 2}, tickets={"prompts": 2})
+    epoch = run.attach()
+    first, second = run.post("tickets", producer="p", count=2).json()["tickets"]
+    denied = run.post("tickets", producer="q", count=1).json()["waiting"]
+    assert (denied["reason"], denied["blocked_on"]) == ("finished", "producers")
+    assert run.batch(0, epoch).json()["reason"] == "no_groups"
+    run.append(group(None, ticket=first["ticket"]))
+    assert run.batch(0, epoch).json()["reason"] == "too_few_groups"
+    run.append(group(None, ticket=second["ticket"]))
+    assert run.batch(0, epoch).status_code == 200
