@@ -90,10 +90,17 @@ class RunConfig(Spec, frozen=True):
         return step // self.steps_per_publish
 
 
+class StrategyChange(Spec, frozen=True):
+    """The strategy from here on: without `name` the run's own, options left out at their defaults."""
+
+    name: str | None = None
+    options: dict[str, Any] = {}
+
+
 class ConfigPatch(Spec, frozen=True):
     """What `PATCH /v1/runs/{run}` may change while the run goes on."""
 
-    strategy: StrategySpec | None = None
+    strategy: StrategyChange | None = None
     filters: list[StrategySpec] | None = None
     limits: Limits | None = None
     state: Literal["running", "paused", "finished"] | None = None

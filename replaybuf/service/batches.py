@@ -116,7 +116,8 @@ class Batches:
             )
 
     async def _batch(self, step: int, epoch: int) -> Assembled | WaitingAnswer:
-        if step > self._state.step + self._selector.strategy.look_ahead:
+        standing = step in self._state.batches  # may be: made ahead by a strategy that a live change replaced
+        if not standing and step > self._state.step + self._selector.strategy.look_ahead:
             return self._selector.explain("awaiting_ack" if self._state.state == "running" else self._state.state)
         try:
             async with self._journal.decision():

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.config import ConfigPatch, RunConfig, differing_fields
+from replaybuf.config import ConfigPatch, RunConfig, StrategySpec, differing_fields
 from replaybuf.errors import Conflict
 from replaybuf.flow import TicketBook
 from replaybuf.ledger import ConfigRecord, PurgeRecord
@@ -64,7 +64,7 @@ class Run:
         resolved, strategy = resolve_config(config)
         await store.add_run(name)
         async with journal.taking_over(token):
-            await journal.append(_config_record(resolved, strategy, "running", None, clock()))
+            await journal.append(_config_record(resolved, strategy.max_uses, "running", None, clock()))
         return cls(journal)
 
     @classmethod
@@ -119,11 +119,13 @@ class Run:
         """Change strategy, filters, limits or state while the run goes on. Raises `Conflict`, `Invalid`."""
         journal, state = self.journal, self.state
         async with journal.decision():
-            fields = {
-                name: value for name in ("strategy", "filters", "limits") if (value := getattr(patch, name)) is not None
-            }
-            config, strategy = resolve_config(msgspec.structs.replace(journal.config, **fields))
-            self._check_standing_batches(strategy)
+            config, max_uses = journal.config, state.max_uses
+            changed = _changed(config, patch)
+            if changed != config or patch.state == "running":  # a run whose plug-in is gone may be paused and finished
+                config, strategy = resolve_config(changed)
+                max_uses = strategy.max_uses
+                if patch.strategy:
+                    self._check_standing_batches(strategy)
             wanted = patch.state or state.config_state
             if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
                 raise Conflict(
@@ -134,7 +136,7 @@ class Run:
                 )
             reason = "operator" if patch.state else state.config_reason
             reason = None if wanted == "running" else reason
-            await journal.append(_config_record(config, strategy, wanted, reason, journal.clock()))
+            await journal.append(_config_record(config, max_uses, wanted, reason, journal.clock()))
         await self.door.evict_all()
         await journal.notify()
 
@@ -185,9 +187,18 @@ class Run:
         )
 
 
+def _changed(config: RunConfig, patch: ConfigPatch) -> RunConfig:
+    """Put what a patch names in place of what a run has."""
+    fields: dict[str, Any] = {
+        name: value for name in ("filters", "limits") if (value := getattr(patch, name)) is not None
+    }
+    if patch.strategy:
+        name = patch.strategy.name or config.strategy.name
+        fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
+    return msgspec.structs.replace(config, **fields)
+
+
 def _config_record(
-    config: RunConfig, strategy: Strategy[Any], state: Any, reason: str | None, at_s: float
+    config: RunConfig, max_uses: int | None, state: Any, reason: str | None, at_s: float
 ) -> ConfigRecord:
-    return ConfigRecord(
-        config=msgspec.to_builtins(config), max_uses=strategy.max_uses, state=state, reason=reason, at_s=at_s
-    )
+    return ConfigRecord(config=msgspec.to_builtins(config), max_uses=max_uses, state=state, reason=reason, at_s=at_s)

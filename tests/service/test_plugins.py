@@ -355,6 +355,10 @@ def test_a_run_whose_plugin_is_gone_is_paused_and_its_service_starts(
     assert again.batch(0, epoch).json()["reason"] == "paused"
     assert "strategy is 'best'; installed: on-policy, one-step-off-policy" in again.state()["paused_reason"]
     assert again.state()["groups"]["live"] == 1
+    refused = again.http.patch(again.path, json={"state": "running"})
+    assert (refused.status_code, refused.json()["name"]) == (422, "strategy")
+    for state in ("finished", "paused"):  # what an operator may want without it
+        assert again.http.patch(again.path, json={"state": state}).json()["state"] == state
     assert plugged.stop() == 0
     plugged.start()
     back = connect(plugged.url, "run-gone")

@@ -1,0 +1,154 @@
+"""What PATCH changes on a running run: from the next decision on, in the ledger, and never against a guarantee."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from replaybuf.batch import read_batch
+from tests.conftest import RunClient, group
+
+ONE_STEP = {"name": "one-step-off-policy", "options": {"max_staleness": 1}}
+
+
+def replay(**options: Any) -> dict[str, Any]:
+    """The strategy `replay`, oldest first."""
+    return {"name": "replay", "options": {"order": "fifo", **options}}
+
+
+def begin(run: RunClient, strategy: dict[str, Any], groups: int = 2, **config: Any) -> int:
+    """Create a run of 2 groups per batch with so many groups stored; return the epoch."""
+    assert run.put(batch={"groups_per_batch": 2}, strategy=strategy, **config).status_code == 201
+    run.append(*(group(f"g{number}") for number in range(groups)))
+    return run.attach()
+
+
+def patch(run: RunClient, **changes: Any) -> httpx.Response:
+    """Change the run."""
+    return run.http.patch(run.path, json=changes)
+
+
+def uses(response: httpx.Response) -> dict[str, int]:
+    """Read off a batch which groups it holds, and for which time they are used."""
+    assert response.status_code == 200, response.text
+    batch = read_batch(response.content)
+    (row,) = batch.micro_batches
+    named = [batch.meta.group_ids[position] for position in row.group_index.tolist()]
+    return dict(zip(named, row.times_sampled.tolist(), strict=True))
+
+
+def refused(run: RunClient, status: int, name: str, **changes: Any) -> dict[str, Any]:
+    """Try to change the run; nothing of it may have changed. Return the problem."""
+    before, ledger = run.state(), len(run.get("ledger").json()["records"])
+    response = patch(run, **changes)
+    assert (response.status_code, response.json()["name"]) == (status, name), response.text
+    assert run.state() == before
+    assert len(run.get("ledger").json()["records"]) == ledger
+    problem: dict[str, Any] = response.json()
+    return problem
+
+
+def test_from_replay_to_single_use_and_back_with_half_used_groups_and_a_batch_ahead(run: RunClient) -> None:
+    """409 as long as a batch that is out, or ahead, uses a group for the second time; uses are kept both ways."""
+    epoch = begin(run, replay(max_uses=3, max_staleness=9))
+    assert uses(run.batch(1, epoch)) == {"g0": 2, "g1": 2}
+    problem = refused(run, 409, "max_uses", strategy=ONE_STEP)
+    assert (problem["value"], problem["bound"]) == (1, 2)
+    run.ack(0, epoch)
+    refused(run, 409, "max_uses", strategy=ONE_STEP)
+    run.ack(1, epoch)
+    assert patch(run, strategy=ONE_STEP).status_code == 200
+    counts = run.state()["groups"]
+    assert (counts["live"], counts["in_batches"]) == (0, 2)
+    run.publish(1, epoch)
+    run.publish(2, epoch)
+    run.append(group("n2", 2), group("m2", 2))
+    assert uses(run.batch(2, epoch)) == {"n2": 1, "m2": 1}, "the half-used are used no more"
+    assert patch(run, strategy=replay(max_uses=3, max_staleness=9)).status_code == 200
+    run.ack(2, epoch)
+    assert uses(run.batch(3, epoch)) == {"g0": 3, "g1": 3}, "least recently used, and once more only"
+    records = [record for record in run.get("ledger").json()["records"] if record["type"] == "CONFIG"]
+    assert [record["config"]["strategy"]["name"] for record in records] == ["replay", "one-step-off-policy", "replay"]
+    assert [record["max_uses"] for record in records] == [3, 1, 3]
+
+
+def test_fewer_uses_are_refused_while_a_batch_that_is_out_has_more_and_more_uses_give_groups_back(
+    run: RunClient,
+) -> None:
+    epoch = begin(run, replay(max_uses=2, max_staleness=9))
+    run.train(epoch, range(1))
+    assert uses(run.batch(1, epoch)) == {"g0": 2, "g1": 2}
+    refused(run, 409, "max_uses", strategy=replay(max_uses=1, max_staleness=9))
+    run.ack(1, epoch)
+    assert run.state()["groups"]["live"] == 0
+    assert patch(run, strategy={"options": {"max_uses": 3, "max_staleness": 9}}).json()["strategy"]["name"] == "replay"
+    assert run.state()["groups"]["live"] == 2
+    assert uses(run.batch(2, epoch)) == {"g0": 3, "g1": 3}
+
+
+def test_less_staleness_is_refused_while_a_batch_that_is_out_has_more_and_evicts_what_is_beyond_it(
+    run: RunClient,
+) -> None:
+    """What was evicted stays so when the bound is raised again."""
+    epoch = begin(run, replay(max_uses=9, max_staleness=4))
+    run.train(epoch, range(3))
+    assert run.batch(3, epoch).status_code == 200
+    problem = refused(run, 409, "max_staleness", strategy=replay(max_uses=9, max_staleness=2))
+    assert (problem["value"], problem["bound"]) == (2, 3)
+    run.ack(3, epoch)
+    assert patch(run, strategy=replay(max_uses=9, max_staleness=2)).status_code == 200
+    assert (run.state()["groups"]["live"], run.batch(4, epoch).json()["reason"]) == (0, "all_stale")
+    assert patch(run, strategy=replay(max_uses=9, max_staleness=9)).status_code == 200
+    assert run.state()["groups"]["live"] == 0
+
+
+def test_a_batch_made_ahead_is_served_as_it_is_where_the_new_strategy_does_not_look_ahead(run: RunClient) -> None:
+    """Two steps per publication: on-policy allows what was prefetched, and would not have made it yet."""
+    epoch = begin(run, ONE_STEP, groups=6, steps_per_publish=2)
+    ahead = run.batch(1, epoch).content
+    assert patch(run, strategy={"name": "on-policy"}).status_code == 200
+    assert run.batch(1, epoch).content == ahead
+    run.ack(0, epoch)
+    assert run.batch(1, epoch).content == ahead
+    assert run.batch(2, epoch).json()["reason"] == "awaiting_ack"
+
+
+def test_a_rewind_redelivers_what_older_bounds_allowed_and_the_run_can_be_paused_meanwhile(run: RunClient) -> None:
+    """Acked batches stand as they were; only a change of strategy is held against them."""
+    epoch = begin(run, replay(max_uses=2, max_staleness=9))
+    bodies = run.train(epoch, range(2))
+    assert patch(run, strategy=replay(max_uses=1, max_staleness=9)).status_code == 200
+    epoch = run.attach(resume_step=0)
+    assert [run.batch(step, epoch).content for step in (0, 1)] == bodies
+    for state in ("paused", "running"):
+        assert patch(run, state=state).status_code == 200
+    refused(run, 409, "max_uses", strategy=replay(max_uses=1, max_staleness=8))
+
+
+def test_a_lower_limit_keeps_what_is_live_and_lets_nothing_in_until_there_is_room(run: RunClient) -> None:
+    """Smaller than a batch it is refused, as at the start: no batch would ever be full."""
+    epoch = begin(run, ONE_STEP, groups=4, group_size=2)
+    refused(run, 422, "limits.max_tokens_live", limits={"max_tokens_live": 7})
+    assert patch(run, limits={"max_tokens_live": 30}).status_code == 200
+    assert run.state()["tokens"]["live"] == 40
+    assert run.post("groups", groups=[group("more")]).status_code == 429
+    assert run.batch(0, epoch).status_code == 200
+    assert run.append(group("more"))[0]["status"] == "stored"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"strategy": replay(max_uses=1, cooldown=1)}, "strategy.options.cooldown"),
+        ({"strategy": replay(max_uses="two")}, "strategy.options"),
+        ({"strategy": {"name": "nobody"}}, "strategy"),
+        ({"filters": [{"name": "nobody"}]}, "filter"),
+        ({"strategy": replay(samples_per_insert=2, error_buffer=1.5)}, "strategy.options.error_buffer"),
+    ],
+    ids=str,
+)
+def test_what_would_be_refused_at_the_start_is_refused_live(run: RunClient, change: dict[str, Any], name: str) -> None:
+    begin(run, ONE_STEP)
+    refused(run, 422, name, **change)
