@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replaybuf.errors import StrategyFault
 from replaybuf.plugins import FILTERS, STRATEGIES, build_filter, build_strategy, names
@@ -21,7 +23,9 @@ from replaybuf.strategy import (
     Waiting,
     fill,
 )
-from replaybuf.testing import FilterContract, StrategyContract, check_filter, check_progress, check_strategy
+from replaybuf.testing import ClosedLoop, FilterContract, StrategyContract, check_filter, check_progress, check_strategy
+from replaybuf.testing.loop import BUDGETS
+from tests.builders import steady
 
 STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("on-policy", {}),
@@ -62,6 +66,36 @@ def test_a_built_in_strategy_keeps_the_contract(name: str, options: dict[str, An
 def test_a_built_in_goes_on_and_trains_prompts_that_take_50_times_longer(name: str, options: dict[str, Any]) -> None:
     """A trainer with producers at hand is never left waiting, and nobody's group is left to become stale."""
     check_progress(lambda: build_strategy(name, options))
+
+
+@given(
+    st.sampled_from(
+        [
+            ("one-step-off-policy", {}),
+            ("replay", {"max_uses": 1, "order": "fifo"}),
+            ("replay", {"max_uses": 3}),
+            ("replay", {"max_uses": 3, "order": "newest"}),
+            ("replay", {"max_uses": 2, "order": "prioritized", "fresh_fraction": 0.25}),
+        ]
+    ),
+    st.integers(2, 6),
+    st.floats(0.1, 1.0),
+    st.sampled_from(BUDGETS),
+    st.integers(0, 99),
+)
+@settings(steady, max_examples=12)
+def test_prompts_that_take_50_times_longer_are_trained_as_long_as_they_come_in_time(
+    strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int
+) -> None:
+    """For any k: a group may take up to k - 1 steps, so that it arrives with a step left. Its chance is at least half
+    of what groups have that take a 50th of that, and no use is staler than k.
+    """
+    name, options = strategy
+    build = build_strategy(name, options | {"max_staleness": k})
+    progress = ClosedLoop(build, budget, seed, slow_s=part * (k - 1)).run(40)
+    assert progress.steps == 40
+    assert progress.staleness.max() <= k
+    assert progress.share(slow=True) >= 0.5 * progress.share(slow=False) > 0.3
 
 
 FILTER_OPTIONS: list[tuple[str, dict[str, Any]]] = [

@@ -25,6 +25,7 @@ from replaybuf_strategies.reuse import Limiter
 from tests.builders import buffer_view, live_groups, steady
 
 BATCH_OF_4 = Budget(None, 4, 64)
+A, B, C = (source_code(name) for name in "abc")
 FALSE_ALARM = 1e-6
 """Chance that a statistical test fails although the distribution is right; seeds are fixed, so it was met once."""
 
@@ -225,6 +226,40 @@ def test_groups_are_drawn_in_proportion_to_their_priority(may: Callable[[Groups]
     assert chi_square(np.array(counted), np.array(expected)) < chi_square_bound(CLASSES**2 - 1)
 
 
+def test_groups_of_a_source_are_drawn_in_proportion_to_their_priority_within_its_places() -> None:
+    """A mix, a share of fresh groups and priorities at once: the first place of source a, by the group's class.
+
+    False-alarm rate 1e-6 (chi-square, 3 degrees of freedom, 3,000 batches); seeds are fixed.
+    """
+    count = 400
+    classes = 1.0 + np.arange(count) % CLASSES
+    sources = np.where(np.arange(count) // CLASSES % 2, A, B)
+    groups = shown(count, advantage_abs_mean=classes, source=sources)
+    strategy = replay(order="prioritized", exponent=2.0, mix={"a": 0.5, "b": 0.5}, fresh_fraction=0.5)
+    seen = np.zeros(CLASSES)
+    for seed in range(3000):
+        chosen = np.array(select(strategy, groups, seed)) - 1
+        of_a = chosen[sources[chosen] == A]
+        assert len(of_a) == 2
+        seen[of_a[0] % CLASSES] += 1
+    expected = 3000 * (1.0 + np.arange(CLASSES)) ** 2 / ((1.0 + np.arange(CLASSES)) ** 2).sum()
+    assert chi_square(seen, expected) < chi_square_bound(CLASSES - 1)
+
+
+def test_every_group_is_drawn_equally_often_where_the_order_is_uniform() -> None:
+    """Over whole batches, whatever a group's age or reward: 60 groups, batches of 4.
+
+    Counts of groups drawn without replacement vary less than chi-square tells, so the rate of false alarms is below
+    1e-6 (59 degrees of freedom).
+    """
+    count, each = 60, 40
+    groups = shown(count, policy_version=np.arange(count) % 7, reward_mean=np.arange(count) / count)
+    strategy, batches = replay(), count * each // 4
+    drawn_rows = [row for seed in range(batches) for row in select(strategy, groups, seed) if isinstance(row, int)]
+    seen = np.bincount(np.array(drawn_rows) - 1, minlength=count)
+    assert chi_square(seen, np.full(count, float(each))) < chi_square_bound(count - 1)
+
+
 def test_both_ways_draw_a_heavy_group_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 of 5,000 groups, 8 of them 60 times as likely: how many of these are drawn, by rejection and by keys.
 
@@ -350,8 +385,6 @@ def test_all_live_groups_of_a_prompt_come_together() -> None:
 
 
 # ---------------------------------------------------------------------- mixing sources
-
-A, B, C = (source_code(name) for name in "abc")
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), st.integers(1, 300))

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replaybuf.config import BatchSpec, Limits, StrategySpec
 from replaybuf.errors import Invalid
 from replaybuf.plugins import STRATEGIES, build_strategy, load, names
+from replaybuf.service.selector import resolve_config
 from replaybuf.strategy import Budget, Evictions, Flow, Groups, Selection, Strategy, Waiting
-from tests.builders import buffer_view, live_groups, steady
+from tests.builders import buffer_view, live_groups, run_config, steady
 
 BUILT_IN = ("on-policy", "one-step-off-policy")
 
@@ -106,6 +108,27 @@ def test_a_built_in_keeps_the_budget_and_chooses_the_same_again(
         assert set(chosen) <= set(live.row.tolist())
         assert groups is None or len(chosen) <= groups
         assert tokens is None or sum(drawn[row - 50][0] for row in chosen) <= tokens
+
+
+@pytest.mark.parametrize("name", names(STRATEGIES))
+@pytest.mark.parametrize(
+    ("batch", "room"), [({"tokens_per_batch": 1000}, 1000), ({"groups_per_batch": 8, "tokens_per_batch": None}, 64)]
+)
+def test_room_for_less_than_a_batch_is_refused_for_every_strategy(name: str, batch: dict[str, Any], room: int) -> None:
+    """One token less than the smallest batch could never be full; with it the run is taken."""
+    for tokens in (room, room - 1):
+        config = run_config(
+            batch=BatchSpec(**batch),
+            strategy=StrategySpec(name=name),
+            group_size=4,
+            limits=Limits(max_tokens_live=tokens),
+        )
+        if tokens == room:
+            assert resolve_config(config)[0].limits.max_tokens_live == room
+            continue
+        with pytest.raises(Invalid) as caught:
+            resolve_config(config)
+        assert (caught.value.name, caught.value.value, caught.value.bound) == ("limits.max_tokens_live", tokens, room)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

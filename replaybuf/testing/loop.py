@@ -16,7 +16,7 @@ BUDGETS = (Budget(None, 16, 4096), Budget(1650, None, 4096))
 MEAN_TOKENS = 100
 SLOW_EVERY = 8
 """Every eighth prompt is slow."""
-FAST_S, SLOW_S, STEP_S = 0.01, 0.5, 1.0
+SLOW_S, TIMES_SLOWER, STEP_S = 0.5, 50, 1.0
 TAIL_STEPS = 8
 """Groups that arrive within the last steps are not judged: they had no time to be used."""
 
@@ -44,14 +44,17 @@ class Progress:
 class ClosedLoop:
     """One trainer and as many producers as admission lets work.
 
-    A step takes 1 and is followed by a publication at once; a group takes 0.01, every eighth prompt 50 times as long.
+    A step takes 1 and is followed by a publication at once; every eighth prompt takes `slow_s`, others a 50th of it.
     The core's bounds are kept as the service keeps them. Stands still where no batch can be made and nothing is coming.
     """
 
-    def __init__(self, strategy: Strategy[Any], budget: Budget = BUDGETS[0], seed: int = 0) -> None:
+    def __init__(
+        self, strategy: Strategy[Any], budget: Budget = BUDGETS[0], seed: int = 0, slow_s: float = SLOW_S
+    ) -> None:
         self._strategy = strategy
         self._budget = budget
         self._seed = seed
+        self._slow_s = slow_s
         self._now_s = 0.0
         self._step = 0
         self._training = False
@@ -87,7 +90,7 @@ class ClosedLoop:
     def _start(self, groups: int) -> None:
         """Let producers start so many groups, with the version that is published."""
         for prompt in range(self._prompts, self._prompts + groups):
-            takes_s = SLOW_S if prompt % SLOW_EVERY == 0 else FAST_S
+            takes_s = self._slow_s if prompt % SLOW_EVERY == 0 else self._slow_s / TIMES_SLOWER
             heapq.heappush(self._coming, (self._now_s + takes_s, prompt, self._step))
         self._prompts += groups
 

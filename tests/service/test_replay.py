@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from replaybuf.batch import read_batch
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, ServeProcess, group
 
 
 def replay(run: RunClient, groups: int, **options: object) -> int:
@@ -71,6 +73,21 @@ def test_a_batch_waits_for_its_share_of_fresh_groups(run: RunClient) -> None:
     assert run.batch(1, epoch).status_code == 202
     run.append(group("new"))
     assert "new" in read_batch(run.batch(1, epoch).content).meta.group_ids
+
+
+@pytest.mark.parametrize("order", ["uniform", "prioritized"])
+def test_the_same_appends_and_configuration_give_the_same_batches_whatever_the_run_is_called(
+    service: ServeProcess, connect: Callable[[str, str], RunClient], order: str
+) -> None:
+    """Chance comes from (run seed, generation, step) alone; another seed gives other batches."""
+    chosen = []
+    for name, seed in ((f"one-{order}", 7), (f"two-{order}", 7), (f"other-{order}", 8)):
+        run = connect(service.url, name)
+        strategy = {"name": "replay", "options": {"order": order, "max_staleness": 50}}
+        assert run.put(batch={"groups_per_batch": 2, "seq_len": 64}, strategy=strategy, seed=seed).status_code == 201
+        run.append(*(group(f"g{n}") for n in range(20)))
+        chosen.append([read_batch(body).meta.group_ids for body in run.train(run.attach(), range(4))])
+    assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_options_that_contradict_each_other_or_the_run_are_refused(run: RunClient) -> None:
