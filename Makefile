@@ -5,7 +5,8 @@
 #   make test [ARGS="tests/service -k resume"]
 #   make check                       lint, format, types, import rules
 #   make bench [ARGS="--steps 60"]   the demo against the same parts joined by a plain file queue
-#   make chaos [KILLS=20] [SEED=0]   kill and stop real processes under load; a checker judges what everybody saw
+#   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
+#                                    kill and stop real processes under load; a checker judges what everybody saw
 #   make clean                       caches and build output; .venv and .replaybuf stay
 
 PYTHON ?= python3

@@ -23,7 +23,7 @@ from tests.chaos.observer import Follower, Observer
 from tests.chaos.report import Report, build, show
 from tests.chaos.rest import Rest, fold
 
-WARM_UP_TIMEOUT_S = 30.0
+WARM_UP_TIMEOUT_S = 60.0
 WARM_UP_STEPS = 3
 END_TIMEOUT_S = 25.0
 
