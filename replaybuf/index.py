@@ -53,10 +53,13 @@ STATE_ROW = np.dtype(
         ("times_sampled", "<i4"),
         ("last_step", "<i4"),
         ("evicted_at", "<i4"),
+        ("evicted_age_ms", "<i4"),
         ("priority", "<f4"),
     ]
 )
-"""What happens to a group after it was stored; the rest of its row never changes."""
+"""What happens to a group after it was stored; the rest of its row never changes. `evicted_age_ms`: from arrival to
+eviction, where `evicted_at` tells of one.
+"""
 
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 
@@ -132,6 +135,7 @@ class Index:
         self["times_sampled"][start:] = 0
         self["last_step"][start:] = NEVER
         self["evicted_at"][start:] = NEVER
+        self["evicted_age_ms"][start:] = NEVER
         self["priority"][start:] = entries["advantage_abs_mean"]
 
     def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:

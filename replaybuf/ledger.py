@@ -12,7 +12,10 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Base of all records. `at_s`: when it was written, seconds since the epoch; information, never an input."""
+    """Base of all records. `at_s`: when it was written, seconds since the epoch; for histograms of ages and for people
+
+    to read, never an input of a decision.
+    """
 
     at_s: float = 0.0
 

@@ -10,6 +10,7 @@ State = `restore`(`take`(state), rows of the index stream behind `trimmed` and t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 from collections import Counter
@@ -24,6 +25,7 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.index import DEAD, FREED, STATE_ROW
 from replaybuf.prompt_set import PromptSet
 from replaybuf.state import BAD_INDEX_ENTRY, Attached, BatchState, RunState, VoidedBatch
+from replaybuf.tallies import Tallies, ages_ms
 
 MAGIC = b"RBS2"
 """Format and version: what is not this is refused, never guessed at."""
@@ -78,6 +80,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups_used: int
     uses: int
     tokens_used: int
+    tallies: Tallies
     reasons: list[str]
     fates: bytes
     set_aside: bytes
@@ -134,6 +137,7 @@ def take(state: RunState) -> Snapshot:
         voided={step: list(several) for step, several in state.voided.items()},
         checkpoints=list(state.checkpoints),
         rewinds=list(state.rewinds),
+        tallies=copy.deepcopy(state.tallies),
         failed_prompts=state.failed_prompts.bits,
         reasons=list(state.reasons),
         fates=bytes(state.fates),
@@ -168,6 +172,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
     state.voided = {step: list(several) for step, several in snapshot.voided.items()}
     state.checkpoints, state.rewinds = list(snapshot.checkpoints), list(snapshot.rewinds)
+    state.tallies = copy.deepcopy(snapshot.tallies)
     state.failed_prompts = PromptSet(snapshot.failed_prompts)
     _restore_rows(state, snapshot)
 
@@ -175,6 +180,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
 def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
     index = state.index
     fresh = index["number"] > snapshot.stored
+    state.tallies.store(index, np.flatnonzero(fresh))
     # What came after the snapshot and is dead already is so by its index entry alone.
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))
     state.reasons = list(snapshot.reasons)
@@ -183,6 +189,7 @@ def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
             state.reasons.append(BAD_INDEX_ENTRY)
         index["reason"][bad] = state.reasons.index(BAD_INDEX_ENTRY)
         state.dead_lettered[BAD_INDEX_ENTRY] += len(bad)
+        state.tallies.drop(index, bad, BAD_INDEX_ENTRY, 0, ages_ms(index["arrival_s"][bad], 0.0))
     state.forgive(index["prompt_index"][fresh])
     state.fates[: len(snapshot.fates)] = snapshot.fates
     freed = np.flatnonzero(np.frombuffer(state.fates, np.uint8)) + state.trimmed

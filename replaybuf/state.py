@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -42,6 +43,7 @@ from replaybuf.ledger import (
     TrimRecord,
 )
 from replaybuf.prompt_set import PromptSet
+from replaybuf.tallies import Tallies, ages_ms
 
 LOST_LINEAGE = "lost_lineage"
 BAD_INDEX_ENTRY = "bad_index_entry"
@@ -55,6 +57,8 @@ KEPT_REWINDS = 1_000
 """So many rewinds that still tell tickets apart are kept; 128 kB."""
 _NONE = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, bool)
+
+Steps = TypeVar("Steps", int, npt.NDArray[np.int64])
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,6 +120,7 @@ class RunState:
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `groups_used` counts all uses, `uses` those of the surviving history
     - `rewinds`: (generation, version), see `remembered_rewinds`; `failed_prompts`: the ledger tells their reasons
+    - `tallies`: histograms of lengths, ages and reuse; coverage of prompts
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -149,6 +154,7 @@ class RunState:
         self.groups_used = 0
         self.uses = 0
         self.tokens_used = 0
+        self.tallies = Tallies()
         self.made: dict[int, tuple[int, int]] = {}
         self.reasons: list[str] = ["", _RETIRED]
         self.fates = bytearray(1)
@@ -291,10 +297,12 @@ class RunState:
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
+        self.tallies.store(self.index, slice(len(self.index) - len(numbers), None))
         self.stored = max(self.stored, last)
         self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
         if unfit.any():
-            self._dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY)
+            # At whatever ledger entry the stream is read: of an entry that tells nothing the age is not known.
+            self._dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, step=0, at_s=0.0)
         self.forgive(entries["prompt_index"])
 
     def forgive(self, prompt_indexes: npt.NDArray[np.int64]) -> None:
@@ -326,10 +334,10 @@ class RunState:
                     self.index["priority"][self.index.rows_of([number])] = priority
             case EvictRecord():
                 for reason, numbers in record.numbers.items():
-                    self._evict(self.index.rows_of(numbers), reason, record.step)
+                    self._evict(self.index.rows_of(numbers), reason, record.step, record.at_s)
             case DeadLetterRecord():
                 for reason, numbers in record.numbers.items():
-                    self._dead_letter(self.index.rows_of(numbers), reason)
+                    self._dead_letter(self.index.rows_of(numbers), reason, self.next_step, record.at_s)
             case PurgeRecord():
                 return self._free(self.index.rows_of(record.numbers), purged=True)
             case CheckpointRecord():
@@ -378,6 +386,7 @@ class RunState:
         self.groups_used += len(numbers)
         self.uses += len(numbers)
         self.tokens_used += record.tokens
+        self.tallies.use(self.index, rows, record.at_s)
         self._settle(rows)
 
     def _settle(self, rows: npt.NDArray[np.int64]) -> None:
@@ -387,35 +396,50 @@ class RunState:
         )
         self.index["state"][rows] = np.where(used_up, IN_BATCHES, LIVE)
 
-    def _evict(self, rows: npt.NDArray[np.int64], reason: str, step: int) -> None:
+    def _evict(self, rows: npt.NDArray[np.int64], reason: str, step: int, at_s: float) -> None:
         states = self.index["state"][rows]
         rows = rows[np.isin(states, (LIVE, IN_BATCHES)) & (self.index["evicted_at"][rows] == NEVER)]
         self.evicted_since_batch[reason] += int((self.index["state"][rows] == LIVE).sum())
         self.index["state"][rows] = IN_BATCHES
         self.index["reason"][rows] = self._code(reason)
         self.index["evicted_at"][rows] = step
+        self.index["evicted_age_ms"][rows] = ages_ms(self.index["arrival_s"][rows], at_s)
         self._drop_unused(rows)
 
     def _drop_unused(self, rows: npt.NDArray[np.int64]) -> None:
         """Count as evicted those of these evicted rows that no batch of the surviving history used."""
         unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
         self.index["state"][unused] = EVICTED
-        for code, number in Counter(self.index["reason"][unused].tolist()).items():
-            self.evicted[self.reasons[code]] += number
+        self._count_evicted(unused, 1)
+
+    def _count_evicted(self, rows: npt.NDArray[np.int64], sign: int) -> None:
+        """Count evicted groups by reason and age, or take that back with `sign` -1: their rows tell both."""
+        codes = self.index["reason"][rows]
+        for code in np.unique(codes).tolist():
+            of_it = rows[codes == code]
+            self.evicted[self.reasons[code]] += sign * len(of_it)
+            versions = self._version_of(self.index["evicted_at"][of_it])
+            ages = self.index["evicted_age_ms"][of_it]
+            self.tallies.drop(self.index, of_it, self.reasons[code], versions, ages, sign)
+
+    def _version_of(self, step: Steps) -> Steps:
+        return step // self.config.steps_per_publish if self.config else step
 
     def _restore(self, rows: npt.NDArray[np.int64]) -> None:
         """Undo evictions."""
-        for code, number in Counter(self.index["reason"][rows[self.index["state"][rows] == EVICTED]].tolist()).items():
-            self.evicted[self.reasons[code]] -= number
+        self._count_evicted(rows[self.index["state"][rows] == EVICTED], -1)
         self.index["reason"][rows] = 0
         self.index["evicted_at"][rows] = NEVER
+        self.index["evicted_age_ms"][rows] = NEVER
         self._settle(rows)
 
-    def _dead_letter(self, rows: npt.NDArray[np.int64], reason: str) -> None:
+    def _dead_letter(self, rows: npt.NDArray[np.int64], reason: str, step: int, at_s: float) -> None:
         rows = rows[self.index["state"][rows] == LIVE]
         self.index["state"][rows] = DEAD
         self.index["reason"][rows] = self._code(reason)
         self.dead_lettered[reason] += len(rows)
+        ages = ages_ms(self.index["arrival_s"][rows], at_s)
+        self.tallies.drop(self.index, rows, reason, self._version_of(step), ages)
 
     def _rewind(self, record: RewindRecord) -> None:
         lost = sorted(step for step in self.batches if step >= record.step)
@@ -447,7 +471,7 @@ class RunState:
         lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
         lost &= (index["evicted_at"] == NEVER) | (index["evicted_at"] > record.step)
         self._restore(np.flatnonzero(lost))
-        self._evict(np.flatnonzero(lost), LOST_LINEAGE, record.step)
+        self._evict(np.flatnonzero(lost), LOST_LINEAGE, record.step, record.at_s)
 
     def _void(self, steps: list[int], generation: int) -> None:
         for step in reversed(steps):
@@ -457,6 +481,7 @@ class RunState:
             rows = self.index.rows_of(batch.numbers)
             self.uses -= len(batch.numbers)
             self.index["times_sampled"][rows] -= 1
+            self.tallies.unuse(self.index, rows)
             self.index["last_step"][rows] = NEVER
             for number, earlier in batch.earlier.items():
                 self.index["last_step"][self.index.rows_of([number])] = earlier

@@ -53,7 +53,7 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
             s: (b.entry, b.generation, b.numbers.tolist(), b.earlier, b.acked) for s, b in state.batches.items()
         },
         "counts": (state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
-        "used": (state.groups_used, state.tokens_used, state.used_staleness),
+        "used": (state.groups_used, state.tokens_used, state.used_staleness, state.tallies),
         "words": (state.attached, state.failed_prompts, state.config, state.max_uses, state.config_state),
         "steps": (state.step, state.next_step, state.generation, state.published, state.weights_uri),
     }

@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from replaybuf.ledger import (
     encode_record,
 )
 from replaybuf.state import LOST_LINEAGE, RunState
+from replaybuf.tallies import AGE_MS, TOKENS, VERSIONS, Histogram, Tallies
 from tests.builders import batch_entry, batch_record, config_record, entries
 
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
@@ -50,9 +52,14 @@ class ModelGroup:
     newest: int
     tokens: int
     prompt: int | None
+    rollouts: int = 2
+    longest: int = 6
+    arrival_s: int = 0
     uses: list[int] = dataclasses.field(default_factory=list)
     evicted: tuple[int, str] | None = None
+    evicted_s: int = 0
     poison: str | None = None
+    poisoned: tuple[int, int] = (0, 0)
     freed: bool = False
     retired: bool = False
 
@@ -96,6 +103,12 @@ class Model:
         self.state, self.reason = "running", None
         self.step = self.next_step = self.generation = self.published = self.entries = self.epoch = 0
         self.checkpoints: list[int] = []
+        self.uses_told: list[tuple[ModelGroup, int, int]] = []
+
+    @property
+    def now_s(self) -> int:
+        """When the next record is written."""
+        return 50 + 7 * self.entries
 
     def version_of(self, step: int) -> int:
         return step // self.steps_per_publish
@@ -138,7 +151,7 @@ class Model:
                 group.evicted = None
             lost = group.newest > version and group.number <= until
             if lost and (group.evicted is None or later) and not group.freed and not group.poison:
-                group.evicted = (step, LOST_LINEAGE)
+                group.evicted, group.evicted_s = (step, LOST_LINEAGE), self.now_s
         self.step, self.published = step, version
         self.next_step = max([step, *(s + 1 for s in self.batches)])
         self.checkpoints = [c for c in self.checkpoints if c <= step]
@@ -161,6 +174,36 @@ class Model:
             freed.add(group.number)
         return freed
 
+    def tallies(self) -> dict[str, Any]:
+        """Count everything anew, from the groups as they stand and from every use that was ever made."""
+        groups, used = list(self.groups.values()), [group for group, _, _ in self.uses_told]
+        dropped = [group for group in groups if group.place(self.max_uses)[1]]
+        ages: dict[str, tuple[list[int], list[int]]] = {}
+        for group in dropped:
+            evicted_at = group.evicted[0] if group.evicted else 0
+            step, at_s = group.poisoned if group.poison else (evicted_at, group.evicted_s)
+            versions, seconds = ages.setdefault(group.place(self.max_uses)[1] or "", ([], []))
+            versions.append(max(0, self.version_of(step) - group.version))
+            seconds.append(1000 * max(0, at_s - group.arrival_s))
+        prompts = [group for group in groups if group.prompt is not None]
+        return {
+            "lengths": {
+                kind: (
+                    in_buckets(TOKENS, [group.tokens // group.rollouts for group in of_it]),
+                    in_buckets(TOKENS, [group.longest for group in of_it]),
+                )
+                for kind, of_it in (("stored", groups), ("used", used), ("dropped", dropped))
+            },
+            "reuse": Counter(times for _, times, _ in self.uses_told),
+            "age_at_use": in_buckets(AGE_MS, [1000 * max(0, at_s - g.arrival_s) for g, _, at_s in self.uses_told]),
+            "drop_ages": {r: (in_buckets(VERSIONS, one), in_buckets(AGE_MS, two)) for r, (one, two) in ages.items()},
+            "prompts": (
+                len(prompts),
+                sum(1 for group in prompts if group.uses),
+                sum(1 for group in prompts if group in dropped and not group.uses),
+            ),
+        }
+
     def batch_of(self, step: int, generation: int) -> int | None:
         found = [
             b
@@ -169,6 +212,27 @@ class Model:
         ]
         kept = [b for b in found if b.void_from is None or not b.freed]
         return kept[0].entry if kept and generation <= self.generation else None
+
+
+def in_buckets(edges: tuple[int, ...], values: list[int]) -> tuple[dict[int | None, int], int]:
+    """Count values by the lowest edge that is not below them, None above all; and add them up."""
+    return Counter(min((edge for edge in edges if edge >= value), default=None) for value in values), sum(values)
+
+
+def told_of(tallies: Tallies) -> dict[str, Any]:
+    """Tell tallies as the model does."""
+
+    def told(histogram: Histogram) -> tuple[dict[int | None, int], int]:
+        counts = zip((*histogram.edges, None), histogram.counts, strict=True)
+        return {edge: count for edge, count in counts if count}, histogram.sum
+
+    return {
+        "lengths": {kind: (told(one.mean), told(one.longest)) for kind, one in tallies.lengths.items()},
+        "reuse": tallies.reuse,
+        "age_at_use": told(tallies.age_at_use),
+        "drop_ages": {r: (told(a.versions), told(a.ms)) for r, a in tallies.drop_ages.items() if a.versions.count},
+        "prompts": (tallies.prompts_stored, tallies.prompts_trained, tallies.prompts_dropped),
+    }
 
 
 def story_of(state: RunState) -> dict[str, Any]:
@@ -187,6 +251,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "records": (state.records, state.voided, state.checkpoints, state.rewinds),
         "counts": (state.stored, state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
         "used": (state.groups_used, state.tokens_used, state.used_staleness),
+        "tallies": told_of(state.tallies),
         "words": (state.epoch, state.failed_prompts, state.config, state.max_uses, state.entries),
     }
 
@@ -213,6 +278,7 @@ class Streams:
             return False
         self.numbers.update(dict.fromkeys(names, group.number))
         values = {"policy_version": group.version, "policy_version_max": group.newest, "tokens": group.tokens}
+        values |= {"rollouts": group.rollouts, "longest_tokens": group.longest, "arrival_s": group.arrival_s}
         self.index.append(entries(values if group.prompt is None else values | {"prompt_index": group.prompt}))
         return True
 
@@ -267,7 +333,7 @@ class RunStateMachine(RuleBasedStateMachine):
     # -- writing
 
     def write(self, record: AnyRecord) -> set[int]:
-        raw = encode_record(record)
+        raw = encode_record(msgspec.structs.replace(record, at_s=self.model.now_s))
         self.model.entries += 1
         freed = self.state.apply(self.model.entries, decode_record(raw)).tolist()
         assert len(freed) == len(set(freed)) and not self.freed & set(freed), "a payload is let go once"
@@ -292,6 +358,8 @@ class RunStateMachine(RuleBasedStateMachine):
             number = len(self.streams.index) + 1
             prompt = data.draw(st.integers(0, 9)) if ticketed else None
             group = ModelGroup(number, data.draw(st.integers(0, newest)), newest, data.draw(st.integers(2, 90)), prompt)
+            group.rollouts, group.longest = 1 + number % 3, group.tokens * 2 // 3
+            group.arrival_s = self.model.now_s + data.draw(st.integers(-40, 8))  # the clock of another machine
             if self.streams.publish(f"g{number}", group):
                 self.model.coming.append(group)
 
@@ -331,6 +399,7 @@ class RunStateMachine(RuleBasedStateMachine):
         step = model.next_step
         for group in chosen:
             group.uses.append(step)
+            model.uses_told.append((group, len(group.uses), model.now_s))
         record = batch_record(
             step,
             [batch_entry(g.number, version=g.version, times_sampled=len(g.uses)) for g in chosen],
@@ -391,14 +460,14 @@ class RunStateMachine(RuleBasedStateMachine):
     def evict(self, data: st.DataObject, reason: str) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.model.at("live")), unique_by=lambda g: g.number, min_size=1))
         for group in chosen:
-            group.evicted = (self.model.next_step, reason)
+            group.evicted, group.evicted_s = (self.model.next_step, reason), self.model.now_s
         self.write(EvictRecord(step=self.model.next_step, numbers={reason: [g.number for g in chosen]}))
 
     @precondition(lambda self: self.model.at("live"))
     @rule(data=st.data())
     def bury(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.model.at("live")))
-        group.poison = "bad_checksum"
+        group.poison, group.poisoned = "bad_checksum", (self.model.next_step, self.model.now_s)
         self.write(DeadLetterRecord(numbers={"bad_checksum": [group.number]}))
 
     @precondition(lambda self: self.model.purgeable)
@@ -460,6 +529,23 @@ class RunStateMachine(RuleBasedStateMachine):
         reasons = Counter(g.place(self.model.max_uses)[1] for g in self.model.at("evicted"))
         assert +state.evicted == reasons
         assert state.live_tokens() == sum(g.tokens for g in self.model.at("live"))
+
+    @invariant()
+    def the_tallies_are_the_models_and_add_up(self) -> None:
+        state, tallies = self.state, self.state.tallies
+        assert told_of(tallies) == self.model.tallies()
+        assert {kind: lengths.mean.count for kind, lengths in tallies.lengths.items()} == {
+            "stored": state.stored,
+            "used": state.groups_used,
+            "dropped": state.evicted.total() + state.dead_lettered.total(),
+        }
+        assert sum(tallies.reuse.values()) == state.used_staleness.total() == state.groups_used
+        by_reason = {reason: ages.versions.count for reason, ages in tallies.drop_ages.items()}
+        assert +Counter(by_reason) == state.evicted + state.dead_lettered
+        tickets = len({g.prompt for g in self.model.groups.values()} - {None}) + len(self.model.failed)
+        coverage = tallies.coverage(tickets, len(state.failed_prompts))
+        assert coverage.issued == tickets == coverage.stored + coverage.failed
+        assert coverage.pending == sum(g.prompt is not None and not g.uses for g in self.model.at("live"))
 
     @invariant()
     def uses_are_counted_and_bounded(self) -> None:
