@@ -172,15 +172,14 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
     state.voided = {step: list(several) for step, several in snapshot.voided.items()}
     state.checkpoints, state.rewinds = list(snapshot.checkpoints), list(snapshot.rewinds)
-    state.tallies = copy.deepcopy(snapshot.tallies)
     state.failed_prompts = PromptSet(snapshot.failed_prompts)
+    state.resume_tallies(copy.deepcopy(snapshot.tallies), snapshot.stored)
     _restore_rows(state, snapshot)
 
 
 def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
     index = state.index
     fresh = index["number"] > snapshot.stored
-    state.tallies.store(index, np.flatnonzero(fresh))
     # What came after the snapshot and is dead already is so by its index entry alone.
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))
     state.reasons = list(snapshot.reasons)

@@ -120,7 +120,8 @@ class RunState:
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `groups_used` counts all uses, `uses` those of the surviving history
     - `rewinds`: (generation, version), see `remembered_rewinds`; `failed_prompts`: the ledger tells their reasons
-    - `tallies`: histograms of lengths, ages and reuse; coverage of prompts
+    - `tallies`: histograms of lengths, ages and reuse; coverage of prompts. Groups up to number `tallied` are in it as
+      stored; the others join when it is looked at, many at a time, before anything becomes of them
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -154,7 +155,8 @@ class RunState:
         self.groups_used = 0
         self.uses = 0
         self.tokens_used = 0
-        self.tallies = Tallies()
+        self.tallied = 0
+        self._tallies = Tallies()
         self.made: dict[int, tuple[int, int]] = {}
         self.reasons: list[str] = ["", _RETIRED]
         self.fates = bytearray(1)
@@ -176,6 +178,19 @@ class RunState:
     def oldest_step(self) -> int:
         """Lowest step a trainer may resume at."""
         return self.checkpoints[0] if self.checkpoints else 0
+
+    @property
+    def tallies(self) -> Tallies:
+        """Everything that is counted of groups and prompts, up to now."""
+        if self.tallied < self.stored:
+            first = int(np.searchsorted(self.index["number"], self.tallied, "right"))
+            self._tallies.store(self.index, slice(first, None))
+            self.tallied = self.stored
+        return self._tallies
+
+    def resume_tallies(self, tallies: Tallies, tallied: int) -> None:
+        """Go on counting from `tallies`, which hold the groups up to number `tallied`."""
+        self._tallies, self.tallied = tallies, tallied
 
     def count(self, state: int) -> int:
         """Count the groups in a state of the index."""
@@ -297,7 +312,6 @@ class RunState:
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
-        self.tallies.store(self.index, slice(len(self.index) - len(numbers), None))
         self.stored = max(self.stored, last)
         self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
         if unfit.any():

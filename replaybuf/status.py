@@ -89,6 +89,12 @@ def _table(state: dict[str, Any], leader: str | None) -> Table:
         ("dead letters", groups["dead_lettered"]),
         ("tickets", _pairs(tickets)),
         ("staleness at use", _pairs(state["staleness"])),
+        ("times sampled at use", _pairs(state["histograms"]["times_sampled"])),
+        ("age at use", f"{_mean(state['histograms']['age_at_use_s'])} s"),
+        ("tokens per rollout", _pairs(_means(state["histograms"]["rollout_tokens"]))),
+        ("longest rollout", _pairs(_means(state["histograms"]["longest_rollout_tokens"]))),
+        ("age when dropped", _drop_ages(state["histograms"]["dropped"])),
+        ("prompts", _prompts(state["coverage"])),
         ("epoch, generation", f"{state['epoch']}, {state['generation']}"),
         ("durability", state["durability"]),
         ("led by", leader or "nobody, or a server not known yet"),
@@ -104,6 +110,26 @@ def _waiting(waiting: dict[str, Any] | None) -> str:
         f"{waiting['reason']}: have {_pairs(waiting['have'])}; need {_pairs(waiting['need'])}; "
         f"waiting for {waiting['blocked_on']}"
     )
+
+
+def _mean(histogram: dict[str, Any]) -> str:
+    """Tell the mean of a histogram; - where nothing is in it."""
+    return f"{histogram['sum'] / histogram['count']:.1f}" if histogram["count"] else "-"
+
+
+def _means(histograms: dict[str, Any]) -> dict[str, str]:
+    return {name: _mean(histogram) for name, histogram in histograms.items()}
+
+
+def _drop_ages(dropped: dict[str, Any]) -> str:
+    told = (
+        f"{reason} {_mean(ages['age_versions'])} versions, {_mean(ages['age_s'])} s" for reason, ages in dropped.items()
+    )
+    return "; ".join(told) or "none"
+
+
+def _prompts(coverage: dict[str, Any]) -> str:
+    return _pairs({name: value for name, value in coverage.items() if name != "share"})
 
 
 def _pairs(values: dict[str, Any]) -> str:

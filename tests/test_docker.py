@@ -208,10 +208,10 @@ def queries() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def exposed(run: RunClient) -> dict[str, set[str]]:
-    """Metrics of a real service that stored, used and rejected something: sample name to label names."""
+    """Metrics of a real service that stored, used, dropped and rejected something: sample name to label names."""
     run.put(batch={"groups_per_batch": 1})
-    run.append(group("used"), group("rejected", version=9))
-    assert run.batch(0, run.attach()).status_code == 200
+    run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
+    assert run.batch(0, run.attach(seq_len=8)).status_code == 200
     families = text_string_to_metric_families(run.http.get("/metrics").text)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
@@ -227,9 +227,17 @@ def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[
             assert set(re.findall(r"(\w+)[=!]~?=?\"", matchers)) <= exposed[metric], (title, query)
         grouped = {name for found in re.findall(r"by \(([^)]*)\)", query) for name in re.findall(r"\w+", found)}
         assert grouped <= set().union(*(exposed[metric] for metric, _ in metrics)), (title, query)
-        assert not re.search(r"\b(?:rate|increase)\((?!replaybuf_\w+_total\b)", query), (title, query)
+        assert not re.search(r"\b(?:rate|increase)\((?!replaybuf_\w+_(?:total|bucket|sum|count)\b)", query), (title, query)
         seen |= {metric for metric, _ in metrics}
     assert len(seen) > 15
+
+
+def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
+    """Without `le`, or of anything but buckets, Prometheus answers nothing."""
+    found = [query for _, query in queries() if "histogram_quantile" in query]
+    assert found
+    for query in found:
+        assert re.search(r"histogram_quantile\(0\.\d+, sum by \([^)]*\ble\) \(rate\(replaybuf_\w+_bucket\b", query), query
 
 
 def test_the_dashboard_shows_the_buffer_at_a_glance() -> None:

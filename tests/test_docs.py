@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.errors import ReplaybufError
 from replaybuf.group import GroupJson, RolloutJson
-from replaybuf.service.answers import BLOCKED_ON
+from replaybuf.service.answers import BLOCKED_ON, Buckets, Counted, DropAges, Histograms
 from replaybuf.service.http import CALLS, UNGUARDED
 from replaybuf.strategy import REASONS
+from replaybuf.tallies import Coverage
 from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, group
 
@@ -83,8 +84,8 @@ def test_every_waiting_reason_is_explained_with_who_is_waited_for() -> None:
 def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> None:
     """None is missing, none is made up."""
     run.put(batch={"groups_per_batch": 1})
-    run.append(group("used"), group("rejected", version=9))
-    assert run.batch(0, run.attach()).status_code == 200
+    run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
+    assert run.batch(0, run.attach(seq_len=8)).status_code == 200
     described = rows(OPERATE, "Metrics")
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family
@@ -94,7 +95,7 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> N
     for name, told in described.items():
         family = families[name.partition("{")[0]]
         assert told.split("|")[1].strip().startswith(family.type)
-        labels = {label for sample in family.samples for label in sample.labels} - {"run"}
+        labels = {label for sample in family.samples for label in sample.labels} - {"run", "le"}
         assert family.samples
         assert labels == set(re.findall(r"\w+", name.partition("{")[2]))
 
@@ -119,6 +120,11 @@ def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
         TicketSpec,
         GroupJson,
         RolloutJson,
+        Counted,
+        Histograms,
+        Buckets,
+        DropAges,
+        Coverage,
     }
     fields = {field.encode_name for shape in shapes for field in msgspec.structs.fields(shape)}
     assert fields | {name for call in CALLS for name in call.query} <= words

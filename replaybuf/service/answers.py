@@ -13,6 +13,7 @@ from replaybuf.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.ledger import BatchRecord
 from replaybuf.service.assembly import Assembled
 from replaybuf.state import RunState
+from replaybuf.tallies import KINDS, Coverage, Histogram
 
 BLOCKED_ON = {
     "finished": "nothing",
@@ -55,6 +56,68 @@ def waiting(reason: str, have: Amount, config: RunConfig, *, blocked_on: str | N
     return WaitingAnswer(reason=reason, have=have, need=need, blocked_on=blocked_on or BLOCKED_ON[reason])
 
 
+class Buckets(msgspec.Struct, frozen=True):
+    """A histogram: how many, their sum, and pairs of a bucket's upper edge (null = above all) and how many are in it.
+
+    Buckets without any are left out.
+    """
+
+    count: int
+    sum: float
+    buckets: list[tuple[float | None, int]]
+
+
+class DropAges(msgspec.Struct, frozen=True):
+    """Dropped groups of one reason by age: policy versions at the step of the drop, seconds since they arrived."""
+
+    age_versions: Buckets
+    age_s: Buckets
+
+
+class Histograms(msgspec.Struct, frozen=True):
+    """What became of groups: uses by `times_sampled` and age; lengths of groups stored, used, dropped; drops by reason.
+
+    Lengths are tokens: of the mean rollout of a group, rounded down, and of its longest one.
+    """
+
+    times_sampled: dict[str, int]
+    age_at_use_s: Buckets
+    rollout_tokens: dict[str, Buckets]
+    longest_rollout_tokens: dict[str, Buckets]
+    dropped: dict[str, DropAges]
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """The part of a run's state that counts what became of groups and prompts."""
+
+    histograms: Histograms
+    coverage: Coverage
+
+
+def counted(state: RunState, book: TicketBook) -> Counted:
+    """Tell the tallies of a run, and what became of the prompts of adapter `""`."""
+    tallies = state.tallies
+    histograms = Histograms(
+        times_sampled={str(times): uses for times, uses in sorted(tallies.reuse.items())},
+        age_at_use_s=_buckets(tallies.age_at_use, 1000),
+        rollout_tokens={kind: _buckets(tallies.lengths[kind].mean) for kind in KINDS},
+        longest_rollout_tokens={kind: _buckets(tallies.lengths[kind].longest) for kind in KINDS},
+        dropped={
+            reason: DropAges(_buckets(ages.versions), _buckets(ages.ms, 1000))
+            for reason, ages in sorted(tallies.drop_ages.items())
+            if ages.versions.count
+        },
+    )
+    return Counted(histograms, tallies.coverage(book.next_index.get("", 0), len(state.failed_prompts)))
+
+
+def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
+    edges = [edge / unit if unit > 1 else edge for edge in histogram.edges]
+    pairs = zip([*edges, None], histogram.counts, strict=True)
+    total = histogram.sum / unit if unit > 1 else histogram.sum
+    return Buckets(histogram.count, total, [(edge, count) for edge, count in pairs if count])
+
+
 def run_state(
     run: str,
     state: RunState,
@@ -67,6 +130,7 @@ def run_state(
 ) -> dict[str, Any]:
     """Render `GET /v1/runs/{run}`."""
     counts = group_counts(state)
+    tallied = counted(state, book)
     return {
         "run": run,
         "state": state.state,
@@ -87,6 +151,8 @@ def run_state(
             "failed": len(state.failed_prompts),
         },
         "staleness": {str(age): number for age, number in sorted(state.used_staleness.items())},
+        "histograms": tallied.histograms,
+        "coverage": tallied.coverage,
         "waiting": waits,
         "adapters": {},
         "checkpoints": state.checkpoints,

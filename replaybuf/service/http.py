@@ -24,7 +24,7 @@ from replaybuf.errors import (
     ReplaybufError,
 )
 from replaybuf.service import sending
-from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.answers import Counted, WaitingAnswer
 from replaybuf.service.auth import Tokens
 from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
 from replaybuf.service.console import PAGE
@@ -54,7 +54,10 @@ OPEN: frozenset[str] = frozenset()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """One row of the contract: method, path, handler, roles besides operator, shapes for the description."""
+    """One row of the contract: method, path, handler, roles besides operator, shapes for the description.
+
+    `result`: fields that the answer has among others.
+    """
 
     method: str
     path: str
@@ -64,6 +67,7 @@ class Call:
     body: Any = None
     answers: tuple[str, ...] = ("200",)
     query: tuple[str, ...] = ()
+    result: Any = None
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -260,10 +264,12 @@ _ANYBODY = READ | _TRAINER | _PRODUCER
 _CHANGED = ("200", "409")
 
 CALLS = (
-    Call("PUT", _R, put_run, OPEN, "Create a run", RunConfig, ("200", "201", "409")),
+    Call("PUT", _R, put_run, OPEN, "Create a run", RunConfig, ("200", "201", "409"), result=Counted),
     Call("GET", "/v1/runs", get_runs, READ | _TRAINER, "List runs with their state"),
-    Call("GET", _R, get_run, _ANYBODY, "State of a run"),
-    Call("PATCH", _R, patch_run, OPEN, "Change strategy, filters, limits or state", ConfigPatch, _CHANGED),
+    Call("GET", _R, get_run, _ANYBODY, "State of a run", result=Counted),
+    Call(
+        "PATCH", _R, patch_run, OPEN, "Change strategy, filters, limits or state", ConfigPatch, _CHANGED, result=Counted
+    ),
     Call("POST", f"{_R}/tickets", post_tickets, _PRODUCER, "Ask for leave to generate groups", TicketRequest),
     Call("DELETE", f"{_R}/tickets/{{ticket:path}}", delete_ticket, _PRODUCER, "Give a ticket back", query=("reason",)),
     Call("POST", f"{_R}/groups", post_groups, _PRODUCER, "Append groups", GroupsRequest, ("200", "413", "422", "429")),

@@ -1,22 +1,31 @@
 """`/metrics`: every metric of the service, read from the state of its runs when it is scraped.
 
-Counters come from the fold of the ledger, so they go on where they were after a restart; only the waiting seconds,
-truncated groups, prepared batches and unconfirmed writes start at 0 with the process.
+Counters and histograms come from the fold of the ledger, so they go on where they were after a restart; only the
+waiting seconds, truncated groups, prepared batches and unconfirmed writes start at 0 with the process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replaybuf.index import IN_BATCHES, LIVE
 from replaybuf.service.ahead import OUTCOMES
+from replaybuf.service.answers import counted
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.strategy import REASONS
+from replaybuf.tallies import Histogram, Tallies
+
+REUSE = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+"""Upper edges of the buckets of `times_sampled`."""
+_STANDINGS = ("trained", "dropped", "failed", "pending")
+"""What becomes of a prompt: their sum is `issued`."""
 
 _Metrics = dict[str, tuple[str, Callable[[Run], float]]]
 
@@ -47,6 +56,56 @@ _RUN_GAUGES: _Metrics = {
 }
 
 
+_Told = Iterable[tuple[list[str], Histogram, int]]
+"""Values of further labels, the histogram, how many of its units make one of the metric."""
+
+
+def _reuse(tallies: Tallies) -> Histogram:
+    histogram = Histogram(REUSE)
+    for times, uses in tallies.reuse.items():
+        histogram.add(np.array([times]), uses)
+    return histogram
+
+
+_HISTOGRAMS: dict[str, tuple[str, list[str], Callable[[Tallies], _Told]]] = {
+    "group_times_sampled": (
+        "Uses of groups by how often the group had been used, this use counted",
+        [],
+        lambda tallies: [([], _reuse(tallies), 1)],
+    ),
+    "group_age_at_use_seconds": (
+        "Uses of groups by the time since the group arrived",
+        [],
+        lambda tallies: [([], tallies.age_at_use, 1000)],
+    ),
+    "rollout_tokens": (
+        "Groups by the mean tokens of their rollouts: stored, used (each use counted), dropped",
+        ["kind"],
+        lambda tallies: [([kind], lengths.mean, 1) for kind, lengths in tallies.lengths.items()],
+    ),
+    "longest_rollout_tokens": (
+        "Groups by the tokens of their longest rollout: stored, used (each use counted), dropped",
+        ["kind"],
+        lambda tallies: [([kind], lengths.longest, 1) for kind, lengths in tallies.lengths.items()],
+    ),
+    "dropped_age_versions": (
+        "Groups evicted unused or dead-lettered by age in policy versions",
+        ["reason"],
+        lambda tallies: [([reason], ages.versions, 1) for reason, ages in sorted(tallies.drop_ages.items())],
+    ),
+    "dropped_age_seconds": (
+        "Groups evicted unused or dead-lettered by the time since they arrived",
+        ["reason"],
+        lambda tallies: [([reason], ages.ms, 1000) for reason, ages in sorted(tallies.drop_ages.items())],
+    ),
+}
+
+
+def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram, unit: int) -> None:
+    edges = [*(str(edge / unit) for edge in histogram.edges), "+Inf"]
+    family.add_metric(labels, list(zip(edges, accumulate(histogram.counts), strict=True)), histogram.sum / unit)
+
+
 class _RunCollector(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -64,6 +123,7 @@ class _RunCollector(Collector):
                 gauge.add_metric([run_name], read(run))
             yield gauge
         yield from self._labelled(runs)
+        yield from self._histograms(runs)
         yield from self._server()
 
     def _labelled(self, runs: Iterable[tuple[str, Run]]) -> Iterator[Metric]:
@@ -93,6 +153,24 @@ class _RunCollector(Collector):
             for value in ("running", "paused", "finished"):
                 state.add_metric([name, value], float(run.state.state == value))
         yield from (dropped, waited, staleness, prepared, state)
+
+    def _histograms(self, runs: Iterable[tuple[str, Run]]) -> Iterator[Metric]:
+        prompts = GaugeMetricFamily(
+            "replaybuf_prompts", "Prompts issued, by what became of them", labels=["run", "state"]
+        )
+        families = {
+            name: HistogramMetricFamily(f"replaybuf_{name}", text, labels=["run", *label])
+            for name, (text, label, _) in _HISTOGRAMS.items()
+        }
+        for run_name, run in runs:
+            coverage = counted(run.state, run.book).coverage
+            for standing in _STANDINGS:
+                prompts.add_metric([run_name, standing], getattr(coverage, standing))
+            for name, (_, _, read) in _HISTOGRAMS.items():
+                for labels, histogram, unit in read(run.state.tallies):
+                    _add_histogram(families[name], [run_name, *labels], histogram, unit)
+        yield prompts
+        yield from families.values()
 
     def _server(self) -> Iterator[Metric]:
         report = self._service.report

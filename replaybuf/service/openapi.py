@@ -43,11 +43,11 @@ _MEANING = {
 
 def describe(calls: Sequence[Call]) -> dict[str, Any]:
     """Build the OpenAPI 3.1 document of these calls."""
-    bodies = [call.body for call in calls if call.body is not None]
+    described = [shape for call in calls for shape in (call.body, call.result) if shape is not None]
     schemas, components = msgspec.json.schema_components(
-        [*bodies, WaitingAnswer], ref_template="#/components/schemas/{name}"
+        [*described, WaitingAnswer], ref_template="#/components/schemas/{name}"
     )
-    shapes = dict(zip([body.__name__ for body in bodies], schemas, strict=False))
+    shapes = dict(zip([shape.__name__ for shape in described], schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
     for call in calls:
         path = re.sub(r":path\}", "}", call.path)
@@ -73,7 +73,7 @@ def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str,
             *({"name": p, "in": "path", "required": True, "schema": {"type": "string"}} for p in _names(path)),
             *({"name": q, "in": "query", "schema": {"type": "string"}} for q in call.query),
         ],
-        "responses": {status: _answer(call, status, waiting) for status in call.answers}
+        "responses": {status: _answer(call, status, shapes, waiting) for status in call.answers}
         | {
             "default": {
                 "description": "A problem document (RFC 9457)",
@@ -89,7 +89,7 @@ def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str,
     return operation
 
 
-def _answer(call: Call, status: str, waiting: dict[str, Any]) -> dict[str, Any]:
+def _answer(call: Call, status: str, shapes: dict[str, Any], waiting: dict[str, Any]) -> dict[str, Any]:
     if status == "202":
         return {"description": _MEANING[status], "content": {"application/json": {"schema": waiting}}}
     if status == "304":
@@ -102,7 +102,8 @@ def _answer(call: Call, status: str, waiting: dict[str, Any]) -> dict[str, Any]:
     if "202" in call.answers:
         body = {"application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}}}
         return {"description": "One safetensors file", "content": body}
-    return {"description": _MEANING[status], "content": {"application/json": {"schema": {"type": "object"}}}}
+    schema = shapes[call.result.__name__] if call.result else {"type": "object"}
+    return {"description": _MEANING[status], "content": {"application/json": {"schema": schema}}}
 
 
 def _names(path: str) -> list[str]:
