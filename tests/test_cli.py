@@ -79,6 +79,7 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     run.append(group("a"))
     shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
     assert "too_few_groups" in shown
+    assert "stored 5.0, used -, dropped -" in shown and "issued 0, stored 0, trained 0, dropped 0" in shown
     shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
     assert "too_few_groups" in shown, "a server that is away is passed over"
     assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1

@@ -227,7 +227,10 @@ def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[
             assert set(re.findall(r"(\w+)[=!]~?=?\"", matchers)) <= exposed[metric], (title, query)
         grouped = {name for found in re.findall(r"by \(([^)]*)\)", query) for name in re.findall(r"\w+", found)}
         assert grouped <= set().union(*(exposed[metric] for metric, _ in metrics)), (title, query)
-        assert not re.search(r"\b(?:rate|increase)\((?!replaybuf_\w+_(?:total|bucket|sum|count)\b)", query), (title, query)
+        assert not re.search(r"\b(?:rate|increase)\((?!replaybuf_\w+_(?:total|bucket|sum|count)\b)", query), (
+            title,
+            query,
+        )
         seen |= {metric for metric, _ in metrics}
     assert len(seen) > 15
 
@@ -237,7 +240,9 @@ def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
     found = [query for _, query in queries() if "histogram_quantile" in query]
     assert found
     for query in found:
-        assert re.search(r"histogram_quantile\(0\.\d+, sum by \([^)]*\ble\) \(rate\(replaybuf_\w+_bucket\b", query), query
+        assert re.search(r"histogram_quantile\(0\.\d+, sum by \([^)]*\ble\) \(rate\(replaybuf_\w+_bucket\b", query), (
+            query
+        )
 
 
 def test_the_dashboard_shows_the_buffer_at_a_glance() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.ledger import BatchRecord
+from replaybuf.tallies import Coverage
 
 SERIES_POINTS = 400
 """Points kept of a curve over time."""
@@ -44,17 +45,6 @@ class Series(msgspec.Struct, frozen=True):
     groups: list[int]
     tokens: list[int]
     tickets_out: list[int]
-
-
-class Coverage(msgspec.Struct, frozen=True):
-    """What became of prompts: issued = used + dropped + failed + pending; `share` = used / (issued - pending)."""
-
-    issued: int
-    used: int
-    dropped: int
-    failed: int
-    pending: int
-    share: float
 
 
 class Packing(msgspec.Struct, frozen=True):
@@ -132,7 +122,6 @@ class Meter:
         self.generated_groups = 0
         self.generated_tokens = 0
         self.used_tokens = 0
-        self.uses: Counter[int] = Counter()
         self.wasted: defaultdict[str, list[int]] = defaultdict(list)
         self._generated: list[float] = []
         self._used: list[float] = []
@@ -155,7 +144,6 @@ class Meter:
         """Take in a batch."""
         self.used_tokens += record.tokens
         for group in record.groups:
-            self.uses[group.times_sampled] += 1
             if group.times_sampled == 1:
                 self._used.append(group.tokens / rollouts_per_group)
 
@@ -188,14 +176,6 @@ class Meter:
         """Return mean and maximum of the live groups, over the points taken in."""
         live = [point[1] for point in self._points]
         return (float(np.mean(live)), max(live)) if live else (0.0, 0)
-
-    def exact_uses(self) -> dict[int, int]:
-        """Count groups by their uses: those used n times but not n + 1 times."""
-        return {
-            times: groups - self.uses[times + 1]
-            for times, groups in sorted(self.uses.items())
-            if groups > self.uses[times + 1]
-        }
 
     def waste(self) -> dict[str, Waste]:
         """Sum the waste by reason."""

@@ -25,7 +25,7 @@ from replaybuf.index import LIVE
 from replaybuf.ledger import BatchRecord
 from replaybuf.packing import pack, padding_fraction, rollout_costs
 from replaybuf.service.answers import WaitingAnswer
-from replaybuf.simulate.figures import Coverage, Figures, Meter
+from replaybuf.simulate.figures import Figures, Meter
 from replaybuf.simulate.virtual import VirtualRun
 from replaybuf.simulate.workload import Attempt, Supply
 from replaybuf.strategy import StrategyOptions
@@ -273,7 +273,7 @@ class Simulation:
         seconds = max(run.now_s, 1e-12)
         waited = {reason: s / seconds for reason, s in sorted(meter.waited_s.items()) if s > 0}
         generated, used, dropped = meter.lengths()
-        uses, waste = meter.exact_uses(), meter.waste()
+        uses, waste = state.tallies.groups_by_uses(), meter.waste()
         staleness = {age: count for age, count in sorted(state.used_staleness.items()) if count}
         live_mean, live_max = meter.live()
         strategy = run.config.strategy
@@ -304,16 +304,9 @@ class Simulation:
             generated_lengths=generated,
             used_lengths=used,
             dropped_lengths=dropped,
-            coverage=self._coverage(sum(uses.values())),
+            coverage=state.tallies.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
             packing=meter.packing(),
         )
-
-    def _coverage(self, used: int) -> Coverage:
-        run, state = self.run, self.run.state
-        issued = run.book.next_index.get("", 0)
-        failed, dropped = len(state.failed_prompts), state.evicted.total()
-        pending = issued - used - failed - dropped
-        return Coverage(issued, used, dropped, failed, pending, used / max(1, issued - pending))
 
 
 def _changed(options: StrategyOptions) -> dict[str, Any]:

@@ -60,13 +60,13 @@ def test_no_prompt_is_lost_and_no_group_is_counted_twice(
     index = state.index
     unused = int(((index["state"] == LIVE) & (index["times_sampled"] == 0)).sum())
     coverage = figures.coverage
-    assert coverage.issued == coverage.used + coverage.dropped + coverage.failed + coverage.pending
+    assert coverage.issued == coverage.trained + coverage.dropped + coverage.failed + coverage.pending
     assert coverage.pending == unused + book.out + book.due_again
     counts = group_counts(state)
     placed = counts["live"] + counts["in_batches"] + counts["retired"] + sum(counts["evicted"].values())
     assert figures.stored_groups == counts["stored"] == placed
     wasted = sum(waste.groups for waste in figures.waste.values())
-    assert figures.generated_groups == coverage.used + unused + wasted
+    assert figures.generated_groups == coverage.trained + unused + wasted
     assert figures.generated_groups == book.counts["issued"] - _generating(simulation)
 
     assert figures.ended == "steps" and figures.steps == 12
@@ -145,14 +145,14 @@ def test_a_group_that_comes_after_its_ticket_expired_is_stored_once() -> None:
     assert figures.waste["duplicate"].groups > 0
     stored = simulation.run.state.index["prompt_index"]
     assert len(set(stored.tolist())) == len(stored)
-    assert figures.coverage.used + figures.coverage.dropped <= figures.coverage.issued
+    assert figures.coverage.trained + figures.coverage.dropped <= figures.coverage.issued
 
 
 def test_an_end_of_the_prompts_ends_the_run() -> None:
     """As the service ends it: what does not fill a batch stays."""
     run = config(tickets=TicketSpec(ttl_s=30.0, prompts=21))
     figures = simulate(run, Supply(workload(), run, 0), STEPS)
-    assert (figures.ended, figures.steps, figures.coverage.issued, figures.coverage.used) == ("finished", 5, 21, 20)
+    assert (figures.ended, figures.steps, figures.coverage.issued, figures.coverage.trained) == ("finished", 5, 21, 20)
 
 
 def test_groups_that_never_fit_end_the_simulation_with_the_reason() -> None:

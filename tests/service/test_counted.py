@@ -1,0 +1,94 @@
+"""What is counted of groups and prompts, over HTTP: in the state of a run and in `/metrics`, also after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import RunClient, ServeProcess, group
+
+TIME_FREE = ("times_sampled", "rollout_tokens", "longest_rollout_tokens")
+
+
+def samples(run: RunClient, name: str) -> dict[tuple[str, ...], float]:
+    """Read the samples of one name: values of their labels, but for the run's, to the value."""
+    families = text_string_to_metric_families(run.http.get("/metrics").text)
+    return {
+        tuple(value for label, value in sorted(sample.labels.items()) if label != "run"): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and sample.labels.get("run") == run.run
+    }
+
+
+def counted(run: RunClient) -> dict[str, Any]:
+    """Read what is counted in the state of the run."""
+    state = run.state()
+    return {name: state[name] for name in ("histograms", "coverage", "staleness", "groups")}
+
+
+def test_lengths_reuse_ages_and_coverage_are_told_and_survive_a_kill(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Two groups are trained, a long one is dropped, a prompt fails; one more group has no ticket."""
+    run = connect(own_service.url, "counted")
+    strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 4}}
+    run.put(batch={"groups_per_batch": 1, "seq_len": 64}, tickets={"max_attempts": 1}, strategy=strategy)
+    tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=3).json()["tickets"]]
+    assert run.http.delete(f"{run.path}/tickets/{tickets[2]}", params={"reason": "engine"}).status_code == 200
+    run.append(group(None, ticket=tickets[0], tokens=20), group(None, ticket=tickets[1], tokens=40))
+    run.append(group("own", tokens=12), group("later", tokens=12))
+    epoch = run.attach(seq_len=32)
+    run.train(epoch, range(2))
+
+    told = counted(run)
+    lengths = {
+        "stored": {"count": 4, "sum": 84, "buckets": [[16, 2], [32, 1], [64, 1]]},
+        "used": {"count": 2, "sum": 32, "buckets": [[16, 1], [32, 1]]},
+        "dropped": {"count": 1, "sum": 40, "buckets": [[64, 1]]},
+    }
+    assert told["groups"]["stored"] == 4 and told["groups"]["evicted"] == {"overlong": 1}
+    assert {name: told["histograms"][name] for name in TIME_FREE} == {
+        "times_sampled": {"1": 2},
+        "rollout_tokens": lengths,
+        "longest_rollout_tokens": lengths,
+    }
+    assert told["histograms"]["age_at_use_s"]["count"] == 2
+    dropped = told["histograms"]["dropped"]["overlong"]
+    assert dropped["age_versions"] == {"count": 1, "sum": 0, "buckets": [[0, 1]]}
+    assert dropped["age_s"]["count"] == 1 and 0 <= dropped["age_s"]["sum"] < 60
+    prompts = {"issued": 3, "stored": 2, "trained": 1, "dropped": 1, "failed": 1, "pending": 0}
+    assert told["coverage"] == prompts | {"share": 1 / 3}
+    metrics = ("rollout_tokens_bucket", "dropped_age_seconds_sum", "prompts", "group_age_at_use_seconds_count")
+    exposed = {name: samples(run, f"replaybuf_{name}") for name in metrics}
+    assert exposed["rollout_tokens_bucket"][("used", "16.0")] == 1
+    assert exposed["rollout_tokens_bucket"][("used", "32.0")] == 2, "buckets are cumulative"
+    assert exposed["rollout_tokens_bucket"][("stored", "+Inf")] == 4
+    assert exposed["dropped_age_seconds_sum"] == {("overlong",): dropped["age_s"]["sum"]}
+    assert exposed["prompts"] == {("trained",): 1, ("dropped",): 1, ("failed",): 1, ("pending",): 0}
+
+    own_service.kill()
+    run = connect(own_service.start().url, "counted")
+    assert counted(run) == told
+    assert {name: samples(run, f"replaybuf_{name}") for name in metrics} == exposed
+
+
+def test_a_resample_takes_back_drops_and_training_and_no_use(run: RunClient) -> None:
+    """The evicted group may be used again; both uses stay counted."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 64}, strategy={"name": "on-policy"})
+    ticket = run.post("tickets", producer="p", count=1).json()["tickets"][0]["ticket"]
+    run.append(group(None, ticket=ticket, tokens=20), group("stale", tokens=40))
+    epoch = run.attach()
+    run.train(epoch, range(1))
+    assert run.batch(1, epoch).status_code == 202
+    before = counted(run)
+    assert before["histograms"]["dropped"]["too_stale"]["age_versions"] == {"count": 1, "sum": 1, "buckets": [[1, 1]]}
+    assert (before["coverage"]["trained"], before["coverage"]["pending"]) == (1, 0)
+    run.attach(0, on_resume="resample")
+    after = counted(run)
+    assert after["histograms"]["dropped"] == {} and after["groups"]["evicted"] == {}
+    assert after["histograms"]["rollout_tokens"]["dropped"] == {"count": 0, "sum": 0, "buckets": []}
+    assert (after["coverage"]["trained"], after["coverage"]["pending"]) == (0, 1)
+    assert after["histograms"]["times_sampled"] == before["histograms"]["times_sampled"] == {"1": 1}
