@@ -429,7 +429,7 @@ class RunState:
     def _count_evicted(self, rows: npt.NDArray[np.int64], sign: int) -> None:
         """Count evicted groups by reason and age, or take that back with `sign` -1: their rows tell both."""
         codes = self.index["reason"][rows]
-        for code in np.unique(codes).tolist():
+        for code in sorted({*codes.tolist()}):
             of_it = rows[codes == code]
             self.evicted[self.reasons[code]] += sign * len(of_it)
             versions = self._version_of(self.index["evicted_at"][of_it])

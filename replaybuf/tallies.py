@@ -145,8 +145,9 @@ class Tallies:
         times = index["times_sampled"][rows]
         self.lengths[USED].add(index, rows)
         self.age_at_use.add(ages_ms(index["arrival_s"][rows], at_s))
-        for value, number in zip(*np.unique(times, return_counts=True), strict=True):
-            self.reuse[int(value)] = self.reuse.get(int(value), 0) + int(number)
+        for value, number in enumerate(np.bincount(times).tolist()):
+            if number:
+                self.reuse[value] = self.reuse.get(value, 0) + number
         self.prompts_trained += int(np.count_nonzero((times == 1) & (index["prompt_index"][rows] >= 0)))
 
     def unuse(self, index: Index, rows: npt.NDArray[np.int64]) -> None:
@@ -200,7 +201,7 @@ def _buckets(edges: tuple[int, ...], values: npt.NDArray[np.integer]) -> npt.NDA
         return np.searchsorted(_edges(edges), values)
     # Of every group stored: the exponent of value - 1 tells the power of two, ten times as fast as a bisection.
     exponents: npt.NDArray[np.int32] = np.frexp(values - 1.0)[1]
-    return np.clip(exponents - _LEAST_POWER, 0, len(edges))
+    return np.minimum(np.maximum(exponents - _LEAST_POWER, 0), len(edges))
 
 
 def ages_ms(arrival_s: npt.NDArray[np.float64], at_s: float) -> npt.NDArray[np.int64]:
