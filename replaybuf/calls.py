@@ -239,14 +239,16 @@ class RunCalls:
             method="DELETE", path=f"/tickets/{quote(ticket, safe='')}", params={"reason": reason}, repeatable=False
         )
 
-    def append(self, groups: Sequence[Group]) -> Exchange[list[AppendResult]]:
+    def append(self, groups: Sequence[Group], *, compress: bool = False) -> Exchange[list[AppendResult]]:
         """Store groups; one result per group, in order. A group that was stored before is answered `duplicate`.
 
         Each is checked here before it is sent, against the run's bounds once `get_run` or `put_run` has told them.
+        `compress`: token ids and mask by zstd, on the wire and in Redis; see `docs/frames.md` for gain and cost.
         Raises `NoRoom`, `TooLarge`, `RunFinished`; some groups may be stored by then, sending all again is fine.
         """
         results = [self._refuse(group) for group in groups]
-        for part in _parts(groups, [number for number, result in enumerate(results) if result is None]):
+        sound = [number for number, result in enumerate(results) if result is None]
+        for part in _parts(groups, sound, compress):
             body = b"".join(part.values())
             # 422 = every group refused: an answer like any other.
             answers = frozenset({InvalidGroups.status})
@@ -352,12 +354,12 @@ def _excerpt(reply: httpx.Response) -> str:
     return reply.content[:_EXCERPT_CHARS].decode("utf-8", "replace")
 
 
-def _parts(groups: Sequence[Group], numbers: list[int]) -> Iterator[dict[int, bytes]]:
+def _parts(groups: Sequence[Group], numbers: list[int], compress: bool) -> Iterator[dict[int, bytes]]:
     """Cut the groups with these numbers into bodies: frames by number, about `APPEND_BODY_BYTES` together."""
     part: dict[int, bytes] = {}
     size_bytes = 0
     for number in numbers:
-        frame = encode_frame(groups[number])
+        frame = encode_frame(groups[number], compress=compress)
         if part and size_bytes + len(frame) > APPEND_BODY_BYTES:
             yield part
             part, size_bytes = {}, 0

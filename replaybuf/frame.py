@@ -1,4 +1,4 @@
-"""The binary form of a group: one frame with a small header and 64-byte aligned columns.
+"""The binary form of a group: one frame with a small header and 64-byte aligned columns; `docs/frames.md` tells it all.
 
 ::
 
@@ -9,10 +9,11 @@
         16     4  format version (1)
         20     4  length of the header in bytes
         24     h  header, msgpack: the fields of the group and, per column, dtype, offset, length, codec
-       ...        columns, each starting at a multiple of 64 bytes
+       ...        columns in the header's order, each starting at a multiple of 64 bytes, none on top of another
 
-Numbers are little-endian. Producers convert once; the service slices; readers get views into the buffer they passed.
-Frames may stand one after another (`application/vnd.replaybuf.frames`).
+Numbers are little-endian. `replaybuf.columns` knows what a column holds and which of them may be compressed.
+Producers convert once; the service slices; readers get views into the buffer they passed. Frames may stand one after
+another (`application/vnd.replaybuf.frames`).
 """
 
 from __future__ import annotations
@@ -23,48 +24,42 @@ from typing import Any
 
 import crc32c
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from replaybuf.errors import BrokenFrame
+from replaybuf.columns import (
+    ALIGNMENT_BYTES,
+    KINDS,
+    PART_PREFIX,
+    PER_TOKEN,
+    Column,
+    columns_of,
+    compressed,
+    kind_of,
+    read_columns,
+)
+from replaybuf.errors import BrokenFrame, TooLarge
 from replaybuf.group import Group
 
 MEDIA_TYPE = "application/vnd.replaybuf.frames"
 MAGIC = b"RBF1"
 FORMAT_VERSION = 1
-ALIGNMENT_BYTES = 64
+LARGEST_FRAME_BYTES = 1 << 30
+"""No frame has more bytes than this once its columns are decompressed."""
+LARGEST_HEADER_BYTES = 4 << 20
+"""Bounds what metadata and finish reasons cost in memory: up to 72 bytes per byte of msgpack."""
 
 _PREFIX = struct.Struct("<4sIQII")
-_CHECKED_FROM = 8
-_MAX_ROLLOUTS = 1 << 20
-
-_DTYPES: dict[str, str] = {
-    "prompt_ids": "<i4",
-    "prompt_lengths": "<i4",
-    "completion_ids": "<i4",
-    "completion_lengths": "<i4",
-    "completion_mask": "|b1",
-    "inference_logprobs": "<f4",
-    "ref_logprobs": "<f4",
-    "teacher_logprobs": "<f4",
-    "rewards": "<f8",
-    "advantages": "<f8",
-    "version_spans": "<i4",
-    "temperatures": "<f4",
-}
-_OPTIONAL = frozenset({"ref_logprobs", "teacher_logprobs", "advantages"})
-_PART_PREFIX = "rewards."
-
-_PART_DTYPE = "<f8"
+_MAGIC_AND_CHECKSUM = struct.Struct("<4sI")
+_LENGTHS = struct.Struct("<QII")
+_CHECKED_FROM = _MAGIC_AND_CHECKSUM.size
 
 
-class Column(msgspec.Struct, frozen=True, array_like=True):
-    """Where a column lies: numpy dtype, offset and length in bytes from the start of the frame, codec."""
+def _entry_bound(name: str) -> int:
+    """Bound what a column takes in the header: its name, dtype, two numbers below 2^32, codec."""
+    return 5 + len(PART_PREFIX) + len(name.encode()) + 1 + 4 + 5 + 5 + 5
 
-    dtype: str
-    offset: int
-    length: int
-    codec: str = "raw"
+
+_COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS))
+_PADDING = [bytes(size) for size in range(ALIGNMENT_BYTES)]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,59 +76,57 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, Column]
 
 
-_header_encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(FrameHeader)
+_encode = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(FrameHeader).decode
 
 
-def encode_frame(group: Group) -> bytes:
-    """Encode one group. The same group gives the same bytes."""
-    arrays = _columns_of(group)
-    header = b""
-    columns: dict[str, Column] = {}
-    # Offsets depend on the header's length and its length on the offsets: reserve more until it fits.
-    start = ALIGNMENT_BYTES
-    while True:
-        columns = _lay_out(arrays, start)
-        header = _header_encoder.encode(_header_of(group, columns))
-        needed = _aligned(_PREFIX.size + len(header))
-        if needed <= start:
-            break
-        start = needed
-    last = list(columns.values())[-1]
-    total = last.offset + last.length
-    frame = bytearray(total)
-    _PREFIX.pack_into(frame, 0, MAGIC, 0, total, FORMAT_VERSION, len(header))
-    frame[_PREFIX.size : _PREFIX.size + len(header)] = header
-    for name, column in columns.items():
-        frame[column.offset : column.offset + column.length] = arrays[name].view(np.uint8).data
-    struct.pack_into("<I", frame, 4, checksum(frame))
-    return bytes(frame)
+def encode_frame(group: Group, *, compress: bool = False) -> bytes:
+    """Encode one group. The same group gives the same bytes.
+
+    `compress`: token ids and mask by zstd, each where it saves a tenth at least (with another release of zstd the
+    bytes may be others). Raises `TooLarge` where metadata and finish reasons do not fit a header.
+    """
+    arrays = columns_of(group)
+    fields = _encode(_header_of(group))[:-1]  # columns come last and are left out here: a map of none is one byte
+    start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, group.reward_parts)))
+    columns: dict[str, tuple[str, int, int, str]] = {}
+    pieces: list[Any] = []
+    saved = 0
+    for name, array in arrays.items():
+        packed = compressed(name, array) if compress else None
+        data, codec, length = (array, "raw", array.nbytes) if packed is None else (packed, "zstd", len(packed))
+        offset = _aligned(end)
+        columns[name] = (kind_of(name).dtype, offset, length, codec)
+        pieces += (_PADDING[offset - end], data)
+        end = offset + length
+        saved += array.nbytes - length
+    header = fields + _encode(columns)
+    _check_largest(len(header), end + saved)
+    gap = bytes(start - _PREFIX.size - len(header))
+    pieces[0] = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, gap))
+    per_token = 2 * len(arrays.keys() & PER_TOKEN)  # they stand first; what is left is small
+    pieces[per_token:] = [b"".join(pieces[per_token:])]
+    crc = 0
+    for piece in pieces:
+        crc = crc32c.crc32c(piece, crc)
+    return b"".join((_MAGIC_AND_CHECKSUM.pack(MAGIC, crc), *pieces))
 
 
-def decode_frame(frame: bytes | bytearray | memoryview, *, verify: bool = True) -> Group:
-    """Decode one frame into read-only views of `frame`.
+def decode_frame(
+    frame: bytes | bytearray | memoryview, *, verify: bool = True, max_bytes: int = LARGEST_FRAME_BYTES
+) -> Group:
+    """Decode one frame into read-only views of `frame`; compressed columns become arrays of their own.
 
-    Raises `BrokenFrame` where magic, length, checksum or a column is wrong. `verify=False` skips the checksum alone.
+    Raises `BrokenFrame` where magic, length, checksum or a column is wrong, or, with the name `max_bytes`, where the
+    frame has more bytes than that with all columns raw; nothing is decompressed then. `verify=False` skips the
+    checksum alone.
     """
     buffer = memoryview(frame).toreadonly()
-    header_length = _check_prefix(buffer)
-    stored = struct.unpack_from("<I", buffer, 4)[0]
-    if verify and stored != checksum(buffer):
-        raise BrokenFrame(
-            f"frame checksum is {stored:#010x}; its bytes give {checksum(buffer):#010x}",
-            name="crc32c",
-            value=stored,
-            bound=checksum(buffer),
-        )
-    try:
-        header = _header_decoder.decode(buffer[_PREFIX.size : _PREFIX.size + header_length])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error
-    arrays = {name: _view(buffer, name, column) for name, column in header.columns.items()}
-    missing = _DTYPES.keys() - _OPTIONAL - arrays.keys()
-    if missing:
-        raise BrokenFrame(f"frame lacks the columns {sorted(missing)}", name="columns", value=sorted(arrays))
-    _check_shapes(header, arrays)
+    header_end = _check_prefix(buffer)
+    if verify:
+        _check_checksum(buffer)
+    header = _read_header(buffer[_PREFIX.size : header_end])
+    arrays = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
     return Group(
         group_id=header.group_id,
         prompt_id=header.prompt_id,
@@ -143,10 +136,27 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, verify: bool = True) 
         adapter=header.adapter,
         finish_reasons=tuple(header.finish_reasons),
         metadata=header.metadata,
-        reward_parts={n.removeprefix(_PART_PREFIX): a for n, a in arrays.items() if n.startswith(_PART_PREFIX)},
+        prompt_ids=arrays["prompt_ids"],
+        prompt_lengths=arrays["prompt_lengths"],
+        completion_ids=arrays["completion_ids"],
+        completion_lengths=arrays["completion_lengths"],
+        completion_mask=arrays["completion_mask"],
+        inference_logprobs=arrays["inference_logprobs"],
+        ref_logprobs=arrays.get("ref_logprobs"),
+        teacher_logprobs=arrays.get("teacher_logprobs"),
+        rewards=arrays["rewards"],
+        advantages=arrays.get("advantages"),
+        reward_parts={n.removeprefix(PART_PREFIX): a for n, a in arrays.items() if n not in KINDS},
         version_spans=arrays["version_spans"].reshape(-1, 4),
-        **{name: arrays[name] for name in _DTYPES if name in arrays and name != "version_spans"},
+        temperatures=arrays["temperatures"],
     )
+
+
+def is_compressed(frame: bytes | memoryview) -> bool:
+    """Say whether a frame that decodes has compressed columns."""
+    buffer = memoryview(frame)
+    header = _read_header(buffer[_PREFIX.size : _check_prefix(buffer)])
+    return any(column.codec != "raw" for column in header.columns.values())
 
 
 def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
@@ -172,23 +182,15 @@ def checksum(frame: bytes | bytearray | memoryview) -> int:
     return int(crc32c.crc32c(memoryview(frame)[_CHECKED_FROM:]))
 
 
-def stored_checksum(frame: bytes) -> int:
+def stored_checksum(frame: bytes | memoryview) -> int:
     """Read the crc32c that a frame carries."""
     return int(struct.unpack_from("<I", frame, 4)[0])
 
 
-def _columns_of(group: Group) -> dict[str, npt.NDArray[Any]]:
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, dtype in _DTYPES.items():
-        values = getattr(group, name)
-        if values is not None:
-            arrays[name] = np.ascontiguousarray(values, dtype).reshape(-1)
-    for name, values in sorted(group.reward_parts.items()):
-        arrays[_PART_PREFIX + name] = np.ascontiguousarray(values, _PART_DTYPE)
-    return arrays
+# ---------------------------------------------------------------------- writing
 
 
-def _header_of(group: Group, columns: dict[str, Column]) -> FrameHeader:
+def _header_of(group: Group) -> FrameHeader:
     return FrameHeader(
         group_id=group.group_id,
         prompt_id=group.prompt_id,
@@ -198,24 +200,30 @@ def _header_of(group: Group, columns: dict[str, Column]) -> FrameHeader:
         adapter=group.adapter,
         finish_reasons=list(group.finish_reasons),
         metadata=group.metadata,
-        columns=columns,
+        columns={},
     )
 
 
-def _lay_out(arrays: dict[str, npt.NDArray[Any]], start: int) -> dict[str, Column]:
-    columns = {}
-    offset = start
-    for name, array in arrays.items():
-        columns[name] = Column(array.dtype.str, offset, array.nbytes)
-        offset = _aligned(offset + array.nbytes)
-    return columns
+def _check_largest(header_bytes: int, frame_bytes: int) -> None:
+    for name, value, bound in (
+        ("header", header_bytes, LARGEST_HEADER_BYTES),
+        ("frame", frame_bytes, LARGEST_FRAME_BYTES),
+    ):
+        if value > bound:
+            raise TooLarge(
+                f"the {name} of the group has {value} bytes; at most {bound}", name=name, value=value, bound=bound
+            )
 
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+# ---------------------------------------------------------------------- reading
+
+
 def _check_prefix(buffer: memoryview) -> int:
+    """Return where the header ends."""
     if len(buffer) < _PREFIX.size:
         raise BrokenFrame(f"frame has {len(buffer)} bytes; at least {_PREFIX.size} are needed", name="length")
     magic, _, total, version, header_length = _PREFIX.unpack_from(buffer)
@@ -235,50 +243,29 @@ def _check_prefix(buffer: memoryview) -> int:
             value=total,
             bound=len(buffer),
         )
-    return int(header_length)
-
-
-def _view(buffer: memoryview, name: str, column: Column) -> npt.NDArray[Any]:
-    expected = _PART_DTYPE if name.startswith(_PART_PREFIX) else _DTYPES.get(name)
-    if column.dtype != expected:
-        raise BrokenFrame(f"column {name} has dtype {column.dtype!r}; expected {expected!r}", name=name)
-    if column.codec != "raw":
-        raise BrokenFrame(f"column {name} has codec {column.codec!r}; this release reads 'raw'", name=name)
-    dtype = np.dtype(column.dtype)
-    inside = column.offset >= 0 and column.length >= 0 and column.offset + column.length <= len(buffer)
-    if not inside or column.length % dtype.itemsize or column.offset % ALIGNMENT_BYTES:
+    if header_length > LARGEST_HEADER_BYTES:
         raise BrokenFrame(
-            f"column {name} lies at {column.offset} with {column.length} bytes; the frame has {len(buffer)}, "
-            f"columns start at multiples of {ALIGNMENT_BYTES}",
-            name=name,
-            value=column.length,
-            bound=len(buffer),
+            f"frame header has {header_length} bytes; at most {LARGEST_HEADER_BYTES}",
+            name="header",
+            value=header_length,
+            bound=LARGEST_HEADER_BYTES,
         )
-    return np.frombuffer(buffer, dtype, column.length // dtype.itemsize, column.offset)
+    return _PREFIX.size + int(header_length)
 
 
-def _check_shapes(header: FrameHeader, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    rollouts = len(arrays["prompt_lengths"])
-    if rollouts > _MAX_ROLLOUTS:
-        raise BrokenFrame(f"frame has {rollouts} rollouts; at most {_MAX_ROLLOUTS}", name="rollouts", value=rollouts)
-    for lengths in ("prompt_lengths", "completion_lengths"):
-        if len(arrays[lengths]) and int(arrays[lengths].min()) < 0:
-            raise BrokenFrame(f"column {lengths} holds a negative length", name=lengths)
-    completion_tokens = int(arrays["completion_lengths"].sum(dtype=np.int64))
-    expected = dict.fromkeys(("completion_ids", "completion_mask", "inference_logprobs"), completion_tokens)
-    expected |= {name: completion_tokens for name in ("ref_logprobs", "teacher_logprobs") if name in arrays}
-    expected |= {"prompt_ids": int(arrays["prompt_lengths"].sum(dtype=np.int64))}
-    expected |= dict.fromkeys(("completion_lengths", "rewards", "temperatures"), rollouts)
-    expected |= {name: rollouts for name in arrays if name == "advantages" or name.startswith(_PART_PREFIX)}
-    for name, length in expected.items():
-        if len(arrays[name]) != length:
-            raise BrokenFrame(
-                f"column {name} has {len(arrays[name])} values; its rollouts need {length}",
-                name=name,
-                value=len(arrays[name]),
-                bound=length,
-            )
-    if len(arrays["completion_mask"]) and int(arrays["completion_mask"].view(np.uint8).max()) > 1:
-        raise BrokenFrame("column completion_mask holds a byte other than 0 and 1", name="completion_mask")
-    if len(header.finish_reasons) != rollouts or len(arrays["version_spans"]) % 4:
-        raise BrokenFrame("finish_reasons or version_spans do not match the number of rollouts", name="rollouts")
+def _check_checksum(buffer: memoryview) -> None:
+    stored, computed = stored_checksum(buffer), checksum(buffer)
+    if stored != computed:
+        raise BrokenFrame(
+            f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}",
+            name="crc32c",
+            value=stored,
+            bound=computed,
+        )
+
+
+def _read_header(raw: memoryview) -> FrameHeader:
+    try:
+        return _decode_header(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error

@@ -59,8 +59,7 @@ class GroupJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """One group as columns.
 
     - `prompt_ids` int32 [P], `prompt_lengths` int32 [n]
@@ -88,11 +87,11 @@ class Group:
     ref_logprobs: Float32s | None = None
     teacher_logprobs: Float32s | None = None
     advantages: Float64s | None = None
-    reward_parts: dict[str, Float64s] = dataclasses.field(default_factory=dict)
+    reward_parts: dict[str, Float64s] = {}
     ticket: str | None = None
     prompt_index: int | None = None
     adapter: str = ""
-    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: dict[str, Any] = {}
 
     @property
     def rollouts(self) -> int:
@@ -108,6 +107,12 @@ class Group:
     def tokens(self) -> int:
         """Tokens of all rollouts, prompts and completions."""
         return int(self.prompt_lengths.sum()) + int(self.completion_lengths.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        values = (getattr(self, name) for name in self.__struct_fields__)
+        return sum(v.nbytes for v in (*values, *self.reward_parts.values()) if isinstance(v, np.ndarray))
 
     @property
     def policy_version_max(self) -> int:
@@ -406,7 +411,7 @@ def truncate(group: Group, seq_len: int) -> Group:
     def taken(column: Float32s | None) -> Float32s | None:
         return None if column is None else column[keep]
 
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         group,
         policy_version=int(spans[:, 1].min()) if len(spans) else group.policy_version,
         completion_ids=group.completion_ids[keep],

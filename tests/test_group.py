@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -240,7 +239,7 @@ def test_a_masked_token_is_held_to_the_same_rules() -> None:
 @steady
 def test_spans_may_come_in_any_order(made: Group) -> None:
     order = np.random.default_rng(made.tokens).permutation(len(made.version_spans))
-    shuffled = dataclasses.replace(made, version_spans=made.version_spans[order], adapter="")
+    shuffled = msgspec.structs.replace(made, version_spans=made.version_spans[order], adapter="")
     assert reason_of(shuffled, published_version=99) is None
 
 
@@ -250,7 +249,7 @@ def test_spans_are_accepted_only_where_they_cover_every_token_once(
     made: Group, spans: list[tuple[int, int, int, int]]
 ) -> None:
     """Against the plain reading: each token of each completion is in one span, no span is empty or outside."""
-    drawn = dataclasses.replace(made, version_spans=np.array(spans, np.int32).reshape(-1, 4), adapter="")
+    drawn = msgspec.structs.replace(made, version_spans=np.array(spans, np.int32).reshape(-1, 4), adapter="")
     wanted = {(k, token) for k, n in enumerate(made.completion_lengths.tolist()) for token in range(n)}
     covered = [(k, token) for k, _, start, end in spans for token in range(start, end)]
     exact = sorted(covered) == sorted(wanted) and all(start < end for *_, start, end in spans)
@@ -265,7 +264,7 @@ def test_spans_are_accepted_only_where_they_cover_every_token_once(
 @steady
 def test_a_truncated_group_is_consistent_and_no_longer_than_it_must_be(made: Group, seq_len: int) -> None:
     """Lengths are min(tokens, seq_len), but one completion token stays; the rest is what stood there before."""
-    made = dataclasses.replace(made, adapter="")
+    made = msgspec.structs.replace(made, adapter="")
     cut = truncate(made, seq_len)
     assert reason_of(cut, published_version=99) is None
     expected = np.minimum(made.lengths, np.maximum(seq_len, made.prompt_lengths + 1))
@@ -297,7 +296,7 @@ def test_cutting_the_oldest_tokens_away_makes_the_group_younger() -> None:
 
 @pytest.mark.parametrize("spans", [[[9, 0, 0, 3]], [[-9, 0, 0, 3]], [[0, 0, 0, 9]], [[0, 0, 0, 1]], []])
 def test_truncation_does_not_mend_spans_that_are_wrong(spans: list[list[int]]) -> None:
-    made = dataclasses.replace(group(rollout()), version_spans=np.array(spans, np.int32).reshape(-1, 4))
+    made = msgspec.structs.replace(group(rollout()), version_spans=np.array(spans, np.int32).reshape(-1, 4))
     assert reason_of(truncate(made, 3), seq_len=3) == "bad_version_spans"
 
 

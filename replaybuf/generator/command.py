@@ -53,6 +53,7 @@ class GenerateOptions:
     start_timeout_s: float
     model: str | None
     logprobs_mode: str
+    compress: bool
     metrics_file: Path | None
     report_every_s: float
     token: str | None
@@ -78,6 +79,7 @@ def generate(
     start_timeout_s: float = 300.0,
     model: str | None = None,
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
+    compress: bool = False,
     metrics_file: Path | None = None,
     report_every_s: float = 10.0,
     token: str | None = None,
@@ -125,6 +127,8 @@ def generate(
         Name the engines must serve the model by; the first they serve by default.
     logprobs_mode
         What the engines were started with; written into every group.
+    compress
+        Compress token ids and masks by zstd: less network and Redis memory, more work here and in the service.
     metrics_file
         File that gets one JSON line per report.
     report_every_s
@@ -151,6 +155,7 @@ def generate(
         start_timeout_s=start_timeout_s,
         model=model,
         logprobs_mode=logprobs_mode,
+        compress=compress,
         metrics_file=metrics_file,
         report_every_s=report_every_s,
         token=token,
@@ -226,6 +231,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
             advantage=facts.advantage,
             metadata={"env": options.environment, "producer": options.producer},
             max_inflight_groups=options.max_inflight_groups,
+            compress=options.compress,
             report_every_s=options.report_every_s,
             metrics_file=options.metrics_file,
         ),

@@ -48,8 +48,8 @@ class DaemonOptions:
     """How to generate.
 
     `producer` names this process to the service, `advantage` an estimator of `replaybuf.advantages`; `metadata` goes
-    into every group. `poll_wait_ms`: how long the service may hold a call for tickets or the policy, short enough that
-    a stop can wait for the answer and give its tickets back.
+    into every group, `compress` says whether frames are compressed. `poll_wait_ms`: how long the service may hold a
+    call for tickets or the policy, short enough that a stop can wait for the answer and give its tickets back.
     """
 
     producer: str
@@ -57,6 +57,7 @@ class DaemonOptions:
     advantage: str = "grpo"
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_inflight_groups: int = 64
+    compress: bool = False
     poll_wait_ms: int = 1000
     report_every_s: float = 10.0
     metrics_file: Path | None = None
@@ -86,7 +87,7 @@ class Daemon:
         self._options = options
         self._stages = Stages(stages, options.sampling.n) if stages else None
         self._flight = Flight(client)
-        self._delivery = Delivery(self._flight, poll_wait_ms=options.poll_wait_ms)
+        self._delivery = Delivery(self._flight, poll_wait_ms=options.poll_wait_ms, compress=options.compress)
         self._generating = 0
         self._faults_in_a_row = 0
         self._denied: str | None = None

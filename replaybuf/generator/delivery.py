@@ -34,9 +34,10 @@ _UNKNOWN = -1
 class Delivery:
     """Brings groups into the buffer. `ready` and `held` are bounded by the slots of the flight."""
 
-    def __init__(self, flight: Flight, *, poll_wait_ms: int) -> None:
+    def __init__(self, flight: Flight, *, poll_wait_ms: int, compress: bool = False) -> None:
         self._flight = flight
         self._poll_wait_ms = poll_wait_ms
+        self._compress = compress
         self._published = _UNKNOWN
         self._ready: deque[Work] = deque()
         self._held: list[Work] = []
@@ -70,7 +71,7 @@ class Delivery:
         """Append groups, however long the service is away; say False where a stop came first."""
         flight, groups = self._flight, [work.scored for work in works]
         try:
-            results = await flight.patiently("append", lambda: flight.client.append(groups))
+            results = await flight.patiently("append", lambda: flight.client.append(groups, compress=self._compress))
         except RunFinished as error:
             logger.info("%d groups came too late: %s", len(works), error)
             flight.no_more_tickets = True

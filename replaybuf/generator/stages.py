@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from replaybuf.aggregation import Aggregator, Window, chunks
@@ -64,7 +65,7 @@ class Stages:
         added: list[dict[str, Any]] = [
             {name: values[i] for name, values in columns.items()} for i in range(len(groups))
         ]
-        return [dataclasses.replace(group, **values) for group, values in zip(groups, added, strict=True)]
+        return [msgspec.structs.replace(group, **values) for group, values in zip(groups, added, strict=True)]
 
     def _taken(self, window: Window[Rollout] | None) -> tuple[list[Group], Window[Rollout]] | None:
         if window is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from replaybuf.errors import (
     TooLarge,
 )
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
-from replaybuf.frame import encode_frame, stored_checksum
+from replaybuf.frame import encode_frame, is_compressed, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
 from replaybuf.index import LIVE, Numbers
 from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
@@ -167,14 +166,15 @@ class Door:
                 filled = advantages(config.advantage, group.rewards)
             except Invalid as error:
                 raise GroupRejected("non_finite_advantages", error.detail) from None
-            group, frame = dataclasses.replace(group, advantages=filled), None
-        encoded = frame if frame is not None else encode_frame(group)
-        if len(encoded) > config.limits.max_group_bytes:
+            group, frame = msgspec.structs.replace(group, advantages=filled), None
+        if frame is None:
+            frame = _encoded(group, compress=item.frame is not None and is_compressed(item.frame))
+        if len(frame) > config.limits.max_group_bytes:
             raise GroupRejected(
                 "too_large",
-                f"the group has {len(encoded)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
+                f"the group has {len(frame)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
             )
-        return ToAppend(group, group_id, key, encoded, stored_checksum(encoded))
+        return ToAppend(group, group_id, key, frame, stored_checksum(frame))
 
     def _identify(self, group: Group) -> tuple[str, str, Group]:
         """Find the id of a group, and the prompt it stands for where it has a ticket."""
@@ -201,7 +201,7 @@ class Door:
                 f"rewind went back to version {lost_from}",
             )
         key = prompt_key(ticket.adapter, ticket.prompt_index)
-        return group.group_id or key, key, dataclasses.replace(group, prompt_index=ticket.prompt_index)
+        return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
     @property
     def bounds(self) -> Admissible:
@@ -458,6 +458,13 @@ class Door:
         except BaseException:
             self._unsure = True
             raise
+
+
+def _encoded(group: Group, *, compress: bool) -> bytes:
+    try:
+        return encode_frame(group, compress=compress)
+    except TooLarge as error:
+        raise GroupRejected("too_large", error.detail) from None
 
 
 def prompts_of(arrivals: IndexChunk) -> list[tuple[str, int]]:

@@ -135,7 +135,8 @@ async def delete_ticket(request: Request) -> Response:
 
 async def post_groups(request: Request) -> Response:
     run = await _led(request)
-    return json_response({"results": await run.door.append(await read_groups(request))})
+    groups = await read_groups(request, run.journal.config.limits.max_group_bytes)
+    return json_response({"results": await run.door.append(groups)})
 
 
 # ---------------------------------------------------------------------- policy and trainer

@@ -130,13 +130,27 @@ def page(request: Request) -> tuple[int, int]:
     return after, limit
 
 
-async def read_groups(request: Request) -> list[Incoming]:
-    """Read the groups of an append, as JSON or as frames."""
+async def read_groups(request: Request, max_group_bytes: int) -> list[Incoming]:
+    """Read the groups of an append, as JSON or as frames; `decode_groups` tells the limits."""
     kind = media_type(request, {"application/json", MEDIA_TYPE})
-    body = await read_body(request, LARGEST_BODY_BYTES)
-    if kind == MEDIA_TYPE:
-        return [_from_frame(frame) for frame in split_frames(body)]
-    return [_from_json(wire) for wire in _groups_in(body)]
+    return decode_groups(kind, await read_body(request, LARGEST_BODY_BYTES), max_group_bytes)
+
+
+def decode_groups(kind: str, body: bytes, max_group_bytes: int) -> list[Incoming]:
+    """Decode the groups in a body of media type `kind`; one that cannot be is told by its rejection.
+
+    Raises `Malformed` where the body falls apart. A frame that would have more than `max_group_bytes` with all columns raw is refused, and so is one that, with those
+    before it, would have more than a body may.
+    """
+    if kind != MEDIA_TYPE:
+        return [_from_json(wire) for wire in _groups_in(body)]
+    incoming = []
+    room = LARGEST_BODY_BYTES
+    for frame in split_frames(body):
+        incoming.append(_from_frame(frame, min(max_group_bytes, room)))
+        group = incoming[-1].group
+        room -= group.nbytes if group else 0
+    return incoming
 
 
 def _groups_in(body: bytes) -> list[GroupJson]:
@@ -154,8 +168,9 @@ def _from_json(wire: GroupJson) -> Incoming:
         return Incoming(None, rejection=rejection)
 
 
-def _from_frame(frame: memoryview) -> Incoming:
+def _from_frame(frame: memoryview, max_bytes: int) -> Incoming:
     try:
-        return Incoming(decode_frame(frame), bytes(frame))
+        return Incoming(decode_frame(frame, max_bytes=max_bytes), bytes(frame))
     except BrokenFrame as error:
-        return Incoming(None, rejection=GroupRejected("broken_frame", error.detail, name=error.name))
+        reason = "too_large" if error.name == "max_bytes" else "broken_frame"
+        return Incoming(None, rejection=GroupRejected(reason, error.detail, name=error.name))
