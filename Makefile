@@ -7,6 +7,7 @@
 #   make bench [ARGS="--steps 60"]   the demo against the same parts joined by a plain file queue
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
+#   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make clean                       caches and build output; .venv and .replaybuf stay
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 EXTRAS := trainer,demo,generate,dev
 
-.PHONY: help install demo test check bench chaos clean
+.PHONY: help install demo test check bench chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +51,10 @@ bench: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),20) --seed $(or $(SEED),0) $(ARGS)
 
+fuzz: $(STAMP)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
+
 clean:
-	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf dist build .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -317,7 +317,7 @@ def _body(value: dict[str, Any]) -> bytes:
 def _read(reply: httpx.Response, shape: type[T]) -> T:
     try:
         return msgspec.json.decode(reply.content, type=shape)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Malformed(
             f"{reply.request.method} {reply.request.url} was answered with something else than the contract says: "
             f"{error}; it starts with {_excerpt(reply)!r}",
@@ -336,7 +336,7 @@ def error_of(reply: httpx.Response) -> ReplaybufError:
     """Rebuild the error of a reply; one that is no problem document (a proxy's page) is told by status and excerpt."""
     try:
         document = msgspec.json.decode(reply.content, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         where = f"{reply.request.method} {reply.request.url}"
         document = {"detail": f"{where} was answered with status {reply.status_code}: {_excerpt(reply)!r}"}
     status = ServiceUnavailable.status if reply.status_code in _BAD_GATEWAY else reply.status_code

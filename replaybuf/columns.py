@@ -165,22 +165,22 @@ def _view_raw(
     packed = {}
     size = len(buffer)
     for name, column in columns.items():
-        kind = KINDS.get(name) or kind_of(name)
+        dtype, numpy_dtype, item_bytes, value_bytes, per = KINDS.get(name) or kind_of(name)
         offset, length = column.offset, column.length
-        if column.dtype != kind.dtype:
-            raise BrokenFrame(f"column {name} has dtype {column.dtype!r}; expected {kind.dtype!r}", name=name)
+        if column.dtype != dtype:
+            raise BrokenFrame(f"column {name} has dtype {column.dtype!r}; expected {dtype!r}", name=name)
         if offset < end or offset + length > size or offset % ALIGNMENT_BYTES:
             raise _misplaced(name, column, end, size)
         end = offset + length
         if column.codec != "raw":
             packed[name] = column
             continue
-        needed = values.get(kind.per, length // _SPAN_BYTES) * kind.value_bytes
+        needed = values.get(per, length // _SPAN_BYTES) * value_bytes
         if length != needed:
             raise BrokenFrame(
                 f"column {name} has {length} bytes; its rollouts need {needed}", name=name, value=length, bound=needed
             )
-        arrays[name] = np.frombuffer(buffer, kind.numpy, length // kind.item_bytes, offset)
+        arrays[name] = np.frombuffer(buffer, numpy_dtype, length // item_bytes, offset)
     for name in packed:
         if name not in PER_TOKEN:
             raise BrokenFrame(f"column {name} has codec 'zstd'; it has to be 'raw'", name=name, value="zstd")

@@ -29,7 +29,6 @@ from replaybuf.columns import (
     ALIGNMENT_BYTES,
     KINDS,
     PART_PREFIX,
-    PER_TOKEN,
     Column,
     columns_of,
     compressed,
@@ -92,20 +91,25 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     columns: dict[str, tuple[str, int, int, str]] = {}
     pieces: list[Any] = []
     saved = 0
+    data: Any
     for name, array in arrays.items():
-        packed = compressed(name, array) if compress else None
-        data, codec, length = (array, "raw", array.nbytes) if packed is None else (packed, "zstd", len(packed))
-        offset = _aligned(end)
-        columns[name] = (kind_of(name).dtype, offset, length, codec)
+        data, codec, length = array, "raw", array.nbytes
+        if compress and (packed := compressed(name, array)) is not None:
+            saved += length - len(packed)
+            data, codec, length = packed, "zstd", len(packed)
+        offset = end + -end % ALIGNMENT_BYTES
+        columns[name] = ((KINDS.get(name) or kind_of(name)).dtype, offset, length, codec)
         pieces += (_PADDING[offset - end], data)
         end = offset + length
-        saved += array.nbytes - length
     header = fields + _encode(columns)
-    _check_largest(len(header), end + saved)
+    if len(header) > LARGEST_HEADER_BYTES:
+        raise _too_large("header", len(header), LARGEST_HEADER_BYTES)
+    if end + saved > LARGEST_FRAME_BYTES:
+        raise _too_large("frame", end + saved, LARGEST_FRAME_BYTES)
     gap = bytes(start - _PREFIX.size - len(header))
     pieces[0] = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, gap))
-    per_token = 2 * len(arrays.keys() & PER_TOKEN)  # they stand first; what is left is small
-    pieces[per_token:] = [b"".join(pieces[per_token:])]
+    large = 2 * (4 + (group.ref_logprobs is not None) + (group.teacher_logprobs is not None))
+    pieces[large:] = [b"".join(pieces[large:])]  # columns per token stand first; what is left is small
     crc = 0
     for piece in pieces:
         crc = crc32c.crc32c(piece, crc)
@@ -204,15 +208,8 @@ def _header_of(group: Group) -> FrameHeader:
     )
 
 
-def _check_largest(header_bytes: int, frame_bytes: int) -> None:
-    for name, value, bound in (
-        ("header", header_bytes, LARGEST_HEADER_BYTES),
-        ("frame", frame_bytes, LARGEST_FRAME_BYTES),
-    ):
-        if value > bound:
-            raise TooLarge(
-                f"the {name} of the group has {value} bytes; at most {bound}", name=name, value=value, bound=bound
-            )
+def _too_large(name: str, value: int, bound: int) -> TooLarge:
+    return TooLarge(f"the {name} of the group has {value} bytes; at most {bound}", name=name, value=value, bound=bound)
 
 
 def _aligned(offset: int) -> int:

@@ -27,8 +27,9 @@ from replaybuf.errors import (
     ServiceUnavailable,
     UnsupportedServer,
 )
-from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
+from replaybuf.frame import MEDIA_TYPE, decode_frame, is_compressed, split_frames
 from replaybuf.group import Group
+from tests.builders import group_of_lengths
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -195,6 +196,17 @@ def test_an_answer_of_another_shape_is_named_with_its_start() -> None:
         client.take_tickets("me", 1)
 
 
+def test_an_answer_that_is_not_utf8_is_named_with_its_start() -> None:
+    page = b'{"detail": "\xe9t\xe9", "version": "\xe9"}'
+    with (
+        Service(httpx.Response(200, content=page)).client() as client,
+        pytest.raises(Malformed, match=r"GET .*/policy"),
+    ):
+        client.get_policy()
+    with Service(httpx.Response(502, content=page)).client() as client, pytest.raises(ServiceUnavailable, match="502"):
+        client.get_run()
+
+
 def test_a_lost_connection_names_the_address_and_the_cause() -> None:
     refused = Service(httpx.ConnectError("connection refused"))
     with refused.client() as client, pytest.raises(ServiceUnavailable, match=r"http://buffer:8900.*connection refused"):
@@ -220,6 +232,14 @@ def test_groups_are_sent_as_frames_and_results_come_back_in_order() -> None:
     assert [(r.group_id, r.status) for r in results] == [("a", "stored"), ("b", "duplicate")]
     assert service.last.headers["content-type"] == MEDIA_TYPE
     assert [decode_frame(frame).group_id for frame in split_frames(service.last.content)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_frames_are_compressed_where_that_is_asked_for(compress: bool) -> None:
+    service = Service(ok({"results": [{"group_id": "a", "status": "stored"}]}))
+    with service.client() as client:
+        client.append([group_of_lengths([2000], group_id="a")], compress=compress)
+    assert is_compressed(service.last.content) == compress
 
 
 def test_a_group_that_is_wrong_is_refused_before_it_is_sent() -> None:

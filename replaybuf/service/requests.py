@@ -139,8 +139,8 @@ async def read_groups(request: Request, max_group_bytes: int) -> list[Incoming]:
 def decode_groups(kind: str, body: bytes, max_group_bytes: int) -> list[Incoming]:
     """Decode the groups in a body of media type `kind`; one that cannot be is told by its rejection.
 
-    Raises `Malformed` where the body falls apart. A frame that would have more than `max_group_bytes` with all columns raw is refused, and so is one that, with those
-    before it, would have more than a body may.
+    A frame that would have more than `max_group_bytes` with all columns raw is too large, and so is one that, with
+    those before it, would have more than a body may. Raises `Malformed` where the body falls apart.
     """
     if kind != MEDIA_TYPE:
         return [_from_json(wire) for wire in _groups_in(body)]

@@ -40,6 +40,7 @@ UNREADABLE = EntryStrings("", "", "", "", None, b"")
 
 encode_strings = msgspec.msgpack.Encoder().encode
 _decode_strings = msgspec.msgpack.Decoder(EntryStrings).decode
+_NO_STRINGS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def read_chunk(raw: Sequence[Any]) -> IndexChunk:
         names = {(field[0], field[2]) for field in fields}
         if names == {(b"n", b"s")} and {*map(len, values)} == {_SIZE} and {*map(len, fields)} == {4}:
             return IndexChunk(numbers, np.frombuffer(b"".join(values), ENTRY), np.zeros(len(raw), bool), strings)
-    except (IndexError, msgspec.DecodeError):
+    except (IndexError, *_NO_STRINGS):
         pass  # one of them is no entry of ours: look at each
     return _join(numbers, [b"".join(field[1::2]) if field[::2] == _NAMES else b"" for field in fields])
 
@@ -114,7 +115,7 @@ def _join(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
         try:
             strings[position] = _decode_strings(one[_SIZE:])
             values[position] = np.frombuffer(one[:_SIZE], ENTRY)[0]
-        except msgspec.DecodeError:
+        except _NO_STRINGS:
             malformed[position] = True
     return IndexChunk(numbers, values, malformed, strings)
 

@@ -27,6 +27,7 @@ from replaybuf.errors import (
     Unauthorized,
 )
 from replaybuf.flow import forgiven
+from replaybuf.frame import encode_frame
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import flight as flight_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
@@ -36,7 +37,7 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.stages import Rollout, Stage
-from replaybuf.group import Admissible, Float32s, check_group
+from replaybuf.group import Admissible, Float32s, Group, check_group
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,
@@ -197,6 +198,25 @@ def test_no_more_groups_are_in_flight_than_allowed(tmp_path: Path) -> None:
             assert len(service.groups) == 9
 
     run(main())
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_groups_are_compressed_where_the_options_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool
+) -> None:
+    asked = []
+
+    def encode(group: Group, *, compress: bool) -> bytes:
+        asked.append(compress)
+        return encode_frame(group, compress=compress)
+
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=2), compress=compress) as w:
+            await w.run()
+
+    monkeypatch.setattr("replaybuf.calls.encode_frame", encode)
+    run(main())
+    assert asked == [compress] * 2
 
 
 def test_groups_that_are_ready_together_go_in_one_append(tmp_path: Path) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import msgspec
 import pytest
+import redis
 
-from replaybuf.frame import MEDIA_TYPE, encode_frame
+from replaybuf.batch import read_batch
+from replaybuf.frame import LARGEST_HEADER_BYTES, MEDIA_TYPE, decode_frame, encode_frame, is_compressed
 from replaybuf.group import GroupJson, group_from_json
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, ServeProcess, group
 
 
-def frame(wire: dict[str, object]) -> bytes:
+def frame(wire: dict[str, object], *, compress: bool = False) -> bytes:
     """Encode a JSON group as a frame."""
-    return encode_frame(group_from_json(msgspec.convert(wire, GroupJson)))
+    return encode_frame(group_from_json(msgspec.convert(wire, GroupJson)), compress=compress)
+
+
+def post(run: RunClient, *frames: bytes) -> httpx.Response:
+    """Append frames."""
+    return run.http.post(f"{run.path}/groups", content=b"".join(frames), headers={"content-type": MEDIA_TYPE})
 
 
 def test_an_append_is_idempotent_by_group_id(run: RunClient) -> None:
@@ -114,6 +122,58 @@ def test_a_flipped_bit_in_a_frame_is_rejected_alone(run: RunClient) -> None:
     response = run.http.post(f"{run.path}/groups", content=body, headers={"content-type": MEDIA_TYPE})
     assert [result["status"] for result in response.json()["results"]] == ["rejected", "stored"]
     assert response.json()["results"][0]["reason"] == "broken_frame"
+
+
+def test_a_compressed_frame_stores_the_same_group(run: RunClient) -> None:
+    """Browsing and batches give what they give of a raw one."""
+    run.put(batch={"groups_per_batch": 1, "tokens_per_batch": None})
+    packed = frame(group("a", tokens=900), compress=True)
+    assert len(packed) < len(frame(group("b", tokens=900))) * 0.7
+    assert post(run, packed, frame(group("b", tokens=900))).json()["results"][0] == {
+        "group_id": "a",
+        "status": "stored",
+    }
+    shown = [run.get(f"groups/{name}").json() for name in ("a", "b")]
+    assert shown[0]["rollouts"] == shown[1]["rollouts"] and len(shown[0]["rollouts"][0]["completion_ids"]) == 898
+    bodies = run.train(run.attach(), range(2))
+    rows = [read_batch(body).micro_batches[0] for body in bodies]
+    assert rows[0].input_ids.tolist() == rows[1].input_ids.tolist()
+    assert rows[0].loss_mask.tolist() == rows[1].loss_mask.tolist()
+
+
+def test_what_the_service_completes_stays_as_compressed_as_it_came(run: RunClient, service: ServeProcess) -> None:
+    """Advantages are filled in here; the bytes in Redis are those that were asked for."""
+    run.put(batch={"groups_per_batch": 2})
+    post(run, frame(group("packed", tokens=900), compress=True), frame(group("plain", tokens=900)))
+    for name in ("packed", "plain"):
+        with redis.Redis(unix_socket_path=str(service.data_dir / "valkey.sock")) as client:
+            (key,) = client.keys(f"rb:p:{{{run.path.rpartition('/')[2]}:{name}}}:*")
+            stored = client.get(key)
+        assert isinstance(stored, bytes)
+        assert decode_frame(stored).advantages is not None
+        assert is_compressed(stored) == (name == "packed")
+
+
+def test_a_compressed_frame_is_held_to_max_group_bytes_with_its_columns_raw(run: RunClient) -> None:
+    """Both the group alone and one beside others; what is small enough on the way does not come in."""
+    run.put(batch={"groups_per_batch": 2}, limits={"max_group_bytes": 12_000})
+    big, small = group("big", tokens=1200), frame(group("small"))
+    packed = frame(big, compress=True)
+    assert len(packed) < 12_000 < len(frame(big))
+    refused = post(run, packed)
+    assert (refused.status_code, refused.json()["bound"]) == (413, 12_000)
+    assert post(run, packed, small).json()["results"][0]["reason"] == "too_large"
+
+
+def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> None:
+    """The group beside it is stored."""
+    run.put(batch={"groups_per_batch": 2})
+    results = run.append(group("a", metadata={"text": "x" * LARGEST_HEADER_BYTES}), group("b"))
+    assert [(result["status"], result.get("reason")) for result in results] == [
+        ("rejected", "too_large"),
+        ("stored", None),
+    ]
+    assert f"at most {LARGEST_HEADER_BYTES}" in results[0]["detail"]
 
 
 def test_a_group_above_max_group_bytes_answers_413(run: RunClient) -> None:
