@@ -242,7 +242,8 @@ def test_lengths_that_the_tokens_do_not_match_are_refused(lengths: list[int], na
 def test_more_rollouts_than_any_group_has_are_refused() -> None:
     """Before their lengths are read."""
     many = bytes(4 * ((1 << 20) + 1))
-    assert refused(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many})).name == "rollouts"
+    error = refused(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many}))
+    assert "frame has 1048577 rollouts; at most 1048576" in error.detail
 
 
 def test_a_frame_may_hold_no_rollouts_at_all() -> None:
