@@ -61,6 +61,10 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     batch_groups: int
 
 
+# Made here, not at its first use: msgspec 0.22 crashes where two threads use a struct for the first time at once.
+_decode_meta = msgspec.json.Decoder(BatchMeta).decode
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch:
     """One packed row of L tokens holding n rollouts; all arrays are read-only views into the body.
@@ -156,7 +160,7 @@ def read_batch(body: bytes | bytearray | memoryview) -> Batch:
     """Read a body into views. Raises `Malformed` where it is not one or is cut short."""
     header, data = _split_body(body)
     try:
-        meta = msgspec.json.decode(header.pop("__metadata__")[METADATA_KEY], type=BatchMeta)
+        meta = _decode_meta(header.pop("__metadata__")[METADATA_KEY])
         tensors = {name: _view(data, entry) for name, entry in header.items()}
         if not 0 <= meta.micro_batches <= len(tensors):
             raise ValueError(f"{meta.micro_batches} micro-batches cannot stand in {len(tensors)} tensors")

@@ -150,6 +150,11 @@ class _Results(msgspec.Struct, frozen=True):
     results: list[AppendResult]
 
 
+# msgspec 0.22 looks a struct up at its first use, and crashes where two threads do so at once: here is its first use.
+for _shape in (Waiting, Attached, Policy, Tickets, _Results, RunFacts):
+    msgspec.json.Decoder(_shape)
+
+
 class RunCalls:
     """The calls of one run as exchanges. Keeps one thing: which groups the run takes, once an answer has told it."""
 

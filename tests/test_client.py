@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -494,3 +496,25 @@ def test_both_clients_offer_every_call_with_its_signature() -> None:
         for client in (Client, AsyncClient):
             assert inspect.signature(getattr(client, name)) == inspect.signature(call)
             assert inspect.getdoc(getattr(client, name)) == inspect.getdoc(call)
+
+
+FIRST_CALLS_AT_ONCE = """
+import sys, threading
+
+from replaybuf.calls import Tickets
+import msgspec
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(4)
+def first():
+    start.wait()
+    msgspec.json.decode(b'{"tickets": [{"ticket": "t", "prompt_index": 1}], "waiting": {"reason": "x"}}', type=Tickets)
+threads = [threading.Thread(target=first) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_threads_that_share_a_client_may_make_their_first_calls_at_once() -> None:
+    """One of five processes crashed: msgspec is not safe where two threads use a struct for the first time."""
+    processes = [subprocess.Popen([sys.executable, "-c", FIRST_CALLS_AT_ONCE]) for _ in range(10)]
+    assert [process.wait(60) for process in processes] == [0] * 10
