@@ -61,6 +61,9 @@ STATE_ROW = np.dtype(
 eviction, where `evicted_at` tells of one.
 """
 
+_ZERO_COLUMNS = ("state", "reason", "times_sampled")
+"""Columns that are 0 in a new row (`LIVE` is 0), as they are kept behind the last one: `insert` does not write them."""
+_NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_age_ms")
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 
 Numbers = npt.NDArray[np.int64]
@@ -98,6 +101,7 @@ class Index:
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._size = 0
         self._freed = 0
+        self._all: Groups | None = None
         self._grow(1024)
 
     def __len__(self) -> int:
@@ -126,17 +130,14 @@ class Index:
         start, end = self._size, self._size + len(numbers)
         if end > len(self._columns["number"]):
             self._grow(max(end, len(self._columns["number"]) * 3 // 2))
-        self._size = end
-        self["number"][start:] = numbers
+        self._resize(end)
+        columns, new = self._columns, slice(start, end)
+        columns["number"][new] = numbers
         for name in _ENTRY_COLUMNS:
-            self[name][start:] = entries[name]
-        self["state"][start:] = LIVE
-        self["reason"][start:] = 0
-        self["times_sampled"][start:] = 0
-        self["last_step"][start:] = NEVER
-        self["evicted_at"][start:] = NEVER
-        self["evicted_age_ms"][start:] = NEVER
-        self["priority"][start:] = entries["advantage_abs_mean"]
+            columns[name][new] = entries[name]
+        for name in _NEVER_COLUMNS:
+            columns[name][new] = NEVER
+        columns["priority"][new] = columns["advantage_abs_mean"][new]
 
     def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Find the rows of these numbers; those that are not here (freed or unknown) are left out."""
@@ -159,7 +160,10 @@ class Index:
             keep = np.flatnonzero(self["state"] != FREED)
             for name, column in self._columns.items():
                 column[: len(keep)] = self[name][keep]
-            self._size, self._freed = len(keep), 0
+            for name in _ZERO_COLUMNS:
+                self[name][len(keep) :] = 0
+            self._resize(len(keep))
+            self._freed = 0
 
     def changed(self) -> npt.NDArray[np.void]:
         """Copy, as `STATE_ROW`, the rows that are not freed and not as `insert` left them."""
@@ -186,10 +190,15 @@ class Index:
 
         None shows all rows, as they are and as they change, without a copy.
         """
-        columns = {name: self["number" if name == "row" else name] for name in Groups.COLUMNS}
-        return Groups(rows, **columns)
+        if self._all is None:
+            self._all = Groups(**{name: self["number" if name == "row" else name] for name in Groups.COLUMNS})
+        return self._all.take(rows)
+
+    def _resize(self, size: int) -> None:
+        self._size, self._all = size, None
 
     def _grow(self, capacity: int) -> None:
+        self._all = None
         for dtype in (ENTRY, STATE_ROW):
             for name in dtype.names or ():
                 if dtype is ENTRY and name not in _ENTRY_COLUMNS:

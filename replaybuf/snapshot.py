@@ -203,6 +203,7 @@ def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
         )
     index.free(index.rows_of(np.concatenate([np.setdiff1d(aside, held), freed])))
     index.put(np.frombuffer(snapshot.rows, STATE_ROW))
+    state.recount()
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -55,6 +55,8 @@ PURGED = 128
 """Bit of a fate: the group was a dead letter."""
 KEPT_REWINDS = 1_000
 """So many rewinds that still tell tickets apart are kept; 128 kB."""
+_MOVES_NOTHING = (AckRecord, AttachRecord, PolicyRecord, TicketRecord)
+"""Records after which the same groups are live, used as often as before."""
 _NONE = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, bool)
 
@@ -82,6 +84,21 @@ class VoidedBatch:
     entry: int
     generation: int
     until_generation: int
+
+
+class LiveTotals(NamedTuple):
+    """What the live groups sum up to: how many, their tokens, how many were never used, all their uses."""
+
+    groups: int
+    tokens: int
+    fresh: int
+    uses: int
+
+    @classmethod
+    def of(cls, tokens: npt.NDArray[np.int32], uses: npt.NDArray[np.int32]) -> LiveTotals:
+        """Sum up groups by their tokens and uses, [groups] each."""
+        fresh = len(uses) - int(np.count_nonzero(uses))
+        return cls(len(uses), int(tokens.sum(dtype=np.int64)), fresh, int(uses.sum(dtype=np.int64)))
 
 
 @dataclasses.dataclass(slots=True)
@@ -160,6 +177,7 @@ class RunState:
         self.made: dict[int, tuple[int, int]] = {}
         self.reasons: list[str] = ["", _RETIRED]
         self.fates = bytearray(1)
+        self._live: LiveTotals | None = None
 
     # ------------------------------------------------------------------ derived
 
@@ -196,9 +214,20 @@ class RunState:
         """Count the groups in a state of the index."""
         return int(np.count_nonzero(self.index["state"] == state))
 
+    def live_totals(self) -> LiveTotals:
+        """Sum up the live groups: kept while groups come in, counted again after a record that moves some."""
+        if self._live is None:
+            rows = self.index.live()
+            self._live = LiveTotals.of(self.index["tokens"][rows], self.index["times_sampled"][rows])
+        return self._live
+
     def live_tokens(self) -> int:
         """Sum the tokens of live groups."""
-        return int(self.index["tokens"][self.index["state"] == LIVE].sum(dtype=np.int64))
+        return self.live_totals().tokens
+
+    def recount(self) -> None:
+        """Forget the sums of `live_totals`: the index was changed by other means than `store` and `apply`."""
+        self._live = None
 
     def place_of(self, number: int) -> tuple[str, str | None]:
         """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason).
@@ -312,6 +341,10 @@ class RunState:
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
+        if self._live is not None:
+            groups, tokens, fresh, uses = self._live
+            new, new_tokens = len(numbers), int(entries["tokens"].sum(dtype=np.int64))
+            self._live = LiveTotals(groups + new, tokens + new_tokens, fresh + new, uses)
         self.stored = max(self.stored, last)
         self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
         if unfit.any():
@@ -332,6 +365,8 @@ class RunState:
                 f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
             )
         self.entries = entry
+        if not isinstance(record, _MOVES_NOTHING):
+            self.recount()
         match record:
             case ConfigRecord():
                 return self._configure(record)
@@ -449,6 +484,7 @@ class RunState:
 
     def _dead_letter(self, rows: npt.NDArray[np.int64], reason: str, step: int, at_s: float) -> None:
         rows = rows[self.index["state"][rows] == LIVE]
+        self.recount()
         self.index["state"][rows] = DEAD
         self.index["reason"][rows] = self._code(reason)
         self.dead_lettered[reason] += len(rows)

@@ -127,12 +127,18 @@ class Groups:
     def __len__(self) -> int:
         return len(self._base["row"] if self._which is None else self._which)
 
-    def take(self, which: npt.NDArray[Any]) -> Groups:
-        """Return the groups at these positions, or where this mask is true; nothing is read of the others."""
+    def take(self, which: npt.NDArray[Any] | None) -> Groups:
+        """Return the groups at these positions, or where this mask is true; nothing is read of the others.
+
+        None takes all of them.
+        """
         taken = object.__new__(Groups)
         taken._base = self._base
-        positions = np.flatnonzero(which) if which.dtype == bool else which
-        taken._which = positions if self._which is None else self._which[positions]
+        if which is None:
+            taken._which = self._which
+        else:
+            positions = np.flatnonzero(which) if which.dtype == bool else which
+            taken._which = positions if self._which is None else self._which[positions]
         return taken
 
 

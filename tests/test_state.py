@@ -348,3 +348,11 @@ def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
     assert run.places() == ["in_batches", "in_batches", "live"]
     run.apply(config_record(2))
     assert run.places() == ["live", "in_batches", "live"]
+
+
+def test_an_entry_that_is_no_group_is_not_in_the_kept_sums_of_live_groups() -> None:
+    state = RunState()
+    state.store(np.array([1, 2]), entries({"tokens": 5}, {"tokens": 7}))
+    assert state.live_totals() == (2, 12, 2, 0)
+    state.store(np.array([3, 4]), entries({"tokens": 11}, {"tokens": 0}))
+    assert state.live_totals() == (3, 23, 3, 0)

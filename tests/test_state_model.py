@@ -246,7 +246,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "places": [state.place_of(n) for n in numbers],
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
-        "tokens": state.live_tokens(),
+        "live": state.live_totals(),
         "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
         "records": (state.records, state.voided, state.checkpoints, state.rewinds),
         "counts": (state.stored, state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
@@ -528,7 +528,12 @@ class RunStateMachine(RuleBasedStateMachine):
         assert counts == dict(zip(PLACES, (live, in_batches, state.retired, evicted, dead), strict=True))
         reasons = Counter(g.place(self.model.max_uses)[1] for g in self.model.at("evicted"))
         assert +state.evicted == reasons
-        assert state.live_tokens() == sum(g.tokens for g in self.model.at("live"))
+
+    @invariant()
+    def kept_sums_of_live_groups_are_those_of_the_groups(self) -> None:
+        groups = self.model.at("live")
+        fresh, uses = sum(not g.uses for g in groups), sum(len(g.uses) for g in groups)
+        assert self.state.live_totals() == (len(groups), sum(g.tokens for g in groups), fresh, uses)
 
     @invariant()
     def the_tallies_are_the_models_and_add_up(self) -> None:

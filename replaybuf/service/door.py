@@ -25,7 +25,7 @@ from replaybuf.errors import (
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, is_compressed, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
-from replaybuf.index import LIVE, Numbers
+from replaybuf.index import Numbers
 from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
@@ -356,7 +356,8 @@ class Door:
         try:
             async with self._deciding():
                 await self._expire()
-                have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
+                live = journal.state.live_totals()
+                have = Amount(live.groups + book.out, live.tokens)
                 if journal.state.state != "running":
                     return answers.waiting(journal.state.state, have, journal.config)
                 if book.used_up(adapter):
@@ -370,7 +371,8 @@ class Door:
                 await self._keep(change)
                 return change
         except StrategyFault:  # of `admit`: the decision has paused the run with it
-            have = Amount(journal.state.count(LIVE) + book.out, journal.state.live_tokens())
+            live = journal.state.live_totals()
+            have = Amount(live.groups + book.out, live.tokens)
             return answers.waiting("paused", have, journal.config)
 
     async def return_ticket(self, text: str, reason: str) -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replaybuf.index import IN_BATCHES, LIVE
+from replaybuf.index import IN_BATCHES
 from replaybuf.service.ahead import OUTCOMES
 from replaybuf.service.answers import counted
 from replaybuf.service.run import Run
@@ -43,7 +43,7 @@ _RUN_COUNTERS: _Metrics = {
     "prompts_failed": ("Prompts that failed max_attempts times", lambda run: len(run.state.failed_prompts)),
 }
 _RUN_GAUGES: _Metrics = {
-    "groups_live": ("Groups that may be sampled", lambda run: run.state.count(LIVE)),
+    "groups_live": ("Groups that may be sampled", lambda run: run.state.live_totals().groups),
     "groups_in_batches": ("Used-up groups that a resume may need", lambda run: run.state.count(IN_BATCHES)),
     "tokens_live": ("Tokens of live groups", lambda run: run.state.live_tokens()),
     "tickets_out": ("Tickets out", lambda run: run.book.out),

@@ -24,7 +24,7 @@ from replaybuf.plugins import build_filter, build_strategy, reported
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
-from replaybuf.state import RunState
+from replaybuf.state import LiveTotals, RunState
 from replaybuf.strategy import (
     REASONS,
     Budget,
@@ -193,23 +193,25 @@ class Selector:
         return Flow(now_s=self._clock(), tokens_per_group=mean, max_tokens_live=config.limits.max_tokens_live)
 
     def view(self, step: int, groups: Groups | None = None) -> BufferView:
-        """Describe the buffer for a decision about `step`; counts are of `groups`, or of all live ones."""
+        """Describe the buffer for a decision about `step`; counts are of `groups`, live ones, or of all."""
         state, config = self._state, self.config
-        shown = state.index.groups(state.index.live()) if groups is None else groups
+        live = state.live_totals()
+        if groups is not None and len(groups) < live.groups:
+            live = LiveTotals.of(groups.tokens, groups.times_sampled)
         return BufferView(
             step=step,
             version=config.version_of(step),
             published_version=state.published[""],
             steps_per_publish=config.steps_per_publish,
-            groups_live=len(shown),
-            tokens_live=int(shown.tokens.sum(dtype=np.int64)),
+            groups_live=live.groups,
+            tokens_live=live.tokens,
             tickets_out=self._book.out,
             budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
             batches=tuple(len(state.batches[s].numbers) for s in sorted(state.batches)[-_HISTORY_BATCHES:]),
             groups_stored=state.stored,
             groups_used=state.uses,
-            groups_fresh=int(np.count_nonzero(shown.times_sampled == 0)),
-            uses_live=int(shown.times_sampled.sum(dtype=np.int64)),
+            groups_fresh=live.fresh,
+            uses_live=live.uses,
         )
 
     # ------------------------------------------------------------------ selection
@@ -373,7 +375,7 @@ class Selector:
             return told
         if self._state.evicted_since_batch.get("too_stale"):
             return "all_stale"
-        if self.strategy.max_uses != 1 and (self._state.count(LIVE) or self._used_up_by_last_batch()):
+        if self.strategy.max_uses != 1 and (self._state.live_totals().groups or self._used_up_by_last_batch()):
             return "reuse_exhausted"
         silent = self._clock() - self.last_asked_s > PRODUCER_SILENCE_S
         return "no_producers" if silent and not self._book.out else "no_groups"

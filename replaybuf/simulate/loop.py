@@ -21,10 +21,10 @@ import numpy as np
 from replaybuf.config import RunConfig
 from replaybuf.errors import StrategyFault
 from replaybuf.flow import Ticket
-from replaybuf.index import LIVE
 from replaybuf.ledger import BatchRecord
 from replaybuf.packing import pack, padding_fraction, rollout_costs
 from replaybuf.service.answers import WaitingAnswer
+from replaybuf.service.bounded import handling
 from replaybuf.simulate.figures import Figures, Meter
 from replaybuf.simulate.virtual import VirtualRun
 from replaybuf.simulate.workload import Attempt, Supply
@@ -255,8 +255,8 @@ class Simulation:
     # ------------------------------------------------------------------ measuring
 
     def _look(self) -> None:
-        state = self.run.state
-        self.meter.buffer(self.run.now_s, state.count(LIVE), state.live_tokens(), self.run.book.out)
+        live = self.run.state.live_totals()
+        self.meter.buffer(self.run.now_s, live.groups, live.tokens, self.run.book.out)
 
     def _pack(self, record: BatchRecord) -> None:
         """Pack a batch as the service would for the trainer's ranks."""
@@ -320,7 +320,8 @@ def simulate(config: RunConfig, supply: Supply, steps: int) -> Figures:
     """Simulate `steps` steps. Raises `Invalid` for the configuration, `StrategyFault` naming the step."""
     simulation = Simulation(config, supply, steps)
     try:
-        return simulation.simulate()
+        with handling():
+            return simulation.simulate()
     except StrategyFault as fault:
         step = simulation.run.state.next_step
         detail = f"{fault.detail}; the run would be paused at step {step}"
