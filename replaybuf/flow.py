@@ -14,6 +14,7 @@ import dataclasses
 import re
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from replaybuf.errors import NotFound
 
@@ -33,8 +34,7 @@ def forgiven(reason: str) -> bool:
     return reason.partition(":")[0].strip() in FORGIVEN
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """Leave to generate prompt `prompt_index` once.
 
     `attempt` and `serial` count from 1: failed tries and tickets before this one. `generation` is the run's at issue.
@@ -74,8 +74,8 @@ def prompt_key(adapter: str, prompt_index: int) -> str:
 class TicketChange:
     """What a step of the book changed: tickets gone, new deadlines (0 = due again), counters, prompts that failed."""
 
-    drop: list[str] = dataclasses.field(default_factory=list)
-    deadlines_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    drop: list[Ticket] = dataclasses.field(default_factory=list)
+    deadlines_s: dict[Ticket, float] = dataclasses.field(default_factory=dict)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     issued: list[Ticket] = dataclasses.field(default_factory=list)
     failed: list[Ticket] = dataclasses.field(default_factory=list)
@@ -152,8 +152,8 @@ class TicketBook:
             if due:
                 planned = due.popleft()
                 del self._again[planned.prompt]
-                change.drop.append(str(planned))
-                ticket = dataclasses.replace(planned, generation=generation)
+                change.drop.append(planned)
+                ticket = planned._replace(generation=generation)
             else:
                 index = self.next_index.get(adapter, 0)
                 if self.prompts is not None and index >= self.prompts:
@@ -162,7 +162,7 @@ class TicketBook:
                 self.next_index[adapter] = index + 1
                 change.counts[f"next:{adapter}"] += 1
             self._out[ticket.prompt] = (ticket, now_s + self.ttl_s)
-            change.deadlines_s[str(ticket)] = now_s + self.ttl_s
+            change.deadlines_s[ticket] = now_s + self.ttl_s
             change.issued.append(ticket)
         self._raise(change, "issued", len(change.issued))
         return change
@@ -191,18 +191,18 @@ class TicketBook:
         for prompt in prompts:
             entry = self._out.pop(prompt, None)
             again = self._again.pop(prompt, None)
-            change.drop += [str(ticket) for ticket in (entry[0] if entry else None, again) if ticket]
+            change.drop += [ticket for ticket in (entry[0] if entry else None, again) if ticket]
         return change
 
     def _take_back(self, ticket: Ticket, change: TicketChange, *, failed: bool) -> None:
         del self._out[ticket.prompt]
-        change.drop.append(str(ticket))
+        change.drop.append(ticket)
         if failed and ticket.attempt >= self.max_attempts:
             change.failed.append(ticket)
         else:
-            planned = dataclasses.replace(ticket, attempt=ticket.attempt + failed, serial=ticket.serial + 1)
+            planned = ticket._replace(attempt=ticket.attempt + failed, serial=ticket.serial + 1)
             self._again[ticket.prompt] = planned
-            change.deadlines_s[str(planned)] = 0.0
+            change.deadlines_s[planned] = 0.0
 
     def _raise(self, change: TicketChange, name: str, by: int) -> None:
         if by:

@@ -101,7 +101,7 @@ class Index:
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._size = 0
         self._freed = 0
-        self._all: Groups | None = None
+        self._shown: dict[str, npt.NDArray[Any]] = {}
         self._grow(1024)
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Index:
         start, end = self._size, self._size + len(numbers)
         if end > len(self._columns["number"]):
             self._grow(max(end, len(self._columns["number"]) * 3 // 2))
-        self._resize(end)
+        self._size = end
         columns, new = self._columns, slice(start, end)
         columns["number"][new] = numbers
         for name in _ENTRY_COLUMNS:
@@ -142,14 +142,16 @@ class Index:
     def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Find the rows of these numbers; those that are not here (freed or unknown) are left out."""
         wanted = np.asarray(numbers, np.int64)
-        number = self["number"]
-        if len(number) and number[-1] - number[0] == len(number) - 1:  # no gap yet: a number tells its row
-            rows = np.clip(wanted - number[0], 0, len(number))
+        number, size = self._columns["number"], self._size
+        if not size:
+            return wanted[:0]
+        if number[size - 1] - number[0] == size - 1:  # no gap yet: a number tells its row
+            rows = wanted - number[0]
+            rows = rows[(rows >= 0) & (rows < size)]
         else:
-            rows = np.searchsorted(number, wanted)
-        inside = rows < self._size
-        rows = rows[inside]
-        here: npt.NDArray[np.int64] = rows[(self["number"][rows] == wanted[inside]) & (self["state"][rows] != FREED)]
+            rows = np.minimum(np.searchsorted(number[:size], wanted), size - 1)
+            rows = rows[number[rows] == wanted]
+        here: npt.NDArray[np.int64] = rows[self._columns["state"][rows] != FREED]
         return here
 
     def free(self, rows: npt.NDArray[np.int64]) -> None:
@@ -162,8 +164,7 @@ class Index:
                 column[: len(keep)] = self[name][keep]
             for name in _ZERO_COLUMNS:
                 self[name][len(keep) :] = 0
-            self._resize(len(keep))
-            self._freed = 0
+            self._size, self._freed = len(keep), 0
 
     def changed(self) -> npt.NDArray[np.void]:
         """Copy, as `STATE_ROW`, the rows that are not freed and not as `insert` left them."""
@@ -190,15 +191,9 @@ class Index:
 
         None shows all rows, as they are and as they change, without a copy.
         """
-        if self._all is None:
-            self._all = Groups(**{name: self["number" if name == "row" else name] for name in Groups.COLUMNS})
-        return self._all.take(rows)
-
-    def _resize(self, size: int) -> None:
-        self._size, self._all = size, None
+        return Groups.beginning(self._shown, self._size, rows)
 
     def _grow(self, capacity: int) -> None:
-        self._all = None
         for dtype in (ENTRY, STATE_ROW):
             for name in dtype.names or ():
                 if dtype is ENTRY and name not in _ENTRY_COLUMNS:
@@ -207,3 +202,4 @@ class Index:
                 if self._size:
                     column[: self._size] = self[name]
                 self._columns[name] = column
+        self._shown = {name: self._columns["number" if name == "row" else name] for name in Groups.COLUMNS}

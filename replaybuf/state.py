@@ -447,7 +447,7 @@ class RunState:
 
     def _evict(self, rows: npt.NDArray[np.int64], reason: str, step: int, at_s: float) -> None:
         states = self.index["state"][rows]
-        rows = rows[np.isin(states, (LIVE, IN_BATCHES)) & (self.index["evicted_at"][rows] == NEVER)]
+        rows = rows[((states == LIVE) | (states == IN_BATCHES)) & (self.index["evicted_at"][rows] == NEVER)]
         self.evicted_since_batch[reason] += int((self.index["state"][rows] == LIVE).sum())
         self.index["state"][rows] = IN_BATCHES
         self.index["reason"][rows] = self._code(reason)

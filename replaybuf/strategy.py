@@ -110,7 +110,15 @@ class Groups:
         if missing or unknown:
             raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
         self._base = columns
+        self._size = len(columns["row"])
         self._which = np.flatnonzero(which) if which is not None and which.dtype == bool else which
+
+    @classmethod
+    def beginning(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
+        """Show the first `size` groups of complete columns with room for more, or those of them at these positions."""
+        shown = object.__new__(cls)
+        shown._base, shown._size, shown._which = columns, size, which
+        return shown
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         """Take a column; found as a plain attribute from then on."""
@@ -118,28 +126,19 @@ class Groups:
             raise AttributeError(f"Groups has no column {name!r}; it has {', '.join(self.COLUMNS)}")
         base = self._base.get(name)
         if base is None:
-            base = np.zeros(len(self._base["row"]), _COLUMNS[name])
-        column = base[:] if self._which is None else base[self._which]
+            base = np.zeros(self._size, _COLUMNS[name])
+        column = base[: self._size] if self._which is None else base[self._which]
         column.flags.writeable = False
         setattr(self, name, column)
         return column
 
     def __len__(self) -> int:
-        return len(self._base["row"] if self._which is None else self._which)
+        return self._size if self._which is None else len(self._which)
 
-    def take(self, which: npt.NDArray[Any] | None) -> Groups:
-        """Return the groups at these positions, or where this mask is true; nothing is read of the others.
-
-        None takes all of them.
-        """
-        taken = object.__new__(Groups)
-        taken._base = self._base
-        if which is None:
-            taken._which = self._which
-        else:
-            positions = np.flatnonzero(which) if which.dtype == bool else which
-            taken._which = positions if self._which is None else self._which[positions]
-        return taken
+    def take(self, which: npt.NDArray[Any]) -> Groups:
+        """Return the groups at these positions, or where this mask is true; nothing is read of the others."""
+        positions = np.flatnonzero(which) if which.dtype == bool else which
+        return Groups.beginning(self._base, self._size, positions if self._which is None else self._which[positions])
 
 
 def source_code(name: str) -> int:

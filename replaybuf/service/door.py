@@ -428,8 +428,8 @@ class Door:
                 await journal.store.change_tickets(
                     journal.name,
                     journal.token or "",
-                    drop=change.drop,
-                    deadlines_s=change.deadlines_s,
+                    drop=[str(ticket) for ticket in change.drop],
+                    deadlines_s={str(ticket): at_s for ticket, at_s in change.deadlines_s.items()},
                     counts=change.counts,
                     durably=durably,
                 )

@@ -33,6 +33,7 @@ from replaybuf.strategy import (
     Filter,
     Flow,
     Groups,
+    Rows,
     Selection,
     Strategy,
     StrategyOptions,
@@ -117,6 +118,8 @@ class Selector:
         self._book = book
         self._clock = clock
         self._built: _Built | None = None
+        self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
+        self._recent: tuple[int, tuple[int, ...]] = -1, ()
 
     @property
     def config(self) -> RunConfig:
@@ -207,12 +210,18 @@ class Selector:
             tokens_live=live.tokens,
             tickets_out=self._book.out,
             budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
-            batches=tuple(len(state.batches[s].numbers) for s in sorted(state.batches)[-_HISTORY_BATCHES:]),
+            batches=self._last_batches(),
             groups_stored=state.stored,
             groups_used=state.uses,
             groups_fresh=live.fresh,
             uses_live=live.uses,
         )
+
+    def _last_batches(self) -> tuple[int, ...]:
+        entries, batches = self._state.entries, self._state.batches
+        if self._recent[0] != entries:
+            self._recent = entries, tuple(len(batches[step].numbers) for step in sorted(batches)[-_HISTORY_BATCHES:])
+        return self._recent[1]
 
     # ------------------------------------------------------------------ selection
 
@@ -224,7 +233,7 @@ class Selector:
         step = self._state.next_step
         groups = self._usable(step)
         view = self.view(step, groups)
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed(step))))
+        rng = self._generator(step)
 
         def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
             chosen = self.strategy.select(groups, view, view.budget, rng)
@@ -246,6 +255,16 @@ class Selector:
     def seed(self, step: int) -> list[int]:
         """Seed of the generator that chooses `step`: (run seed, generation, step)."""
         return [self.config.seed, self._state.generation, step]
+
+    def _generator(self, step: int) -> np.random.Generator:
+        """Return the generator that chooses `step`, at its start: made once, however often the step is asked for."""
+        seed = self.seed(step)
+        if self._drawing[0] != seed:
+            made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+            self._drawing = seed, made, made.bit_generator.state
+        _, rng, start = self._drawing
+        rng.bit_generator.state = start
+        return rng
 
     def _blocked(self) -> WaitingAnswer | None:
         if self._state.state != "running":
@@ -277,12 +296,14 @@ class Selector:
         rows = np.asarray(chosen.rows, np.int64)
         weights = None if chosen.weights is None else np.asarray(chosen.weights, np.float32)
         unfit = 0 if weights is None else int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
-        given = np.isin(groups.row, rows)
-        tokens = int(groups.tokens[given].sum(dtype=np.int64))
+        distinct = np.unique(rows)
+        at = _positions(distinct, groups)
+        given = at[at >= 0]
+        tokens = int(groups.take(given).tokens.sum(dtype=np.int64))
         rules = [
             ("selects at least one group", len(rows) > 0, len(rows)),
-            ("selects a group once", len(np.unique(rows)) == len(rows), len(rows)),
-            ("selects only groups it was given", int(given.sum()) == len(np.unique(rows)), rows[:8].tolist()),
+            ("selects a group once", len(distinct) == len(rows), len(rows)),
+            ("selects only groups it was given", len(given) == len(distinct), rows[:8].tolist()),
             ("keeps the token budget", budget.tokens is None or tokens <= budget.tokens, tokens),
             ("keeps the group budget", budget.groups is None or len(rows) <= budget.groups, len(rows)),
             ("gives one weight per group", weights is None or len(weights) == len(rows), len(rows)),
@@ -319,7 +340,7 @@ class Selector:
         asked: list[tuple[str, Callable[[], Evictions]]] = [
             (f"strategy {self.config.strategy.name!r}", lambda: self.strategy.evict(groups, view))
         ]
-        if self.config.batch.overlong == "reject":
+        if self.config.batch.overlong == "reject" and (groups.longest_tokens > self.seq_len).any():
             longer = tuple(groups.row[groups.longest_tokens > self.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
         if filtered or only is not None:
@@ -406,6 +427,14 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
     return msgspec.structs.replace(config, strategy=spec, filters=filters), strategy
 
 
+def _positions(rows: Rows, groups: Groups) -> Rows:
+    """Find groups by their row, in columns that are sorted by it; -1 for one that is not there."""
+    if not len(groups):
+        return np.full(len(rows), -1)
+    at = np.minimum(np.searchsorted(groups.row, rows), len(groups) - 1)
+    return np.where(groups.row[at] == rows, at, -1)
+
+
 def _evictions(plugin: str, found: Evictions, groups: Groups) -> Evictions:
     """Hold a plug-in to what it may drop. Raises `StrategyFault` naming it and the rule."""
     if not isinstance(found, Evictions):
@@ -419,7 +448,7 @@ def _evictions(plugin: str, found: Evictions, groups: Groups) -> Evictions:
     if not found.rows and not found.reasons:
         return found
     rows = np.asarray(found.rows, np.int64)
-    strange = rows[~np.isin(rows, groups.row)]
+    strange = rows[_positions(rows, groups) < 0]
     rules = [
         ("gives one reason per group it drops", len(found.rows) == len(found.reasons), len(found.reasons)),
         ("drops only groups it was given", not len(strange), strange[:8].tolist()),

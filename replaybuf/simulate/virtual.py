@@ -51,7 +51,7 @@ class VirtualRun:
         self.evictions: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._brought: set[int] = set()
         self._apply(ConfigRecord(config=msgspec.to_builtins(resolved), max_uses=strategy.max_uses))
-        batch = resolved.batch
+        self._batch = batch = resolved.batch
         self._apply(
             AttachRecord(
                 epoch=EPOCH,
@@ -112,7 +112,7 @@ class VirtualRun:
 
     def refusal(self, tokens: int, longest_tokens: int) -> str | None:
         """Say why the door would refuse a group of this size; None where it would not."""
-        batch = self.config.batch
+        batch = self._batch
         if batch.overlong == "reject" and longest_tokens > batch.seq_len:
             return "overlong"
         if batch.tokens_per_batch is not None and tokens > batch.tokens_per_batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -184,22 +185,24 @@ class Supply:
 
     def attempt(self, prompt_index: int, number: int) -> Attempt:
         """Say how attempt `number` (from 1) at a prompt goes."""
-        block, at = self._block(prompt_index, number), prompt_index % BLOCK
+        block, at = self._block(prompt_index // BLOCK, number), prompt_index % BLOCK
         return Attempt(
             prompt_index, number, block.durations_s[at], block.fates[at], block.tokens[at], block.longest_tokens[at]
         )
 
     def entries(self, attempts: list[Attempt]) -> npt.NDArray[Any]:
         """Return the index entries of these attempts, `ENTRY` [n]; versions and arrival are still to be filled in."""
-        entries = np.empty(len(attempts), ENTRY)
+        positions: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for position, attempt in enumerate(attempts):
-            block = self._block(attempt.prompt_index, attempt.number)
-            entries[position] = block.entries[attempt.prompt_index % BLOCK]
+            positions[attempt.prompt_index // BLOCK, attempt.number].append(position)
+        entries = np.empty(len(attempts), ENTRY)
+        for key, there in positions.items():
+            entries[there] = self._block(*key).entries[[attempts[at].prompt_index % BLOCK for at in there]]
         return entries
 
     def lengths(self, prompt_index: int, number: int) -> Lengths:
         """Return the tokens of each rollout, [rollouts]."""
-        rows: Lengths = self._block(prompt_index, number).lengths[prompt_index % BLOCK]
+        rows: Lengths = self._block(prompt_index // BLOCK, number).lengths[prompt_index % BLOCK]
         return rows
 
     @property
@@ -212,12 +215,12 @@ class Supply:
         """Mean seconds that a group occupies its slot, by the first prompts."""
         return float(np.mean(self._block(0, _FIRST_ATTEMPT).durations_s))
 
-    def _block(self, prompt_index: int, number: int) -> Block:
-        key = prompt_index // BLOCK, number
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = self._draw(*key)
-        return block
+    def _block(self, block: int, number: int) -> Block:
+        key = block, number
+        drawn = self._blocks.get(key)
+        if drawn is None:
+            drawn = self._blocks[key] = self._draw(block, number)
+        return drawn
 
     def _rng(self, block: int, stream: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, block, stream])))
