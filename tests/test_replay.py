@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,8 @@ from replaybuf.errors import Invalid
 from replaybuf.plugins import build_strategy
 from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, Waiting, source_code
 from replaybuf.testing import ClosedLoop
-from replaybuf_strategies import draws
-from replaybuf_strategies.composition import Mix
+from replaybuf_strategies import composition, draws
+from replaybuf_strategies.composition import Mix, by_prompt
 from replaybuf_strategies.draws import Propensity, drawn
 from replaybuf_strategies.reuse import Limiter
 from tests.builders import buffer_view, live_groups, steady
@@ -382,6 +383,37 @@ def test_all_live_groups_of_a_prompt_come_together() -> None:
     assert select(together, groups, budget=Budget(None, 5, 64)) == [1, 3, 7, 2, 6]
     assert select(together, shown(9, prompt_index=[7] * 9)) == [1, 2, 3, 4]
     assert select(together, shown(3, prompt_index=[7, 7, 5])) == "too_few_groups"
+
+
+@given(st.data())
+@steady
+def test_prompts_come_in_the_order_of_their_first_group_whatever_the_pieces(data: st.DataObject) -> None:
+    """Against lists: pieces of any size, groups that may not be used, groups without a prompt, one that comes alone."""
+    count = data.draw(st.integers(1, 40))
+    prompts = data.draw(st.lists(st.integers(-1, 9), min_size=count, max_size=count))
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    may_use = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    order = [at for at in data.draw(st.permutations(range(count))) if may_use[at]]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), max_size=4)))
+    pieces = [np.array(order[a:b], np.int64) for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    most, room = data.draw(st.none() | st.integers(1, 12)), data.draw(st.none() | st.integers(1, 40))
+    groups = shown(count, prompt_index=prompts, tokens=sizes)
+    budget = Budget(room, most, 64)
+    with mock.patch.object(composition, "_FIRST_PIECE", 2):
+        found = by_prompt(groups, lambda some: may_use[some.row - 1], iter(pieces), budget)
+
+    together: dict[int, list[int]] = {}
+    for at in order:
+        together.setdefault(prompts[at] if prompts[at] >= 0 else -1 - at, []).append(at)
+    fits = lambda held: (most is None or len(held) <= most) and (room is None or sum(sizes[at] for at in held) <= room)  # noqa: E731
+    chosen: list[int] = []
+    for members in together.values():
+        if fits(chosen + members):
+            chosen += sorted(members)
+        elif not fits(members) and not chosen:
+            chosen = next(members[:n] for n in range(len(members), -1, -1) if fits(members[:n]))
+            break
+    assert found.positions.tolist() == chosen
 
 
 # ---------------------------------------------------------------------- mixing sources

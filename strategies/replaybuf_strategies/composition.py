@@ -8,21 +8,24 @@ short ones.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.strategy import Budget, Groups
-from replaybuf_strategies.draws import Pieces, Positions
+from replaybuf_strategies.draws import May, Pieces, Positions
 
 Candidate = tuple[int, int, bool, int]
 """Position, tokens, never used, prompt index."""
 
 _EXACT = 1e-9
 _LONGEST_SEARCH = 64
+_FIRST_PIECE = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,29 +176,29 @@ def _candidates(groups: Groups, pieces: Pieces) -> Iterator[Candidate]:
         yield from zip(piece.tolist(), there.tokens.tolist(), fresh.tolist(), there.prompt_index.tolist(), strict=True)
 
 
-def by_prompt(groups: Groups, pieces: Pieces, budget: Budget) -> Composed:
-    """Take prompts in the order of their first group, each with all its groups.
+def by_prompt(groups: Groups, may: May, pieces: Pieces, budget: Budget) -> Composed:
+    """Take prompts in the order of their first group, each with all its groups that `may` be used.
 
     A prompt whose groups do not all fit is passed over; one that alone exceeds the budget comes alone, with as many as
-    fit. Needs all positions, in time that grows with their number.
+    fit, in their order.
     """
-    parts = list(pieces)
-    order = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    there = groups.take(order)
     limit = math.inf if budget.groups is None else budget.groups
     room = math.inf if budget.tokens is None else budget.tokens
+    seen: list[Positions] = []
     chosen: list[Positions] = []
     passed_over = 0
-    for members in _prompts(there.prompt_index):
+    for prompt in _prompts(groups, may, pieces, seen):
         if limit <= 0 or room <= 0 or passed_over >= _LONGEST_SEARCH:
             break
-        tokens = int(there.tokens[members].sum(dtype=np.int64))
+        members, tokens = prompt.members, prompt.tokens
         if len(members) <= limit and tokens <= room:
-            chosen.append(order[members])
+            chosen.append(members)
             limit -= len(members)
             room -= tokens
         elif _exceeds(len(members), tokens, budget) and not chosen:
-            return beginning(groups, iter((order[members],)), budget)
+            own = groups.prompt_index == groups.prompt_index[members[0]]
+            in_order = (piece[own[piece]] for piece in itertools.chain(seen, pieces))
+            return beginning(groups, in_order, budget)
         else:
             passed_over += 1
     positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
@@ -209,13 +212,46 @@ def _exceeds(members: int, tokens: int, budget: Budget) -> bool:
     )
 
 
-def _prompts(prompt_index: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.intp]]:
-    """Yield the members of each prompt, prompts by their first member; a group without a prompt is one of its own."""
-    own = np.where(prompt_index < 0, -1 - np.arange(len(prompt_index)), prompt_index)
-    _, first, prompt = np.unique(own, return_index=True, return_inverse=True)
-    members = np.argsort(first[prompt], kind="stable")
-    sizes = np.bincount(first[prompt], minlength=len(own))
-    start = 0
-    for size in sizes[sizes > 0].tolist():
-        yield members[start : start + size]
-        start += size
+class _Prompt(NamedTuple):
+    """The groups of one prompt, as they stand, and their tokens."""
+
+    members: Positions
+    tokens: int
+
+
+def _prompts(groups: Groups, may: May, pieces: Pieces, seen: list[Positions]) -> Iterator[_Prompt]:
+    """Yield prompts by their first position in `pieces`; a group without a prompt is one of its own.
+
+    The other groups of all prompts of a piece are found in one pass over the column; pieces that are looked at are
+    added to `seen`, and cut: each twice as long as the one before, for a batch rarely needs more than the first.
+    """
+    known = np.empty(0, np.int64)
+    length = _FIRST_PIECE
+    for piece in pieces:
+        seen.append(piece)
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + length]
+            start, length = start + length, 2 * length
+            prompts = groups.take(part).prompt_index
+            prompts = np.where(prompts < 0, -1 - part, prompts)
+            _, first = np.unique(prompts, return_index=True)
+            new = prompts[np.sort(first)]
+            new = new[~np.isin(new, known)]
+            known = np.concatenate([known, new])
+            yield from _with_members(groups, may, new)
+
+
+def _with_members(groups: Groups, may: May, prompts: npt.NDArray[np.int64]) -> Iterator[_Prompt]:
+    """Find the groups of each of these distinct prompts; -1 - position names one group without a prompt."""
+    found = np.flatnonzero(np.isin(groups.prompt_index, prompts[prompts >= 0]))
+    found = np.concatenate([found[may(groups.take(found))], -1 - prompts[prompts < 0]])
+    there = groups.take(found)
+    owner = np.where(there.prompt_index < 0, -1 - found, there.prompt_index)
+    order = np.argsort(owner, kind="stable")
+    found, owner = found[order], owner[order]
+    before = np.concatenate([[0], np.cumsum(there.tokens[order], dtype=np.int64)])
+    starts, ends = np.searchsorted(owner, prompts), np.searchsorted(owner, prompts, side="right")
+    tokens = before[ends] - before[starts]
+    for start, end, size in zip(starts.tolist(), ends.tolist(), tokens.tolist(), strict=True):
+        yield _Prompt(found[start:end], size)

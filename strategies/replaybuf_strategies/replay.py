@@ -253,7 +253,7 @@ class Replay(Strategy[ReplayOptions]):
         usable = self._usable(buffer, budget)
         wanted = _wanted(groups, buffer, budget)
         if options.prompts_together:
-            return by_prompt(groups, self._pieces(groups, usable, rng, wanted), budget)
+            return by_prompt(groups, usable, self._pieces(groups, usable, rng, wanted), budget)
         rules = Rules(self._shares or (1.0,), options.fresh_fraction, options.groups_per_prompt)
         if rules == Rules():
             return beginning(groups, self._pieces(groups, usable, rng, wanted), budget)
