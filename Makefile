@@ -4,7 +4,7 @@
 #   make demo [SEED=1] [STEPS=100] [ARGS=--overwrite]
 #   make test [ARGS="tests/service -k resume"]
 #   make check                       lint, format, types, import rules
-#   make bench [ARGS="--steps 60"]   the demo against the same parts joined by a plain file queue
+#   make bench [ONLY=selection ARGS="--repeats 21"]   all in 5 minutes, or one; JSON in benchmarks/results
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
@@ -46,7 +46,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/file_queue.py $(ARGS)
+	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),20) --seed $(or $(SEED),0) $(ARGS)

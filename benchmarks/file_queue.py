@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from measured import Measured
 
 from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch
 from replaybuf.client import Attached, Client, Ticket, Waiting
@@ -52,6 +49,7 @@ POLL_S = 0.002
 DEMO_TIMEOUT_S = 1800.0
 START_TIMEOUT_S = 60.0
 TARGET = 1.3
+QUEUE = "file queue"
 
 
 def main() -> None:
@@ -72,7 +70,7 @@ def main() -> None:
 
 
 def compare(steps: int, seed: int) -> None:
-    """Run both and print the time per step of each and their ratio."""
+    """Run both and tell the time per step of each and the ratio of their medians."""
     with tempfile.TemporaryDirectory() as scratch:
         demo, queue = Folder(Path(scratch) / "demo"), Folder(Path(scratch) / "queue")
         options = ["--data-dir", str(demo.root), "--steps", str(steps), "--seed", str(seed)]
@@ -81,27 +79,17 @@ def compare(steps: int, seed: int) -> None:
         queue.model.symlink_to(demo.model)
         asyncio.run(run_queue(queue, steps, seed))
         with_buffer, without = step_seconds(demo), step_seconds(queue)
-    print(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}, {steps} steps")
-    print_times("demo, through the buffer", with_buffer)
-    print_times("file queue", without)
-    ratio = statistics.fmean(with_buffer) / statistics.fmean(without)
-    print(f"ratio of the means {ratio:.2f} (at most {TARGET} is wanted)")
+    told = Measured("file_queue", reference=QUEUE, packages=["torch"], settings={"steps": steps, "seed": seed})
+    told.take(
+        f"a step; at most {TARGET} is wanted", {"demo, through the buffer": with_buffer, QUEUE: without}, unit="s"
+    )
+    told.save()
 
 
 def step_seconds(folder: Folder) -> list[float]:
     """Read the seconds between the trainer's steps, without the first ones."""
     times = [line.time for line in LineReader(folder.train_metrics, TrainerLine).new_lines()]
     return np.diff(times[WARM_UP_STEPS:]).tolist()
-
-
-def print_times(name: str, seconds: Sequence[float]) -> None:
-    """Print mean and spread of the time per step."""
-    low, middle, high = (
-        statistics.quantiles(seconds, n=20)[0],
-        statistics.median(seconds),
-        statistics.quantiles(seconds, n=20)[-1],
-    )
-    print(f"{name:26} {statistics.fmean(seconds):.3f} s per step (median {middle:.3f}, 5-95% {low:.3f}-{high:.3f})")
 
 
 async def run_queue(folder: Folder, steps: int, seed: int) -> None:

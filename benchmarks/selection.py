@@ -12,26 +12,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import os
-import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from measured import Measured
 
 from replaybuf.index import ENTRY, Index
 from replaybuf.plugins import build_strategy
+from replaybuf.store.redis import READ_CHUNK_ENTRIES
 from replaybuf.strategy import Budget, BufferView, Groups, Selection
 
 BATCH = 512
 VERSION, MAX_STALENESS = 10, 4
-INSERTED_AT_ONCE = 4096
+COLUMNS, PLAIN = "columns", "list of dicts"
 
 Row = dict[str, float]
 Timed = Callable[[], object]
@@ -43,15 +42,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
+    told = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(given) | {"batch": BATCH})
     entries = random_entries(given.groups)
     index, rows = fill_index(entries), plain_rows(entries)
-    print(f"{os.cpu_count()} CPUs, Python {platform.python_version()}, numpy {version('numpy')}")
-    print(f"{given.groups:,} groups, batches of {BATCH}, {given.repeats} repeats: median [least to largest]")
-    print(f"{'':34}{'columns':>28}{'list of dicts':>32}{'ratio':>8}")
     for name, ours, plain in cases(index, rows):
-        report(name, measure(ours, given.repeats), measure(plain, min(given.repeats, 3)))
-    report_inserts(entries, given.repeats)
-    print(f"{'bytes per group':34}{index.nbytes / given.groups:>12.0f}{'':16}{plain_bytes(rows):>16.0f}")
+        sides = {COLUMNS: measure(ours, given.repeats), PLAIN: measure(plain, min(given.repeats, 3))}
+        told.take(name, sides, unit="ms", ratio="reference / it")
+    told.take("inserts", inserts(entries, given.repeats), unit="thousand groups/s")
+    sizes = {COLUMNS: [index.nbytes / given.groups], PLAIN: [plain_bytes(rows)]}
+    told.take("memory", sizes, unit="bytes per group", ratio="reference / it")
+    told.save()
 
 
 def random_entries(count: int) -> npt.NDArray[Any]:
@@ -70,11 +70,12 @@ def random_entries(count: int) -> npt.NDArray[Any]:
     return entries
 
 
-def fill_index(entries: npt.NDArray[Any]) -> Index:
-    """Insert all entries, in the pieces in which a service reads them."""
+def fill_index(entries: npt.NDArray[Any], reserved: int = 0) -> Index:
+    """Insert all entries, in the pieces in which a service reads them; a rebuild reserves their number before."""
     index = Index()
-    for start in range(0, len(entries), INSERTED_AT_ONCE):
-        piece = entries[start : start + INSERTED_AT_ONCE]
+    index.reserve(reserved)
+    for start in range(0, len(entries), READ_CHUNK_ENTRIES):
+        piece = entries[start : start + READ_CHUNK_ENTRIES]
         index.insert(np.arange(start + 1, start + 1 + len(piece)), piece)
     return index
 
@@ -151,12 +152,20 @@ def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
     def plain_fifo() -> list[Row]:
         return sorted(rows, key=lambda row: row["last_step"])[:BATCH]
 
+    def plain_together() -> list[Row]:
+        of_prompt: dict[float, list[Row]] = {}
+        for row in rows:
+            of_prompt.setdefault(row["prompt_index"], []).append(row)
+        prompts = random.sample(list(of_prompt.values()), BATCH)
+        return list(itertools.islice(itertools.chain.from_iterable(prompts), BATCH))
+
     return [
         ("evict 512 stale ones", stale, plain_stale),
         ("replay, uniform", choose("replay"), plain_uniform),
         ("replay, prioritized + update", prioritized_with_update, plain_prioritized_with_update),
         ("one-step-off-policy", choose("one-step-off-policy", max_staleness=MAX_STALENESS), plain_oldest),
         ("replay, fifo", choose("replay", order="fifo"), plain_fifo),
+        ("replay, all groups of a prompt together", choose("replay", prompts_together=True), plain_together),
         ("replay, half fresh, cooldown 2", choose("replay", cooldown=2, fresh_fraction=0.5), plain_uniform),
     ]
 
@@ -179,26 +188,15 @@ def measure(call: Timed, repeats: int) -> list[float]:
     return took
 
 
-def report(name: str, ours: list[float], plain: list[float]) -> None:
-    """Print one line of the table."""
-    ratio = statistics.median(plain) / statistics.median(ours)
-    print(f"{name:34}{spread(ours):>28}{spread(plain):>32}{ratio:>7.0f}x")
-
-
-def spread(took: list[float]) -> str:
-    """Render median, least and largest, in ms."""
-    return f"{statistics.median(took):.2f} [{min(took):.2f} to {max(took):.2f}] ms"
-
-
-def report_inserts(entries: npt.NDArray[Any], repeats: int) -> None:
-    """Print how fast groups are inserted, in pieces of 4,096, and into a list of dicts."""
-    fast = [len(entries) / (took / 1000) for took in measure(lambda: fill_index(entries), repeats)]
+def inserts(entries: npt.NDArray[Any], repeats: int) -> dict[str, list[float]]:
+    """Measure how many thousand groups are inserted per second: as a rebuild does, without reserving, and as dicts."""
     some = entries[:100_000]
-    plain = [len(some) / (took / 1000) for took in measure(lambda: plain_rows(some), 3)]
-    ratio = statistics.median(fast) / statistics.median(plain)
-    low, high = min(fast) / 1000, max(fast) / 1000
-    ours = f"{statistics.median(fast) / 1000:,.0f} [{low:,.0f} to {high:,.0f}] k/s"
-    print(f"{'inserts':34}{ours:>28}{statistics.median(plain) / 1000:>28,.0f} k/s{ratio:>7.0f}x")
+    sides: list[tuple[str, int, Timed]] = [
+        (COLUMNS, len(entries), lambda: fill_index(entries, len(entries))),
+        ("columns that grow", len(entries), lambda: fill_index(entries)),
+        (PLAIN, len(some), lambda: plain_rows(some)),
+    ]
+    return {side: [count / took for took in measure(call, repeats)] for side, count, call in sides}
 
 
 def plain_bytes(rows: list[Row]) -> float:

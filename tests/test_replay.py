@@ -405,7 +405,10 @@ def test_prompts_come_in_the_order_of_their_first_group_whatever_the_pieces(data
     together: dict[int, list[int]] = {}
     for at in order:
         together.setdefault(prompts[at] if prompts[at] >= 0 else -1 - at, []).append(at)
-    fits = lambda held: (most is None or len(held) <= most) and (room is None or sum(sizes[at] for at in held) <= room)  # noqa: E731
+
+    def fits(held: list[int]) -> bool:
+        return (most is None or len(held) <= most) and (room is None or sum(sizes[at] for at in held) <= room)
+
     chosen: list[int] = []
     for members in together.values():
         if fits(chosen + members):

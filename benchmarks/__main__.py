@@ -1,0 +1,58 @@
+"""All benchmarks that suit a short run, one after the other: what `make bench` does.
+
+    python benchmarks
+    python benchmarks --only selection --repeats 21
+
+Alone a benchmark takes its own options and, without any, its own defaults; all together they take short ones, under
+five minutes on two cores. `soak.py` takes hours and runs by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SHORT = {
+    "selection": ["--repeats", "5"],
+    "durability": ["--rounds", "2", "--seconds", "1"],
+    "rebuild": ["--groups", "100000", "--repeats", "3"],
+    "file_queue": ["--steps", "25"],
+}
+"""Benchmarks by the name of their file, and the options that make them short."""
+TIMEOUT_S = 600.0
+ALONE_TIMEOUT_S = 4 * 3600.0
+
+
+def main() -> int:
+    """Run them; say at the end which failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SHORT, help="run this one; further options go to it")
+    given, options = parser.parse_known_args()
+    if options and not given.only:
+        parser.error(f"options of one benchmark need --only: {' '.join(options)}")
+    runs = {given.only: options} if given.only else SHORT
+    failed = [name for name, own in runs.items() if not run(name, own, ALONE_TIMEOUT_S if given.only else TIMEOUT_S)]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run(name: str, options: list[str], timeout_s: float) -> bool:
+    """Run one in a process of its own; say whether it succeeded."""
+    command = [sys.executable, str(Path(__file__).parent / f"{name}.py"), *options]
+    print(f"== {name} {' '.join(options)}".rstrip(), flush=True)
+    started_s = time.monotonic()
+    try:
+        done = subprocess.run(command, timeout=timeout_s, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"{name} took longer than {timeout_s:.0f} s", file=sys.stderr)
+        done = False
+    print(f"== {name}: {time.monotonic() - started_s:.0f} s\n", flush=True)
+    return done
+
+
+if __name__ == "__main__":
+    sys.exit(main())

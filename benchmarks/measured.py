@@ -1,0 +1,134 @@
+"""What every benchmark tells: the machine, the versions, and figures as median, spread and ratio to a named reference.
+
+    told = Measured("selection", reference="list of dicts", packages=["numpy"], settings={"groups": 1_000_000})
+    told.take("replay, uniform", {"columns": took_ms, "list of dicts": reference_ms}, unit="ms", ratio="reference / it")
+    told.save()
+
+Prints a line per side as it is taken; `save` writes all of it to `benchmarks/results/NAME.json`, or into the folder
+that `REPLAYBUF_BENCH_RESULTS` names.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+RESULTS = Path(os.environ.get("REPLAYBUF_BENCH_RESULTS", Path(__file__).parent / "results"))
+
+Ratio = Literal["it / reference", "reference / it"]
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What was measured on; `load`: mean of running processes over the minute before."""
+
+    cpus: int
+    processor: str
+    system: str
+    load: float
+    python: str
+    packages: dict[str, str]
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One side of one comparison: median, least and largest of `repeats` values, and the ratio of the medians."""
+
+    what: str
+    side: str
+    unit: str
+    median: float
+    least: float
+    largest: float
+    repeats: int
+    reference: str
+    ratio: float | None
+    ratio_is: Ratio
+
+
+class Measured:
+    """Figures of one run of a benchmark, compared with the side named `reference`."""
+
+    def __init__(
+        self, benchmark: str, *, reference: str, packages: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self.benchmark = benchmark
+        self.reference = reference
+        self.settings = dict(settings or {})
+        self.machine = describe_machine(packages)
+        self.figures: list[Figure] = []
+        versions = ", ".join(f"{name} {number}" for name, number in self.machine.packages.items())
+        print(f"{benchmark}: {self.machine.cpus} CPUs under load {self.machine.load:.1f}, Python {self.machine.python}")
+        print(f"{versions or 'no packages'}; {' '.join(f'{name}={value}' for name, value in self.settings.items())}")
+        print(f"median [least to largest], ratio of the medians; reference: {reference}", flush=True)
+
+    def take(
+        self,
+        what: str,
+        sides: Mapping[str, Sequence[float]],
+        *,
+        unit: str = "",
+        ratio: Ratio = "it / reference",
+        reference: str | None = None,
+    ) -> None:
+        """Take in the values of each side, print a line for each. Without the reference among them: no ratio.
+
+        `reference`: another side than the benchmark's.
+        """
+        named = reference or self.reference
+        against = statistics.median(sides[named]) if named in sides else None
+        print(what)
+        for side, values in sides.items():
+            median, least, largest = statistics.median(values), min(values), max(values)
+            factor = _ratio(median, against, ratio)
+            self.figures.append(Figure(what, side, unit, median, least, largest, len(values), named, factor, ratio))
+            told = "" if factor is None or side == named else f"  {ratio}: {factor:.3g}"
+            print(f"  {side:<20} {median:>10,.4g} {unit} [{least:,.4g} to {largest:,.4g}]{told}", flush=True)
+
+    def save(self) -> Path:
+        """Write everything as JSON and say where."""
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path = RESULTS / f"{self.benchmark}.json"
+        told = {
+            "benchmark": self.benchmark,
+            "at_s": time.time(),
+            "machine": self.machine,
+            "settings": self.settings,
+            "reference": self.reference,
+            "figures": self.figures,
+        }
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(told)) + b"\n")
+        print(f"written: {path}")
+        return path
+
+
+def _ratio(median: float, reference: float | None, ratio: Ratio) -> float | None:
+    if not reference or not median:
+        return None
+    return median / reference if ratio == "it / reference" else reference / median
+
+
+def describe_machine(packages: Sequence[str]) -> Machine:
+    """Name CPUs, system, load and the versions of Python and of these packages."""
+    return Machine(
+        cpus=os.cpu_count() or 1,
+        processor=_processor(),
+        system=platform.platform(),
+        load=os.getloadavg()[0],
+        python=platform.python_version(),
+        packages={name: version(name) for name in packages},
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
