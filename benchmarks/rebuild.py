@@ -60,13 +60,11 @@ def main() -> None:
         started, resident = restarts(server, options.groups, options.repeats)
         told.take(
             "serve until it is ready",
-            {"with the run": started, "no run": [empty_started_s]},
+            {"with it": started, "no run": [empty_started_s]},
             unit="s",
             reference="no run",
         )
-        told.take(
-            "serve, resident", {"with the run": resident, "no run": [empty_rss / 1e6]}, unit="MB", reference="no run"
-        )
+        told.take("serve, resident", {"with it": resident, "no run": [empty_rss / 1e6]}, unit="MB", reference="no run")
         told.take("index columns", {"fold": [index_bytes / 1e6]}, unit="MB")
         server.start()
         with server.redis() as client:

@@ -148,6 +148,8 @@ class TicketBook:
         """Issue up to `count` tickets: prompts due again first, then new indexes."""
         change = TicketChange()
         due = deque(ticket for prompt, ticket in self._again.items() if prompt[0] == adapter)
+        deadline_s = now_s + self.ttl_s
+        first = index = self.next_index.get(adapter, 0)
         while len(change.issued) < count:
             if due:
                 planned = due.popleft()
@@ -155,15 +157,16 @@ class TicketBook:
                 change.drop.append(planned)
                 ticket = planned._replace(generation=generation)
             else:
-                index = self.next_index.get(adapter, 0)
                 if self.prompts is not None and index >= self.prompts:
                     break
                 ticket = Ticket(adapter, generation, index, attempt=1, serial=1)
-                self.next_index[adapter] = index + 1
-                change.counts[f"next:{adapter}"] += 1
-            self._out[ticket.prompt] = (ticket, now_s + self.ttl_s)
-            change.deadlines_s[ticket] = now_s + self.ttl_s
+                index += 1
+            self._out[ticket.prompt] = (ticket, deadline_s)
+            change.deadlines_s[ticket] = deadline_s
             change.issued.append(ticket)
+        if index > first:
+            self.next_index[adapter] = index
+            change.counts[f"next:{adapter}"] += index - first
         self._raise(change, "issued", len(change.issued))
         return change
 
@@ -190,8 +193,11 @@ class TicketBook:
         change = TicketChange()
         for prompt in prompts:
             entry = self._out.pop(prompt, None)
+            if entry:
+                change.drop.append(entry[0])
             again = self._again.pop(prompt, None)
-            change.drop += [ticket for ticket in (entry[0] if entry else None, again) if ticket]
+            if again:
+                change.drop.append(again)
         return change
 
     def _take_back(self, ticket: Ticket, change: TicketChange, *, failed: bool) -> None:

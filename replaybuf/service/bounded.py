@@ -10,8 +10,11 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BOUND_S = 1.0
 """A question to a strategy takes a millisecond; a thousand times that holds up every run of the service."""
@@ -43,22 +46,24 @@ def handling() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@contextlib.contextmanager
-def bounded(bound_s: float = BOUND_S) -> Iterator[None]:
-    """Interrupt the body with `TookTooLong` once it has taken `bound_s` seconds."""
+def bounded(call: Callable[[], T], bound_s: float = BOUND_S) -> T:
+    """Answer a call; interrupt it with `TookTooLong` once it has taken `bound_s` seconds."""
     started_s = time.monotonic()
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    if _handled and threading.current_thread() is threading.main_thread():
+        signal.setitimer(signal.ITIMER_REAL, bound_s)
+        try:
+            answer = call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    elif threading.current_thread() is threading.main_thread():
+        with handling():
+            return bounded(call, bound_s)
     else:
-        with contextlib.nullcontext() if _handled else handling():
-            signal.setitimer(signal.ITIMER_REAL, bound_s)
-            try:
-                yield
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+        answer = call()
     took_s = time.monotonic() - started_s
     if took_s > bound_s:
         raise TookTooLong(f"took {took_s:.2f} s; the bound is {bound_s:g} s")
+    return answer
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

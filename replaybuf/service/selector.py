@@ -148,8 +148,7 @@ class Selector:
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
         """Call a plug-in, the strategy if none is named. Raises `StrategyFault` for whatever it raises, or too slow."""
         try:
-            with bounded():
-                return call()
+            return bounded(call)
         except StrategyFault:
             raise
         except TookTooLong as error:
@@ -329,22 +328,24 @@ class Selector:
 
         Filters judge a group when it arrives (`only`), and again where `filtered` says that what they judged is open.
         """
-        index = self._state.index
+        state, config, built = self._state, self.config, self._plugins()
+        index = state.index
         rows = index.live() if only is None else index.rows_of(only)
-        rows = rows[index["state"][rows] == LIVE]
+        if only is not None:
+            rows = rows[index["state"][rows] == LIVE]
         by_reason: dict[str, list[int]] = {}
-        if not len(rows) or self._state.state == "paused":
+        if not len(rows) or state.state == "paused":
             return by_reason
         groups = index.groups(rows)
-        view = self.view(self._state.next_step)
+        view = self.view(state.next_step)
         asked: list[tuple[str, Callable[[], Evictions]]] = [
-            (f"strategy {self.config.strategy.name!r}", lambda: self.strategy.evict(groups, view))
+            (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups, view))
         ]
-        if self.config.batch.overlong == "reject" and (groups.longest_tokens > self.seq_len).any():
+        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.seq_len:
             longer = tuple(groups.row[groups.longest_tokens > self.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
         if filtered or only is not None:
-            for spec, one in zip(self.config.filters, self._plugins().filters, strict=True):
+            for spec, one in zip(config.filters, built.filters, strict=True):
                 asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups, view)))  # type: ignore[misc]
         gone: set[int] = set()
         for plugin, call in asked:

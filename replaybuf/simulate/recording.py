@@ -227,7 +227,7 @@ class RecordedSupply(Supply):
         picks = (block * BLOCK + np.arange(BLOCK)) % len(self._entries)
         entries = self._entries[picks].copy()
         lengths = _spread(entries["tokens"], entries["longest_tokens"], self._group_size)
-        return self._finish(block, entries, lengths, lengths.max(axis=1), self._rng(block, number))
+        return self._finish(block, number, entries, lengths, lengths.max(axis=1), self._rng(block, number))
 
 
 def _spread(tokens: npt.NDArray[np.int32], longest: npt.NDArray[np.int32], rollouts: int) -> npt.NDArray[np.int32]:

@@ -7,8 +7,8 @@ are compared meet the same prompts, lengths, rewards and failures, whatever orde
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections import defaultdict
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -158,18 +158,16 @@ class Attempt(NamedTuple):
     fate: str
     tokens: int
     longest_tokens: int
+    entry: bytes
+    """One `ENTRY`; versions and arrival are still to be filled in."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """Attempts at `BLOCK` consecutive prompts; `entries` [BLOCK] of `ENTRY`, `lengths` [BLOCK, rollouts] tokens."""
+    """Attempts at `BLOCK` consecutive prompts; `lengths` [BLOCK, rollouts] tokens."""
 
-    entries: npt.NDArray[Any]
+    attempts: list[Attempt]
     lengths: Lengths
-    durations_s: list[float]
-    fates: list[str]
-    tokens: list[int]
-    longest_tokens: list[int]
 
 
 class Supply:
@@ -185,20 +183,11 @@ class Supply:
 
     def attempt(self, prompt_index: int, number: int) -> Attempt:
         """Say how attempt `number` (from 1) at a prompt goes."""
-        block, at = self._block(prompt_index // BLOCK, number), prompt_index % BLOCK
-        return Attempt(
-            prompt_index, number, block.durations_s[at], block.fates[at], block.tokens[at], block.longest_tokens[at]
-        )
+        return self._block(prompt_index // BLOCK, number).attempts[prompt_index % BLOCK]
 
     def entries(self, attempts: list[Attempt]) -> npt.NDArray[Any]:
         """Return the index entries of these attempts, `ENTRY` [n]; versions and arrival are still to be filled in."""
-        positions: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for position, attempt in enumerate(attempts):
-            positions[attempt.prompt_index // BLOCK, attempt.number].append(position)
-        entries = np.empty(len(attempts), ENTRY)
-        for key, there in positions.items():
-            entries[there] = self._block(*key).entries[[attempts[at].prompt_index % BLOCK for at in there]]
-        return entries
+        return np.frombuffer(bytearray(b"".join(attempt.entry for attempt in attempts)), ENTRY)
 
     def lengths(self, prompt_index: int, number: int) -> Lengths:
         """Return the tokens of each rollout, [rollouts]."""
@@ -208,12 +197,12 @@ class Supply:
     @property
     def tokens_per_group(self) -> float:
         """Mean tokens of a group, by the first prompts."""
-        return float(np.mean(self._block(0, _FIRST_ATTEMPT).tokens))
+        return float(np.mean([attempt.tokens for attempt in self._block(0, _FIRST_ATTEMPT).attempts]))
 
     @property
     def duration_s(self) -> float:
         """Mean seconds that a group occupies its slot, by the first prompts."""
-        return float(np.mean(self._block(0, _FIRST_ATTEMPT).durations_s))
+        return float(np.mean([attempt.duration_s for attempt in self._block(0, _FIRST_ATTEMPT).attempts]))
 
     def _block(self, block: int, number: int) -> Block:
         key = block, number
@@ -241,10 +230,16 @@ class Supply:
         scores = np.array([self._score(count) for count in right.tolist()])
         for column, name in enumerate(("reward_mean", "reward_std", "advantage_abs_mean")):
             entries[name] = scores[:, column]
-        return self._finish(block, entries, w.prompt_tokens + completions, completions.max(axis=1), own)
+        return self._finish(block, number, entries, w.prompt_tokens + completions, completions.max(axis=1), own)
 
     def _finish(
-        self, block: int, entries: npt.NDArray[Any], lengths: Lengths, longest: Lengths, rng: np.random.Generator
+        self,
+        block: int,
+        number: int,
+        entries: npt.NDArray[Any],
+        lengths: Lengths,
+        longest: Lengths,
+        rng: np.random.Generator,
     ) -> Block:
         """Fill in what follows from the lengths, and draw how the attempts end. `longest`: of the completions."""
         w = self.workload
@@ -262,14 +257,17 @@ class Supply:
         if w.timeout_s is not None:
             fates[(durations > w.timeout_s) & (fates != "lost")] = "timeout"
             durations = np.minimum(durations, w.timeout_s)
-        return Block(
-            entries,
-            lengths,
+        raw, size = entries.tobytes(), ENTRY.itemsize
+        columns = (
+            entries["prompt_index"].tolist(),
+            itertools.repeat(number, BLOCK),
             durations.tolist(),
             fates.tolist(),
             entries["tokens"].tolist(),
             entries["longest_tokens"].tolist(),
+            [raw[start : start + size] for start in range(0, len(raw), size)],
         )
+        return Block([Attempt(*values) for values in zip(*columns, strict=True)], lengths)
 
     def _score(self, right: int) -> tuple[float, float, float]:
         """Return reward mean, reward deviation and mean |advantage| of a group with so many right rollouts."""
