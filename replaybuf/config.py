@@ -60,9 +60,10 @@ class TicketSpec(Spec, frozen=True):
 
 
 class Limits(Spec, frozen=True):
-    """Bounds on what the buffer holds: tokens of live groups, bytes of one group's frame."""
+    """Bounds on what the buffer holds: tokens and bytes (of frames) of live groups, bytes of one group's frame."""
 
     max_tokens_live: Positive | None = None
+    max_bytes_live: Positive | None = None
     max_group_bytes: Positive = 67108864
 
 
@@ -145,6 +146,14 @@ def check_run_config(config: RunConfig) -> None:
             name="limits.max_tokens_live",
             value=limits.max_tokens_live,
             bound=smallest_batch,
+        )
+    if limits.max_bytes_live is not None and limits.max_bytes_live < limits.max_group_bytes:
+        raise Invalid(
+            f"limits.max_bytes_live is {limits.max_bytes_live}; one group may have limits.max_group_bytes, "
+            f"{limits.max_group_bytes}, so it could never enter",
+            name="limits.max_bytes_live",
+            value=limits.max_bytes_live,
+            bound=limits.max_group_bytes,
         )
     if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
         raise Invalid(

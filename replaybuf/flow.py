@@ -72,13 +72,17 @@ def prompt_key(adapter: str, prompt_index: int) -> str:
 
 @dataclasses.dataclass(slots=True)
 class TicketChange:
-    """What a step of the book changed: tickets gone, new deadlines (0 = due again), counters, prompts that failed."""
+    """What a step of the book changed: tickets gone, new deadlines (0 = due again), counters, prompts that failed.
+
+    `done_since_s`: for tickets whose group is stored, when they were issued.
+    """
 
     drop: list[Ticket] = dataclasses.field(default_factory=list)
     deadlines_s: dict[Ticket, float] = dataclasses.field(default_factory=dict)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     issued: list[Ticket] = dataclasses.field(default_factory=list)
     failed: list[Ticket] = dataclasses.field(default_factory=list)
+    done_since_s: list[float] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.drop or self.deadlines_s or self.counts)
@@ -127,6 +131,10 @@ class TicketBook:
         """Say whether this very ticket is out."""
         entry = self._out.get(ticket.prompt)
         return entry is not None and entry[0] == ticket
+
+    def awaits(self, prompt: tuple[str, int]) -> bool:
+        """Say whether the group of a prompt is still to come: its ticket is out, or due again."""
+        return prompt in self._out or prompt in self._again
 
     def used_up(self, adapter: str) -> bool:
         """Say whether the supply has no index left to issue, for now: others' tickets may still come back."""
@@ -195,6 +203,7 @@ class TicketBook:
             entry = self._out.pop(prompt, None)
             if entry:
                 change.drop.append(entry[0])
+                change.done_since_s.append(entry[1] - self.ttl_s)
             again = self._again.pop(prompt, None)
             if again:
                 change.drop.append(again)

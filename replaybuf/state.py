@@ -229,6 +229,10 @@ class RunState:
         """Forget the sums of `live_totals`: the index was changed by other means than `store` and `apply`."""
         self._live = None
 
+    def live_bytes(self) -> int:
+        """Sum the frames of live groups, in bytes."""
+        return int(self.index["frame_bytes"][self.index["state"] == LIVE].sum(dtype=np.int64))
+
     def place_of(self, number: int) -> tuple[str, str | None]:
         """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason).
 

@@ -161,7 +161,7 @@ class BufferView:
 
     `step` is the next step to assemble, `version` = version(step); counts are of live groups. `groups_stored` counts
     all groups ever stored, `groups_used` all uses in batches of the surviving history, `groups_fresh` the live groups
-    that were never used, `uses_live` the uses of the live groups.
+    that were never used, `uses_live` the uses of the live groups; `steps_done` counts acked steps.
     """
 
     step: int
@@ -178,13 +178,15 @@ class BufferView:
     groups_used: int = 0
     groups_fresh: int = 0
     uses_live: int = 0
+    steps_done: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
     """What was measured, for admission. `tokens_per_group` is a prior until groups have arrived.
 
-    Rates are per second over the last minute; `now_s` is the time of the decision.
+    The rest is of `replaybuf.rates.Measured`, where each figure is explained; 0 = not known. `now_s` is the time of the
+    decision.
     """
 
     now_s: float
@@ -192,6 +194,10 @@ class Flow:
     groups_per_s: float = 0.0
     steps_per_s: float = 0.0
     max_tokens_live: int | None = None
+    step_s: float = 0.0
+    group_s: float = 0.0
+    waited: float = 0.0
+    too_stale: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -310,10 +316,15 @@ def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, l
         batches = look_ahead + 1
     else:
         batches = (buffer.published_version + max_staleness + 1) * buffer.steps_per_publish - buffer.step
+    return capacity_of(buffer, flow, batches)
+
+
+def capacity_of(buffer: BufferView, flow: Flow, batches: float) -> int:
+    """Groups that may be started so that live ones and those out make so many batches, at least 0."""
     if batches <= 0:
         return 0
     budget = buffer.budget
-    by_groups: float = math.inf if budget.groups is None else batches * budget.groups - buffer.groups_live
+    by_groups: float = math.inf if budget.groups is None else math.ceil(batches * budget.groups) - buffer.groups_live
     by_tokens: float = math.inf
     if budget.tokens is not None:
         by_tokens = math.ceil((batches * budget.tokens - buffer.tokens_live) / flow.tokens_per_group)

@@ -57,7 +57,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "seed": 0,
         "advantage": "grpo",
         "tickets": {"ttl_s": 600, "max_attempts": 3, "prompts": None},
-        "limits": {"max_tokens_live": None, "max_group_bytes": 67108864},
+        "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
         "adapters": {},
     }
 

@@ -11,6 +11,7 @@ from replaybuf.config import RunConfig
 from replaybuf.flow import TicketBook
 from replaybuf.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.ledger import BatchRecord
+from replaybuf.rates import Measured
 from replaybuf.service.assembly import Assembled
 from replaybuf.state import RunState
 from replaybuf.tallies import KINDS, Coverage, Histogram
@@ -126,6 +127,7 @@ def run_state(
     *,
     durability: str,
     rejected: dict[str, int],
+    rates: Measured,
     waits: WaitingAnswer | None,
 ) -> dict[str, Any]:
     """Render `GET /v1/runs/{run}`."""
@@ -143,6 +145,7 @@ def run_state(
         "published_version": state.published[""],
         "groups": counts | {"rejected": rejected},
         "tokens": {"live": state.live_tokens()},
+        "bytes": {"live": state.live_bytes()},
         "tickets": {
             "issued": book.counts["issued"],
             "out": book.out,
@@ -153,6 +156,7 @@ def run_state(
         "staleness": {str(age): number for age, number in sorted(state.used_staleness.items())},
         "histograms": tallied.histograms,
         "coverage": tallied.coverage,
+        "rates": rates,
         "waiting": waits,
         "adapters": {},
         "checkpoints": state.checkpoints,

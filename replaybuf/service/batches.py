@@ -66,7 +66,8 @@ class Batches:
             self._check_askable(step)
             outcome = await self._batch(step, epoch)
             self.check_epoch(epoch)  # an attach while it was read may have changed its layout
-            self._account_wait(outcome)
+            if step == self._state.step:  # what is fetched ahead, nobody waits for
+                self._account_wait(outcome)
             return outcome
 
         outcome = await self._journal.until(attempt, wait_s)
@@ -147,6 +148,11 @@ class Batches:
         logger.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
         await self._journal.set_state("finished", "prompts")
         await self._journal.notify()
+
+    @property
+    def waited_for_others_s(self) -> float:
+        """Seconds that trainers waited for somebody else than themselves."""
+        return sum(s for reason, s in self.waited_s.items() if answers.BLOCKED_ON[reason] != "trainer")
 
     def _account_wait(self, outcome: object) -> None:
         """Book the time since the trainer was last told to wait under the reason it was told then."""

@@ -27,11 +27,12 @@ from replaybuf.frame import encode_frame, is_compressed, stored_checksum
 from replaybuf.group import Admissible, Group, check_group, truncate
 from replaybuf.index import Numbers
 from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
+from replaybuf.room import Load, fitting
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
-from replaybuf.store import IndexChunk, ToAppend, keys
+from replaybuf.store import Appended, IndexChunk, ToAppend, keys
 from replaybuf.store.entries import EntryStrings
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Door:
         self._settling = asyncio.Lock()
         self._permanent: set[int] = set()
         self._unsure = False
+        self._entering = Load()
 
     async def look(self) -> None:
         """Take in what storage holds of tickets and refusals."""
@@ -124,27 +126,36 @@ class Door:
                     "reason": rejection.reason,
                     "detail": rejection.detail,
                 }
-        self._check_room([item for _, item in ready])
-        await self._count_rejected(Counter(result["reason"] for result in results if result))
-        if not ready:
-            raise self._refusal(results)
-        journal = self._journal
-        with journal.noting_loss():
-            appended = await journal.store.append(
-                journal.name,
-                [item for _, item in ready],
-                journal.state.published[""],
-                journal.clock(),
-                journal.token or "",
-            )
-        for (position, _), outcome in zip(ready, appended, strict=True):
-            status = "stored" if outcome.stored else "duplicate"
-            results[position] = {"group_id": outcome.group_id, "status": status}
-        self.duplicates += sum(not outcome.stored for outcome in appended)
-        # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
-        self._permanent.update(outcome.number for outcome in appended if outcome.number > journal.state.stored)
-        await self.pull(max(outcome.number for outcome in appended))
+        fits, refusal = self._fitting([item for _, item in ready])
+        if refusal is None:  # else all is sent again, and counted then
+            await self._count_rejected(Counter(result["reason"] for result in results if result))
+            if not ready:
+                raise self._refusal(results)
+        if fits:
+            appended = await self._enter([item for _, item in ready[:fits]])
+            for (position, _), outcome in zip(ready, appended, strict=False):
+                status = "stored" if outcome.stored else "duplicate"
+                results[position] = {"group_id": outcome.group_id, "status": status}
+        if refusal:
+            raise refusal
         return results
+
+    async def _enter(self, items: list[ToAppend]) -> list[Appended]:
+        """Store groups and take them into the index; what they take is held for them until they are in it."""
+        journal, taken = self._journal, sum(map(_load, items), Load())
+        self._entering += taken
+        try:
+            with journal.noting_loss():
+                appended = await journal.store.append(
+                    journal.name, items, journal.state.published[""], journal.clock(), journal.token or ""
+                )
+            self.duplicates += sum(not outcome.stored for outcome in appended)
+            # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
+            self._permanent.update(outcome.number for outcome in appended if outcome.number > journal.state.stored)
+            await self.pull(max(outcome.number for outcome in appended))
+        finally:
+            self._entering -= taken
+        return appended
 
     def _admit(self, item: Incoming) -> ToAppend:
         """Judge one group at the door and make it ready to be stored."""
@@ -216,19 +227,21 @@ class Door:
             tokens_per_batch=config.batch.tokens_per_batch,
         )
 
-    def _check_room(self, items: Sequence[ToAppend]) -> None:
-        limit = self._journal.config.limits.max_tokens_live
-        coming = sum(item.group.tokens for item in items if not item.prompt_key)  # a ticket has its room already
-        if limit is None or not coming:
-            return
-        live = self._journal.state.live_tokens()
-        if live + coming > limit:
-            raise NoRoom(
-                f"{live} tokens are live and {coming} would come; limits.max_tokens_live is {limit}",
-                name="max_tokens_live",
-                value=live + coming,
-                bound=limit,
-            )
+    def _fitting(self, items: Sequence[ToAppend]) -> tuple[int, NoRoom | None]:
+        """Count the first of these groups that have room; with the bound that stops the next."""
+        journal, limits = self._journal, self._journal.config.limits
+        if limits.max_tokens_live is None and limits.max_bytes_live is None:
+            return len(items), None
+        held = Load(0, journal.state.live_tokens(), journal.state.live_bytes()) + self._entering
+        coming = [Load() if self._known(item) else _load(item) for item in items]
+        return fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
+
+    def _known(self, item: ToAppend) -> bool:
+        """Say whether the group of its prompt is stored already: this one is a duplicate, which takes no room."""
+        if not item.prompt_key or item.group.prompt_index is None:
+            return False
+        prompt = item.group.adapter, item.group.prompt_index
+        return not self._book.awaits(prompt) and prompt not in self._journal.state.failed_prompts
 
     async def _count_rejected(self, reasons: Counter[str]) -> None:
         if reasons:
@@ -282,7 +295,10 @@ class Door:
                 await self._adopt(strings for number, strings in came if number not in self._permanent)
                 self._permanent.difference_update(numbers)
                 if self._journal.leading:
-                    await self._strike(prompts_of(chunk))
+                    self._took(await self._strike(prompts_of(chunk)))
+                    rates = self._selector.rates  # what was stored before it measured is history that was read
+                    since = chunk.values["arrival_s"] >= rates.since_s
+                    rates.stored(self._journal.clock(), int(since.sum()))
                     await self._evict_arrivals(chunk.numbers)
                 arrived.popleft()
         await self._journal.notify()
@@ -414,10 +430,18 @@ class Door:
                 await journal.append(record)
             await self._store(change)
 
-    async def _strike(self, prompts: Iterable[tuple[str, int]]) -> None:
+    async def _strike(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
+        """Strike the tickets of prompts whose group is stored."""
+        change = self._book.done(prompts)
         with self._unsure_on_failure():
             # Not durably: who leads next strikes again the prompts whose group is stored.
-            await self._store(self._book.done(prompts), durably=False)
+            await self._store(change, durably=False)
+        return change
+
+    def _took(self, change: TicketChange) -> None:
+        """Measure how long the groups took whose tickets were struck just now."""
+        now_s = self._journal.clock()
+        self._selector.rates.took(now_s - since_s for since_s in change.done_since_s)
 
     async def _store(self, change: TicketChange, *, durably: bool = True) -> None:
         if not change:
@@ -446,11 +470,10 @@ class Door:
                     self._unsure = False  # first: a strike that fails meanwhile makes it unsure again
                     await self.restore()
             # Groups that are folded and not settled yet: their prompts must neither fail nor be issued again.
-            while change := self._book.done(
+            while change := await self._strike(
                 prompt for arrivals in self._journal.arrived for prompt in prompts_of(arrivals)
             ):
-                with self._unsure_on_failure():
-                    await self._store(change, durably=False)
+                self._took(change)
             yield
 
     @contextlib.contextmanager
@@ -467,6 +490,10 @@ def _encoded(group: Group, *, compress: bool) -> bytes:
         return encode_frame(group, compress=compress)
     except TooLarge as error:
         raise GroupRejected("too_large", error.detail) from None
+
+
+def _load(item: ToAppend) -> Load:
+    return Load(1, item.group.tokens, len(item.frame))
 
 
 def prompts_of(arrivals: IndexChunk) -> list[tuple[str, int]]:

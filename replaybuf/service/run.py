@@ -15,6 +15,7 @@ from replaybuf.config import ConfigPatch, RunConfig, StrategySpec, differing_fie
 from replaybuf.errors import Conflict
 from replaybuf.flow import TicketBook
 from replaybuf.ledger import ConfigRecord, PurgeRecord
+from replaybuf.rates import Measured
 from replaybuf.service import answers
 from replaybuf.service.batches import Batches
 from replaybuf.service.door import Door
@@ -54,6 +55,11 @@ class Run:
     def state(self) -> RunState:
         """State of the run."""
         return self.journal.state
+
+    @property
+    def measured(self) -> Measured:
+        """How fast groups come in and are used, as this server saw it."""
+        return self.selector.rates.measured(self.journal.clock())
 
     # ------------------------------------------------------------------ life
 
@@ -183,6 +189,7 @@ class Run:
             msgspec.to_builtins(self.journal.config),
             durability=self.durability,
             rejected=dict(self.door.rejected),
+            rates=self.measured,
             waits=self.selector.why_waiting(),
         )
 

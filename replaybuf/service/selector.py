@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -16,11 +17,12 @@ import msgspec
 import numpy as np
 
 from replaybuf.advantages import advantages
-from replaybuf.config import RunConfig, check_run_config
+from replaybuf.config import LARGEST_INTEGER, RunConfig, check_run_config
 from replaybuf.errors import Invalid, NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.index import LIVE, Numbers
 from replaybuf.plugins import build_filter, build_strategy, reported
+from replaybuf.rates import Rates
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
@@ -108,11 +110,13 @@ def _build(config: RunConfig) -> _Built:
 class Selector:
     """Questions to the strategy of run `name`. `last_asked_s` is when a producer last asked for a ticket.
 
-    It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one.
+    It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one. Both
+    feed `rates` with what they see happen.
     """
 
     def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
         self.last_asked_s = -float("inf")
+        self.rates = Rates(clock())
         self._name = name
         self._state = state
         self._book = book
@@ -175,24 +179,48 @@ class Selector:
             return int(admitted)
 
         capacity = self.ask("admit", checked)
-        limit = self.config.limits.max_tokens_live
-        if limit is not None:
-            coming = self._book.out * flow.tokens_per_group
-            live = self._state.live_tokens()
-            room = int((limit - live - coming) // flow.tokens_per_group)
-            # An empty buffer takes one group whatever is expected of its size: else none would ever tell it.
-            capacity = min(capacity, room if live or coming else max(room, 1))
-        return capacity
+        granted = min(capacity, self._room())
+        if granted < 1 <= capacity:  # whatever the bounds, the next batch can be filled
+            granted = min(capacity, self.lacking() - self._book.out)
+        return max(0, granted)
+
+    def _room(self) -> int:
+        """Count how many more groups of mean size the bounds on what is live have room for, besides the tickets out."""
+        limits, state = self.config.limits, self._state
+        room = float(LARGEST_INTEGER)
+        if limits.max_tokens_live is not None:
+            room = (limits.max_tokens_live - state.live_tokens()) / self._tokens_per_group()
+        if limits.max_bytes_live is not None:
+            recent = state.index["frame_bytes"][-_SAMPLED_GROUPS:]
+            mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
+            room = min(room, (limits.max_bytes_live - state.live_bytes()) / mean)
+        return math.floor(room) - self._book.out
+
+    def lacking(self) -> int:
+        """Count the groups for want of which there is no next batch, at least 1; 0 where none is wanted."""
+        waits = self.why_waiting()
+        if waits is None or waits.blocked_on != "producers":
+            return 0
+        groups = waits.need.groups - waits.have.groups
+        tokens = (waits.need.tokens - waits.have.tokens) / self._tokens_per_group()
+        return max(1, groups, math.ceil(tokens))
+
+    def _tokens_per_group(self) -> float:
+        """Return the mean of the last groups; until the first: half-full rollouts, and no more than a batch holds."""
+        recent, batch = self._state.index["tokens"][-_SAMPLED_GROUPS:], self.config.batch
+        if len(recent):
+            return max(1.0, float(recent.mean()))
+        prior = (self.config.group_size or 8) * batch.seq_len / 2
+        return min(prior, float(batch.tokens_per_batch or prior))
 
     def _flow(self) -> Flow:
-        recent = self._state.index["tokens"][-_SAMPLED_GROUPS:]
-        config = self.config
-        if len(recent):
-            mean = float(recent.mean())
-        else:  # until the first groups arrive: half-full rollouts, and no more than the budget holds
-            prior = (config.group_size or 8) * config.batch.seq_len / 2
-            mean = min(prior, float(config.batch.tokens_per_batch or prior))
-        return Flow(now_s=self._clock(), tokens_per_group=mean, max_tokens_live=config.limits.max_tokens_live)
+        now_s = self._clock()
+        return Flow(
+            now_s=now_s,
+            tokens_per_group=self._tokens_per_group(),
+            max_tokens_live=self.config.limits.max_tokens_live,
+            **dataclasses.asdict(self.rates.measured(now_s)),
+        )
 
     def view(self, step: int, groups: Groups | None = None) -> BufferView:
         """Describe the buffer for a decision about `step`; counts are of `groups`, live ones, or of all."""
@@ -214,6 +242,7 @@ class Selector:
             groups_used=state.uses,
             groups_fresh=live.fresh,
             uses_live=live.uses,
+            steps_done=state.step,
         )
 
     def _last_batches(self) -> tuple[int, ...]:

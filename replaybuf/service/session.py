@@ -80,6 +80,7 @@ class Session:
                 )
                 await journal.append(rewind)
             self._batches.forget()
+            self._selector.rates.attached()
         await self._door.evict_all()
         await journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
@@ -147,6 +148,12 @@ class Session:
                     at_s=journal.clock(),
                 )
                 await journal.append(record)
+                self._selector.rates.acked(
+                    journal.clock(),
+                    waited_s=self._batches.waited_for_others_s,
+                    stored=state.stored,
+                    too_stale=state.evicted["too_stale"],
+                )
                 if feedback:
                     await self._observe(Feedback(step, feedback))
         await journal.notify()

@@ -62,6 +62,7 @@ class Figures(msgspec.Struct, frozen=True):
     - `ended`: `steps` where all were done, `finished` where the prompts ran out, else what it waited for in vain
     - `seconds`: virtual; `train_share`, `publish_share`, `wait_share` of them, and `wait_by_reason` as shares too
     - `idle_share`: of the producers' slots; `staleness`: uses by staleness; `uses`: groups by how often they were used
+    - `tokens_live_max`: most tokens that were ever live; `held_groups`: groups that the door had no room for at first
     - `waste`: by reason, of `generated_groups` and `generated_tokens`; `waste_share` of these tokens
     """
 
@@ -87,6 +88,8 @@ class Figures(msgspec.Struct, frozen=True):
     waste_share: float
     live_mean: float
     live_max: int
+    tokens_live_max: int
+    held_groups: int
     buffer: Series
     generated_lengths: Lengths
     used_lengths: Lengths
@@ -112,7 +115,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """Adds up what happens. Times in virtual seconds, tokens of whole groups."""
+    """Adds up what happens. Times in virtual seconds, tokens of whole groups, `held` by prompt index."""
 
     def __init__(self) -> None:
         self.train_s = 0.0
@@ -122,6 +125,8 @@ class Meter:
         self.generated_groups = 0
         self.generated_tokens = 0
         self.used_tokens = 0
+        self.tokens_live_max = 0
+        self.held: set[int] = set()
         self.wasted: defaultdict[str, list[int]] = defaultdict(list)
         self._generated: list[float] = []
         self._used: list[float] = []

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.config import RunConfig
 from replaybuf.errors import StrategyFault
 from replaybuf.flow import Ticket
 from replaybuf.ledger import BatchRecord
 from replaybuf.packing import pack, padding_fraction, rollout_costs
-from replaybuf.service.answers import WaitingAnswer
+from replaybuf.room import Load
+from replaybuf.service.answers import BLOCKED_ON, WaitingAnswer
 from replaybuf.service.bounded import handling
 from replaybuf.simulate.figures import Figures, Meter
 from replaybuf.simulate.virtual import VirtualRun
@@ -70,6 +72,7 @@ class Simulation:
         self._told: tuple[str, float] | None = None
         self._group_size = len(supply.lengths(0, 1))
         self._attempts: dict[int, int] = {}
+        self._held: list[Flight] = []
         self._fruitless = 0
         self._most_fruitless = _FRUITLESS * (self._groups_per_batch() + self._workload.slots)
 
@@ -133,6 +136,8 @@ class Simulation:
         """Let whoever waits ask again."""
         if self._asking:
             self._ask()
+        while self._come_again() and self._asking:
+            self._ask()
         if self._free and self.ended is None:
             self._start(self.run.take_tickets(self._free))
         self._note_evictions()
@@ -166,32 +171,55 @@ class Simulation:
         self._fruitless += len(flights)
         if self._fruitless > self._most_fruitless:
             self.ended = f"nothing usable in {self._fruitless} groups"
-        run, meter, arrived, prompts = self.run, self.meter, [], set()
+        run, meter, arrived = self.run, self.meter, []
         for flight in flights:
             attempt = flight.attempt
             meter.generated(attempt.tokens, self._group_size)
             reason = attempt.fate if attempt.fate != "stored" else run.refusal(attempt.tokens, attempt.longest_tokens)
-            if reason is None and (run.brought(attempt.prompt_index) or attempt.prompt_index in prompts):
-                reason = "duplicate"
             if reason is None:
                 arrived.append(flight)
-                prompts.add(attempt.prompt_index)
                 continue
             meter.wasted_group(reason, attempt.tokens, self._group_size)
-            if reason not in ("lost", "duplicate"):
+            if reason != "lost":
                 run.return_ticket(flight.ticket, reason)
-        self._append(arrived)
+        self._come_in(arrived)
 
-    def _append(self, flights: list[Flight]) -> None:
-        if not flights:
+    def _come_again(self) -> bool:
+        """Let what the door had no room for ask again; say whether any of it came in."""
+        held, self._held = self._held, []
+        self._free += len(held)
+        self._come_in(held)
+        return len(self._held) < len(held)
+
+    def _come_in(self, flights: list[Flight]) -> None:
+        """Store what the door has room for; the rest occupies its slots until there is some."""
+        new: dict[int, Flight] = {}
+        for flight in flights:
+            prompt = flight.attempt.prompt_index
+            if prompt in new or self.run.brought(prompt):
+                self.meter.wasted_group("duplicate", flight.attempt.tokens, self._group_size)
+            else:
+                new[prompt] = flight
+        if not new:
             return
-        entries = self._supply.entries([flight.attempt for flight in flights])
+        entries = self._supply.entries([flight.attempt for flight in new.values()])
+        sizes = zip(entries["tokens"].tolist(), entries["frame_bytes"].tolist(), strict=True)
+        fits = self.run.fitting([Load(1, *size) for size in sizes])
+        flights = list(new.values())
+        self._held += flights[fits:]
+        self._free -= len(flights) - fits
+        self.meter.held.update(flight.attempt.prompt_index for flight in flights[fits:])
+        if fits:
+            self._append(flights[:fits], entries[:fits])
+
+    def _append(self, flights: list[Flight], entries: npt.NDArray[Any]) -> None:
         entries["policy_version"] = [flight.version for flight in flights]
         entries["policy_version_max"] = self.run.published_version
         entries["staleness_at_write"] = self.run.published_version - entries["policy_version"]
         entries["arrival_s"] = self.run.now_s
         self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in flights if f.attempt.number > 1}
         self.run.append(entries)
+        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_tokens())
 
     def _note_evictions(self) -> None:
         for reason, tokens, rollouts in self.run.take_evictions():
@@ -231,7 +259,8 @@ class Simulation:
     def _trained(self) -> None:
         run, w = self.run, self._workload
         self._training = None
-        run.ack()
+        waited = self.meter.waited_s.items()
+        run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"))
         if run.state.step % w.checkpoint_steps == 0:
             run.checkpoint()
         if run.config.version_of(run.state.step) > run.published_version:
@@ -300,6 +329,8 @@ class Simulation:
             waste_share=sum(part.tokens for part in waste.values()) / max(1, meter.generated_tokens),
             live_mean=live_mean,
             live_max=live_max,
+            tokens_live_max=meter.tokens_live_max,
+            held_groups=len(meter.held),
             buffer=meter.series(),
             generated_lengths=generated,
             used_lengths=used,

@@ -57,6 +57,10 @@ def rows(runs: Sequence[Figures]) -> list[tuple[str, list[str]]]:
         ("generated for nothing", lambda f: f"{percent(f.waste_share)} of tokens"),
         *(_waste_row(reason) for reason in sorted({reason for f in runs for reason in f.waste})),
         ("groups live", lambda f: f"mean {f.live_mean:,.0f}, max {f.live_max:,}"),
+        (
+            "tokens live",
+            lambda f: f"max {f.tokens_live_max:,}{f'; {f.held_groups:,} groups held' * bool(f.held_groups)}",
+        ),
         ("prompts used", lambda f: f"{percent(f.coverage.share)} of those ended"),
         ("length: generated", lambda f: _length(f.generated_lengths)),
         ("length: used", lambda f: _length(f.used_lengths)),

@@ -28,6 +28,7 @@ from replaybuf.ledger import (
     PolicyRecord,
     TicketRecord,
 )
+from replaybuf.room import Load, fitting
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.selector import Selector, resolve_config
 from replaybuf.state import RunState
@@ -123,6 +124,13 @@ class VirtualRun:
         """Say whether the group of a prompt is stored already: another one is a duplicate."""
         return prompt_index in self._brought
 
+    def fitting(self, coming: Sequence[Load]) -> int:
+        """Count the first of these groups that the door has room for; the others are told to come again."""
+        limits, state = self.config.limits, self.state
+        if limits.max_tokens_live is None and limits.max_bytes_live is None:
+            return len(coming)
+        return fitting(Load(0, state.live_tokens(), state.live_bytes()), coming, limits, self.selector.lacking)[0]
+
     def append(self, entries: npt.NDArray[Any]) -> None:
         """Store groups, `ENTRY` [n], whose prompts are not brought yet; evict those that came too late."""
         if not len(entries):
@@ -132,7 +140,9 @@ class VirtualRun:
         self.state.store(numbers, entries)
         indexes = entries["prompt_index"].tolist()
         self._brought.update(indexes)
-        self.book.done(("", index) for index in indexes)
+        change = self.book.done(("", index) for index in indexes)
+        self.selector.rates.took(self.now_s - since_s for since_s in change.done_since_s)
+        self.selector.rates.stored(self.now_s, len(entries))
         self._evict(numbers)
 
     def _evict(self, only: Numbers | None = None) -> None:
@@ -216,9 +226,13 @@ class VirtualRun:
             groups=held,
         )
 
-    def ack(self) -> None:
-        """Count the next unacked step as trained."""
-        self._apply(AckRecord(step=self.state.step, epoch=EPOCH))
+    def ack(self, waited_s: float) -> None:
+        """Count the next unacked step as trained; `waited_s`: what it waited for others so far."""
+        state = self.state
+        self._apply(AckRecord(step=state.step, epoch=EPOCH))
+        self.selector.rates.acked(
+            self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"]
+        )
 
     def publish(self) -> None:
         """Announce version(next unacked step)."""

@@ -31,6 +31,8 @@ BLOCK = 1024
 """Prompts drawn at a time."""
 
 LONGEST_S = 366 * 86400.0
+_BYTES_PER_TOKEN = 9
+"""Of a frame: id, logprob and mask of a token; its header is small beside them."""
 _COMMON, _FIRST_ATTEMPT = 0, 1
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -248,6 +250,7 @@ class Supply:
         entries["prompt_index"] = block * BLOCK + np.arange(BLOCK)
         entries["rollouts"] = lengths.shape[1]
         entries["tokens"] = lengths.sum(axis=1)
+        entries["frame_bytes"] = _BYTES_PER_TOKEN * entries["tokens"]
         entries["longest_tokens"] = lengths.max(axis=1)
         durations = w.group_s + w.token_s * longest
         chance = rng.random(BLOCK)

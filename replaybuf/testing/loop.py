@@ -147,6 +147,7 @@ class ClosedLoop:
             groups_used=int(uses.sum()),
             groups_fresh=int((uses[live] == 0).sum()),
             uses_live=int(uses[live].sum()),
+            steps_done=self._step,
         )
 
     def _evict(self) -> None:

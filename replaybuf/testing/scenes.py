@@ -94,9 +94,19 @@ def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: in
         groups_used=uses + int(rng.integers(0, 200)),
         groups_fresh=int((columns["times_sampled"] == 0).sum()),
         uses_live=uses,
+        steps_done=version,
     )
-    mean = tokens / count if count else 100.0
-    return Scene(seed, huge, view, Flow(now_s=1e9, tokens_per_group=mean, groups_per_s=1.0, steps_per_s=0.1), columns)
+    flow = Flow(
+        now_s=1e9,
+        tokens_per_group=tokens / count if count else 100.0,
+        groups_per_s=1.0,
+        steps_per_s=0.1,
+        step_s=10.0 * int(rng.integers(0, 2)),
+        group_s=float(rng.choice([0.0, 1.0, 10.0, 1000.0])),
+        waited=float(rng.choice([0.0, 0.5, 1.0])),
+        too_stale=float(rng.choice([0.0, 0.5, 2.0])),
+    )
+    return Scene(seed, huge, view, flow, columns)
 
 
 def scenes(max_staleness: int | None, max_uses: int | None) -> st.SearchStrategy[Scene]:

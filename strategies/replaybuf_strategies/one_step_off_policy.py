@@ -7,14 +7,31 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, StrategyOptions, Waiting, fill
+from replaybuf.strategy import (
+    Budget,
+    BufferView,
+    Flow,
+    Groups,
+    Selection,
+    Strategy,
+    StrategyOptions,
+    Waiting,
+    fill,
+    window_capacity,
+)
+from replaybuf_strategies.adaptive import adaptive_capacity
 from replaybuf_strategies.draws import ascending
 
 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
-    """`max_staleness` (k >= 0): how many versions a group may be behind the policy it trains."""
+    """How far producers may run ahead.
+
+    - `max_staleness` (k >= 0): how many versions a group may be behind the policy it trains
+    - `adaptive`: let in only as many groups as keep the trainer from waiting, by the speeds measured
+    """
 
     max_staleness: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1
+    adaptive: bool = False
 
 
 class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
@@ -35,6 +52,11 @@ class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
     def look_ahead(self) -> int:
         """One step: a trainer may prefetch the next batch while it trains."""
         return 1
+
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        """Say how many more groups producers may start now: what the window allows, or of it what is needed."""
+        window = window_capacity(buffer, flow, self.max_staleness, self.look_ahead)
+        return adaptive_capacity(buffer, flow, window) if self.options.adaptive else window
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator

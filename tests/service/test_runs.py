@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "advantage": "grpo",
     "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None},
-    "limits": {"max_tokens_live": None, "max_group_bytes": 67108864},
+    "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
     "adapters": {},
 }
 

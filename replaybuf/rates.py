@@ -1,0 +1,106 @@
+"""How fast groups come in and are used: what admission may go by. Fed by the edge, with its clock.
+
+A restart begins empty: 0 means "not known". Memory is constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from statistics import fmean
+from typing import NamedTuple
+
+MINUTE_S = 60.0
+STEPS = 16
+"""Figures of the trainer are over its last so many steps, since a step may take a second or an hour."""
+GROUPS = 256
+"""Time from ticket to stored group is the mean of the last so many."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured; 0 = not known.
+
+    - `groups_per_s`: stored over the last minute
+    - `steps_per_s`: acked, over the last 16 steps
+    - `step_s`: seconds that the trainer takes per step by itself, over these: what it waited for others is not counted
+    - `group_s`: mean seconds from ticket to stored group, over the last 256 of them
+    - `waited`: share of the time of these steps in which the trainer waited for others
+    - `too_stale`: groups evicted as too stale, unused, over groups stored during these steps
+    """
+
+    groups_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    step_s: float = 0.0
+    group_s: float = 0.0
+    waited: float = 0.0
+    too_stale: float = 0.0
+
+
+class _Ack(NamedTuple):
+    """Totals when a step was acked."""
+
+    at_s: float
+    waited_s: float
+    stored: int
+    too_stale: int
+
+
+class Rates:
+    """Measures from `since_s` on; times are those of the clock that the caller is given."""
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        self._seconds: deque[tuple[int, int]] = deque()
+        self._took_s: deque[float] = deque(maxlen=GROUPS)
+        self._acks: deque[_Ack] = deque(maxlen=STEPS + 1)
+
+    def stored(self, now_s: float, groups: int) -> None:
+        """Take in that so many groups were stored."""
+        second = int(now_s)
+        if self._seconds and self._seconds[-1][0] >= second:
+            last, before = self._seconds.pop()
+            self._seconds.append((last, before + groups))
+        else:
+            self._seconds.append((second, groups))
+        self._forget(now_s)
+
+    def took(self, seconds: Iterable[float]) -> None:
+        """Take in how long groups took from ticket to stored."""
+        self._took_s.extend(max(0.0, each) for each in seconds)
+
+    def acked(self, now_s: float, *, waited_s: float, stored: int, too_stale: int) -> None:
+        """Take in an ack, with totals so far: seconds waited for others, groups stored, evicted as too stale."""
+        self._acks.append(_Ack(now_s, waited_s, stored, too_stale))
+
+    def attached(self) -> None:
+        """Forget the steps of the trainer before: the time until this one came is not a step's."""
+        self._acks.clear()
+
+    def measured(self, now_s: float) -> Measured:
+        """Tell what was measured up to now."""
+        self._forget(now_s)
+        over_s = min(MINUTE_S, max(1.0, now_s - self.since_s))
+        measured = Measured(
+            groups_per_s=sum(groups for _, groups in self._seconds) / over_s,
+            group_s=fmean(self._took_s) if self._took_s else 0.0,
+        )
+        if len(self._acks) < 2:
+            return measured
+        first, last, steps = self._acks[0], self._acks[-1], len(self._acks) - 1
+        # Totals fall where a rewind gives evictions back, and a clock may be set.
+        seconds = max(1e-9, last.at_s - first.at_s)
+        waited_s = min(seconds, max(0.0, last.waited_s - first.waited_s))
+        stored = max(1, last.stored - first.stored)
+        return dataclasses.replace(
+            measured,
+            steps_per_s=steps / max(seconds, now_s - first.at_s),
+            step_s=(seconds - waited_s) / steps,
+            waited=waited_s / seconds,
+            too_stale=max(0, last.too_stale - first.too_stale) / stored,
+        )
+
+    def _forget(self, now_s: float) -> None:
+        while self._seconds and self._seconds[0][0] < now_s - MINUTE_S:
+            self._seconds.popleft()
