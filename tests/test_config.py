@@ -94,6 +94,7 @@ def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versi
         (run_config(batch=BatchSpec(tokens_per_batch=15), group_size=8), "batch.tokens_per_batch", 15, 16),
         (run_config(batch=BatchSpec(tokens_per_batch=1)), "batch.tokens_per_batch", 1, 2),
         (run_config(limits=Limits(max_tokens_live=65535)), "limits.max_tokens_live", 65535, 65536),
+        (run_config(limits=Limits(max_bytes_live=9, max_group_bytes=10)), "limits.max_bytes_live", 9, 10),
         (
             run_config(
                 batch=BatchSpec(tokens_per_batch=None, groups_per_batch=4),
@@ -108,7 +109,7 @@ def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versi
         (run_config(batch=BatchSpec(pad_to_multiple_of=8192)), "batch.pad_to_multiple_of", 8192, 4096),
         (run_config(adapters={"math": {}}), "adapters", ["math"], []),
     ],
-    ids=["no budget", "group above budget", "budget of 1", "live", "live by groups", "padding", "long padding", "lora"],
+    ids=["no budget", "above", "budget of 1", "live", "bytes", "live by groups", "padding", "long padding", "lora"],
 )
 def test_what_would_deadlock_or_starve_is_refused_with_name_value_and_bound(
     config: RunConfig, name: str, value: object, bound: object

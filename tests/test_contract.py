@@ -31,6 +31,7 @@ STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("on-policy", {}),
     ("one-step-off-policy", {}),
     ("one-step-off-policy", {"max_staleness": 3}),
+    ("one-step-off-policy", {"max_staleness": 4, "adaptive": True}),
     ("replay", {}),
     ("replay", {"order": "fifo"}),
     ("replay", {"order": "newest"}),

@@ -175,8 +175,9 @@ class Run:
         return len(numbers)
 
     def same_config(self, config: RunConfig) -> list[str]:
-        """Name the fields in which `config` differs from the run's."""
-        return differing_fields(self.journal.config, resolve_config(config)[0])
+        """Name the fields in which `config` differs from the run's, which may be older than some options."""
+        standing, wanted = self.journal.config, resolve_config(config)[0]
+        return differing_fields(standing, wanted) and differing_fields(resolve_config(standing)[0], wanted)
 
     # ------------------------------------------------------------------ looking
 

@@ -69,7 +69,7 @@ class ClosedLoop:
         """Train so many steps, or as many as come before everything stands still."""
         while self._step < steps:
             self._evict()
-            self._start(self._strategy.admit(self._view(), Flow(self._now_s, float(MEAN_TOKENS))))
+            self._start(self._strategy.admit(self._view(), self._flow()))
             if not self._training:
                 self._training = self._assemble()
             if not self._coming:
@@ -86,6 +86,13 @@ class ClosedLoop:
     @property
     def _next_step(self) -> int:
         return self._step + self._training
+
+    def _flow(self) -> Flow:
+        """Tell speeds once a step is trained, as a service that has just begun."""
+        flow = Flow(self._now_s, float(MEAN_TOKENS))
+        fast_s = self._slow_s / TIMES_SLOWER
+        mean_s = fast_s + (self._slow_s - fast_s) / SLOW_EVERY
+        return dataclasses.replace(flow, step_s=STEP_S, group_s=mean_s) if self._step else flow
 
     def _start(self, groups: int) -> None:
         """Let producers start so many groups, with the version that is published."""

@@ -193,6 +193,38 @@ def test_an_append_without_ticket_is_held_to_max_tokens_live(run: RunClient) -> 
     assert run.state()["groups"]["stored"] == 1
 
 
+@pytest.mark.parametrize("bound", ["max_tokens_live", "max_bytes_live"])
+def test_a_group_with_a_ticket_is_held_at_the_bound_until_the_next_batch_lacks_it(run: RunClient, bound: str) -> None:
+    """What was admitted by a mean that was too low waits at the door; what a batch is waited for with comes in."""
+    run.put(batch={"groups_per_batch": 2, "tokens_per_batch": None}, strategy={"options": {"max_staleness": 9}})
+    epoch = run.attach()
+    tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=4).json()["tickets"]]
+    run.append(group(None, ticket=tickets[0]), group(None, ticket=tickets[1]))
+    taken = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
+    limits = {"max_group_bytes": 2000, bound: max(2000, taken) if bound == "max_bytes_live" else taken + 4}
+    assert run.http.patch(run.path, json={"limits": limits}).status_code == 200
+    big = [group(None, ticket=tickets[2], tokens=60), group(None, ticket=tickets[3], tokens=60)]
+    refused = run.http.post(f"{run.path}/groups", json={"groups": big})
+    assert (refused.status_code, refused.json()["name"]) == (429, f"limits.{bound}")
+    assert run.state()["groups"]["stored"] == 2
+    run.batch(0, epoch)
+    run.append(*big)
+    assert run.state()["groups"]["live"] == 2
+    assert run.append(big[0])[0]["status"] == "duplicate"
+
+
+def test_groups_before_the_one_that_finds_no_room_are_stored(run: RunClient) -> None:
+    """429; the same request again brings in the rest once there is room."""
+    run.put(batch={"groups_per_batch": 1}, limits={"max_tokens_live": 20})
+    epoch = run.attach()
+    tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=2).json()["tickets"]]
+    both = [group(None, ticket=tickets[0]), group(None, ticket=tickets[1], tokens=12)]
+    assert run.http.post(f"{run.path}/groups", json={"groups": both}).status_code == 429
+    assert run.state()["groups"]["stored"] == 1
+    run.batch(0, epoch)
+    assert [result["status"] for result in run.append(*both)] == ["duplicate", "stored"]
+
+
 def test_overlong_rollouts_are_cut_where_the_rule_is_truncate(run: RunClient) -> None:
     """The stored group has seq_len tokens per rollout at most."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 8, "overlong": "truncate"})

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import RunClient, group
 
 DEFAULTS: dict[str, Any] = {
-    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 1}},
+    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 1, "adaptive": False}},
     "filters": [],
     "batch": {
         "tokens_per_batch": 65536,
@@ -153,3 +153,20 @@ def test_reaching_max_steps_finishes_the_run(run: RunClient) -> None:
     assert run.ack(0, epoch).status_code == 200
     assert run.state()["state"] == "finished"
     assert run.batch(1, epoch).status_code == 410
+
+
+def test_the_speeds_measured_are_shown(run: RunClient) -> None:
+    """0 before anything happened; then how long groups and steps took, in the state and as gauges."""
+    run.put(batch={"groups_per_batch": 1})
+    assert set(run.state()["rates"].values()) == {0.0}
+    epoch = run.attach()
+    for _ in range(2):
+        ticket = run.post("tickets", producer="p", count=1).json()["tickets"][0]["ticket"]
+        run.append(group(None, ticket=ticket))
+    run.train(epoch, range(2))
+    rates, state = run.state()["rates"], run.state()
+    assert all(rates[name] > 0 for name in ("groups_per_s", "steps_per_s", "step_s", "group_s"))
+    assert state["bytes"]["live"] == 0 == state["tokens"]["live"]
+    metrics = run.http.get("/metrics").text
+    for name in ("groups_per_second", "steps_per_second", "step_seconds", "group_seconds", "bytes_live"):
+        assert f'replaybuf_{name}{{run="{run.run}"}}' in metrics

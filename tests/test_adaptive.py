@@ -1,0 +1,100 @@
+"""Adaptive admission: inside the window, as much as the measured speeds ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.plugins import build_strategy
+from replaybuf.strategy import Budget, Flow
+from tests.builders import buffer_view, steady
+
+FLOWS = st.builds(
+    Flow,
+    now_s=st.just(0.0),
+    tokens_per_group=st.floats(1, 1000),
+    step_s=st.just(0.0) | st.floats(1e-3, 1e4),
+    group_s=st.just(0.0) | st.floats(1e-3, 1e4),
+    waited=st.floats(0, 1),
+    too_stale=st.floats(0, 2),
+)
+BUDGETS = st.sampled_from([Budget(None, 8, 64), Budget(4000, None, 64), Budget(4000, 8, 64)])
+
+
+def admitted(flow: Flow, *, adaptive: bool = True, max_staleness: int = 8, **view: Any) -> int:
+    """Ask one-step-off-policy for its admission."""
+    strategy = build_strategy("one-step-off-policy", {"max_staleness": max_staleness, "adaptive": adaptive})
+    return strategy.admit(buffer_view(**view), flow)
+
+
+@given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20), st.integers(0, 100), st.integers(0, 100))
+@steady
+def test_it_only_ever_narrows_the_window_and_closes_as_the_buffer_fills(
+    flow: Flow, budget: Budget, max_staleness: int, step: int, live: int, out: int
+) -> None:
+    """0 <= adaptive <= fixed; more live, or more out, never admits more; slower groups never admit less."""
+    view: dict[str, Any] = {
+        "budget": budget,
+        "step": step,
+        "version": step,
+        "published_version": max(0, step - 1),
+        "steps_done": max(0, step - 1),
+        "groups_live": live,
+        "tokens_live": 100 * live,
+        "tickets_out": out,
+    }
+    found = admitted(flow, max_staleness=max_staleness, **view)
+    assert 0 <= found <= admitted(flow, adaptive=False, max_staleness=max_staleness, **view)
+    fuller: dict[str, Any] = {"groups_live": live + 1, "tokens_live": 100 * (live + 1)}
+    assert admitted(flow, max_staleness=max_staleness, **(view | fuller)) <= found
+    assert admitted(flow, max_staleness=max_staleness, **(view | {"tickets_out": out + 1})) <= found
+    if flow.group_s and flow.step_s:
+        slower = dataclasses.replace(flow, group_s=2 * flow.group_s)
+        assert admitted(slower, max_staleness=max_staleness, **view) >= found
+
+
+@given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20))
+@steady
+def test_a_trainer_that_waits_for_an_empty_buffer_is_always_given_a_batch(
+    flow: Flow, budget: Budget, max_staleness: int, step: int
+) -> None:
+    """Whatever was measured: no figure can starve the next batch."""
+    view: dict[str, Any] = {
+        "budget": budget,
+        "step": step,
+        "version": step,
+        "published_version": step,
+        "steps_done": step,
+    }
+    found = admitted(flow, max_staleness=max_staleness, **view)
+    enough = admitted(flow, adaptive=False, max_staleness=0, **view)
+    assert found >= enough
+
+
+def test_the_whole_window_is_open_until_speeds_are_known() -> None:
+    """A restart begins so."""
+    assert admitted(Flow(0.0, 10.0), budget=Budget(None, 8, 64)) == 9 * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "batches"),
+    [({}, 3.5), ({"waited": 0.25}, 4.5), ({"too_stale": 0.125}, 3.0), ({"too_stale": 2.0}, 2.0)],
+)
+def test_it_is_drawn_up_by_waits_and_down_by_waste(change: dict[str, Any], batches: float) -> None:
+    """L = tau, B = 16: two batches in hand, one on its way, half a one for its spread."""
+    flow = dataclasses.replace(Flow(0.0, 10.0, step_s=40.0, group_s=40.0), **change)
+    assert admitted(flow, budget=Budget(None, 16, 64)) == batches * 16
+
+
+def test_nothing_is_let_in_between_the_last_ack_of_a_version_and_its_successor() -> None:
+    """It would be sampled by the old weights, a version staler at use."""
+    flow = Flow(0.0, 10.0, step_s=40.0, group_s=40.0)
+    common: dict[str, Any] = {"budget": Budget(None, 16, 64), "step": 6, "version": 6, "groups_live": 40}
+    before = admitted(flow, **common, steps_done=5, published_version=5)
+    acked = admitted(flow, **common, steps_done=6, published_version=5)
+    published = admitted(flow, **common, steps_done=6, published_version=6)
+    assert (before, acked, published) == (0, 0, 16)
