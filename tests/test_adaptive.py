@@ -90,6 +90,14 @@ def test_it_is_drawn_up_by_waits_and_down_by_waste(change: dict[str, Any], batch
     assert admitted(flow, budget=Budget(None, 16, 64)) == batches * 16
 
 
+def test_the_example_of_the_page_is_right() -> None:
+    """docs/strategies.md, one-step-off-policy."""
+    flow = Flow(0.0, 10.0, step_s=45.0, group_s=40.0)
+    view: dict[str, Any] = {"budget": Budget(None, 64, 64), "step": 6, "published_version": 5, "steps_done": 5}
+    assert admitted(flow, max_staleness=4, **view) == 136
+    assert admitted(flow, max_staleness=4, adaptive=False, **view) == 256
+
+
 def test_nothing_is_let_in_between_the_last_ack_of_a_version_and_its_successor() -> None:
     """It would be sampled by the old weights, a version staler at use."""
     flow = Flow(0.0, 10.0, step_s=40.0, group_s=40.0)

@@ -215,9 +215,10 @@ def test_a_group_with_a_ticket_is_held_at_the_bound_until_the_next_batch_lacks_i
 
 def test_groups_before_the_one_that_finds_no_room_are_stored(run: RunClient) -> None:
     """429; the same request again brings in the rest once there is room."""
-    run.put(batch={"groups_per_batch": 1}, limits={"max_tokens_live": 20})
+    run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=2).json()["tickets"]]
+    run.http.patch(run.path, json={"limits": {"max_tokens_live": 20}})
     both = [group(None, ticket=tickets[0]), group(None, ticket=tickets[1], tokens=12)]
     assert run.http.post(f"{run.path}/groups", json={"groups": both}).status_code == 429
     assert run.state()["groups"]["stored"] == 1

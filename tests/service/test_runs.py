@@ -128,7 +128,7 @@ def test_a_strategy_can_be_changed_live_and_the_ledger_says_so(run: RunClient) -
     changed = run.http.patch(
         run.path, json={"strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 4}}}
     )
-    assert changed.json()["strategy"]["options"] == {"max_staleness": 4}
+    assert changed.json()["strategy"]["options"] == {"max_staleness": 4, "adaptive": False}
     records = run.get("ledger").json()["records"]
     assert [record["type"] for record in records] == ["CONFIG", "CONFIG"]
 
