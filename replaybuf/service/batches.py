@@ -66,7 +66,8 @@ class Batches:
             self._check_askable(step)
             outcome = await self._batch(step, epoch)
             self.check_epoch(epoch)  # an attach while it was read may have changed its layout
-            if step == self._state.step:  # what is fetched ahead, nobody waits for
+            told = outcome.reason if isinstance(outcome, WaitingAnswer) else None
+            if step == self._state.step or told == "awaiting_ack":  # else it is fetched ahead: nobody waits for it
                 self._account_wait(outcome)
             return outcome
 

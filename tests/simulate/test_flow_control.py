@@ -89,7 +89,7 @@ def test_bounds_on_what_is_live_hold_and_never_stop_the_run(
     simulation = Simulation(run, supply, STEPS)
     figures = simulation.simulate()
     assert figures.ended == "steps"
-    largest = max(supply._block(0, 1).tokens)
+    largest = max(attempt.tokens for attempt in supply._block(0, 1).attempts)
     assert figures.tokens_live_max <= max(tokens, (2000 if by_tokens else BATCH * largest) + largest)
 
 
