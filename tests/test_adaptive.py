@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.plugins import build_strategy
 from replaybuf.strategy import Budget, Flow
+from replaybuf_strategies.one_step_off_policy import OneStepOffPolicy, OneStepOffPolicyOptions
 from tests.builders import buffer_view, steady
 
 FLOWS = st.builds(
@@ -27,7 +27,7 @@ BUDGETS = st.sampled_from([Budget(None, 8, 64), Budget(4000, None, 64), Budget(4
 
 def admitted(flow: Flow, *, adaptive: bool = True, max_staleness: int = 8, **view: Any) -> int:
     """Ask one-step-off-policy for its admission."""
-    strategy = build_strategy("one-step-off-policy", {"max_staleness": max_staleness, "adaptive": adaptive})
+    strategy = OneStepOffPolicy(OneStepOffPolicyOptions(max_staleness=max_staleness, adaptive=adaptive))
     return strategy.admit(buffer_view(**view), flow)
 
 
