@@ -86,12 +86,15 @@ def option_rows(shape: type[StrategyOptions]) -> Iterator[tuple[str, str, str, s
     """Describe options, one by one: name, type, default, range."""
     described = shapes.type_info(shape)
     for field in described.fields if isinstance(described, shapes.StructType) else ():
-        default = "required" if field.required else repr(_default(field))
-        yield field.encode_name, _type(field.type), default, _range(field.type)
+        yield field.encode_name, _type(field.type), _default(field), _range(field.type)
 
 
-def _default(field: shapes.Field) -> Any:
-    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+def _default(field: shapes.Field) -> str:
+    if field.required:
+        return "required"
+    if field.default is not msgspec.NODEFAULT:
+        return repr(field.default)
+    return "unset" if field.default_factory is msgspec.NODEFAULT else repr(field.default_factory())
 
 
 def _type(kind: shapes.Type) -> str:

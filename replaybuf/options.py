@@ -24,7 +24,8 @@ def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
     """Say of every option what it may be and its default, as in `int >= 0 or null (default 4)`."""
     told = {}
     for field in msgspec.structs.fields(shape):
-        default = "" if field.default is msgspec.NODEFAULT else f" (default {_json(field.default)})"
+        silent = field.default in (msgspec.NODEFAULT, msgspec.UNSET)
+        default = "" if silent else f" (default {_json(field.default)})"
         if field.default_factory is not msgspec.NODEFAULT:
             default = f" (default {_json(field.default_factory())})"
         told[field.encode_name] = _range(msgspec.inspect.type_info(field.type)) + default

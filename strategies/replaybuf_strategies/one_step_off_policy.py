@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from replaybuf.strategy import (
     Budget,
@@ -27,11 +27,11 @@ class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
     """How far producers may run ahead.
 
     - `max_staleness` (k >= 0): how many versions a group may be behind the policy it trains
-    - `adaptive`: let in only as many groups as keep the trainer from waiting, by the speeds measured
+    - `adaptive`: let in only as many groups as keep the trainer from waiting, by the speeds measured; told where set
     """
 
     max_staleness: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1
-    adaptive: bool = False
+    adaptive: bool | UnsetType = UNSET
 
 
 class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):

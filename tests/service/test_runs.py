@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import RunClient, group
 
 DEFAULTS: dict[str, Any] = {
-    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 1, "adaptive": False}},
+    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 1}},
     "filters": [],
     "batch": {
         "tokens_per_batch": 65536,
@@ -128,7 +128,7 @@ def test_a_strategy_can_be_changed_live_and_the_ledger_says_so(run: RunClient) -
     changed = run.http.patch(
         run.path, json={"strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 4}}}
     )
-    assert changed.json()["strategy"]["options"] == {"max_staleness": 4, "adaptive": False}
+    assert changed.json()["strategy"]["options"] == {"max_staleness": 4}
     records = run.get("ledger").json()["records"]
     assert [record["type"] for record in records] == ["CONFIG", "CONFIG"]
 
