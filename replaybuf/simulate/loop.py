@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
+from replaybuf.cost import rollout_costs
 from replaybuf.errors import StrategyFault
 from replaybuf.flow import Ticket
 from replaybuf.ledger import BatchRecord
-from replaybuf.packing import pack, padding_fraction, rollout_costs
+from replaybuf.packing import pack, padding_fraction
 from replaybuf.room import Load
 from replaybuf.service.answers import BLOCKED_ON, WaitingAnswer
 from replaybuf.service.bounded import handling

@@ -1,0 +1,207 @@
+"""Exchange rows and rollouts between ranks until their costs are even."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+EVEN_ENOUGH = 1.003
+"""Cost of the costliest rank over the mean at which exchanging stops."""
+_MOST_EXCHANGES = 48
+_MOST_PARTNERS = 8
+_NEAREST = 16
+"""Partners looked at for each rollout, those nearest in cost to what the exchange should leave."""
+_MOST_OF_ROW = 16
+_MOST_PAIRS = 1024
+_MOST_GIVEN = 128
+
+Ints = npt.NDArray[np.int64]
+
+
+class Rollouts(NamedTuple):
+    """What there is to exchange, by position: tokens, cost, and the code of the adapter (None: all of one)."""
+
+    sizes: Ints
+    costs: Ints
+    adapters: npt.NDArray[np.int32] | None
+
+
+def even_out(grid: list[list[list[int]]], totals: Ints, rollouts: Rollouts, seq_len: int) -> None:
+    """Exchange, always away from the costliest rank, until ranks are even enough or nothing helps. Changes `grid`.
+
+    `totals` [ranks]: cost of each rank.
+    """
+    if len(grid) == 1:
+        return
+    goal = EVEN_ENOUGH * int(totals.sum()) / len(grid)
+    sides: dict[int, _Side] = {}
+
+    def side(rank: int) -> _Side:
+        if rank not in sides:
+            sides[rank] = _Side.of(grid[rank], rollouts, seq_len)
+        return sides[rank]
+
+    for _ in range(_MOST_EXCHANGES):
+        heavy = int(totals.argmax())
+        if totals[heavy] <= goal:
+            return
+        for light in np.argsort(totals, kind="stable")[:_MOST_PARTNERS].tolist():
+            found = _find(side(heavy), side(light), int(totals[heavy] - totals[light]))
+            if found:
+                break
+        else:
+            return
+        _replace(grid[heavy], found.heavy_row, found.given, found.taken, rollouts)
+        _replace(grid[light], found.light_row, found.taken, found.given, rollouts)
+        totals[heavy] -= found.cost
+        totals[light] += found.cost
+        del sides[heavy], sides[light]
+
+
+def _replace(rank: list[list[int]], row: int, out: list[int], into: list[int], rollouts: Rollouts) -> None:
+    changed = [item for item in rank[row] if item not in out] + into
+    rank[row] = sorted(changed, key=lambda item: (-rollouts.sizes[item], item))
+    rank.sort(key=lambda row: -int(rollouts.costs[row].sum()))
+
+
+class _Exchange(NamedTuple):
+    """Rollouts that row `heavy_row` gives for those of `light_row`; `cost` moves to the lighter rank."""
+
+    cost: int
+    heavy_row: int
+    light_row: int
+    given: list[int]
+    taken: list[int]
+
+
+class _Side(NamedTuple):
+    """One rank: its rollouts in the order of cost with their rows, and what its rows cost and have room for."""
+
+    rows: list[list[int]]
+    items: Ints
+    row_of: Ints
+    size: Ints
+    cost: Ints
+    adapter: Ints
+    row_cost: Ints
+    row_room: Ints
+    row_adapter: Ints
+
+    @classmethod
+    def of(cls, rows: list[list[int]], rollouts: Rollouts, seq_len: int) -> _Side:
+        items = np.array([item for row in rows for item in row], np.int64)
+        row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        order = np.argsort(rollouts.costs[items], kind="stable")
+        items, row_of = items[order], row_of[order]
+        size, cost = rollouts.sizes[items], rollouts.costs[items]
+        adapter = np.zeros(len(items), np.int64) if rollouts.adapters is None else rollouts.adapters[items]
+        row_cost, filled = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        row_adapter = np.full(len(rows), -1, np.int64)
+        np.add.at(row_cost, row_of, cost)
+        np.add.at(filled, row_of, size)
+        row_adapter[row_of] = adapter
+        return cls(rows, items, row_of, size, cost, adapter.astype(np.int64), row_cost, seq_len - filled, row_adapter)
+
+
+def _find(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
+    """Find what comes closest to moving half the gap: two rows, two rollouts, or one rollout that moves.
+
+    Where all of these fail, one rollout for two.
+    """
+    found = (_rows(heavy, light, gap), _pair(heavy, light, gap), _move(heavy, light, gap))
+    # Moving nothing, or the whole gap, is no gain.
+    useful = [exchange for exchange in found if exchange and 0 < exchange.cost < gap]
+    return min(useful, key=lambda exchange: abs(2 * exchange.cost - gap), default=None) or _one_for_two(
+        heavy, light, gap
+    )
+
+
+def _nearest(given: Ints, taken: Ints, gap: int) -> Ints:
+    """Find for each cost given the places in `taken`, ascending, that would bring the sides closest: [n, _NEAREST]."""
+    middle = np.searchsorted(taken, given - gap // 2)
+    places: Ints = np.clip(middle[:, None] + np.arange(-(_NEAREST // 2), _NEAREST // 2), 0, len(taken) - 1)
+    return places
+
+
+def _rows(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
+    order = np.argsort(light.row_cost, kind="stable")
+    places = order[_nearest(heavy.row_cost, light.row_cost[order], gap)]
+    moved = heavy.row_cost[:, None] - light.row_cost[places]
+    p, k = np.unravel_index(int(np.abs(2 * moved - gap).argmin()), moved.shape)
+    q = int(places[p, k])
+    return _Exchange(int(moved[p, k]), int(p), q, list(heavy.rows[p]), list(light.rows[q]))
+
+
+def _pair(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
+    if not len(light.items):
+        return None
+    places = _nearest(heavy.cost, light.cost, gap)
+    moved = heavy.cost[:, None] - light.cost[places]
+    # Cost grows with size: what is given is the larger one, so that only the lighter side may be short of room.
+    fits = heavy.size[:, None] - light.size[places] <= light.row_room[light.row_of[places]]
+    fits &= heavy.adapter[:, None] == light.adapter[places]
+    if not fits.any():
+        return None
+    off = np.where(fits, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
+    i, k = np.unravel_index(int(off.argmin()), off.shape)
+    j = int(places[i, k])
+    return _Exchange(
+        int(moved[i, k]), int(heavy.row_of[i]), int(light.row_of[j]), [int(heavy.items[i])], [int(light.items[j])]
+    )
+
+
+def _move(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
+    best: _Exchange | None = None
+    several = np.bincount(heavy.row_of, minlength=len(heavy.rows))[heavy.row_of] > 1
+    for code in np.unique(heavy.adapter).tolist():
+        open_rows = np.flatnonzero((light.row_adapter == code) | (light.row_adapter < 0))
+        if not len(open_rows):
+            continue
+        q = int(open_rows[light.row_room[open_rows].argmax()])
+        may = np.flatnonzero(several & (heavy.adapter == code) & (heavy.size <= light.row_room[q]))
+        if len(may):
+            i = int(may[np.abs(2 * heavy.cost[may] - gap).argmin()])
+            found = _Exchange(int(heavy.cost[i]), int(heavy.row_of[i]), q, [int(heavy.items[i])], [])
+            if best is None or abs(2 * found.cost - gap) < abs(2 * best.cost - gap):
+                best = found
+    return best
+
+
+def _one_for_two(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
+    """Exchange one rollout for two of one row with about as many tokens together: full rows stay full.
+
+    Attention makes the long one dearer: b·(L + M)² - b·(L² + M²) = 2·b·L·M is moved.
+    """
+    pairs = np.array(
+        [
+            (j, k)
+            for row in range(len(light.rows))
+            for members in [np.flatnonzero(light.row_of == row)[-_MOST_OF_ROW:].tolist()]
+            for at, j in enumerate(members)
+            for k in members[:at]
+        ],
+        np.int64,
+    ).reshape(-1, 2)[:_MOST_PAIRS]
+    if not len(pairs):
+        return None
+    j, k = pairs.T
+    sums, cost, row = light.size[j] + light.size[k], light.cost[j] + light.cost[k], light.row_of[j]
+    given = slice(-_MOST_GIVEN, None)  # the longest
+    moved = heavy.cost[given, None] - cost
+    grows = heavy.size[given, None] - sums
+    fits = (grows <= light.row_room[row]) & (-grows <= heavy.row_room[heavy.row_of[given]][:, None])
+    fits &= (heavy.adapter[given, None] == light.adapter[j]) & (moved > 0) & (moved < gap)
+    if not fits.any():
+        return None
+    off = np.where(fits, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
+    i, n = np.unravel_index(int(off.argmin()), off.shape)
+    at = max(0, len(heavy.items) - _MOST_GIVEN) + int(i)
+    return _Exchange(
+        int(moved[i, n]),
+        int(heavy.row_of[at]),
+        int(row[n]),
+        [int(heavy.items[at])],
+        [int(light.items[j[n]]), int(light.items[k[n]])],
+    )
