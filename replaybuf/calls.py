@@ -14,6 +14,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from replaybuf.cost import Cost
 from replaybuf.errors import InvalidGroups, Malformed, ReplaybufError, ServiceUnavailable, from_problem
 from replaybuf.frame import MEDIA_TYPE, encode_frame
 from replaybuf.group import Admissible, Group, check_group
@@ -184,14 +185,21 @@ class RunCalls:
         on_resume: Literal["redeliver", "resample"] = "redeliver",
         seq_len: int | None = None,
         pad_to_multiple_of: int | None = None,
+        cost: Cost | None = None,
     ) -> Exchange[Attached]:
         """Become the run's trainer at `resume_step` (steps done so far; None = where the run stands).
 
-        Every older epoch is fenced. `seq_len` and `pad_to_multiple_of` in tokens; None takes the run's. Raises
-        `Conflict` below the oldest checkpoint and above the step where the run stands.
+        Every older epoch is fenced. `seq_len` and `pad_to_multiple_of` in tokens; None takes the run's. `cost`
+        of a rollout by its length, as `replaybuf.cost.cost_of` counts it for a model, balances the ranks; None takes
+        that of a typical model. Raises `Conflict` below the oldest checkpoint and above the step where the run stands.
         """
         body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume}
-        optional = {"resume_step": resume_step, "seq_len": seq_len, "pad_to_multiple_of": pad_to_multiple_of}
+        optional = {
+            "resume_step": resume_step,
+            "seq_len": seq_len,
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "cost": cost,
+        }
         body |= {name: value for name, value in optional.items() if value is not None}
         # Not repeated blindly: a second attach fences the epoch that a first one, its answer delayed, may still bring.
         request = Request(method="POST", path="/attach", content=_body(body), repeatable=False)

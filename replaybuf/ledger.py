@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from replaybuf.cost import Cost
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base of all records. `at_s`: when it was written, seconds since the epoch; for histograms of ages and for people
@@ -33,13 +35,14 @@ class ConfigRecord(Record, frozen=True, kw_only=True, tag="CONFIG"):
 
 
 class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
-    """A trainer attached and fenced every older epoch."""
+    """A trainer attached and fenced every older epoch. `cost` of a rollout by its length; None = `TYPICAL`."""
 
     epoch: int
     step: int
     dp_world_size: int
     seq_len: int
     pad_to_multiple_of: int
+    cost: Cost | None = None
 
 
 class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):

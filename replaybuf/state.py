@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
+from replaybuf.cost import Cost
 from replaybuf.errors import Gone, LedgerGap
 from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Index, Numbers
 from replaybuf.ledger import (
@@ -109,6 +110,7 @@ class Attached:
     dp_world_size: int
     seq_len: int
     pad_to_multiple_of: int
+    cost: Cost | None = None
 
 
 def remembered_rewinds(rewinds: list[tuple[int, int]], generation: int, version: int) -> list[tuple[int, int]]:
@@ -375,7 +377,9 @@ class RunState:
             case ConfigRecord():
                 return self._configure(record)
             case AttachRecord():
-                self.attached = Attached(record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of)
+                self.attached = Attached(
+                    record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of, record.cost
+                )
             case RewindRecord():
                 self._rewind(record)
             case BatchRecord():

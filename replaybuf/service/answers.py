@@ -196,7 +196,9 @@ def batch_record(run: str, record: BatchRecord, standing: str, packed: Assembled
         "rollouts": record.rollouts,
         "padding_fraction": 1.0 - packed.tokens / placed if packed else None,
         "micro_batches": packed.micro_batches if packed else None,
+        "filler_micro_batches": packed.fillers if packed else None,
         "dp_world_size": packed.layout.dp_world_size if packed else None,
+        "adapter_tokens": _adapter_tokens(record),
         "groups": [
             {
                 "group_id": entry.group_id,
@@ -211,3 +213,10 @@ def batch_record(run: str, record: BatchRecord, standing: str, packed: Assembled
             for entry in record.groups
         ],
     }
+
+
+def _adapter_tokens(record: BatchRecord) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for entry in record.groups:
+        tokens[entry.adapter] = tokens.get(entry.adapter, 0) + entry.tokens
+    return tokens

@@ -14,14 +14,16 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf import __version__
 from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch, padded_length
+from replaybuf.cost import TYPICAL
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.frame import decode_frame, stored_checksum
 from replaybuf.group import Group, truncate
 from replaybuf.ledger import BatchEntry, BatchRecord
-from replaybuf.packing import Row, pack
+from replaybuf.packing import Row, fillers, pack
 from replaybuf.state import BAD_INDEX_ENTRY, Attached
 from replaybuf.store import IndexEntry, Store
 
@@ -115,11 +117,17 @@ class Assembled:
         """Tokens of all ranks, without padding."""
         return sum(sum(rank) for rank in self.row_tokens)
 
+    @property
+    def fillers(self) -> int:
+        """Micro-batches without rollouts, of all ranks."""
+        return fillers(self.grid)
+
     def etag(self, rank: int, coding: Coding) -> str:
         """Name the bytes of one rank by all that they are made from: equal names, equal bytes."""
         if not self._made_from:
-            layout = (self.layout.dp_world_size, self.layout.seq_len, self.layout.pad_to_multiple_of)
-            self._made_from = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, layout))).digest()
+            layout = self.layout
+            made_from = (layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
+            self._made_from = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, made_from))).digest()
         name = hashlib.blake2b(self._made_from + f"{rank}/{coding}".encode(), digest_size=16)
         return f'"{name.hexdigest()}"'
 
@@ -149,7 +157,7 @@ def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled
             )
         )
     lengths = np.concatenate([entry.group.lengths for entry in chosen]).astype(np.int32)
-    grid = pack(lengths, layout.seq_len, layout.dp_world_size)
+    grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(chosen))
     return Assembled(
         record=record,
         groups=chosen,
@@ -160,6 +168,15 @@ def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled
         layout=layout,
         nbytes=loaded.frame_bytes,
     )
+
+
+def _adapter_codes(chosen: Sequence[BatchGroup]) -> npt.NDArray[np.int32] | None:
+    """Number the adapters of a batch, per rollout; None where there is one."""
+    codes = {name: code for code, name in enumerate(sorted({entry.group.adapter for entry in chosen}))}
+    if len(codes) < 2:
+        return None
+    rollouts = [entry.group.rollouts for entry in chosen]
+    return np.repeat(np.array([codes[entry.group.adapter] for entry in chosen], np.int32), rollouts)
 
 
 def _loss_tokens(group: Group) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from replaybuf.cost import Cost
 from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
 from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
 from replaybuf.packing import MAX_RANKS
@@ -27,13 +28,17 @@ LARGEST_PRIORITY = 1e30
 
 
 class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a trainer attaches: its ranks, the step it resumes at (None = where the run stands), its row layout."""
+    """How a trainer attaches: its ranks, the step it resumes at (None = where the run stands), its row layout.
+
+    `cost` of a rollout by its length, which ranks are balanced by (None = that of a typical model).
+    """
 
     dp_world_size: int = 1
     resume_step: int | None = None
     on_resume: str = "redeliver"
     seq_len: int | None = None
     pad_to_multiple_of: int | None = None
+    cost: Cost | None = None
 
 
 class Session:
@@ -109,7 +114,16 @@ class Session:
         ):
             if not fits:
                 raise Invalid(f"{name} is {value!r}; it must be {bound}", name=name, value=value, bound=bound)
-        return AttachRecord(epoch=0, step=0, dp_world_size=ranks, seq_len=seq_len, pad_to_multiple_of=multiple)
+        if request.cost is not None:
+            request.cost.check()
+        return AttachRecord(
+            epoch=0,
+            step=0,
+            dp_world_size=ranks,
+            seq_len=seq_len,
+            pad_to_multiple_of=multiple,
+            cost=request.cost,
+        )
 
     def _check_rows_fit(self, step: int, seq_len: int) -> None:
         if self._journal.config.batch.overlong == "truncate":

@@ -215,7 +215,36 @@ def test_the_record_says_which_groups_trained_a_step(run: RunClient) -> None:
         }
     ]
     assert (record["micro_batches"], record["dp_world_size"], record["padding_fraction"]) == (1, 1, 0.0)
+    assert (record["filler_micro_batches"], record["adapter_tokens"]) == (0, {"": 10})
     assert run.get("batches/2/record").status_code == 404
+
+
+def test_micro_batches_without_rollouts_are_counted(run: RunClient) -> None:
+    """Two rollouts over five ranks."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 16})
+    epoch = run.attach(dp_world_size=5)
+    run.append(group("a"))
+    run.batch(0, epoch)
+    record = run.get("batches/0/record").json()
+    assert (record["micro_batches"], record["filler_micro_batches"]) == (1, 3)
+
+
+def test_ranks_are_balanced_by_the_cost_the_trainer_attached_with(run: RunClient) -> None:
+    """Rollouts of 8, 4, 4, 4 and 4 tokens: by tokens 12 and 12; by their squares, 64 against 16 each, 8 and 16."""
+    run.put(batch={"groups_per_batch": 5, "seq_len": 64}, strategy={"options": {"max_staleness": 3}})
+    run.append(*(group(f"g{n}", rollouts=1, tokens=size) for n, size in enumerate((8, 4, 4, 4, 4))))
+
+    names = set()
+
+    def tokens(cost: dict[str, float]) -> list[int]:
+        epoch = run.attach(dp_world_size=2, resume_step=0, cost=cost)
+        answers = [run.batch(0, epoch, dp_rank=rank) for rank in (0, 1)]
+        names.update(answer.headers["etag"] for answer in answers)
+        return sorted(read_batch(answer.content).meta.tokens for answer in answers)
+
+    assert tokens({"linear": 1.0, "quadratic": 0.0}) == [12, 12]
+    assert tokens({"linear": 0.0, "quadratic": 1.0}) == [8, 16]
+    assert len(names) == 4, "other bytes have another name"
 
 
 def test_rows_are_padded_to_the_multiple_alone(run: RunClient) -> None:

@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from replaybuf.cost import ModelShape
 from replaybuf.errors import Invalid
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -57,3 +58,9 @@ def load_model(folder: Path) -> Any:
     transformers_logging.disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return model.eval()
+
+
+def shape_of(model: Any) -> ModelShape:
+    """Read what a rollout's cost depends on from the model's configuration."""
+    config = model.config
+    return ModelShape(**{name: getattr(config, name) for name in ModelShape.__struct_fields__ if name != "gated"})

@@ -23,6 +23,7 @@ import torch
 
 from replaybuf.batch import Batch, read_batch
 from replaybuf.client import Client, Waiting
+from replaybuf.cost import cost_of
 from replaybuf.errors import RunFinished, ServiceUnavailable, WrongStep
 from replaybuf_trainer.checkpoint import (
     TrainerState,
@@ -32,7 +33,7 @@ from replaybuf_trainer.checkpoint import (
     save_checkpoint,
 )
 from replaybuf_trainer.loss import Objective, Tally, rows_loss
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.model import load_model, shape_of
 from replaybuf_trainer.weights import EnginePublisher, keep_newest, save_model
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,11 @@ class Trainer:
         state = self._retried(self._client.get_run)
         self._steps_per_publish = int(state["config"]["steps_per_publish"])
         self._version = self._step // self._steps_per_publish
-        attached = self._retried(lambda: self._client.attach(resume_step=self._step, on_resume=options.on_resume))
+        attached = self._retried(
+            lambda: self._client.attach(
+                resume_step=self._step, on_resume=options.on_resume, cost=cost_of(shape_of(self._model))
+            )
+        )
         self._epoch = attached.epoch
         logger.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
         self._load_engines()

@@ -1,0 +1,13 @@
+"""The reference trainer's model: what it tells of its shape."""
+
+from __future__ import annotations
+
+from replaybuf.cost import cost_of
+from replaybuf_trainer.model import new_model, shape_of
+
+
+def test_the_cost_of_a_token_is_two_operations_per_weight_of_the_matrices() -> None:
+    """Embeddings are tied, so the one matrix is that of the logits."""
+    model = new_model(0)
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    assert cost_of(shape_of(model)).linear == 2 * weights
