@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.fit import closest
 from replaybuf.options import OptionsT as OptionsT
 from replaybuf.options import StrategyOptions as StrategyOptions
 from replaybuf.options import check_options as check_options
@@ -27,6 +28,11 @@ from replaybuf.options import option_ranges as option_ranges
 
 Rows = npt.NDArray[np.int64]
 
+LOOK_AHEAD = 64
+"""Groups behind a full batch that may still complete it."""
+LEFTOVER = 0.01
+"""Share of the token budget that may stay unused without looking further."""
+_MOST_LEFT = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
 
@@ -333,42 +339,77 @@ def capacity_of(buffer: BufferView, flow: Flow, batches: float) -> int:
 
 
 def fill(
-    groups: Groups, order: npt.NDArray[np.int64] | Iterable[npt.NDArray[np.int64]], budget: Budget
+    groups: Groups,
+    order: npt.NDArray[np.int64] | Iterable[npt.NDArray[np.int64]],
+    budget: Budget,
+    last_version: int | None = None,
 ) -> Selection | Waiting:
     """Fill the budget with whole groups in the given order of positions: one array, or pieces that are made as needed.
 
-    A group that no longer fits is passed over for the next one that does. Full means: `budget.groups` groups, or no
-    more room although more groups stand ready. Raises nothing; returns `Waiting` where the groups do not fill it.
+    Full means: `budget.groups` groups, or no room for the next one. Then of the `LOOK_AHEAD` groups that follow those
+    are taken that fit, and where more than `LEFTOVER` of the tokens stays unused, up to three of the last taken are
+    left for others that fill the batch better: what is left comes first in the next batch. Groups of versions below
+    `last_version` are never left: they would be too stale by then.
+    Raises nothing; returns `Waiting` where the groups do not fill the budget.
     """
     limit = _UNBOUNDED if budget.groups is None else budget.groups
     room = _UNBOUNDED if budget.tokens is None else budget.tokens
-    smallest = 0
     chosen: list[int] = []
-    left_out = False
-    for positions in _pieces(order):
-        before = len(chosen)
-        tokens = groups.take(positions).tokens
-        total = np.cumsum(tokens, dtype=np.int64)
+    following: list[int] = []
+    pieces = _pieces(order)
+    for positions in pieces:
+        total = np.cumsum(groups.take(positions).tokens, dtype=np.int64)
         first = min(int(np.searchsorted(total, room, side="right")), limit - len(chosen))
         chosen += positions[:first].tolist()
         room -= int(total[first - 1]) if first else 0
-        if len(chosen) < limit:
-            fitting = first + np.flatnonzero(tokens[first:] <= room)
-            for position, size in zip(positions[fitting].tolist(), tokens[fitting].tolist(), strict=True):
-                if size <= room and len(chosen) < limit:
-                    chosen.append(position)
-                    room -= size
-        if len(chosen) - before < len(positions):
-            if not left_out and len(chosen) < limit:
-                smallest = int(groups.tokens.min())  # read only now: most batches are full before
-            left_out = True
-        if len(chosen) >= limit or room < max(1, smallest):
+        following = positions[first : first + LOOK_AHEAD].tolist()
+        if following or len(chosen) == limit or room == 0:
             break
-    full_by_groups = budget.groups is not None and len(chosen) >= budget.groups
-    full_by_tokens = budget.tokens is not None and (room == 0 or left_out)
-    if chosen and (full_by_groups or full_by_tokens):
+    if budget.tokens is not None and room and len(chosen) < limit and following:
+        for positions in pieces:
+            following += positions[: LOOK_AHEAD - len(following)].tolist()
+            if len(following) == LOOK_AHEAD:
+                break
+        chosen = _look_ahead(groups, chosen, following, budget, last_version)
+    full = len(chosen) == budget.groups or (budget.tokens is not None and (room == 0 or bool(following)))
+    if chosen and full:
         return Selection(groups.row[np.array(chosen, np.int64)])
     return Waiting(too_few(budget))
+
+
+def _look_ahead(
+    groups: Groups, chosen: list[int], following: list[int], budget: Budget, last_version: int | None
+) -> list[int]:
+    """Complete a batch from the groups that follow; the fewer of those chosen are left, the better."""
+    there = groups.take(np.array(chosen + following, np.int64))
+    tokens, versions = there.tokens.tolist(), there.policy_version
+    room = (budget.tokens or 0) - sum(tokens[: len(chosen)])
+    unused = int((budget.tokens or 0) * LEFTOVER)
+    best, best_left = chosen, room + 1
+    # The first is never left: a group waits for at most as many batches as groups stood before it.
+    for left_out in range(min(_MOST_LEFT, max(0, len(chosen) - 1)) + 1):
+        at = len(chosen) - left_out
+        if left_out:
+            if last_version is not None and int(versions[at]) < last_version:
+                break
+            room += tokens[at]
+        for taken in (_that_fit(tokens[at:], room) if not left_out else [], closest(tokens[at:], room, room - unused)):
+            left = room - sum(tokens[at + n] for n in taken)
+            if left < best_left and (budget.groups is None or at + len(taken) <= budget.groups):
+                best, best_left = chosen[:at] + [(chosen + following)[at + n] for n in taken], left
+            if best_left <= unused:
+                return best
+    return best
+
+
+def _that_fit(sizes: list[int], room: int) -> list[int]:
+    """Take what fits, in order."""
+    taken = []
+    for position, size in enumerate(sizes):
+        if size <= room:
+            taken.append(position)
+            room -= size
+    return taken
 
 
 def too_few(budget: Budget) -> str:

@@ -53,24 +53,6 @@ def test_the_reasons_for_waiting_are_the_closed_list_of_the_contract() -> None:
 # ---------------------------------------------------------------------- filling a budget
 
 
-def filled_plainly(tokens: list[int], order: list[int], budget: Budget) -> tuple[list[int], bool]:
-    """Go through the groups one by one: what is taken, and whether the batch is full then."""
-    taken: list[int] = []
-    passed_over = 0
-    room = 10**18 if budget.tokens is None else budget.tokens
-    for position in order:
-        if budget.groups is not None and len(taken) == budget.groups:
-            break
-        if tokens[position] <= room:
-            taken.append(position)
-            room -= tokens[position]
-        else:
-            passed_over += 1
-    by_groups = budget.groups is not None and len(taken) == budget.groups
-    by_tokens = budget.tokens is not None and (room == 0 or passed_over > 0)
-    return taken, bool(taken) and (by_groups or by_tokens)
-
-
 BUDGETS = st.builds(
     Budget, tokens=st.none() | st.integers(1, 100), groups=st.none() | st.integers(1, 8), seq_len=st.just(64)
 ).filter(lambda budget: budget.tokens is not None or budget.groups is not None)
@@ -79,22 +61,83 @@ BUDGETS = st.builds(
 @given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.randoms(use_true_random=False))
 @example([60, 60], Budget(tokens=100, groups=None, seq_len=64), None)
 @steady
-def test_fill_takes_what_going_through_the_groups_one_by_one_takes(
+def test_fill_takes_whole_groups_in_the_order_given_and_never_beyond_the_budget(
     tokens: list[int], budget: Budget, random: Any
 ) -> None:
-    """Whole groups in the order given; one that does not fit is passed over; waiting unless the batch is full."""
+    """Waiting only where all groups that could ever fit are fewer than a batch."""
     order = list(range(len(tokens)))
     if random is not None:
         random.shuffle(order)
-    groups = live_groups(tokens, first_row=100)
-    chosen = fill(groups, np.array(order, np.int64), budget)
-    taken, full = filled_plainly(tokens, order, budget)
-    if full:
-        assert isinstance(chosen, Selection)
-        assert chosen.rows.tolist() == [100 + position for position in taken] and chosen.weights is None
-        assert budget.tokens is None or sum(tokens[position] for position in taken) <= budget.tokens
+    chosen = fill(live_groups(tokens, first_row=100), np.array(order, np.int64), budget)
+    most = 10**18 if budget.tokens is None else budget.tokens
+    if isinstance(chosen, Selection):
+        places = [order.index(row - 100) for row in chosen.rows.tolist()]
+        assert places == sorted(set(places)) and chosen.weights is None
+        taken = sum(tokens[order[place]] for place in places)
+        assert 0 < taken <= most and (budget.groups is None or len(places) <= budget.groups)
+        by_groups = len(places) == budget.groups
+        assert by_groups or taken == most or len(places) < len(tokens)
     else:
         assert chosen == Waiting("too_few_tokens" if budget.groups is None else "too_few_groups")
+        fitting = [size for size in tokens if size <= most]
+        assert budget.groups is None or len(fitting) < budget.groups
+        assert not fitting or sum(tokens) < most
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=14), BUDGETS, st.integers(0, 3))
+@steady
+def test_fill_takes_no_fewer_tokens_than_passing_over_what_does_not_fit(
+    tokens: list[int], budget: Budget, last: int
+) -> None:
+    """And always the first group that fits an empty batch, so that none waits for ever."""
+    chosen = fill(live_groups(tokens), np.arange(len(tokens)), budget, last_version=last)
+    if isinstance(chosen, Waiting) or budget.tokens is None or budget.groups is not None:
+        return
+    room, plainly = budget.tokens, 0
+    for size in tokens:
+        if size <= room:
+            room -= size
+            plainly += size
+    assert sum(tokens[row - 1] for row in chosen.rows.tolist()) >= plainly
+    if tokens[0] <= budget.tokens:
+        assert chosen.rows[0] == 1
+
+
+@pytest.mark.parametrize("mean", [6.5, 7.2])
+def test_less_than_one_percent_of_the_budget_stays_unused_where_the_pool_permits(mean: float) -> None:
+    """Three batches' worth of groups of eight rollouts, batches of about 16 groups or of 8; batch after batch."""
+    for seed in range(20):
+        sizes = np.random.default_rng(seed).lognormal(mean, 0.9, (400, 8)).astype(np.int64).sum(axis=1)
+        budget = Budget(tokens=131072, groups=None, seq_len=32768)
+        pool = [(number, int(size)) for number, size in enumerate(sizes[sizes <= 131072])]
+        while sum(size for _, size in pool) >= 3 * 131072:
+            groups = live_groups([size for _, size in pool], first_row=0)
+            chosen = fill(groups, np.arange(len(pool)), budget)
+            assert isinstance(chosen, Selection)
+            taken = set(chosen.rows.tolist())
+            assert 0.99 * 131072 <= sum(pool[at][1] for at in taken) <= 131072
+            pool = [entry for at, entry in enumerate(pool) if at not in taken]
+
+
+def test_a_group_that_is_left_waits_no_longer_than_those_before_it_take() -> None:
+    """A group of almost the whole budget fits badly with all others, and is the first of some batch all the same."""
+    sizes = [30, 97, 30, 40, 33, 37, 30, 50, 50] + [25] * 40
+    left, batches = list(range(len(sizes))), 0
+    while 1 in left:
+        chosen = fill(live_groups([sizes[at] for at in left], first_row=0), np.arange(len(left)), Budget(100, None, 64))
+        assert isinstance(chosen, Selection)
+        left = [at for place, at in enumerate(left) if place not in set(chosen.rows.tolist())]
+        batches += 1
+    assert batches == 2
+
+
+def test_groups_that_would_be_too_stale_for_the_next_batch_are_not_left_for_a_better_fit() -> None:
+    """50 + 30 leaves 20 unused; 50 + 50 would not, but the group of 30 has no batch after this one."""
+    budget, sizes = Budget(tokens=100, groups=None, seq_len=64), [50, 30, 50, 50]
+    groups = live_groups(sizes, versions=[3, 3, 4, 4])
+    for last_version, rows in ((3, [1, 3]), (4, [1, 2])):
+        chosen = fill(groups, np.arange(4), budget, last_version)
+        assert isinstance(chosen, Selection) and chosen.rows.tolist() == rows
 
 
 def test_fill_passes_over_a_group_that_does_not_fit_for_the_next_that_does() -> None:

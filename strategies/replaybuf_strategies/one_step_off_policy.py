@@ -62,4 +62,5 @@ class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
         """Take the oldest policy version first, then the order in which groups were stored."""
-        return fill(groups, ascending(groups.policy_version), budget)
+        last_version = (buffer.step + 1) // buffer.steps_per_publish - self.options.max_staleness
+        return fill(groups, ascending(groups.policy_version), budget, last_version)

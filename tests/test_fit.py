@@ -1,0 +1,49 @@
+"""Sizes that fill a room: the earliest choice that is good enough, else the closest one."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.fit import closest
+from tests.builders import steady
+
+
+@given(st.lists(st.integers(1, 40), max_size=9), st.integers(0, 120), st.integers(-5, 130))
+@steady
+def test_the_earliest_choice_that_is_enough_is_taken_or_the_closest_one(
+    sizes: list[int], room: int, enough: int
+) -> None:
+    """Against all subsets."""
+    chosen = closest(sizes, room, min(enough, room))
+    total = sum(sizes[at] for at in chosen)
+    subsets = [s for n in range(len(sizes) + 1) for s in itertools.combinations(range(len(sizes)), n)]
+    sums = {s: sum(sizes[at] for at in s) for s in subsets}
+    least = min(min(enough, room), max(t for t in sums.values() if t <= room))
+    good = [s for s, t in sums.items() if least <= t <= room]
+    assert least <= total <= room
+
+    def takes_early(subset: tuple[int, ...]) -> list[int]:
+        return [0 if at in subset else 1 for at in range(len(sizes))]
+
+    # Of those that are good, none takes an earlier one, but by adding what is not needed.
+    assert tuple(chosen) in good
+    first = min(good, key=takes_early)
+    assert chosen == list(first[: len(chosen)])
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=64), st.integers(0, 10**7))
+@steady
+def test_a_room_of_millions_is_filled_to_a_thousandth_and_never_exceeded(sizes: list[int], room: int) -> None:
+    """Sizes are rounded up there: 64 of them by less than a thousandth of the room."""
+    total = sum(sizes[at] for at in closest(sizes, room, room))
+    plainly = 0
+    for size in sizes:
+        plainly += size if plainly + size <= room else 0
+    assert total <= room and total >= plainly - room / 1000
+
+
+def test_sizes_that_cannot_fit_cost_nothing() -> None:
+    assert closest([2**31, 5, 2**31], 10, 10) == [1]
