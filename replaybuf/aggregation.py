@@ -2,15 +2,18 @@
 
 A producer's stages (rollout, reference logprobs, old logprobs) each compute in micro-batches of their own size, in
 samples (rollouts). Feeding one from another by single micro-batches leaves a partial micro-batch at every seam.
-Instead samples are collected to a window of W = lcm(sizes) samples, which every stage can cut into whole micro-batches:
+Instead samples are collected to a window of lcm(sizes) samples, which every stage can cut into whole micro-batches:
 
     add(batch) ... -> Window -> compute(window, micro_batch, stage) -> results by the batches that were added
 
-A batch that was added is never cut: it leaves whole, in the order in which it came. Only the tail, what `flush` returns
-at the end of input or at a step limit, and windows whose batches do not add up to W, have a shorter last micro-batch.
+A stage that takes every sample several times (several completions of a prompt, several passes) says so: `sample_repeat`
+s repeats each sample in its place, `batch_repeat` r repeats the batch behind itself, so that of a, b with s = r = 2 the
+stages see a a b b a a b b. A window is then the least number W of samples for which W·s·r is a multiple of every size.
 
-Time model: n samples in micro-batches of b cost a stage ceil(n / b) calls; over a window that is W / b, none partial,
-against sum(ceil(batch / b)) when every batch is computed alone. The price is waiting for W samples to be there.
+A batch that was added is never cut: it leaves whole, in the order in which it came. Only the tail, what leaves at the
+end of input (`flush`) or at a step limit, and windows whose batches do not add up to W have a shorter last micro-batch.
+
+Time model, with an example: docs/packing.md#micro-batches-of-several-stages.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window(Generic[T]):
-    """Samples of whole batches, one after another: `batches[i]` holds the samples of the i-th batch added."""
+    """Samples of whole batches, one after another: `batches[i]` holds those of the i-th batch added, repeated."""
 
     batches: tuple[tuple[T, ...], ...]
 
@@ -55,19 +58,36 @@ class Aggregator(Generic[T]):
     """Collects batches until a whole window of samples is there.
 
     `held` samples wait here, 0 <= held < window: a caller that has nothing more to add must `flush`, or they stay.
+    With a `step_limit` the batch of that number, the last one, takes everything along.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], *, sample_repeat: int = 1, batch_repeat: int = 1, step_limit: int | None = None
+    ) -> None:
         """Take the micro-batch sizes of all stages, in samples. Raises `Invalid` where there is none or one below 1."""
-        self.window = window_samples(sizes)
+        self._repeats = (sample_repeat, batch_repeat)
+        self.window = window_samples(sizes, sample_repeat, batch_repeat)
+        self.step_limit = step_limit
+        self.steps = 0
         self.held = 0
         self._batches: list[tuple[T, ...]] = []
 
     def add(self, batch: Sequence[T]) -> Window[T] | None:
-        """Add one batch; return everything held as a window when it has reached the window's size."""
-        self._batches.append(tuple(batch))
+        """Add one batch; return everything held as a window when it has reached the window's size or the last step.
+
+        Raises `Invalid` behind the step limit.
+        """
+        if self.steps == self.step_limit:
+            raise Invalid(
+                f"batch {self.steps + 1} was added; the last step is {self.step_limit}",
+                name="step_limit",
+                value=self.steps + 1,
+                bound=self.step_limit,
+            )
+        self.steps += 1
+        self._batches.append(repeated(batch, *self._repeats))
         self.held += len(batch)
-        return self.flush() if self.held >= self.window else None
+        return self.flush() if self.held >= self.window or self.steps == self.step_limit else None
 
     def flush(self) -> Window[T] | None:
         """Return what is held, however little; None where there is nothing."""
@@ -75,8 +95,11 @@ class Aggregator(Generic[T]):
         return Window(batches) if batches else None
 
 
-def window_samples(sizes: Sequence[int]) -> int:
-    """Return the least common multiple of micro-batch sizes, in samples. Raises `Invalid` where one is below 1."""
+def window_samples(sizes: Sequence[int], sample_repeat: int = 1, batch_repeat: int = 1) -> int:
+    """Return the least number of samples that, repeated, is a multiple of all micro-batch sizes.
+
+    Raises `Invalid` where a size or a repeat is below 1.
+    """
     if not sizes or min(sizes) < 1:
         raise Invalid(
             f"micro-batch sizes are {list(sizes)}; at least one is needed, each at least 1",
@@ -84,7 +107,16 @@ def window_samples(sizes: Sequence[int]) -> int:
             value=list(sizes),
             bound=1,
         )
-    return math.lcm(*sizes)
+    for name, value in (("sample_repeat", sample_repeat), ("batch_repeat", batch_repeat)):
+        if value < 1:
+            raise Invalid(f"{name} is {value}; it must be at least 1", name=name, value=value, bound=1)
+    multiple = math.lcm(*sizes)
+    return multiple // math.gcd(multiple, sample_repeat * batch_repeat)
+
+
+def repeated(batch: Sequence[T], sample_repeat: int = 1, batch_repeat: int = 1) -> tuple[T, ...]:
+    """Repeat each sample in its place, then the whole batch: a, b by 2 and 2 gives a a b b a a b b."""
+    return tuple(sample for sample in batch for _ in range(sample_repeat)) * batch_repeat
 
 
 def chunks(samples: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.aggregation import Aggregator, Window, chunks, compute, window_samples
+from replaybuf.aggregation import Aggregator, Window, chunks, compute, repeated, window_samples
 from replaybuf.errors import Invalid
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
@@ -99,3 +99,57 @@ def test_fewer_samples_than_a_window_are_held(sizes: list[int], batches: list[li
     for batch in batches:
         aggregator.add(batch)
         assert 0 <= aggregator.held < aggregator.window == math.lcm(*sizes)
+
+
+def test_samples_are_repeated_in_their_place_and_batches_behind_themselves() -> None:
+    assert repeated("ab", 2) == tuple("aabb")
+    assert repeated("ab", 1, 2) == tuple("abab")
+    assert repeated("ab", 2, 2) == tuple("aabbaabb")
+
+
+def test_a_window_counts_what_the_stages_see() -> None:
+    """Micro-batches of 4 and 6 meet at 12; with each sample four times 3 samples make them."""
+    aggregator: Aggregator[str] = Aggregator([4, 6], sample_repeat=4)
+    assert aggregator.window == 3
+    assert aggregator.add("ab") is None
+    window = aggregator.add("c")
+    assert window is not None and window.samples == list("aaaabbbbcccc")
+
+
+@given(SIZES, BATCHES, st.integers(1, 4), st.integers(1, 3))
+def test_repeated_results_return_to_the_batch_of_their_sample(
+    sizes: list[int], batches: list[list[int]], sample_repeat: int, batch_repeat: int
+) -> None:
+    aggregator: Aggregator[int] = Aggregator(sizes, sample_repeat=sample_repeat, batch_repeat=batch_repeat)
+    windows = [window for window in [*map(aggregator.add, batches), aggregator.flush()] if window is not None]
+    results = [made for window in windows for made in compute(window, sizes[0], lambda part: [-x for x in part])]
+    assert results == [[-x for x in batch for _ in range(sample_repeat)] * batch_repeat for batch in batches]
+
+
+@given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+def test_a_window_of_repeated_samples_is_whole_for_every_stage_and_the_least_one(
+    sizes: list[int], sample_repeat: int, batch_repeat: int, windows: int
+) -> None:
+    repeats = sample_repeat * batch_repeat
+    aggregator: Aggregator[int] = Aggregator(sizes, sample_repeat=sample_repeat, batch_repeat=batch_repeat)
+    assert all(aggregator.window * repeats % size == 0 for size in sizes)
+    assert not any(all(n * repeats % size == 0 for size in sizes) for n in range(1, aggregator.window))
+    for _ in range(windows):
+        made = [aggregator.add([0]) for _ in range(aggregator.window)]
+        assert made[-1] is not None and not any(made[:-1])
+        assert len(made[-1].samples) == aggregator.window * repeats
+
+
+def test_the_tail_leaves_at_the_step_limit_and_nothing_is_taken_behind_it() -> None:
+    aggregator: Aggregator[int] = Aggregator([8], step_limit=3)
+    assert [aggregator.add([n]) for n in range(2)] == [None, None]
+    tail = aggregator.add([2])
+    assert tail is not None and tail.samples == [0, 1, 2] and aggregator.held == 0
+    with pytest.raises(Invalid, match="batch 4 was added; the last step is 3"):
+        aggregator.add([3])
+
+
+@pytest.mark.parametrize("repeat", [{"sample_repeat": 0}, {"batch_repeat": -1}])
+def test_a_repeat_below_one_is_refused(repeat: dict[str, int]) -> None:
+    with pytest.raises(Invalid, match="must be at least 1"):
+        Aggregator[int]([2], sample_repeat=repeat.get("sample_repeat", 1), batch_repeat=repeat.get("batch_repeat", 1))
