@@ -115,6 +115,24 @@ class ServeProcess:
         return code
 
 
+class ClockedServe(ServeProcess):
+    """A service whose clock is put forward by hand, so that no test waits for a minute."""
+
+    module = "tests.clocked"
+
+    def __init__(self, data_dir: Path, clock: Path) -> None:
+        super().__init__(data_dir)
+        self._clock, self._offset_s = clock, 0.0
+        self.put_forward(0.0)
+
+    def put_forward(self, by_s: float) -> None:
+        """Let so much time pass."""
+        self._offset_s += by_s
+        scratch = self._clock.with_suffix(".new")
+        scratch.write_text(str(self._offset_s))
+        scratch.rename(self._clock)
+
+
 class RunClient:
     """One run of a service over plain HTTP, with the shapes of the contract written out."""
 

@@ -6,7 +6,6 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -15,29 +14,11 @@ from rich.console import Console
 
 from replaybuf.status import show
 from replaybuf.strategy import REASONS
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 
 _names = itertools.count()
 ON_POLICY = {"name": "on-policy"}
 SILENCE_S = 61.0
-
-
-class ClockedServe(ServeProcess):
-    """A service whose clock is put forward by hand, so that no test waits for a minute."""
-
-    module = "tests.clocked"
-
-    def __init__(self, data_dir: Path, clock: Path) -> None:
-        super().__init__(data_dir)
-        self._clock, self._offset_s = clock, 0.0
-        self.put_forward(0.0)
-
-    def put_forward(self, by_s: float) -> None:
-        """Let so much time pass."""
-        self._offset_s += by_s
-        scratch = self._clock.with_suffix(".new")
-        scratch.write_text(str(self._offset_s))
-        scratch.rename(self._clock)
 
 
 @pytest.fixture(scope="module")

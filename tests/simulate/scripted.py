@@ -1,18 +1,22 @@
-"""A real run in compressed time: producers and a trainer that sleep where others work, against a real service."""
+"""A real run at scripted speeds: a real service is asked by HTTP, but nobody sleeps.
+
+What takes time, generating and training, is an event in a queue; between two events the service's clock is put forward.
+Whoever is told to wait asks again as soon as anything has changed, as a long-poll would. So the run is the same on a
+slow machine and on a busy one.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import heapq
+import itertools
 import time
+from collections.abc import Callable
 
 from replaybuf.calls import Ticket, Waiting
-from replaybuf.client import AsyncClient
+from replaybuf.client import Client
 from replaybuf.simulate.workload import Supply
 from tests.builders import group_of_lengths
-
-POLL_MS = 2000
-_LONGEST_S = 90.0
 
 
 @dataclasses.dataclass
@@ -28,57 +32,91 @@ class Measured:
         return self.waited_s / self.seconds
 
 
-async def play(client: AsyncClient, supply: Supply, steps: int) -> Measured:
-    """Train `steps` steps while all slots generate."""
-    measured = Measured()
-    async with asyncio.timeout(_LONGEST_S):
-        slots = [asyncio.create_task(_slot(client, supply)) for _ in range(supply.workload.slots)]
-        try:
-            await _train(client, supply, steps, measured)
-        finally:
-            for slot in slots:
-                slot.cancel()
-            await asyncio.gather(*slots, return_exceptions=True)
-    return measured
+class Play:
+    """One run: slots that generate and a trainer. `put_forward` lets the service's clock jump by so many seconds."""
 
+    def __init__(self, client: Client, supply: Supply, steps: int, put_forward: Callable[[float], None]) -> None:
+        self._client = client
+        self._supply = supply
+        self._steps = steps
+        self._put_forward = put_forward
+        self._began_s = time.time()
+        self._forward_s = 0.0
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._free = supply.workload.slots
+        self._epoch = 0
+        self._step = 0
+        self._asked_s: float | None = None
+        self.measured = Measured()
 
-async def _slot(client: AsyncClient, supply: Supply) -> None:
-    while True:
-        taken = await client.take_tickets("scripted", 1, wait_ms=POLL_MS)
-        for ticket in taken.tickets:
-            await _generate(client, supply, ticket, taken.published_version)
+    def run(self) -> Measured:
+        """Train all steps while all slots generate."""
+        self._epoch = self._client.attach(dp_world_size=1).epoch
+        self._asked_s = 0.0
+        self._ask()
+        while self._step < self._steps:
+            self._now_s, _, happens = heapq.heappop(self._events)
+            self._set_clock()
+            happens()
+            self._ask()
+        self.measured.seconds = self._now_s
+        return self.measured
 
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now_s + seconds, next(self._order), happens))
 
-async def _generate(client: AsyncClient, supply: Supply, ticket: Ticket, version: int) -> None:
-    attempt = supply.attempt(ticket.prompt_index, ticket.attempt)
-    lengths = supply.lengths(ticket.prompt_index, ticket.attempt).tolist()
-    group = group_of_lengths(
-        lengths, ticket=ticket.ticket, prompt_index=ticket.prompt_index, policy_version=version, group_id=None
-    )
-    await asyncio.sleep(attempt.duration_s)
-    if attempt.fate == "stored":
-        await client.append([group])
-    else:
-        await client.return_ticket(ticket.ticket, attempt.fate)
+    def _set_clock(self) -> None:
+        """Make the service's time the run's: what the calls took in truth is taken off."""
+        wanted_s = self._now_s - (time.time() - self._began_s)
+        self._put_forward(wanted_s - self._forward_s)
+        self._forward_s = wanted_s
 
+    def _ask(self) -> None:
+        """Let everybody ask who waits: a batch that leaves may make room for tickets."""
+        self._ask_for_batch()
+        if self._free:
+            taken = self._client.take_tickets("scripted", self._free)
+            self._free -= len(taken.tickets)
+            for ticket in taken.tickets:
+                self._generate(ticket, taken.published_version)
 
-async def _train(client: AsyncClient, supply: Supply, steps: int, measured: Measured) -> None:
-    """The order of a trainer's step, with the reference trainer's prefetch: asked once, at the start of training."""
-    w = supply.workload
-    epoch = (await client.attach(dp_world_size=1)).epoch
-    began = time.perf_counter()
-    for step in range(steps):
-        asked = time.perf_counter()
-        while isinstance(await client.fetch_batch(step, epoch, wait_ms=POLL_MS), Waiting):
-            pass
-        measured.waited_s += time.perf_counter() - asked
-        done = asyncio.get_running_loop().time() + w.train_s
-        if w.prefetch and step + 1 < steps:
-            await client.fetch_batch(step + 1, epoch)
-        await asyncio.sleep(done - asyncio.get_running_loop().time())
-        await client.ack(step, epoch)
-        if (step + 1) % w.checkpoint_steps == 0:
-            await client.checkpoint(step + 1, epoch)
-        await asyncio.sleep(w.publish_s)
-        await client.publish_policy(step + 1, epoch)
-    measured.seconds = time.perf_counter() - began
+    def _generate(self, ticket: Ticket, version: int) -> None:
+        attempt = self._supply.attempt(ticket.prompt_index, ticket.attempt)
+        lengths = self._supply.lengths(ticket.prompt_index, ticket.attempt).tolist()
+        group = group_of_lengths(
+            lengths, ticket=ticket.ticket, prompt_index=ticket.prompt_index, policy_version=version, group_id=None
+        )
+
+        def arrives() -> None:
+            self._free += 1
+            if attempt.fate == "stored":
+                self._client.append([group])
+            else:
+                self._client.return_ticket(ticket.ticket, attempt.fate)
+
+        self._after(attempt.duration_s, arrives)
+
+    def _ask_for_batch(self) -> None:
+        """The order of a trainer's step, with the reference trainer's prefetch: asked once, as training starts."""
+        if self._asked_s is None or isinstance(self._client.fetch_batch(self._step, self._epoch), Waiting):
+            return
+        w = self._supply.workload
+        self.measured.waited_s += self._now_s - self._asked_s
+        self._asked_s = None
+        if w.prefetch and self._step + 1 < self._steps:
+            self._client.fetch_batch(self._step + 1, self._epoch)
+        self._after(w.train_s, self._trained)
+
+    def _trained(self) -> None:
+        w = self._supply.workload
+        self._client.ack(self._step, self._epoch)
+        self._step += 1
+        if self._step % w.checkpoint_steps == 0:
+            self._client.checkpoint(self._step, self._epoch)
+        self._after(w.publish_s, self._published)
+
+    def _published(self) -> None:
+        self._client.publish_policy(self._step, self._epoch)
+        self._asked_s = self._now_s
