@@ -19,6 +19,7 @@ SHORT = {
     "selection": ["--repeats", "5"],
     "durability": ["--rounds", "2", "--seconds", "1"],
     "rebuild": ["--groups", "100000", "--repeats", "3"],
+    "delivery": ["--tokens", "200000", "--ranks", "4"],
     "file_queue": ["--steps", "25"],
 }
 """Benchmarks by the name of their file, and the options that make them short."""
