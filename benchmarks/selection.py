@@ -25,7 +25,7 @@ from measured import Measured
 
 from replaybuf.index import ENTRY, Index
 from replaybuf.plugins import build_strategy
-from replaybuf.store.redis import READ_CHUNK_ENTRIES
+from replaybuf.store.groups import READ_CHUNK_ENTRIES
 from replaybuf.strategy import Budget, BufferView, Groups, Selection
 
 BATCH = 512
