@@ -15,7 +15,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,7 @@ WATCH_PERIOD_S = 1.0
 PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
 REPORT_PERIOD_S = 10.0
+CANCEL_AGAIN_S = 1.0
 TROUBLE_PAUSE_S = 0.5
 
 
@@ -209,20 +210,19 @@ class Service:
     async def working(self) -> AsyncIterator[None]:
         """Do the background work while the body runs."""
         async with asyncio.TaskGroup() as tasks:
-            jobs = [
-                self._repeat(self._hold, 0.0),
-                self._repeat(self._follow, 0.0),
-                self._repeat(self._tick, TICK_S),
-                self._repeat(self._prepare, PREPARE_PERIOD_S),
-                self._repeat(self._watch, WATCH_PERIOD_S),
-                self._repeat(self._measure, REPORT_PERIOD_S),
-            ]
-            running = [tasks.create_task(job) for job in jobs]
+            jobs = {
+                "hold": self._repeat(self._hold, 0.0),
+                "follow": self._repeat(self._follow, 0.0),
+                "tick": self._repeat(self._tick, TICK_S),
+                "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
+                "watch": self._repeat(self._watch, WATCH_PERIOD_S),
+                "measure": self._repeat(self._measure, REPORT_PERIOD_S),
+            }
+            running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
             try:
                 yield
             finally:
-                for task in running:
-                    task.cancel()
+                await ended(running)
 
     async def _repeat(self, job: Callable[[], Awaitable[None]], period_s: float) -> None:
         """Run `job` every `period_s`; trouble with Redis is told once, waited out, and told when it is over."""
@@ -295,6 +295,17 @@ class Service:
             run.durability = self.report.durability
 
 
+async def ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks that run for ever until each has ended: a library on their way may swallow a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        for task in left:
+            logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
+
+
 def _tell_durability(before: ServerReport | None, now: ServerReport) -> None:
     """Log what is weaker than wanted, at the start and when it changes."""
     if before and (before.summary, before.reasons) == (now.summary, now.reasons):
@@ -353,7 +364,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
             finally:
                 await service.stop()
                 if watching:
-                    watching.cancel()
+                    await ended([watching])
     finally:
         if store:
             await store.close()

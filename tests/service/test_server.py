@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
 
+from replaybuf.service.service import ended
 from tests.conftest import RunClient, ServeProcess, group
 
 ROLES = ("producer", "trainer", "reader", "operator")
@@ -133,3 +136,27 @@ def test_health_is_open_and_metrics_need_a_reader(guarded: tuple[ServeProcess, d
     assert httpx.get(f"{server.url}/metrics").status_code == 401
     reader = {"Authorization": f"Bearer {tokens['reader']}"}
     assert httpx.get(f"{server.url}/metrics", headers=reader).status_code == 200
+
+
+async def stubborn() -> None:
+    """Run for ever, and miss the first cancellation, as an await that ends in the same moment does."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(3600)
+    await asyncio.sleep(3600)
+
+
+def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is cancelled again, and named in the log."""
+    monkeypatch.setattr("replaybuf.service.service.CANCEL_AGAIN_S", 0.01)
+
+    async def end() -> bool:
+        async with asyncio.timeout(10):
+            task = asyncio.create_task(stubborn(), name="follow")
+            await asyncio.sleep(0)
+            await ended([task])
+            return task.cancelled()
+
+    assert asyncio.run(end())
+    assert "job did not end when cancelled job=follow" in caplog.text
