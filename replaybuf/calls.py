@@ -18,6 +18,8 @@ from replaybuf.cost import Cost
 from replaybuf.errors import InvalidGroups, Malformed, ReplaybufError, ServiceUnavailable, from_problem
 from replaybuf.frame import MEDIA_TYPE, encode_frame
 from replaybuf.group import Admissible, Group, check_group
+from replaybuf.plan import MEDIA_TYPE as PLAN_TYPE
+from replaybuf.plan import Plan
 
 APPEND_BODY_BYTES = 32 << 20
 """An append is cut into bodies of about this size; one group is never cut."""
@@ -105,8 +107,8 @@ class AppendResult(msgspec.Struct, frozen=True, kw_only=True):
 class Request:
     """One HTTP request below the address of a run.
 
-    `wait_ms`: how long the service may hold it; `repeatable`: doing it twice does no harm; `answers`: statuses beside
-    2xx that are answers, not errors.
+    `accept`: media type asked for, where there are several; `wait_ms`: how long the service may hold it; `repeatable`:
+    doing it twice does no harm; `answers`: statuses beside 2xx that are answers, not errors.
     """
 
     method: str
@@ -114,6 +116,7 @@ class Request:
     params: dict[str, str | int] = dataclasses.field(default_factory=dict)
     content: bytes = b""
     media_type: str = _JSON
+    accept: str | None = None
     wait_ms: int = 0
     repeatable: bool = True
     answers: frozenset[int] = frozenset()
@@ -210,9 +213,16 @@ class RunCalls:
 
         The service holds the call for up to `wait_ms`. Raises `Fenced`, `WrongStep`, `Gone`, `RunFinished`.
         """
-        params: dict[str, str | int] = {"epoch": epoch, "dp_rank": dp_rank, "wait_ms": wait_ms}
-        reply = yield Request(method="GET", path=f"/batches/{step}", params=params, wait_ms=wait_ms)
+        reply = yield _batch_request(step, epoch, dp_rank, wait_ms)
         return _read(reply, Waiting) if reply.status_code == httpx.codes.ACCEPTED else reply.content
+
+    def fetch_plan(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Exchange[Plan | Waiting]:
+        """Return what to build that body from (see `replaybuf.plan`), or why there is no batch yet.
+
+        Raises as `fetch_batch` does, and `Malformed` where the service does not know plans.
+        """
+        reply = yield _batch_request(step, epoch, dp_rank, wait_ms, accept=PLAN_TYPE)
+        return _read(reply, Waiting) if reply.status_code == httpx.codes.ACCEPTED else _read(reply, Plan)
 
     def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None) -> Exchange[None]:
         """Say that `step` is trained; again is fine. Raises `Fenced`, `WrongStep`."""
@@ -310,6 +320,11 @@ class RunCalls:
         return AppendResult(
             group_id=group.group_id, status="rejected", reason=rejection.reason, detail=rejection.detail
         )
+
+
+def _batch_request(step: int, epoch: int, dp_rank: int, wait_ms: int, accept: str | None = None) -> Request:
+    params: dict[str, str | int] = {"epoch": epoch, "dp_rank": dp_rank, "wait_ms": wait_ms}
+    return Request(method="GET", path=f"/batches/{step}", params=params, accept=accept, wait_ms=wait_ms)
 
 
 def _bounds(facts: RunFacts) -> Admissible:

@@ -170,12 +170,15 @@ class _Line:
 
     def message(self, request: Request, address: str) -> dict[str, Any]:
         """Turn a request into the arguments of `httpx.Client.request`."""
+        headers = {"content-type": request.media_type} if request.content else {}
+        if request.accept is not None:
+            headers["accept"] = request.accept
         return {
             "method": request.method,
             "url": base_url(address) + self._path + request.path,
             "params": request.params or None,
             "content": request.content or None,
-            "headers": {"content-type": request.media_type} if request.content else None,
+            "headers": headers,
             "timeout": httpx.Timeout(self._timeout_s + request.wait_ms / 1000, connect=self._timeout_s),
         }
 
@@ -291,6 +294,7 @@ class Client:
     patch_run = _blocking(RunCalls.patch_run)
     attach = _blocking(RunCalls.attach)
     fetch_batch = _blocking(RunCalls.fetch_batch)
+    fetch_plan = _blocking(RunCalls.fetch_plan)
     ack = _blocking(RunCalls.ack)
     publish_policy = _blocking(RunCalls.publish_policy)
     checkpoint = _blocking(RunCalls.checkpoint)
@@ -369,6 +373,7 @@ class AsyncClient:
     patch_run = _awaiting(RunCalls.patch_run)
     attach = _awaiting(RunCalls.attach)
     fetch_batch = _awaiting(RunCalls.fetch_batch)
+    fetch_plan = _awaiting(RunCalls.fetch_plan)
     ack = _awaiting(RunCalls.ack)
     publish_policy = _awaiting(RunCalls.publish_policy)
     checkpoint = _awaiting(RunCalls.checkpoint)

@@ -77,14 +77,20 @@ class Ahead:
         self._bodies = bodies
         self._write_down = write_down
         self._served_epoch = 0
+        self._bodies_epoch = 0
         self._seen: object = None
         self._ready: _Ready | None = None
 
     # ------------------------------------------------------------------ what a decision takes
 
-    def served(self) -> None:
-        """Take note that the attached trainer got a batch: what it asks for next is worth preparing."""
+    def served(self, *, as_body: bool) -> None:
+        """Take note that the attached trainer got a batch: what it asks for next is worth preparing.
+
+        Bodies are, once it took one: a trainer that builds them from plans has no use for ours.
+        """
         self._served_epoch = self._state.epoch
+        if as_body:
+            self._bodies_epoch = self._state.epoch
 
     def fetched(self, numbers: Sequence[int]) -> Loaded:
         """Return what is ready of these groups; fetching more of them ahead ends here."""
@@ -174,6 +180,8 @@ class Ahead:
         if ready.closed:
             return
         ready.batch = batch
+        if self._bodies_epoch != self._state.epoch:
+            return
         for rank in range(layout.dp_world_size):
             if not ready.closed:
                 await self._bodies.body(batch, rank, "identity")

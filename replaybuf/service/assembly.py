@@ -17,17 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf import __version__
-from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch, padded_length
+from replaybuf.batch import BatchMeta, padded_length
 from replaybuf.cost import TYPICAL
 from replaybuf.errors import BrokenFrame, Gone
-from replaybuf.frame import decode_frame, stored_checksum
 from replaybuf.group import Group, truncate
 from replaybuf.ledger import BatchEntry, BatchRecord
 from replaybuf.packing import Row, fillers, pack
+from replaybuf.plan import Plan, PlannedGroup, build_body, open_frame
 from replaybuf.state import BAD_INDEX_ENTRY, Attached
 from replaybuf.store import IndexEntry, Store
 
 Coding = Literal["identity", "zstd"]
+Form = Coding | Literal["plan"]
+"""What a rank may be answered with: the body in one of its codings, or the plan of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,15 +68,7 @@ def _open_frames(numbers: Sequence[int], entries: list[IndexEntry], frames: Mapp
 def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
         raise BrokenFrame(f"index entry {entry.number} names no payload", name=BAD_INDEX_ENTRY)
-    if frame is None:
-        raise BrokenFrame(f"payload {entry.strings.payload_key} is missing", name="missing_payload")
-    try:
-        group = decode_frame(frame)
-    except BrokenFrame as error:
-        reason = "bad_checksum" if error.name == "crc32c" else "broken_frame"
-        raise BrokenFrame(error.detail, name=reason) from error
-    if stored_checksum(frame) != int(entry.values["crc32c"]):
-        raise BrokenFrame("the frame is not the one of its index entry", name="bad_checksum")
+    group = open_frame(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
         raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
     return group
@@ -92,12 +86,14 @@ def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
 class Assembled:
     """A batch ready to be served: groups in order, the grid of its ranks, bodies written or being written.
 
+    - `planned`, `groups`: each group as a plan names it, and its columns, cut to the layout
     - `owners`: of each rollout, its group and its number in it; `loss_tokens`: how many tokens of it were sampled
     - `nbytes`: bytes of frames and written bodies
     """
 
     record: BatchRecord
-    groups: list[BatchGroup]
+    planned: list[PlannedGroup]
+    groups: list[Group]
     owners: list[tuple[int, int]]
     loss_tokens: list[int]
     grid: list[list[Row]]
@@ -122,13 +118,17 @@ class Assembled:
         """Micro-batches without rollouts, of all ranks."""
         return fillers(self.grid)
 
-    def etag(self, rank: int, coding: Coding) -> str:
-        """Name the bytes of one rank by all that they are made from: equal names, equal bytes."""
+    def positions(self, rank: int) -> list[int]:
+        """List the groups of one rank, by their position in the batch, in order."""
+        return sorted({self.owners[item][0] for row in self.grid[rank] for item in row})
+
+    def etag(self, rank: int, form: Form) -> str:
+        """Name what one rank is answered with by all that it is made from: equal names, equal bytes."""
         if not self._made_from:
             layout = self.layout
             made_from = (layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
             self._made_from = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, made_from))).digest()
-        name = hashlib.blake2b(self._made_from + f"{rank}/{coding}".encode(), digest_size=16)
+        name = hashlib.blake2b(self._made_from + f"{rank}/{form}".encode(), digest_size=16)
         return f'"{name.hexdigest()}"'
 
     def padded_rows(self) -> list[int]:
@@ -139,30 +139,37 @@ class Assembled:
 
 def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled:
     """Pack the groups of a record for a layout. Raises `Gone` where a group is no longer there."""
-    chosen: list[BatchGroup] = []
-    for position, entry in enumerate(record.groups):
+    frames = {entry.number: entry for entry in loaded.entries}
+    planned: list[PlannedGroup] = []
+    groups: list[Group] = []
+    for entry in record.groups:
         if entry.number not in loaded.groups:
             raise Gone(
                 f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone",
                 name="group_id",
                 value=entry.group_id,
             )
-        chosen.append(
-            BatchGroup(
-                group=truncate(loaded.groups[entry.number], layout.seq_len),
-                index=position,
+        groups.append(truncate(loaded.groups[entry.number], layout.seq_len))
+        values = frames[entry.number].values
+        planned.append(
+            PlannedGroup(
+                group_id=entry.group_id,
+                payload_key=entry.payload_key,
+                crc32c=int(values["crc32c"]),
+                frame_bytes=int(values["frame_bytes"]),
                 staleness=entry.staleness,
                 times_sampled=entry.times_sampled,
                 sampling_weight=entry.weight,
             )
         )
-    lengths = np.concatenate([entry.group.lengths for entry in chosen]).astype(np.int32)
-    grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(chosen))
+    lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
+    grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
     return Assembled(
         record=record,
-        groups=chosen,
-        owners=[(position, k) for position, entry in enumerate(chosen) for k in range(entry.group.rollouts)],
-        loss_tokens=[tokens for entry in chosen for tokens in _loss_tokens(entry.group)],
+        planned=planned,
+        groups=groups,
+        owners=[(position, k) for position, group in enumerate(groups) for k in range(group.rollouts)],
+        loss_tokens=[tokens for group in groups for tokens in _loss_tokens(group)],
         grid=grid,
         row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
         layout=layout,
@@ -170,13 +177,13 @@ def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled
     )
 
 
-def _adapter_codes(chosen: Sequence[BatchGroup]) -> npt.NDArray[np.int32] | None:
+def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
     """Number the adapters of a batch, per rollout; None where there is one."""
-    codes = {name: code for code, name in enumerate(sorted({entry.group.adapter for entry in chosen}))}
+    codes = {name: code for code, name in enumerate(sorted({group.adapter for group in groups}))}
     if len(codes) < 2:
         return None
-    rollouts = [entry.group.rollouts for entry in chosen]
-    return np.repeat(np.array([codes[entry.group.adapter] for entry in chosen], np.int32), rollouts)
+    rollouts = [group.rollouts for group in groups]
+    return np.repeat(np.array([codes[group.adapter] for group in groups], np.int32), rollouts)
 
 
 def _loss_tokens(group: Group) -> list[int]:
@@ -186,16 +193,13 @@ def _loss_tokens(group: Group) -> list[int]:
     return [int(np.count_nonzero(group.completion_mask[a:b])) for a, b in zip(starts, ends, strict=True)]
 
 
-def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
-    """Write the body of one rank."""
-    record, layout = batch.record, batch.layout
-    items = [item for row in batch.grid[rank] for item in row]
+def plan_of(run: str, batch: Assembled, rank: int) -> Plan:
+    """Say what stands in the body of one rank."""
+    record, layout, grid = batch.record, batch.layout, batch.grid[rank]
     # Groups are numbered per rank, in the order in which the batch holds them.
-    present = sorted({batch.owners[item][0] for item in items})
-    local = {
-        position: dataclasses.replace(batch.groups[position], index=index) for index, position in enumerate(present)
-    }
-    rows = [[Segment(local[batch.owners[item][0]], batch.owners[item][1]) for item in row] for row in batch.grid[rank]]
+    present = batch.positions(rank)
+    local = {position: index for index, position in enumerate(present)}
+    items = [item for row in grid for item in row]
     tokens = sum(batch.row_tokens[rank])
     meta = BatchMeta(
         run=run,
@@ -208,8 +212,8 @@ def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
         version=record.version,
         strategy=record.strategy,
         options=record.options,
-        micro_batches=len(rows),
-        adapters=[row[0].group.group.adapter if row else "" for row in rows],
+        micro_batches=len(grid),
+        adapters=[batch.groups[batch.owners[row[0]][0]].adapter if row else "" for row in grid],
         group_ids=[record.groups[position].group_id for position in present],
         tokens=tokens,
         padding=sum(padded_length(t, layout.pad_to_multiple_of) for t in batch.row_tokens[rank]) - tokens,
@@ -220,8 +224,21 @@ def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
         batch_rollouts=len(batch.owners),
         batch_groups=len(batch.groups),
     )
+    return Plan(
+        meta=meta,
+        rows=[[(local[batch.owners[item][0]], batch.owners[item][1]) for item in row] for row in grid],
+        groups=[batch.planned[position] for position in present],
+        seq_len=layout.seq_len,
+        pad_to_multiple_of=layout.pad_to_multiple_of,
+        release=__version__,
+    )
+
+
+def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
+    """Write the body of one rank."""
+    groups = [batch.groups[position] for position in batch.positions(rank)]
     # Not copied into bytes: that would hold the interpreter for as long as it copies.
-    return memoryview(encode_batch(meta, rows, pad_to_multiple_of=layout.pad_to_multiple_of)).toreadonly()
+    return memoryview(build_body(plan_of(run, batch, rank), groups)).toreadonly()
 
 
 def entry_in_batch(entry: IndexEntry, version: int, times_sampled: int, weight: float | None) -> BatchEntry:

@@ -46,9 +46,12 @@ class Batches:
 
     # ------------------------------------------------------------------ serving
 
-    async def part(self, step: int, epoch: int, rank: int, wait_s: float) -> Part | WaitingAnswer:
+    async def part(
+        self, step: int, epoch: int, rank: int, wait_s: float, *, as_body: bool = True
+    ) -> Part | WaitingAnswer:
         """Return the part of one rank in the batch of `step`, or why there is none yet.
 
+        `as_body`: its body is wanted, not its plan alone; so will the next one be.
         Raises `Fenced`, `WrongStep`, `RunFinished`, `Gone`, and `Invalid` for a rank outside the world.
         """
         self.check_epoch(epoch)
@@ -75,7 +78,7 @@ class Batches:
         if isinstance(outcome, WaitingAnswer):
             return outcome
         self._bound_memory()
-        self.ahead.served()
+        self.ahead.served(as_body=as_body)
         return Part(outcome, rank, self._bodies)
 
     def check_epoch(self, epoch: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import msgspec
 import zstandard
 
-from replaybuf.service.assembly import Assembled, Coding, write_body
+from replaybuf.service.assembly import Assembled, Coding, Form, plan_of, write_body
 
 WRITERS = 2
 """Bodies of a run written at the same time: writing is bound by memory, and holds the interpreter now and then."""
@@ -27,6 +28,10 @@ class Bodies:
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = batch.bodies[rank, coding] = asyncio.create_task(self._write(batch, rank, coding))
         return await asyncio.shield(task)
+
+    def plan(self, batch: Assembled, rank: int) -> bytes:
+        """Return the plan of one rank's body as JSON; no body is written for it."""
+        return msgspec.json.encode(plan_of(self._run, batch, rank))
 
     async def _write(self, batch: Assembled, rank: int, coding: Coding) -> memoryview:
         if coding == "zstd":
@@ -52,10 +57,14 @@ class Part:
     rank: int
     bodies: Bodies
 
-    def etag(self, coding: Coding) -> str:
-        """Strong validator of the bytes in this coding; the body is not needed for it."""
-        return self.batch.etag(self.rank, coding)
+    def etag(self, form: Form) -> str:
+        """Strong validator of the bytes in this form; they are not needed for it."""
+        return self.batch.etag(self.rank, form)
 
     async def body(self, coding: Coding = "identity") -> memoryview:
-        """Return the bytes."""
+        """Return the bytes of the body."""
         return await self.bodies.body(self.batch, self.rank, coding)
+
+    def plan(self) -> bytes:
+        """Return the bytes of its plan."""
+        return self.bodies.plan(self.batch, self.rank)

@@ -161,7 +161,9 @@ async def post_attach(request: Request) -> Response:
 async def get_batch(request: Request) -> Response:
     run = await _serving(request)
     step = number(request, "step", path=True)
-    outcome = await run.batches.part(step, number(request, "epoch"), number(request, "dp_rank", 0), wait_s(request))
+    epoch, rank = number(request, "epoch"), number(request, "dp_rank", 0)
+    as_body = not sending.wants_plan(request)
+    outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body)
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})
     return await sending.answer(request, outcome)
@@ -284,7 +286,7 @@ CALLS = (
         f"{_R}/batches/{{step}}",
         get_batch,
         _TRAINER,
-        "Batch of a step for one rank, as safetensors",
+        "Batch of a step for one rank, as safetensors or as a plan",
         None,
         ("200", "202", "304", "406", "409", "410"),
         ("epoch", "dp_rank", "wait_ms"),

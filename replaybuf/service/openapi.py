@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from replaybuf.plan import MEDIA_TYPE as PLAN_TYPE
+from replaybuf.plan import Plan
 from replaybuf.service.answers import WaitingAnswer
 
 if TYPE_CHECKING:
@@ -44,14 +46,13 @@ _MEANING = {
 def describe(calls: Sequence[Call]) -> dict[str, Any]:
     """Build the OpenAPI 3.1 document of these calls."""
     described = [shape for call in calls for shape in (call.body, call.result) if shape is not None]
-    schemas, components = msgspec.json.schema_components(
-        [*described, WaitingAnswer], ref_template="#/components/schemas/{name}"
-    )
-    shapes = dict(zip([shape.__name__ for shape in described], schemas, strict=False))
+    described += [WaitingAnswer, Plan]
+    schemas, components = msgspec.json.schema_components(described, ref_template="#/components/schemas/{name}")
+    shapes = dict(zip([shape.__name__ for shape in described], schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for call in calls:
         path = re.sub(r":path\}", "}", call.path)
-        paths.setdefault(path, {})[call.method.lower()] = _operation(call, path, shapes, schemas[-1])
+        paths.setdefault(path, {})[call.method.lower()] = _operation(call, path, shapes)
     return {
         "openapi": "3.1.0",
         "info": {"title": "replaybuf", "version": "1", "description": "Replay buffer for asynchronous RL, contract 1."},
@@ -63,7 +64,7 @@ def describe(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
-def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str, Any]) -> dict[str, Any]:
+def _operation(call: Call, path: str, shapes: dict[str, Any]) -> dict[str, Any]:
     name = re.sub(r"\W+", "_", f"{call.method.lower()}{path.removeprefix('/v1')}").strip("_")
     operation: dict[str, Any] = {
         "operationId": name,
@@ -73,7 +74,7 @@ def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str,
             *({"name": p, "in": "path", "required": True, "schema": {"type": "string"}} for p in _names(path)),
             *({"name": q, "in": "query", "schema": {"type": "string"}} for q in call.query),
         ],
-        "responses": {status: _answer(call, status, shapes, waiting) for status in call.answers}
+        "responses": {status: _answer(call, status, shapes) for status in call.answers}
         | {
             "default": {
                 "description": "A problem document (RFC 9457)",
@@ -89,9 +90,9 @@ def _operation(call: Call, path: str, shapes: dict[str, Any], waiting: dict[str,
     return operation
 
 
-def _answer(call: Call, status: str, shapes: dict[str, Any], waiting: dict[str, Any]) -> dict[str, Any]:
+def _answer(call: Call, status: str, shapes: dict[str, Any]) -> dict[str, Any]:
     if status == "202":
-        return {"description": _MEANING[status], "content": {"application/json": {"schema": waiting}}}
+        return {"description": _MEANING[status], "content": {"application/json": {"schema": shapes["WaitingAnswer"]}}}
     if status == "304":
         return {"description": _MEANING[status]}
     if status.startswith("4"):
@@ -100,8 +101,11 @@ def _answer(call: Call, status: str, shapes: dict[str, Any], waiting: dict[str, 
             "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
     if "202" in call.answers:
-        body = {"application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}}}
-        return {"description": "One safetensors file", "content": body}
+        forms = {
+            "application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}},
+            PLAN_TYPE: {"schema": shapes["Plan"]},
+        }
+        return {"description": "One safetensors file, or the plan of it", "content": forms}
     schema = shapes[call.result.__name__] if call.result else {"type": "object"}
     return {"description": _MEANING[status], "content": {"application/json": {"schema": schema}}}
 

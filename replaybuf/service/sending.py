@@ -1,4 +1,4 @@
-"""How a batch body goes out: content coding, validators (RFC 9110 sections 12.5.3, 13.1.2), chunk by chunk."""
+"""How a batch goes out: body or plan, content coding, validators (RFC 9110 sections 12.5, 13.1.2), chunk by chunk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from replaybuf import plan
 from replaybuf.errors import NotAcceptable
-from replaybuf.service.assembly import Coding
+from replaybuf.service.assembly import Coding, Form
 from replaybuf.service.bodies import Part
 
 MEDIA_TYPE = "application/vnd.safetensors"
@@ -22,18 +23,26 @@ _ETAG = re.compile(r'(?:W/)?("[^"]*")|\*')
 
 
 async def answer(request: Request, part: Part) -> Response:
-    """Answer with the body in the coding that the request prefers, or 304 where it has it already.
+    """Answer with the plan, or the body in the coding that the request prefers; 304 where it has that already.
 
-    Raises `NotAcceptable` where it accepts neither coding.
+    Raises `NotAcceptable` where it accepts a body in neither coding.
     """
-    coding = coding_for(request.headers.getlist("accept-encoding"))
-    etag = part.etag(coding)
-    headers = {"etag": etag, "vary": "Accept-Encoding"}
+    form: Form = "plan" if wants_plan(request) else coding_for(request.headers.getlist("accept-encoding"))
+    etag = part.etag(form)
+    headers = {"etag": etag, "vary": "Accept, Accept-Encoding"}
     if is_known(request.headers.getlist("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
-    if coding != "identity":
-        headers["content-encoding"] = coding
-    return BodyResponse(await part.body(coding), headers)
+    if form == "plan":
+        return Response(part.plan(), headers=headers, media_type=plan.MEDIA_TYPE)
+    if form != "identity":
+        headers["content-encoding"] = form
+    return BodyResponse(await part.body(form), headers)
+
+
+def wants_plan(request: Request) -> bool:
+    """Say whether `Accept` names the media type of a plan and likes it no less than the body's."""
+    weights = _weights(request.headers.getlist("accept"))
+    return weights.get(plan.MEDIA_TYPE, 0.0) > 0 and weights[plan.MEDIA_TYPE] >= weights.get(MEDIA_TYPE, 0.0)
 
 
 def coding_for(accepted: list[str]) -> Coding:
@@ -60,7 +69,7 @@ def coding_for(accepted: list[str]) -> Coding:
 
 
 def _weights(values: list[str]) -> dict[str, float]:
-    """Read codings with their weights; what is not well-formed is passed over."""
+    """Read codings or media types with their weights; what is not well-formed is passed over."""
     weights = {}
     for element in ",".join(values).split(","):
         name, _, parameter = element.partition(";")

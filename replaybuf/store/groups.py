@@ -11,6 +11,7 @@ import numpy as np
 from replaybuf.errors import NoRoom
 from replaybuf.group import Group
 from replaybuf.index import entry_of
+from replaybuf.plan import portions
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.entries import (
@@ -26,8 +27,6 @@ from replaybuf.store.instep import receive_in_step, send_in_step
 from replaybuf.store.trouble import fenced
 
 READ_CHUNK_ENTRIES = 5_000
-READ_CHUNK_BYTES = 8 << 20
-"""Replies above 8 MiB halve the parser's speed and hold up other calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,16 +199,7 @@ class GroupCommands(Connection):
 
     async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
         """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
-        frames: list[bytes | None] = []
-        chunk: list[str] = []
-        room = READ_CHUNK_BYTES
-        for key, size in sizes.items():
-            if chunk and size > room:
-                frames += await self._get(chunk)
-                chunk, room = [], READ_CHUNK_BYTES
-            chunk.append(key)
-            room -= size
-        return frames + (await self._get(chunk) if chunk else [])
+        return [frame for portion in portions(sizes) for frame in await self._get(portion)]
 
     async def _get(self, payload_keys: list[str]) -> list[bytes | None]:
         # GETs, not MGET: payloads of a cluster lie in different slots.

@@ -207,7 +207,7 @@ def test_a_stop_while_waiting_leaves_a_checkpoint(scripted: ScriptedService, tmp
     """Asked to stop with no batch in sight: the steps done so far are kept and told."""
     made = trainer_of(scripted, options(tmp_path, models, poll_s=2 * TIMEOUT_S))
     scripted.answers[2] = [WAIT] * 1000
-    scripted.when["fetch 2"] = made.stop.set
+    scripted.when["fetch 2"] = made.stop
     assert made.train() == 2
     assert scripted.events[-1] == "checkpoint 2"
     newest = latest_checkpoint(tmp_path / "checkpoints")
@@ -221,7 +221,7 @@ def test_a_stop_while_the_service_is_away_leaves_a_checkpoint(
     made = trainer_of(scripted, options(tmp_path, models))
     scripted.answers[2] = [ServiceUnavailable("away")] * 1000
     scripted.faults["checkpoint"] = [ServiceUnavailable("away")] * 1000
-    scripted.when["fetch 2"] = made.stop.set
+    scripted.when["fetch 2"] = made.stop
     assert made.train() == 2
     newest = latest_checkpoint(tmp_path / "checkpoints")
     assert newest is not None and read_state(newest).step == 2

@@ -259,7 +259,7 @@ def train(
     with Client(url, run, token=token, timeout_s=max(30.0, 2 * wait_ms / 1000)) as client:
         trainer = Trainer(options, client)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: trainer.stop.set())
+            signal.signal(number, lambda *_: trainer.stop())
         try:
             steps = trainer.train()
         except Fenced as error:

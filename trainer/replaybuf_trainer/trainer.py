@@ -4,16 +4,15 @@
 
 Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
 next batch is asked for while this one trains, where the strategy allows it. A checkpoint is on disk before the service
-hears of it. Everything it needs from the service is in `replaybuf.client`; any other trainer can do the same.
+hears of it. Everything it needs from the service is in `replaybuf.client` and `replaybuf.reader`; any other trainer can
+do the same.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -21,10 +20,11 @@ from typing import Literal, TypeVar
 import msgspec
 import torch
 
-from replaybuf.batch import Batch, read_batch
-from replaybuf.client import Client, Waiting
+from replaybuf.batch import Batch
+from replaybuf.client import Client
 from replaybuf.cost import cost_of
-from replaybuf.errors import RunFinished, ServiceUnavailable, WrongStep
+from replaybuf.errors import ServiceUnavailable
+from replaybuf.reader import BatchReader, ReaderOptions
 from replaybuf_trainer.checkpoint import (
     TrainerState,
     latest_checkpoint,
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TELL_WAITING_EVERY_S = 5.0
 KEPT_WEIGHTS = 3
 
 
@@ -72,63 +71,66 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopped(Exception):
-    """The trainer was asked to stop while it waited."""
+    """The trainer was asked to stop while the service was away."""
 
 
 class Trainer:
-    """One trainer on one run. `stop` may be set from a signal handler: the step in work is finished first."""
+    """One trainer on one run."""
 
     def __init__(self, options: TrainOptions, client: Client) -> None:
-        self.stop = threading.Event()
+        self._stopping = threading.Event()
         self._options = options
         self._client = client
         self._engines = EnginePublisher(options.engines, options.engine_timeout_s)
-        self._prefetched: concurrent.futures.Future[bytes | Waiting] | None = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
-        self._waited_s: defaultdict[str, float] = defaultdict(float)
-        self._told_at = 0.0
+        self._reader: BatchReader | None = None
 
     # ------------------------------------------------------------------ the loop
 
     def train(self) -> int:
-        """Train until the run is finished or `stop` is set; return the number of steps done.
+        """Train until the run is finished or `stop` is called; return the number of steps done.
 
         Raises `Fenced` where another trainer took the run, `ServiceUnavailable` where service or engines stay away.
         """
         try:
-            self._start()
+            reader = self._start()
         except Stopped:
             return 0
         try:
-            while not self.stop.is_set():
-                began = time.perf_counter()
-                try:
-                    batch = self._next_batch()
-                except (RunFinished, Stopped):
-                    break
-                waited = time.perf_counter() - began
-                figures = self._train_step(batch)
-                try:
-                    self._retried(lambda: self._client.ack(self._step, self._epoch))
-                except Stopped:  # the weights hold a step that does not count yet: the checkpoint before it stands
-                    logger.warning("stopped before the ack of step %d was answered", self._step)
-                    return self._step
-                self._step += 1
-                try:
-                    publish_s = self._publish_if_due()
-                except Stopped:
-                    break
-                self._record(batch, figures, waited, publish_s, time.perf_counter() - began)
-                if self._step % self._options.checkpoint_every_steps == 0:
-                    self._checkpoint()
-            self._checkpoint()
+            with reader:
+                return self._train(reader)
         finally:
-            self._pool.shutdown(wait=False, cancel_futures=True)
             self._engines.close()
+
+    def stop(self) -> None:
+        """End the training after the step in work; from any thread, or a signal handler."""
+        self._stopping.set()
+        if self._reader:
+            self._reader.stop()
+
+    def _train(self, reader: BatchReader) -> int:
+        began = time.perf_counter()
+        for batch in reader:
+            waited = time.perf_counter() - began
+            figures = self._train_step(batch)
+            try:
+                self._retried(reader.ack)
+            except Stopped:  # the weights hold a step that does not count yet: the checkpoint before it stands
+                logger.warning("stopped before the ack of step %d was answered", self._step)
+                return self._step
+            self._step += 1
+            try:
+                publish_s = self._publish_if_due()
+            except Stopped:
+                break
+            self._record(reader, batch, figures, waited, publish_s, time.perf_counter() - began)
+            if self._step % self._options.checkpoint_every_steps == 0:
+                self._checkpoint()
+            began = time.perf_counter()
+        self._checkpoint()
         return self._step
 
-    def _start(self) -> None:
-        """Load the newest checkpoint, attach at its step, bring the engines to its weights."""
+    def _start(self) -> BatchReader:
+        """Load the newest checkpoint, attach at its step, bring the engines to its weights; return the reader."""
         options = self._options
         checkpoint = latest_checkpoint(options.checkpoint_dir)
         source = checkpoint / "model" if checkpoint else options.model
@@ -151,38 +153,16 @@ class Trainer:
         self._epoch = attached.epoch
         logger.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
         self._load_engines()
-
-    def _next_batch(self) -> Batch:
-        """Poll until the batch of this step is there."""
-        while True:
-            outcome = self._ask()
-            if not isinstance(outcome, Waiting):
-                if self._options.prefetch:
-                    self._prefetched = self._pool.submit(self._fetch, self._step + 1, 0)
-                return read_batch(outcome)
-            self._tell(outcome)
-            began = time.perf_counter()
-            if self.stop.wait(0.0 if self._options.wait_ms else self._options.poll_s):
-                raise Stopped
-            self._waited_s[outcome.reason] += time.perf_counter() - began
-
-    def _ask(self) -> bytes | Waiting:
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is not None:
-            try:
-                outcome = prefetched.result()
-            except (ServiceUnavailable, WrongStep, RunFinished):
-                outcome = None  # it was asked for early; asking again now gives the answer that counts
-            if isinstance(outcome, bytes):
-                return outcome
-        began = time.perf_counter()
-        outcome = self._retried(lambda: self._fetch(self._step, self._options.wait_ms))
-        if isinstance(outcome, Waiting):
-            self._waited_s[outcome.reason] += time.perf_counter() - began
-        return outcome
-
-    def _fetch(self, step: int, wait_ms: int) -> bytes | Waiting:
-        return self._client.fetch_batch(step, self._epoch, wait_ms=wait_ms)
+        how = ReaderOptions(
+            poll_s=options.poll_s,
+            wait_ms=options.wait_ms,
+            prefetch=options.prefetch,
+            service_timeout_s=options.service_timeout_s,
+        )
+        self._reader = BatchReader(self._client, self._epoch, self._step, how)
+        if self._stopping.is_set():  # it was asked to while there was no reader to tell
+            self._reader.stop()
+        return self._reader
 
     def _train_step(self, batch: Batch) -> Tally:
         """One optimizer step over all rows of the batch."""
@@ -248,27 +228,17 @@ class Trainer:
             try:
                 return call()
             except ServiceUnavailable as error:
-                if self.stop.is_set():
+                if self._stopping.is_set():
                     raise Stopped from error
                 if time.monotonic() > deadline:
                     raise
                 logger.warning("waiting for the service: %s", error.detail)
-                self.stop.wait(pause_s)
+                self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
 
-    def _tell(self, waiting: Waiting) -> None:
-        if time.monotonic() - self._told_at >= TELL_WAITING_EVERY_S:
-            self._told_at = time.monotonic()
-            logger.info(
-                "waiting step=%d reason=%s have=%s need=%s blocked_on=%s",
-                self._step,
-                waiting.reason,
-                waiting.have,
-                waiting.need,
-                waiting.blocked_on,
-            )
-
-    def _record(self, batch: Batch, tally: Tally, wait_s: float, publish_s: float, step_s: float) -> None:
+    def _record(
+        self, reader: BatchReader, batch: Batch, tally: Tally, wait_s: float, publish_s: float, step_s: float
+    ) -> None:
         """Append one line of figures to the metrics file."""
         rows = [row for row in batch.micro_batches if len(row.rewards)]
         rewards = [reward for row in rows for reward in row.rewards.tolist()]
@@ -288,13 +258,13 @@ class Trainer:
             "staleness_mean": sum(ages) / len(ages),
             "staleness_max": max(ages),
             "wait_s": wait_s,
-            "wait_reasons": dict(self._waited_s),
+            "wait_reasons": dict(reader.waited_s),
             "train_s": self._train_s,
             "publish_s": publish_s,
             "step_s": step_s,
             "tokens_per_s": batch.meta.tokens / step_s,
         }
-        self._waited_s.clear()
+        reader.waited_s.clear()
         logger.info(
             "step=%d reward=%.3f loss=%.4f staleness=%d wait=%.2fs train=%.2fs",
             line["step"],
