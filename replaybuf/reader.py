@@ -26,7 +26,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from replaybuf.batch import Batch, read_batch
 from replaybuf.client import Client, Patience, Waiting
@@ -161,7 +161,7 @@ class StepReader(Generic[B]):
         elif self._direct:
             self._direct.close()
 
-    def __enter__(self) -> StepReader[B]:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -219,7 +219,9 @@ def test_a_body_that_does_not_read_is_told_to_the_consumer(client: ScriptedClien
 
 def test_stop_wakes_who_waits_for_a_batch(client: ScriptedClient, reading: Reading) -> None:
     """The iteration ends, and stays ended."""
-    reader = reading(on_waiting=lambda _: reader.stop())
+    stopped: list[BatchReader] = []
+    reader = reading(on_waiting=lambda _: stopped[0].stop())
+    stopped.append(reader)
     client.put(0, WAIT, WAIT)
     assert list(reader) == []
     assert not reader.finished

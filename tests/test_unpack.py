@@ -90,12 +90,12 @@ def test_values_packed_and_unpacked_are_the_values_of_every_rollout(
                     assert key.rollout_index == name[1] and name not in cut
                     cut[name] = part.tolist()
     assert found["all"] == {name: values.tolist() for name, values in originals.items()}
-    for (name, k), values in originals.items():
-        group = groups[int(name[1:])]
+    for (group_id, k), values in originals.items():
+        group = groups[int(group_id[1:])]
         prompt, completion = int(group.prompt_lengths[k]), int(group.completion_lengths[k])
-        assert found["completion"][name, k] == values[prompt:].tolist()
+        assert found["completion"][group_id, k] == values[prompt:].tolist()
         mask = [t % 3 != 2 for t in range(completion)]
-        assert found["sampled"][name, k] == values[prompt:][mask].tolist()
+        assert found["sampled"][group_id, k] == values[prompt:][mask].tolist()
 
 
 @steady
@@ -105,12 +105,10 @@ def test_sums_of_groups_are_those_of_their_rollouts_over_all_ranks(
 ) -> None:
     """Only sampled tokens count: the sums are whole numbers here, so they are exact."""
     groups = groups_of(sizes)
-    parts = [
-        per_group(batch, [np.arange(len(row.input_ids)) for row in batch.micro_batches])
-        for batch in (packed(groups, ranks))
-    ]
+    parts = []
     expected: dict[str, list[int]] = {f"g{number}": [] for number in range(len(groups))}
     for batch in packed(groups, ranks):
+        parts.append(per_group(batch, [np.arange(len(row.input_ids)) for row in batch.micro_batches]))
         for row in batch.micro_batches:
             for key, values in per_rollout(row, np.arange(len(row.input_ids)), "sampled").items():
                 expected[batch.meta.group_ids[key.group_index]] += values.tolist()
@@ -121,7 +119,7 @@ def test_a_rollout_with_nothing_sampled_has_no_completion_that_a_body_tells() ->
     (batch,) = packed([group_from_json(MASKED)])
     (row,) = batch.micro_batches
     values = np.arange(len(row.input_ids))
-    lengths = {tokens: sorted(map(len, per_rollout(row, values, tokens).values())) for tokens in ("completion", "all")}  # type: ignore[arg-type]
+    lengths = {tokens: sorted(map(len, per_rollout(row, values, tokens).values())) for tokens in ("completion", "all")}
     assert lengths == {"completion": [0, 3], "all": [4, 5]}
     assert per_group(batch, [np.ones(len(values))]) == {"g0": GroupSum(2.0, 2)}
 
