@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.errors import ReplaybufError
 from replaybuf.group import GroupJson, RolloutJson
+from replaybuf.plan import Plan, PlannedGroup
 from replaybuf.service.answers import BLOCKED_ON, Buckets, Counted, DropAges, Histograms
 from replaybuf.service.http import CALLS, UNGUARDED
 from replaybuf.strategy import REASONS
@@ -125,6 +126,8 @@ def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
         Buckets,
         DropAges,
         Coverage,
+        Plan,
+        PlannedGroup,
     }
     fields = {field.encode_name for shape in shapes for field in msgspec.structs.fields(shape)}
     assert fields | {name for call in CALLS for name in call.query} <= words

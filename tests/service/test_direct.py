@@ -15,6 +15,7 @@ from replaybuf.calls import Waiting
 from replaybuf.client import Client
 from replaybuf.direct import DirectBodies
 from replaybuf.errors import Fenced, Invalid, Malformed, RunFinished
+from replaybuf.group import Group, GroupJson, group_from_json
 from replaybuf.plan import MEDIA_TYPE, READ_CHUNK_BYTES, Plan, portions
 from replaybuf.reader import BatchReader, ReaderOptions
 from tests.conftest import RunClient, ServeProcess, group
@@ -69,13 +70,18 @@ def one_group(run: RunClient, **options: Any) -> int:
 
 def varied(number: int) -> dict[str, Any]:
     """A group of three rollouts; every other one has reference logprobs, every third teacher logprobs."""
-    made = group(f"g{number}", rollouts=3, tokens=8 + 3 * number)
+    made = group(f"g{number}", rollouts=3, tokens=400 + 3 * number)
     for rollout in made["rollouts"]:
         logprobs = [-0.25 * (1 + number)] * len(rollout["completion_ids"])
         rollout["ref_logprobs"] = logprobs if number % 2 else None
         rollout["teacher_logprobs"] = logprobs if number % 3 == 0 else None
         rollout["completion_mask"] = [int(t % 4 != 2) for t in range(len(logprobs))]
     return made
+
+
+def frame_of(made: dict[str, Any]) -> Group:
+    """The same group as columns."""
+    return group_from_json(msgspec.convert(made, GroupJson))
 
 
 def payload_keys(valkey: Valkey, run: RunClient) -> list[bytes]:
@@ -96,15 +102,18 @@ def payload_keys(valkey: Valkey, run: RunClient) -> list[bytes]:
     ids=lambda strategy: strategy["name"],
 )
 def test_bodies_built_from_redis_are_those_of_the_service(
-    run: RunClient, client: Client, bodies: DirectBodies, world: int, strategy: dict[str, Any]
+    run: RunClient, client: Client, bodies: DirectBodies, valkey: Valkey, world: int, strategy: dict[str, Any]
 ) -> None:
-    """For every rank: truncated rollouts, padding, optional columns, sampling weights."""
+    """For every rank: truncated rollouts, padding, optional columns, sampling weights, compressed frames."""
     run.put(
-        batch={"groups_per_batch": 4, "seq_len": 24, "pad_to_multiple_of": 8, "overlong": "truncate"},
+        batch={"groups_per_batch": 4, "seq_len": 800, "pad_to_multiple_of": 8, "overlong": "truncate"},
         strategy=strategy,
     )
-    epoch = run.attach(dp_world_size=world, seq_len=16)
-    run.append(*(varied(number) for number in range(8)))
+    epoch = run.attach(dp_world_size=world, seq_len=408)
+    client.append([frame_of(varied(number)) for number in range(0, 8, 2)], compress=True)
+    client.append([frame_of(varied(number)) for number in range(1, 8, 2)])
+    codecs = [b"zstd" in cast(bytes, valkey.client.get(key)) for key in payload_keys(valkey, run)]
+    assert sorted(codecs) == [False] * 4 + [True] * 4
     for step in range(2):
         for rank in range(world):
             body = bodies.fetch(step, epoch, rank)
