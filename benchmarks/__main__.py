@@ -20,6 +20,7 @@ SHORT = {
     "durability": ["--rounds", "2", "--seconds", "1"],
     "rebuild": ["--groups", "100000", "--repeats", "3"],
     "delivery": ["--tokens", "200000", "--ranks", "4"],
+    "direct": ["--tokens", "200000", "--ranks", "4", "--steps", "2", "--settle-s", "1"],
     "file_queue": ["--steps", "25"],
 }
 """Benchmarks by the name of their file, and the options that make them short."""

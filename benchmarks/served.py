@@ -72,6 +72,15 @@ class Served:
     @property
     def rss_bytes(self) -> int:
         """Resident memory of the service, without its Valkey."""
+        return int(self._running().memory_info().rss)
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU, user and system, that the service took so far, without its Valkey."""
+        times = self._running().cpu_times()
+        return float(times.user + times.system)
+
+    def _running(self) -> psutil.Process:
         if self._process is None:
             raise RuntimeError("not started")
-        return int(psutil.Process(self._process.pid).memory_info().rss)
+        return psutil.Process(self._process.pid)

@@ -292,6 +292,27 @@ def test_a_batch_prepared_ahead_is_used_at_once_and_its_bytes_are_those_of_a_res
     here(work)
 
 
+def test_for_a_trainer_that_takes_plans_no_body_is_written(here: OnARun) -> None:
+    """Neither for the plan nor ahead of it; what is prepared is the batch. One who takes a body gets them prepared."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c", "d", "e", "f")
+        for step in (0, 1):
+            part = await made.run.batches.part(step, made.epoch, 0, 0.0, as_body=False)
+            assert isinstance(part, Part) and b'"rows"' in part.plan()
+            await made.run.session.ack(step, made.epoch, None)
+            await made.prepare()
+        assert (made.written, made.outcomes) == ([], {"miss": 1, "hit": 1})
+        await made.bodies(1)
+        made.run.batches.ahead.drop()
+        made.run.batches.ahead._seen = None
+        made.written.clear()
+        await made.prepare()
+        assert sorted(made.written) == [0, 1]
+
+    here(work)
+
+
 def test_groups_of_a_batch_that_is_not_full_yet_are_fetched_ahead(here: OnARun) -> None:
     """When the last one arrives it is the only one to be fetched."""
 

@@ -1,0 +1,100 @@
+"""What direct mode takes from the service: CPU seconds of a step whose bodies it sends, and of one that it only plans.
+
+    python benchmarks/direct.py --tokens 1000000 --ranks 8 --steps 4
+
+Two runs on one service, step by step in turns: one trainer fetches the bodies of all ranks over HTTP, the other plans,
+and builds the same bodies from Redis. CPU is that of the process, user and system, from one step to the next: choosing,
+fetching, packing and the preparation of the next batch included. Clients and servers share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from delivery import MEAN_TOKENS, ROLLOUTS, SEQ_LEN, random_group
+from measured import Measured
+from served import Served
+
+from replaybuf.client import Client, Waiting
+from replaybuf.direct import DirectBodies
+
+WAIT_MS = 30_000
+
+
+class Trainer:
+    """One trainer of all ranks on a run of its own, over HTTP or in direct mode."""
+
+    def __init__(self, served: Served, side: str, given: argparse.Namespace) -> None:
+        self.ranks = given.ranks
+        self.client = Client(served.url, side, timeout_s=120.0)
+        redis_url = f"unix://{served.folder / 'valkey.sock'}"
+        self.direct = DirectBodies(self.client, redis_url) if side == "plans" else None
+        strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 100}}
+        batch = {"tokens_per_batch": given.tokens, "seq_len": SEQ_LEN}
+        self.client.put_run({"batch": batch, "strategy": strategy})
+        rng = np.random.default_rng(0)
+        groups = int((given.steps + 2) * given.tokens / (ROLLOUTS * MEAN_TOKENS) * 1.15)
+        for start in range(0, groups, 16):
+            self.client.append([random_group(rng, number) for number in range(start, min(start + 16, groups))])
+        self.epoch = self.client.attach(dp_world_size=self.ranks).epoch
+
+    def train(self, step: int) -> int:
+        """Fetch the bodies of all ranks, ack; return their bytes."""
+        fetch = self.direct.fetch if self.direct else self.client.fetch_batch
+        total = 0
+        for rank in range(self.ranks):
+            body = fetch(step, self.epoch, rank, wait_ms=WAIT_MS)
+            if isinstance(body, Waiting):
+                raise RuntimeError(f"no batch: {body}")
+            total += len(body)
+        self.client.ack(step, self.epoch)
+        self.client.publish_policy(step + 1, self.epoch)
+        return total
+
+    def close(self) -> None:
+        """Close the connections; says so where direct mode was not direct."""
+        if self.direct:
+            if self.direct.fallbacks:
+                raise RuntimeError(f"{self.direct.fallbacks} bodies came over HTTP")
+            self.direct.close()
+        self.client.close()
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--settle-s", type=float, default=2.0, help="time after a step to prepare the next batch")
+    given = parser.parse_args()
+    packages = ["numpy", "uvicorn", "httpx", "redis"]
+    settings = {"tokens": given.tokens, "ranks": given.ranks, "steps": given.steps}
+    told = Measured("direct", reference="bodies", packages=packages, settings=settings)
+    cpu: dict[str, list[float]] = defaultdict(list)
+    wall: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
+        trainers = {side: Trainer(served, side, given) for side in ("bodies", "plans")}
+        for step in range(given.steps + 1):
+            for side, trainer in trainers.items():
+                before, begun = served.cpu_s, time.perf_counter()
+                trainer.train(step)
+                took = time.perf_counter() - begun
+                time.sleep(given.settle_s)
+                if step:  # the first one of each warms up
+                    cpu[side].append((served.cpu_s - before) * 1e3)
+                    wall[side].append(took * 1e3)
+        for trainer in trainers.values():
+            trainer.close()
+    told.take("CPU of the service per step", cpu, unit="ms")
+    told.take("all bodies in the trainer, one rank after the other", wall, unit="ms")
+    told.save()
+
+
+if __name__ == "__main__":
+    main()
