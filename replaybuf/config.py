@@ -10,10 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from replaybuf.errors import Invalid, Malformed, NotFound
+from replaybuf.group import name_code
 
 T = TypeVar("T")
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""Without `/` and `:`, which end an adapter's name in tickets, group ids and counters."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MIN_TOKENS_PER_ROLLOUT = 2
 """One prompt token and one completion token: no rollout is shorter."""
@@ -67,6 +70,17 @@ class Limits(Spec, frozen=True):
     max_group_bytes: Positive = 67108864
 
 
+class AdapterSpec(Spec, frozen=True):
+    """A LoRA tenant: groups of its own batch, size of its own prompt supply (None = endless), steps per version.
+
+    `steps_per_publish` None = that of the run, in steps of the adapter.
+    """
+
+    groups_per_batch: Positive
+    prompts: Positive | None = None
+    steps_per_publish: Positive | None = None
+
+
 class RunConfig(Spec, frozen=True):
     """One run. All parts but `batch` have defaults; docs: design section 5.
 
@@ -84,11 +98,26 @@ class RunConfig(Spec, frozen=True):
     advantage: str = "grpo"
     tickets: TicketSpec = TicketSpec()
     limits: Limits = Limits()
-    adapters: dict[str, dict[str, Any]] = {}
+    adapters: dict[str, AdapterSpec] = {}
 
-    def version_of(self, step: int) -> int:
-        """Version of the policy trained at `step`: version(step) = step // steps_per_publish."""
-        return step // self.steps_per_publish
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Name the policies that are trained: the adapters in order, or `""` for the one of a run without."""
+        return tuple(sorted(self.adapters)) or ("",)
+
+    def steps_per_publish_of(self, adapter: str = "") -> int:
+        """Steps, of the adapter, that make one version of it."""
+        spec = self.adapters.get(adapter)
+        return spec.steps_per_publish if spec and spec.steps_per_publish else self.steps_per_publish
+
+    def groups_per_batch_of(self, adapter: str = "") -> int | None:
+        """Groups of an adapter's own batch; of the run's batch where there is none."""
+        spec = self.adapters.get(adapter)
+        return spec.groups_per_batch if spec else self.batch.groups_per_batch
+
+    def version_of(self, step: int, adapter: str = "") -> int:
+        """Version of the policy trained at `step` of its own: version(step) = step // steps_per_publish."""
+        return step // self.steps_per_publish_of(adapter)
 
 
 class StrategyChange(Spec, frozen=True):
@@ -118,15 +147,29 @@ def check_run_name(run: str) -> str:
 
 def check_run_config(config: RunConfig) -> None:
     """Refuse, with the reason, what would deadlock or starve (guarantee 12). Raises `Invalid`."""
-    batch, limits = config.batch, config.limits
-    budget = batch.tokens_per_batch
-    if budget is None and batch.groups_per_batch is None:
+    batch = config.batch
+    if config.adapters:
+        _check_adapters(config)
+    elif batch.tokens_per_batch is None and batch.groups_per_batch is None:
         raise Invalid(
             "batch.tokens_per_batch and batch.groups_per_batch are both null; a batch would never be full",
             name="batch.tokens_per_batch",
             value=None,
             bound="one of the two set",
         )
+    _check_sizes(config)
+    if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
+        raise Invalid(
+            f"batch.pad_to_multiple_of is {batch.pad_to_multiple_of}; it must divide batch.seq_len, {batch.seq_len}",
+            name="batch.pad_to_multiple_of",
+            value=batch.pad_to_multiple_of,
+            bound=batch.seq_len,
+        )
+
+
+def _check_sizes(config: RunConfig) -> None:
+    """Refuse a batch that can hold no group, and a buffer that can hold no batch."""
+    budget, most = config.batch.tokens_per_batch, config.limits.max_tokens_live
     smallest_group = (config.group_size or 1) * MIN_TOKENS_PER_ROLLOUT
     if budget is not None and budget < smallest_group:
         raise Invalid(
@@ -136,17 +179,24 @@ def check_run_config(config: RunConfig) -> None:
             value=budget,
             bound=smallest_group,
         )
-    smallest_batch = max(
-        smallest_group * (batch.groups_per_batch or 1), budget if batch.groups_per_batch is None and budget else 0
-    )
-    if limits.max_tokens_live is not None and limits.max_tokens_live < smallest_batch:
-        raise Invalid(
-            f"limits.max_tokens_live is {limits.max_tokens_live}; one batch needs {smallest_batch} tokens live, "
-            "so no batch would ever be full",
-            name="limits.max_tokens_live",
-            value=limits.max_tokens_live,
-            bound=smallest_batch,
-        )
+    for adapter in config.policies:
+        groups = config.groups_per_batch_of(adapter)
+        smallest_batch = max(smallest_group * (groups or 1), budget if groups is None and budget else 0)
+        if adapter and budget is not None:
+            smallest_batch = min(smallest_batch, budget)  # its own batch may take several batches of the run
+        if most is not None and most < smallest_batch:
+            raise Invalid(
+                f"limits.max_tokens_live is {most}; one batch {f'of adapter {adapter} ' if adapter else ''}needs "
+                f"{smallest_batch} tokens live, so no batch would ever be full",
+                name="limits.max_tokens_live",
+                value=most,
+                bound=smallest_batch,
+            )
+    _check_bytes(config.limits)
+
+
+def _check_bytes(limits: Limits) -> None:
+    """Refuse a buffer that may not be able to hold one group."""
     if limits.max_bytes_live is not None and limits.max_bytes_live < limits.max_group_bytes:
         raise Invalid(
             f"limits.max_bytes_live is {limits.max_bytes_live}; one group may have limits.max_group_bytes, "
@@ -155,20 +205,34 @@ def check_run_config(config: RunConfig) -> None:
             value=limits.max_bytes_live,
             bound=limits.max_group_bytes,
         )
-    if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
-        raise Invalid(
-            f"batch.pad_to_multiple_of is {batch.pad_to_multiple_of}; it must divide batch.seq_len, {batch.seq_len}",
-            name="batch.pad_to_multiple_of",
-            value=batch.pad_to_multiple_of,
-            bound=batch.seq_len,
-        )
-    if config.adapters:
-        raise Invalid(
-            f"adapters is {sorted(config.adapters)}; this release trains one policy per run, without adapters",
-            name="adapters",
-            value=sorted(config.adapters),
-            bound=[],
-        )
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Refuse names that cannot be told apart, and what only a run without adapters may set."""
+    coded: dict[int, str] = {name_code(""): ""}
+    for name in config.policies:
+        if not ADAPTER_NAME.fullmatch(name):
+            bound = ADAPTER_NAME.pattern
+            raise Invalid(f"adapters has {name!r}; a name must match {bound}", name="adapters", value=name, bound=bound)
+        other = coded.setdefault(name_code(name), name)
+        if other != name:
+            raise Invalid(
+                f"adapters {other!r} and {name!r} have the same code, {name_code(name)}; rename one of them",
+                name="adapters",
+                value=name,
+                bound=other,
+            )
+    for field, value, instead in (
+        ("batch.groups_per_batch", config.batch.groups_per_batch, "groups_per_batch"),
+        ("tickets.prompts", config.tickets.prompts, "prompts"),
+    ):
+        if value is not None:
+            raise Invalid(
+                f"{field} is {value}; in a run with adapters each has its own: set adapters.NAME.{instead}",
+                name=field,
+                value=value,
+                bound=None,
+            )
 
 
 def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:

@@ -8,6 +8,7 @@ in total; `completion_ids[C]` holds the completions one after another, `completi
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,11 @@ Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+
+
+def name_code(name: str) -> int:
+    """Number a name (of a source: environment, data set; of an adapter), the same on any machine; 0 = no name."""
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF if name else 0
 
 
 class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -129,7 +135,7 @@ class Rejection(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admissible:
-    """What the door checks a group against; None = no bound."""
+    """What the door checks a group against; None = no bound. `adapters`: those of the run, empty = it has none."""
 
     published_version: int | None = None
     adapters: frozenset[str] = frozenset()
@@ -231,7 +237,7 @@ def check_group(group: Group, bounds: Admissible) -> Rejection | None:
 
 
 def _check_size(group: Group, bounds: Admissible) -> Rejection | None:
-    if group.adapter not in bounds.adapters and group.adapter:
+    if group.adapter not in (bounds.adapters or {""}):
         return Rejection("unknown_adapter", f"adapter is {group.adapter!r}; the run has {sorted(bounds.adapters)}")
     if group.prompt_index is not None and not 0 <= group.prompt_index <= LARGEST_PROMPT_INDEX:
         return Rejection(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.group import Group
-from replaybuf.strategy import Groups, source_code
+from replaybuf.group import Group, name_code
+from replaybuf.strategy import Groups
 
 ENTRY = np.dtype(
     [
@@ -35,8 +35,8 @@ ENTRY = np.dtype(
         ("truncated", "<i4"),
     ]
 )
-"""Index entry: tokens and rollouts of the group, longest rollout, size and checksum of its frame, reward summary, code
-of its source (`metadata["source"]`, else `metadata["env"]`), rollouts that ended at their token limit.
+"""Index entry: tokens and rollouts of the group, longest rollout, size and checksum of its frame, reward summary, codes
+of its adapter and source (`metadata["source"]`, else `metadata["env"]`), rollouts that ended at their token limit.
 """
 
 LIVE, IN_BATCHES, EVICTED, DEAD, FREED = range(5)
@@ -53,17 +53,18 @@ STATE_ROW = np.dtype(
         ("times_sampled", "<i4"),
         ("last_step", "<i4"),
         ("evicted_at", "<i4"),
+        ("evicted_version", "<i4"),
         ("evicted_age_ms", "<i4"),
         ("priority", "<f4"),
     ]
 )
-"""What happens to a group after it was stored; the rest of its row never changes. `evicted_age_ms`: from arrival to
-eviction, where `evicted_at` tells of one.
+"""What happens to a group after it was stored; the rest of its row never changes. Where `evicted_at` tells of an
+eviction: `evicted_version` of its policy then, `evicted_age_ms` from its arrival on.
 """
 
 _ZERO_COLUMNS = ("state", "reason", "times_sampled")
 """Columns that are 0 in a new row (`LIVE` is 0), as they are kept behind the last one: `insert` does not write them."""
-_NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_age_ms")
+_NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_version", "evicted_age_ms")
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 
 Numbers = npt.NDArray[np.int64]
@@ -84,8 +85,9 @@ def entry_of(group: Group, frame_bytes: int, crc32c: int, published_version: int
     entry["staleness_at_write"] = published_version - group.policy_version
     entry["reward_mean"] = group.rewards.mean()
     entry["reward_std"] = group.rewards.std()
+    entry["adapter"] = name_code(group.adapter)
     source = group.metadata.get("source") or group.metadata.get("env")
-    entry["source"] = source_code(source) if isinstance(source, str) else 0
+    entry["source"] = name_code(source) if isinstance(source, str) else 0
     entry["truncated"] = sum(reason == "length" for reason in group.finish_reasons)
     entry["advantage_abs_mean"] = 0.0 if group.advantages is None else np.abs(group.advantages).mean()
     return entry.tobytes()

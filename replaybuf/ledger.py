@@ -50,7 +50,7 @@ class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
 
     `redeliver`: its batches stand and are served again; `resample`: they are voided, their groups may be sampled again.
     `version` = version(step) becomes the published version. Groups up to number `until` that hold tokens of a later,
-    lost version are evicted as `lost_lineage` unless a standing batch holds them.
+    lost version are evicted as `lost_lineage` unless a standing batch holds them. `versions`: those of the adapters.
     """
 
     step: int
@@ -58,6 +58,7 @@ class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
     on_resume: Literal["redeliver", "resample"]
     version: int
     until: int
+    versions: dict[str, int] = {}
 
 
 class BatchEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -76,8 +77,20 @@ class BatchEntry(msgspec.Struct, frozen=True, array_like=True):
     weight: float | None = None
 
 
+class AdapterStep(msgspec.Struct, frozen=True):
+    """Part of an adapter in a batch: own `step` and `version` it trains, groups given, whether it ends that step."""
+
+    step: int
+    version: int
+    groups: int
+    completed: bool
+
+
 class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
-    """One batch: the groups of one step. `seed` is what the strategy's generator was seeded with."""
+    """One batch: the groups of one step. `seed` is what the strategy's generator was seeded with.
+
+    Of a run with adapters: `adapters` that have a part in it, `turn` who has the next turn; `version` is 0.
+    """
 
     step: int
     generation: int
@@ -90,6 +103,8 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     tokens: int
     rollouts: int
     groups: list[BatchEntry]
+    adapters: dict[str, AdapterStep] = {}
+    turn: str = ""
 
 
 class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):

@@ -2,7 +2,7 @@
 
 ::
 
-    b"RBS2"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
+    b"RBS3"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
 State = `restore`(`take`(state), rows of the index stream behind `trimmed` and those set aside) and the ledger behind
 `entries`. Groups that are as they were stored are not in it: a million live groups cost nothing.
@@ -24,10 +24,11 @@ from replaybuf.config import RunConfig
 from replaybuf.errors import ReplaybufError
 from replaybuf.index import DEAD, FREED, STATE_ROW
 from replaybuf.prompt_set import PromptSet
-from replaybuf.state import BAD_INDEX_ENTRY, Attached, BatchState, RunState, VoidedBatch
+from replaybuf.state import BAD_INDEX_ENTRY, Attached, BatchState, RunState, Standing, VoidedBatch
 from replaybuf.tallies import Tallies, ages_ms
+from replaybuf.turns import Turns
 
-MAGIC = b"RBS2"
+MAGIC = b"RBS3"
 """Format and version: what is not this is refused, never guessed at."""
 _HEADER_BYTES = len(MAGIC) + 20
 _FASTEST = 1
@@ -42,6 +43,7 @@ class BatchPart(msgspec.Struct, frozen=True, array_like=True):
     numbers: bytes
     earlier: bytes
     acked: bool
+    turns: Turns
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     records: bytes
     voided: dict[int, list[VoidedBatch]]
     checkpoints: list[int]
-    rewinds: list[tuple[int, int]]
+    rewinds: dict[str, list[tuple[int, int]]]
+    turns: Turns
+    standings: dict[int, Standing]
     failed_prompts: dict[str, bytes]
     retired: int
     evicted: dict[str, int]
@@ -120,6 +124,7 @@ def take(state: RunState) -> Snapshot:
             batch.numbers.tobytes(),
             np.array(list(batch.earlier.items()), np.int64).tobytes(),
             batch.acked,
+            batch.turns,
         )
         for step, batch in state.batches.items()
     ]
@@ -136,7 +141,9 @@ def take(state: RunState) -> Snapshot:
         records=np.array(records, np.int64).tobytes(),
         voided={step: list(several) for step, several in state.voided.items()},
         checkpoints=list(state.checkpoints),
-        rewinds=list(state.rewinds),
+        rewinds=dict(state.rewinds),
+        turns=state.turns,
+        standings=copy.deepcopy(state.standings),
         tallies=copy.deepcopy(state.tallies),
         failed_prompts=state.failed_prompts.bits,
         reasons=list(state.reasons),
@@ -171,7 +178,8 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.records = {step: entry for step, entry, _, _ in records}
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
     state.voided = {step: list(several) for step, several in snapshot.voided.items()}
-    state.checkpoints, state.rewinds = list(snapshot.checkpoints), list(snapshot.rewinds)
+    state.checkpoints, state.rewinds = list(snapshot.checkpoints), dict(snapshot.rewinds)
+    state.turns, state.standings = snapshot.turns, copy.deepcopy(snapshot.standings)
     state.failed_prompts = PromptSet(snapshot.failed_prompts)
     state.resume_tallies(copy.deepcopy(snapshot.tallies), snapshot.stored)
     _restore_rows(state, snapshot)
@@ -189,7 +197,8 @@ def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
         index["reason"][bad] = state.reasons.index(BAD_INDEX_ENTRY)
         state.dead_lettered[BAD_INDEX_ENTRY] += len(bad)
         state.tallies.drop(index, bad, BAD_INDEX_ENTRY, 0, ages_ms(index["arrival_s"][bad], 0.0))
-    state.forgive(index["prompt_index"][fresh])
+    state.count_stored(index["adapter"][fresh])
+    state.forgive(index["adapter"][fresh], index["prompt_index"][fresh])
     state.fates[: len(snapshot.fates)] = snapshot.fates
     freed = np.flatnonzero(np.frombuffer(state.fates, np.uint8)) + state.trimmed
     aside = index["number"][index["number"] <= state.trimmed]
@@ -229,7 +238,7 @@ def decode_snapshot(raw: bytes) -> Snapshot:
 def _batch(part: BatchPart) -> BatchState:
     numbers, steps = _numbers(part.earlier).reshape(-1, 2).T.tolist()
     earlier = dict(zip(numbers, steps, strict=True))
-    return BatchState(part.entry, part.generation, _numbers(part.numbers), earlier, part.acked)
+    return BatchState(part.entry, part.generation, _numbers(part.numbers), earlier, part.acked, part.turns)
 
 
 def _numbers(raw: bytes) -> npt.NDArray[np.int64]:

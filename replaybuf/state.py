@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from replaybuf.config import RunConfig
 from replaybuf.cost import Cost
 from replaybuf.errors import Gone, LedgerGap
+from replaybuf.group import name_code
 from replaybuf.index import DEAD, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Index, Numbers
 from replaybuf.ledger import (
     AckRecord,
@@ -45,6 +47,7 @@ from replaybuf.ledger import (
 )
 from replaybuf.prompt_set import PromptSet
 from replaybuf.tallies import Tallies, ages_ms
+from replaybuf.turns import Progress, Turns
 
 LOST_LINEAGE = "lost_lineage"
 BAD_INDEX_ENTRY = "bad_index_entry"
@@ -58,17 +61,17 @@ KEPT_REWINDS = 1_000
 """So many rewinds that still tell tickets apart are kept; 128 kB."""
 _MOVES_NOTHING = (AckRecord, AttachRecord, PolicyRecord, TicketRecord)
 """Records after which the same groups are live, used as often as before."""
+NO_TURNS = Turns()
 _NONE = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, bool)
-
-Steps = TypeVar("Steps", int, npt.NDArray[np.int64])
 
 
 @dataclasses.dataclass(slots=True)
 class BatchState:
     """A batch of the current history: where its record stands and which groups it holds.
 
-    `earlier`: by number, the last step before this one of the groups that were used before.
+    `earlier`: by number, the last step before this one of the groups that were used before; `turns` of the adapters
+    before this batch.
     """
 
     entry: int
@@ -76,6 +79,7 @@ class BatchState:
     numbers: Numbers
     earlier: dict[int, int]
     acked: bool = False
+    turns: Turns = NO_TURNS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +104,21 @@ class LiveTotals(NamedTuple):
         """Sum up groups by their tokens and uses, [groups] each."""
         fresh = len(uses) - int(np.count_nonzero(uses))
         return cls(len(uses), int(tokens.sum(dtype=np.int64)), fresh, int(uses.sum(dtype=np.int64)))
+
+
+@dataclasses.dataclass(slots=True)
+class Standing:
+    """Groups of one adapter that its rows in the index do not tell, or no longer: see conservation above.
+
+    `used`, `tokens_used` count all uses, as `groups_used` and `tokens_used` of the run.
+    """
+
+    stored: int = 0
+    used: int = 0
+    tokens_used: int = 0
+    retired: int = 0
+    evicted: dict[str, int] = dataclasses.field(default_factory=dict)
+    dead_lettered: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)
@@ -138,9 +157,11 @@ class RunState:
     - `fates`: what became of freed groups, one byte each, the first for number `trimmed` + 1 at position 1: an index
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `groups_used` counts all uses, `uses` those of the surviving history
-    - `rewinds`: (generation, version), see `remembered_rewinds`; `failed_prompts`: the ledger tells their reasons
+    - `rewinds`: by policy, (generation, version), see `remembered_rewinds`
+    - `failed_prompts`: the ledger tells their reasons
     - `tallies`: histograms of lengths, ages and reuse; coverage of prompts. Groups up to number `tallied` are in it as
       stored; the others join when it is looked at, many at a time, before anything becomes of them
+    - `turns` of the adapters before the next batch; `standings`: what the run has of each adapter, by code
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -159,7 +180,9 @@ class RunState:
         self.records: dict[int, int] = {}
         self.voided: dict[int, list[VoidedBatch]] = {}
         self.checkpoints: list[int] = []
-        self.rewinds: list[tuple[int, int]] = []
+        self.rewinds: dict[str, list[tuple[int, int]]] = {}
+        self.turns = NO_TURNS
+        self.standings: dict[int, Standing] = {}
         self.failed_prompts = PromptSet()
         self.index = Index()
         self.entries = 0
@@ -291,9 +314,52 @@ class RunState:
         """List the steps of the current, retained history that hold group `number`."""
         return [step for step, batch in sorted(self.batches.items()) if number in batch.numbers]
 
-    def lost_version_since(self, generation: int) -> int | None:
+    def lost_version_since(self, generation: int, adapter: str = "") -> int | None:
         """Return the lowest version that rewinds after `generation` went back to; later ones of that time are lost."""
-        return min((version for reached, version in self.rewinds if reached > generation), default=None)
+        gone_back = self.rewinds.get(adapter, [])
+        return min((version for reached, version in gone_back if reached > generation), default=None)
+
+    def standing(self, adapter: str) -> Standing:
+        """Tell what the run has of an adapter besides its rows."""
+        return self.standings.get(name_code(adapter), Standing())
+
+    def groups_of(self, adapter: str, step: int) -> int:
+        """Count the groups of an adapter in the batch of `step`, one of `batches`."""
+        following = self.batches.get(step + 1)
+        after = following.turns if following else self.turns
+        return after.used.get(adapter, 0) - self.batches[step].turns.used.get(adapter, 0)
+
+    def stale_since_batch(self, adapter: str = "") -> bool:
+        """Say whether groups, of an adapter, were evicted as too stale since the last batch was made."""
+        if not adapter:
+            return bool(self.evicted_since_batch.get("too_stale"))
+        rows = np.flatnonzero(self.index["evicted_at"] == self.next_step)
+        stale = rows[self.index["reason"][rows] == self._code("too_stale")]
+        return bool((self.index["adapter"][stale] == name_code(adapter)).any())
+
+    def progress_at(self, step: int, adapter: str) -> Progress:
+        """Tell how far an adapter is before the batch of `step`: one of `batches`, or the next one."""
+        batch = self.batches.get(step)
+        size = self.config.groups_per_batch_of(adapter) if self.config else None
+        return (batch.turns if batch else self.turns).progress(adapter, size or 1)
+
+    def own_step(self, step: int, adapter: str = "") -> int:
+        """Tell which step of the policy that is the run's `step`: the same one where there are no adapters."""
+        return self.progress_at(step, adapter).step if adapter else step
+
+    def version_at(self, step: int, adapter: str = "") -> int:
+        """Tell the version of a policy that the run's `step` trains."""
+        own = self.own_step(step, adapter)
+        return self.config.version_of(own, adapter) if self.config else own
+
+    def versions_at(self, step: int, rows: npt.NDArray[np.int64]) -> int | npt.NDArray[np.int64]:
+        """Tell the version, at the run's `step`, of the policy that each of these rows is for."""
+        if self.config is None or not self.config.adapters:
+            return self.version_at(step)
+        versions = np.zeros(len(rows), np.int64)
+        for name in self.config.policies:
+            versions[self.index["adapter"][rows] == name_code(name)] = self.version_at(step, name)
+        return versions
 
     def batch_entry(self, step: int, generation: int | None = None) -> int | None:
         """Find the ledger entry of the batch of `step`, in the current history or as generation `generation` saw it."""
@@ -351,18 +417,26 @@ class RunState:
             groups, tokens, fresh, uses = self._live
             new, new_tokens = len(numbers), int(entries["tokens"].sum(dtype=np.int64))
             self._live = LiveTotals(groups + new, tokens + new_tokens, fresh + new, uses)
+        self.count_stored(entries["adapter"][numbers > self.trimmed])
         self.stored = max(self.stored, last)
         self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
         if unfit.any():
             # At whatever ledger entry the stream is read: of an entry that tells nothing the age is not known.
             self._dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, step=0, at_s=0.0)
-        self.forgive(entries["prompt_index"])
+        self.forgive(entries["adapter"], entries["prompt_index"])
 
-    def forgive(self, prompt_indexes: npt.NDArray[np.int64]) -> None:
-        """Take back the failure of prompts whose group came late after all."""
-        if self.failed_prompts:
-            for index in prompt_indexes.tolist():
-                self.failed_prompts.discard("", index)
+    def count_stored(self, adapters: npt.NDArray[np.int32]) -> None:
+        """Count groups as stored by the code of their adapter."""
+        if adapters.any():
+            for code, number in zip(*np.unique(adapters[adapters != 0], return_counts=True), strict=True):
+                self.standings.setdefault(int(code), Standing()).stored += int(number)
+
+    def forgive(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
+        """Take back the failure of prompts, by code of the adapter and index, whose group came late after all."""
+        if self.failed_prompts and self.config:
+            names = {name_code(name): name for name in self.config.policies}
+            for code, index in zip(adapters.tolist(), prompt_indexes.tolist(), strict=True):
+                self.failed_prompts.discard(names.get(code, ""), index)
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
@@ -410,15 +484,18 @@ class RunState:
         return _NONE
 
     def _has_group(self, adapter: str, prompt_index: int) -> bool:
-        """Say whether the group of a prompt is stored. Entries name no adapter yet, so only `""` can be told.
+        """Say whether the group of a prompt is stored.
 
         Looking at the rows at hand is enough: whoever has taken the group in strikes its prompt's tickets, so the
         record of a failure always precedes whatever could have freed the row.
         """
-        return not adapter and bool((self.index["prompt_index"] == prompt_index).any())
+        its = self.index["adapter"] == name_code(adapter)
+        return bool((its & (self.index["prompt_index"] == prompt_index)).any())
 
     def _configure(self, record: ConfigRecord) -> Numbers:
         self.config = msgspec.convert(record.config, RunConfig)
+        self.published |= {name: self.published.get(name, 0) for name in self.config.adapters}
+        self.weights_uri |= {name: self.weights_uri.get(name) for name in self.config.adapters}
         self.config_state, self.config_reason = record.state, record.reason
         if record.max_uses != self.max_uses:
             self.max_uses = record.max_uses
@@ -434,7 +511,8 @@ class RunState:
         earlier = dict(zip(self.index["number"][used].tolist(), self.index["last_step"][used].tolist(), strict=True))
         self.index["times_sampled"][rows] += 1
         self.index["last_step"][rows] = record.step
-        self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier)
+        self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier, turns=self.turns)
+        self.turns = self.turns.after({name: part.groups for name, part in record.adapters.items()}, record.turn)
         self.records[record.step] = entry
         self.made[record.step] = (record.generation, len(numbers))
         self.next_step = record.step + 1
@@ -443,6 +521,9 @@ class RunState:
         self.groups_used += len(numbers)
         self.uses += len(numbers)
         self.tokens_used += record.tokens
+        for standing, its in self._by_adapter(rows):
+            standing.used += len(its)
+            standing.tokens_used += int(self.index["tokens"][its].sum(dtype=np.int64))
         self.tallies.use(self.index, rows, record.at_s)
         self._settle(rows)
 
@@ -460,6 +541,7 @@ class RunState:
         self.index["state"][rows] = IN_BATCHES
         self.index["reason"][rows] = self._code(reason)
         self.index["evicted_at"][rows] = step
+        self.index["evicted_version"][rows] = self.versions_at(step, rows)
         self.index["evicted_age_ms"][rows] = ages_ms(self.index["arrival_s"][rows], at_s)
         self._drop_unused(rows)
 
@@ -475,18 +557,24 @@ class RunState:
         for code in sorted({*codes.tolist()}):
             of_it = rows[codes == code]
             self.evicted[self.reasons[code]] += sign * len(of_it)
-            versions = self._version_of(self.index["evicted_at"][of_it])
+            versions = self.index["evicted_version"][of_it]
             ages = self.index["evicted_age_ms"][of_it]
             self.tallies.drop(self.index, of_it, self.reasons[code], versions, ages, sign)
+            for standing, its in self._by_adapter(of_it):
+                standing.evicted[self.reasons[code]] = standing.evicted.get(self.reasons[code], 0) + sign * len(its)
 
-    def _version_of(self, step: Steps) -> Steps:
-        return step // self.config.steps_per_publish if self.config else step
+    def _by_adapter(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[Standing, npt.NDArray[np.int64]]]:
+        """Part rows by their adapter, leaving out those without one."""
+        codes = self.index["adapter"][rows]
+        for code in np.unique(codes[codes != 0]).tolist():
+            yield self.standings.setdefault(code, Standing()), rows[codes == code]
 
     def _restore(self, rows: npt.NDArray[np.int64]) -> None:
         """Undo evictions."""
         self._count_evicted(rows[self.index["state"][rows] == EVICTED], -1)
         self.index["reason"][rows] = 0
         self.index["evicted_at"][rows] = NEVER
+        self.index["evicted_version"][rows] = NEVER
         self.index["evicted_age_ms"][rows] = NEVER
         self._settle(rows)
 
@@ -497,11 +585,15 @@ class RunState:
         self.index["reason"][rows] = self._code(reason)
         self.dead_lettered[reason] += len(rows)
         ages = ages_ms(self.index["arrival_s"][rows], at_s)
-        self.tallies.drop(self.index, rows, reason, self._version_of(step), ages)
+        self.tallies.drop(self.index, rows, reason, self.versions_at(step, rows), ages)
+        for standing, its in self._by_adapter(rows):
+            standing.dead_lettered[reason] = standing.dead_lettered.get(reason, 0) + len(its)
 
     def _rewind(self, record: RewindRecord) -> None:
         lost = sorted(step for step in self.batches if step >= record.step)
-        self.rewinds = remembered_rewinds(self.rewinds, record.generation, record.version)
+        versions = {"": record.version} | record.versions
+        for policy, version in versions.items():
+            self.rewinds[policy] = remembered_rewinds(self.rewinds.get(policy, []), record.generation, version)
         self.generation = record.generation
         if record.on_resume == "resample":
             self._void(lost, record.generation)
@@ -513,7 +605,7 @@ class RunState:
         self.next_step = max(self.batches, default=record.step - 1) + 1
         self.next_step = max(self.next_step, record.step)
         self.checkpoints = [step for step in self.checkpoints if step <= record.step]
-        self.published = dict.fromkeys(self.published, record.version)
+        self.published |= versions
         self.weights_uri = dict.fromkeys(self.weights_uri)
         if self.config_state == "finished" and self.config_reason != "operator":
             self.config_state, self.config_reason = "running", None
@@ -525,7 +617,8 @@ class RunState:
         were it sampled again after a further rewind, it would pass for the work of a later version of that number.
         """
         index = self.index
-        lost = (index["policy_version_max"] > record.version) & (index["number"] <= record.until)
+        newest = self.versions_at(record.step, np.arange(len(index)))
+        lost = (index["policy_version_max"] > newest) & (index["number"] <= record.until)
         lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
         lost &= (index["evicted_at"] == NEVER) | (index["evicted_at"] > record.step)
         self._restore(np.flatnonzero(lost))
@@ -534,6 +627,7 @@ class RunState:
     def _void(self, steps: list[int], generation: int) -> None:
         for step in reversed(steps):
             batch = self.batches.pop(step)
+            self.turns = batch.turns
             del self.records[step], self.made[step]
             self.voided.setdefault(step, []).append(VoidedBatch(batch.entry, batch.generation, generation))
             rows = self.index.rows_of(batch.numbers)
@@ -556,6 +650,8 @@ class RunState:
             del self.voided[step]
         index = self.index
         used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest) & (index["evicted_at"] <= oldest)
+        for standing, its in self._by_adapter(np.flatnonzero(used_up)):
+            standing.retired += len(its)
         retired = self._free(np.flatnonzero(used_up), _RETIRED)
         self.retired += len(retired)
         gone = (self.index["state"] == EVICTED) & (self.index["evicted_at"] <= oldest)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.fit import closest
+from replaybuf.group import name_code
 from replaybuf.options import OptionsT as OptionsT
 from replaybuf.options import StrategyOptions as StrategyOptions
 from replaybuf.options import check_options as check_options
@@ -35,6 +35,8 @@ LEFTOVER = 0.01
 _MOST_LEFT = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
+source_code = name_code
+"""Under the name that strategies know it by: they tell sources and adapters apart by these numbers."""
 
 REASONS = (
     "finished",
@@ -78,7 +80,7 @@ class Groups:
     """Live groups as read-only columns of equal length, in the order they were stored.
 
     - `row` int64: name of the group for `Selection` and `Evictions`; grows with every stored group
-    - `prompt_index` int64 (-1 = none), `adapter` int32 (0 = none), `source` int32 (`source_code` of its name; 0 = none)
+    - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_code` of the name; 0 = none)
     - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
     - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used); `longest_tokens` int32: of
       the longest rollout; `truncated` int32: rollouts that ended at their token limit
@@ -147,11 +149,6 @@ class Groups:
         return Groups.beginning(self._base, self._size, positions if self._which is None else self._which[positions])
 
 
-def source_code(name: str) -> int:
-    """Number a source (environment, data set) by its name, the same on any machine; 0 = no name."""
-    return zlib.crc32(name.encode()) & 0x7FFFFFFF if name else 0
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
     """Room of one batch: `tokens` and `groups` (None = no bound), `seq_len` tokens per micro-batch."""
@@ -168,6 +165,7 @@ class BufferView:
     `step` is the next step to assemble, `version` = version(step); counts are of live groups. `groups_stored` counts
     all groups ever stored, `groups_used` all uses in batches of the surviving history, `groups_fresh` the live groups
     that were never used, `uses_live` the uses of the live groups; `steps_done` counts acked steps.
+    Of an adapter all of it is its own; `groups_given` are those that earlier batches of the run took for its `step`.
     """
 
     step: int
@@ -185,6 +183,7 @@ class BufferView:
     groups_fresh: int = 0
     uses_live: int = 0
     steps_done: int = 0
+    groups_given: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -312,7 +311,7 @@ def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, l
     version(s) <= v + max_staleness, that is s < (v + max_staleness + 1) * steps_per_publish. With
     W = that bound - next step (the batches still open to it) and B groups per batch:
 
-        capacity = W * B - live - tickets out
+        capacity = W * B - given - live - tickets out        given: 0 but for an adapter within its step
 
     the same count as AReaL's (eta + v + 1) * B - (accepted + running) (Fu et al. 2025, section 5.1), taken from what
     is in the buffer now, so that dropped groups free their place. Blocks (0) until a publication opens the window.
@@ -330,7 +329,11 @@ def capacity_of(buffer: BufferView, flow: Flow, batches: float) -> int:
     if batches <= 0:
         return 0
     budget = buffer.budget
-    by_groups: float = math.inf if budget.groups is None else math.ceil(batches * budget.groups) - buffer.groups_live
+    by_groups: float = (
+        math.inf
+        if budget.groups is None
+        else (math.ceil(batches * budget.groups) - buffer.groups_given - buffer.groups_live)
+    )
     by_tokens: float = math.inf
     if budget.tokens is not None:
         by_tokens = math.ceil((batches * budget.tokens - buffer.tokens_live) / flow.tokens_per_group)

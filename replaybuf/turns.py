@@ -1,74 +1,89 @@
-"""How adapters share the budget of a batch: in turns, group by group, and the turn goes on in the next batch.
+"""How adapters share the steps of one trainer: whose turn it is, and how far each is with its own batch.
 
-Pure: what is ready and whose turn it is in, who gives how many groups and whose turn is next out. `Turns` is all that
-has to be kept between batches.
+Pure. With B = `groups_per_batch` of an adapter and `used` = its groups in the batches of the surviving history::
+
+    own step = used // B        given to the batch of that step = used % B        lacking = B - used % B
+
+A batch of the run takes a portion of one adapter after the other, each within what is left of the token budget and no
+more than the adapter lacks: no portion crosses the end of an own step. Where the budget ends a portion, or leaves no
+room for one that would be ready, that adapter is the first of the next batch. So each one that is ready is served at
+the latest when those before it have each completed an own step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
-
-from replaybuf.strategy import Budget
+import numpy as np
+import numpy.typing as npt
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far an adapter is: `steps` it completed, `groups` it gave to the step it is in (0 <= groups < batch size)."""
+    """How far an adapter is: own `step`, `groups` given to its batch, `groups_per_batch` that complete it."""
 
-    steps: int = 0
-    groups: int = 0
+    step: int
+    groups: int
+    groups_per_batch: int
 
 
-class Turns(msgspec.Struct, frozen=True):
-    """Whose turn is next ("" = the first of all, by name) and how far each adapter is."""
+class Turns(msgspec.Struct, frozen=True, array_like=True):
+    """Whose turn is next ("" = the first of all, by name); groups used in the surviving history, by adapter."""
 
     next: str = ""
-    progress: dict[str, Progress] = {}
+    used: dict[str, int] = {}
+
+    def order(self, names: Iterable[str]) -> list[str]:
+        """Name the adapters in their turns."""
+        ordered = sorted(names)
+        start = next((at for at, name in enumerate(ordered) if name >= self.next), 0)
+        return ordered[start:] + ordered[:start]
+
+    def progress(self, adapter: str, groups_per_batch: int) -> Progress:
+        """Tell how far an adapter is."""
+        return Progress(*divmod(self.used.get(adapter, 0), groups_per_batch), groups_per_batch)
+
+    def after(self, given: Mapping[str, int], following: str) -> Turns:
+        """Go on behind a batch that has so many groups of each adapter; `following` has the next turn."""
+        return Turns(following, self.used | {name: self.used.get(name, 0) + groups for name, groups in given.items()})
 
 
-class Share(msgspec.Struct, frozen=True):
-    """`groups`: how many each adapter gives, those at the head of its queue; `completed`: adapters that end a step."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Portion:
+    """What an adapter gives to a batch: rows of its groups int64 [n], their weights float32 [n] or None, tokens."""
 
-    groups: dict[str, int]
-    completed: tuple[str, ...]
-    turns: Turns
+    rows: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None
+    tokens: int
 
 
-def share(queues: Mapping[str, Sequence[int]], batch_sizes: Mapping[str, int], budget: Budget, turns: Turns) -> Share:
-    """Share a budget between adapters: tokens of their ready groups, oldest first, and groups per step of each.
+Offer = Callable[[str, int | None, int], Portion | None]
+"""Ask an adapter for a portion of at most so many tokens (None = no bound) and groups; None = it has none ready."""
 
-    Adapters take turns by name, from `turns.next` on, one group each, until none may give another: its queue is empty,
-    its step is complete, its next group does not fit, or the batch has `budget.groups`. An adapter gives no more than
-    its step lacks: one batch is at most one step of each. Who was passed over because its group did not fit is the
-    first of the following batch, so that long groups do not starve. Batch sizes >= 1.
+
+def share(
+    turns: Turns, batch_sizes: Mapping[str, int], tokens: int | None, offer: Offer
+) -> tuple[dict[str, Portion], str]:
+    """Take the portions of one batch of at most `tokens`; return them and whose turn is next.
+
+    `batch_sizes` >= 1: groups per own batch of each adapter. No portion at all: nobody is ready.
     """
-    names = sorted(queues)
-    start = next((at for at, name in enumerate(names) if name >= turns.next), 0)
-    waiting = names[start:] + names[:start]
-    given = dict.fromkeys(names, 0)
-    room, passed_over = budget.tokens, ""
-    following = turns.next
-    while waiting and (budget.groups is None or sum(given.values()) < budget.groups):
-        name = waiting.pop(0)
-        before = turns.progress.get(name, Progress()).groups
-        if given[name] == len(queues[name]) or before + given[name] == batch_sizes[name]:
-            continue
-        tokens = queues[name][given[name]]
-        if room is not None and tokens > room:
-            passed_over = passed_over or name
-            continue
-        room = None if room is None else room - tokens
-        given[name] += 1
-        following = names[(names.index(name) + 1) % len(names)]
-        waiting.append(name)
-    progress, completed = dict(turns.progress), []
+    names = turns.order(batch_sizes)
+    portions: dict[str, Portion] = {}
+    room, cut, following = tokens, "", turns.next
     for name in names:
-        old = progress.get(name, Progress())
-        groups = old.groups + given[name]
-        if groups == batch_sizes[name]:
-            completed.append(name)
-            progress[name] = Progress(old.steps + 1, 0)
-        else:
-            progress[name] = Progress(old.steps, groups)
-    return Share(given, tuple(completed), Turns(passed_over or following, progress))
+        lacking = batch_sizes[name] - turns.progress(name, batch_sizes[name]).groups
+        portion = offer(name, room, lacking) if room != 0 else None
+        if portion:
+            portions[name] = portion
+            following = names[(names.index(name) + 1) % len(names)]
+            room = None if room is None else room - portion.tokens
+        if not cut and (len(portion.rows) < lacking if portion else _lacked_room(name, room, tokens, lacking, offer)):
+            cut = name
+    return portions, cut or following
+
+
+def _lacked_room(name: str, room: int | None, tokens: int | None, lacking: int, offer: Offer) -> bool:
+    """Say whether an adapter that had nothing for what is left of the budget is ready for the whole of it."""
+    return room != tokens and offer(name, tokens, lacking) is not None

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.config import (
+    ADAPTER_NAME,
+    AdapterSpec,
     BatchSpec,
     ConfigPatch,
     Limits,
@@ -33,6 +35,11 @@ from tests.builders import run_config, steady, wire_group, wire_groups
 def decoded(body: object) -> RunConfig:
     """Decode a run configuration from values or from raw bytes."""
     return decode_json(body if isinstance(body, bytes) else json.dumps(body).encode(), RunConfig)
+
+
+def adapters_config(*names: str, **fields: Any) -> RunConfig:
+    """Configure a run whose adapters have 4 groups per batch."""
+    return run_config(adapters={name: AdapterSpec(groups_per_batch=4) for name in names}, **fields)
 
 
 # ---------------------------------------------------------------------- defaults
@@ -107,9 +114,31 @@ def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versi
         ),
         (run_config(batch=BatchSpec(pad_to_multiple_of=3)), "batch.pad_to_multiple_of", 3, 4096),
         (run_config(batch=BatchSpec(pad_to_multiple_of=8192)), "batch.pad_to_multiple_of", 8192, 4096),
-        (run_config(adapters={"math": {}}), "adapters", ["math"], []),
+        (adapters_config("a/b"), "adapters", "a/b", ADAPTER_NAME.pattern),
+        (adapters_config("a:b"), "adapters", "a:b", ADAPTER_NAME.pattern),
+        (adapters_config(""), "adapters", "", ADAPTER_NAME.pattern),
+        (adapters_config("pfcxpytzcn", "uablaijhsa"), "adapters", "uablaijhsa", "pfcxpytzcn"),
+        (adapters_config("math", batch=BatchSpec(groups_per_batch=4)), "batch.groups_per_batch", 4, None),
+        (adapters_config("math", tickets=TicketSpec(prompts=9)), "tickets.prompts", 9, None),
+        (adapters_config("math", group_size=8, limits=Limits(max_tokens_live=63)), "limits.max_tokens_live", 63, 64),
     ],
-    ids=["no budget", "above", "budget of 1", "live", "bytes", "live by groups", "padding", "long padding", "lora"],
+    ids=[
+        "no budget",
+        "above",
+        "budget of 1",
+        "live",
+        "bytes",
+        "live by groups",
+        "padding",
+        "long padding",
+        "slash",
+        "colon",
+        "no name",
+        "one code",
+        "groups of the run",
+        "prompts of the run",
+        "live of an adapter",
+    ],
 )
 def test_what_would_deadlock_or_starve_is_refused_with_name_value_and_bound(
     config: RunConfig, name: str, value: object, bound: object
@@ -286,6 +315,45 @@ def test_values_are_converted_with_the_place_named_below_its_owner() -> None:
     assert caught.value.name == "batch.seq_len"
 
 
+@pytest.mark.parametrize(
+    ("adapter", "name", "error"),
+    [
+        ({"groups_per_batch": 0}, "adapters.math.groups_per_batch", Invalid),
+        ({}, "adapters.math", Malformed),
+        ({"groups_per_batch": 1, "tokens_per_batch": 5}, "adapters.math", Malformed),
+        ({"groups_per_batch": 1, "prompts": 0}, "adapters.math.prompts", Invalid),
+    ],
+    ids=["zero", "missing", "unknown field", "no prompts"],
+)
+def test_an_adapter_that_does_not_say_its_batch_or_says_what_nobody_knows_is_refused(
+    adapter: dict[str, int], name: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught:
+        decoded({"batch": {}, "adapters": {"math": adapter}})
+    assert getattr(caught.value, "name", None) in (name, "adapters[...]" + name.removeprefix("adapters.math"))
+
+
+def test_a_batch_of_an_adapter_may_be_larger_than_that_of_the_run() -> None:
+    """The budget then ends its portions, and its own step takes several batches."""
+    check_run_config(
+        adapters_config("math", batch=BatchSpec(tokens_per_batch=10), limits=Limits(max_tokens_live=10), group_size=4)
+    )
+
+
+def test_a_run_trains_its_adapters_or_the_one_policy_without_a_name() -> None:
+    config = run_config(
+        steps_per_publish=2,
+        adapters={
+            "b": AdapterSpec(groups_per_batch=3),
+            "a": AdapterSpec(groups_per_batch=5, steps_per_publish=4),
+        },
+    )
+    assert config.policies == ("a", "b")
+    assert [config.groups_per_batch_of(name) for name in config.policies] == [5, 3]
+    assert [config.version_of(9, name) for name in config.policies] == [2, 4]
+    assert run_config().policies == ("",)
+
+
 # ---------------------------------------------------------------------- differences
 
 
@@ -299,7 +367,7 @@ def test_values_are_converted_with_the_place_named_below_its_owner() -> None:
         ({"strategy": StrategySpec(options={"max_staleness": 2})}, ["strategy.options"]),
         ({"filters": [StrategySpec(name="zero-variance")]}, ["filters"]),
         ({"limits": Limits(max_tokens_live=65536), "group_size": 8}, ["group_size", "limits.max_tokens_live"]),
-        ({"adapters": {"math": {}}}, ["adapters.math"]),
+        ({"adapters": {"math": AdapterSpec(groups_per_batch=1)}}, ["adapters.math"]),
     ],
     ids=str,
 )

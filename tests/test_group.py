@@ -133,7 +133,7 @@ def test_a_group_within_all_bounds_is_admitted() -> None:
         seq_len=5,
         tokens_per_batch=10,
     )
-    assert check_group(group(), bounds) is None
+    assert check_group(group(adapter="a"), bounds) is None
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_snapshot_of_live_groups_costs_next_to_nothing() -> None:
 
 
 def test_a_snapshot_of_another_version_is_refused_by_name() -> None:
-    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS2'"):
+    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS3'"):
         decode_snapshot(b"RBS9" + encode_snapshot(take(RunState()))[len(MAGIC) :])
     with pytest.raises(ReplaybufError, match="does not decode"):
         decode_snapshot(encode_snapshot(take(RunState()))[:-3])

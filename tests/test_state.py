@@ -294,10 +294,10 @@ def test_what_rewinds_lost_is_told_exactly_from_few_of_them_and_never_too_little
     remembered, bounded = RunState(), RunState()
     for generation, version in enumerate(versions, 1):
         exact.append((generation, version))
-        remembered.rewinds = remembered_rewinds(remembered.rewinds, generation, version)
+        remembered.rewinds[""] = remembered_rewinds(remembered.rewinds.get("", []), generation, version)
         with unittest.mock.patch("replaybuf.state.KEPT_REWINDS", cap):
-            bounded.rewinds = remembered_rewinds(bounded.rewinds, generation, version)
-        assert len(bounded.rewinds) <= cap
+            bounded.rewinds[""] = remembered_rewinds(bounded.rewinds.get("", []), generation, version)
+        assert len(bounded.rewinds[""]) <= cap
     for generation in range(len(versions) + 1):
         lost = min((version for reached, version in exact if reached > generation), default=None)
         assert remembered.lost_version_since(generation) == lost

@@ -1,86 +1,107 @@
-"""Adapters share the budget in turns that go on from batch to batch."""
+"""Adapters share the budget of a batch in turns that go on from batch to batch."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-import msgspec
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.strategy import Budget
-from replaybuf.turns import Progress, Turns, share
+from replaybuf.turns import Portion, Progress, Turns, share
 from tests.builders import steady
 
-QUEUES = st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(1, 40), max_size=8), min_size=1)
-BUDGETS = st.builds(
-    Budget, tokens=st.none() | st.integers(40, 120), groups=st.none() | st.integers(1, 9), seq_len=st.just(64)
-)
+NAMES = "abcd"
+QUEUES = st.dictionaries(st.sampled_from(NAMES), st.lists(st.integers(1, 40), max_size=12), min_size=1)
+SIZES = st.fixed_dictionaries({name: st.integers(1, 6) for name in NAMES})
+TOKENS = st.none() | st.integers(40, 120)
 
 
-@given(QUEUES, BUDGETS, st.sampled_from(["", "a", "c", "z"]), st.integers(1, 6))
+class Queues:
+    """Adapters with groups in waiting, oldest first, by their tokens; a portion is complete or ended by the budget."""
+
+    def __init__(self, queues: dict[str, list[int]]) -> None:
+        self.queues = {name: list(queue) for name, queue in queues.items()}
+
+    def offer(self, name: str, tokens: int | None, lacking: int) -> Portion | None:
+        taken: list[int] = []
+        room = float("inf") if tokens is None else tokens
+        for position, size in enumerate(self.queues[name]):
+            if len(taken) < lacking and size <= room:
+                taken.append(position)
+                room -= size
+        sizes = [self.queues[name][position] for position in taken]
+        if not taken or len(taken) == len(self.queues[name]) < lacking:
+            return None
+        return Portion(np.array(taken, np.int64), None, sum(sizes))
+
+    def remove(self, name: str, portion: Portion) -> None:
+        gone = set(portion.rows.tolist())
+        self.queues[name] = [size for at, size in enumerate(self.queues[name]) if at not in gone]
+
+
+def batch(queues: Queues, turns: Turns, sizes: dict[str, int], tokens: int | None) -> tuple[dict[str, Portion], Turns]:
+    portions, following = share(turns, {name: sizes[name] for name in queues.queues}, tokens, queues.offer)
+    for name, portion in portions.items():
+        queues.remove(name, portion)
+    return portions, turns.after({name: len(portion.rows) for name, portion in portions.items()}, following)
+
+
+@given(QUEUES, SIZES, TOKENS, st.sampled_from(["", "a", "c", "z"]))
 @steady
-def test_a_share_is_of_whole_groups_within_the_budget_and_leaves_nothing_that_fits(
-    queues: dict[str, list[int]], budget: Budget, following: str, size: int
+def test_batches_keep_the_budget_and_no_portion_crosses_the_end_of_an_own_step(
+    queues: dict[str, list[int]], sizes: dict[str, int], tokens: int | None, first: str
 ) -> None:
-    found = share(queues, dict.fromkeys(queues, size), budget, Turns(following))
-    tokens = sum(sum(queues[name][:count]) for name, count in found.groups.items())
-    groups = sum(found.groups.values())
-    assert budget.tokens is None or tokens <= budget.tokens
-    assert budget.groups is None or groups <= budget.groups
-    for name, count in found.groups.items():
-        assert count <= min(size, len(queues[name]))
-        ended = count in (size, len(queues[name])) or groups == budget.groups
-        assert ended or (budget.tokens is not None and tokens + queues[name][count] > budget.tokens)
+    held, turns = Queues(queues), Turns(first)
+    for _ in range(12):
+        before = turns
+        portions, turns = batch(held, turns, sizes, tokens)
+        assert tokens is None or sum(portion.tokens for portion in portions.values()) <= tokens
+        for name, portion in portions.items():
+            old, new = before.progress(name, sizes[name]), turns.progress(name, sizes[name])
+            assert old.groups + len(portion.rows) <= sizes[name]
+            assert new.step - old.step == (old.groups + len(portion.rows) == sizes[name])
+    # what no batch took is what nobody could complete, whatever the budget
+    assert all(held.offer(name, tokens, 1) is None or len(queue) < sizes[name] for name, queue in held.queues.items())
 
 
-@given(st.integers(1, 4), st.integers(1, 7), st.integers(1, 12))
+@given(SIZES, st.integers(40, 60), st.lists(st.integers(1, 40), min_size=4, max_size=4))
 @steady
-def test_adapters_with_equal_groups_never_differ_by_more_than_one(adapters: int, per_batch: int, batches: int) -> None:
-    """Whatever part of a round fits a batch: the turn goes on where it stopped."""
-    names = "abcd"[:adapters]
-    turns, total = Turns(), Counter(dict.fromkeys(names, 0))
-    for _ in range(batches):
-        found = share(
-            {name: [10] * 100 for name in names},
-            dict.fromkeys(names, 1000),
-            Budget(10 * per_batch, None, 64),
-            turns,
-        )
-        total.update(found.groups)
-        turns = found.turns
-        assert max(total.values()) - min(total.values()) <= 1
+def test_whoever_is_ready_is_served_before_the_others_have_completed_an_own_step_each(
+    sizes: dict[str, int], tokens: int, lengths: list[int]
+) -> None:
+    """The fast do not starve the slow: all of them are always ready, each with groups of one length."""
+    held = Queues({name: [length] * 400 for name, length in zip(NAMES, lengths, strict=True)})
+    turns = Turns()
+    unserved = dict.fromkeys(NAMES, 0)
+    for _ in range(40):
+        portions, turns = batch(held, turns, sizes, tokens)
+        for name in NAMES:
+            unserved[name] = 0 if name in portions else unserved[name] + 1
+            assert unserved[name] <= sum(sizes.values()) - sizes[name]
 
 
-def test_a_step_of_an_adapter_is_complete_when_it_gave_its_own_batch_size() -> None:
-    """Batch sizes 2 and 3, three groups per batch."""
-    turns, steps = Turns(), []
-    for _ in range(5):
-        found = share({"a": [1] * 9, "b": [1] * 9}, {"a": 2, "b": 3}, Budget(None, 3, 64), turns)
-        turns = found.turns
-        steps.append((found.groups, found.completed))
-    assert steps == [
-        ({"a": 2, "b": 1}, ("a",)),
-        ({"a": 1, "b": 2}, ("b",)),
-        ({"a": 1, "b": 2}, ("a",)),
-        ({"a": 2, "b": 1}, ("a", "b")),
-        ({"a": 1, "b": 2}, ()),
-    ]
-    assert turns.progress == {"a": Progress(3, 1), "b": Progress(2, 2)}
+def test_an_adapter_that_the_budget_cut_is_the_first_of_the_next_batch() -> None:
+    held = Queues({"a": [10] * 9, "b": [10] * 9, "c": [10] * 9})
+    sizes = {"a": 3, "b": 3, "c": 3}
+    portions, turns = batch(held, Turns(), sizes, 50)
+    assert {name: len(portion.rows) for name, portion in portions.items()} == {"a": 3, "b": 2}
+    assert turns == Turns("b", {"a": 3, "b": 2})
+    portions, turns = batch(held, turns, sizes, 50)
+    assert {name: len(portion.rows) for name, portion in portions.items()} == {"b": 1, "c": 3, "a": 1}
+    assert turns.next == "a"
+    assert turns.progress("b", 3) == Progress(1, 0, 3)
+    assert turns.progress("a", 3) == Progress(1, 1, 3)
 
 
-def test_an_adapter_whose_group_did_not_fit_comes_first_in_the_next_batch() -> None:
-    queues, sizes = {"a": [10] * 9, "b": [60] * 9, "c": [10] * 9}, dict.fromkeys("abc", 9)
-    first = share(queues, sizes, Budget(70, None, 64), Turns("c"))
-    assert first.groups == {"a": 3, "b": 0, "c": 4} and first.turns.next == "b"
-    assert share(queues, sizes, Budget(70, None, 64), first.turns).groups == {"a": 0, "b": 1, "c": 1}
+def test_an_adapter_whose_group_found_no_room_comes_before_one_that_was_served_after_it() -> None:
+    held = Queues({"a": [30] * 9, "b": [40] * 9, "c": [10] * 9})
+    portions, turns = batch(held, Turns(), {"a": 1, "b": 1, "c": 1}, 50)
+    assert [*portions] == ["a", "c"]
+    assert turns.next == "b"
 
 
-def test_an_adapter_that_left_hands_its_turn_to_the_next_name() -> None:
-    found = share({"a": [1], "c": [1]}, {"a": 1, "c": 1}, Budget(None, 1, 64), Turns("b"))
-    assert found.groups == {"a": 0, "c": 1}
-
-
-def test_turns_survive_being_written_down() -> None:
-    turns = share({"a": [1], "b": [1]}, {"a": 2, "b": 1}, Budget(None, 2, 64), Turns()).turns
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(turns), type=Turns) == turns
+def test_an_adapter_that_is_not_ready_holds_nobody_up_and_keeps_no_turn() -> None:
+    held = Queues({"a": [10], "b": [10] * 9})
+    portions, turns = batch(held, Turns(), {"a": 2, "b": 2}, 50)
+    assert [*portions] == ["b"]
+    assert turns == Turns("a", {"b": 2})
+    assert batch(Queues({"a": [], "b": [10]}), turns, {"a": 2, "b": 2}, 50) == ({}, turns)
