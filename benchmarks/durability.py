@@ -123,7 +123,7 @@ def append_to(store: Store) -> Callable[[Group], Awaitable[object]]:
     async def append(group: Group) -> object:
         frame = encode_frame(group)
         ready = ToAppend(group, str(group.group_id), "", frame, stored_checksum(frame))
-        return await store.append("direct", [ready], 0, time.time())
+        return await store.append("direct", [ready], {"": 0}, time.time())
 
     return append
 

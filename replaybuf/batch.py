@@ -36,6 +36,8 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     `version` is the version of the policy that this step trains, `adapters` has one name per micro-batch and
     `group_ids` the groups of this rank, indexed by `group_index`. Nothing here depends on the epoch.
+    Of a run with adapters, where `version` is 0: `adapters_completed`, those whose own step this batch completes, and
+    that step.
     """
 
     run: str
@@ -59,6 +61,7 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     batch_loss_tokens: int
     batch_rollouts: int
     batch_groups: int
+    adapters_completed: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 # Made here, not at its first use: msgspec 0.22 crashes where two threads use a struct for the first time at once.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import NotFound
@@ -89,12 +89,18 @@ class TicketChange:
 
 
 class TicketBook:
-    """Tickets that are out, and prompts due again by their next ticket. `counts`: issued, expired, returned tickets."""
+    """Tickets that are out, and prompts due again by their next ticket. `counts`: issued, expired, returned tickets.
 
-    def __init__(self, ttl_s: float, max_attempts: int, prompts: int | None) -> None:
+    `adapters`: the size of the finite supply of each (None = endless), in place of `prompts` of a run without.
+    """
+
+    def __init__(
+        self, ttl_s: float, max_attempts: int, prompts: int | None, adapters: Mapping[str, int | None] | None = None
+    ) -> None:
         self.ttl_s = ttl_s
         self.max_attempts = max_attempts
-        self.prompts = prompts
+        self._prompts = prompts
+        self._prompts_of = adapters or {}
         self.next_index: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
         self._out: dict[tuple[str, int], tuple[Ticket, float]] = {}
@@ -127,6 +133,10 @@ class TicketBook:
             elif name in ("issued", "expired", "returned"):
                 self.counts[name] = value
 
+    def out_of(self, adapter: str) -> int:
+        """Count the tickets of an adapter that are out."""
+        return sum(prompt[0] == adapter for prompt in self._out)
+
     def holds(self, ticket: Ticket) -> bool:
         """Say whether this very ticket is out."""
         entry = self._out.get(ticket.prompt)
@@ -138,9 +148,10 @@ class TicketBook:
 
     def used_up(self, adapter: str) -> bool:
         """Say whether the supply has no index left to issue, for now: others' tickets may still come back."""
+        prompts = self._prompts_of.get(adapter, self._prompts)
         return (
-            self.prompts is not None
-            and self.next_index.get(adapter, 0) >= self.prompts
+            prompts is not None
+            and self.next_index.get(adapter, 0) >= prompts
             and not any(prompt[0] == adapter for prompt in self._again)
         )
 
@@ -155,6 +166,7 @@ class TicketBook:
     def issue(self, adapter: str, count: int, generation: int, now_s: float) -> TicketChange:
         """Issue up to `count` tickets: prompts due again first, then new indexes."""
         change = TicketChange()
+        prompts = self._prompts_of.get(adapter, self._prompts)
         due = deque(ticket for prompt, ticket in self._again.items() if prompt[0] == adapter)
         deadline_s = now_s + self.ttl_s
         first = index = self.next_index.get(adapter, 0)
@@ -165,7 +177,7 @@ class TicketBook:
                 change.drop.append(planned)
                 ticket = planned._replace(generation=generation)
             else:
-                if self.prompts is not None and index >= self.prompts:
+                if prompts is not None and index >= prompts:
                     break
                 ticket = Ticket(adapter, generation, index, attempt=1, serial=1)
                 index += 1

@@ -95,12 +95,23 @@ def _table(state: dict[str, Any], leader: str | None) -> Table:
         ("longest rollout", _pairs(_means(state["histograms"]["longest_rollout_tokens"]))),
         ("age when dropped", _drop_ages(state["histograms"]["dropped"])),
         ("prompts", _prompts(state["coverage"])),
+        *((f"adapter {name}", _adapter(told)) for name, told in state["adapters"].items()),
         ("epoch, generation", f"{state['epoch']}, {state['generation']}"),
         ("durability", state["durability"]),
         ("led by", leader or "nobody, or a server not known yet"),
     ):
         table.add_row(name, str(value))
     return table
+
+
+def _adapter(told: dict[str, Any]) -> str:
+    progress = told["progress"]
+    return (
+        f"next unacked step {told['step']}, published version {told['published_version']}, "
+        f"groups live {told['groups']['live']} ({told['tokens_live']} tokens), "
+        f"{progress['groups']} of {progress['groups_per_batch']} given to step {progress['step']}; "
+        f"{_waiting(told['waiting'])}"
+    )
 
 
 def _waiting(waiting: dict[str, Any] | None) -> str:

@@ -70,7 +70,7 @@ def test_every_command_line_in_the_pages_exists(page: Path) -> None:
 def rows(text: str, heading: str) -> dict[str, str]:
     """Read the tables of one section: first cell, without code marks, to the rest of the row."""
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| `([\w{}]+)` (\|.*)\|$", section, re.MULTILINE)
+    cells = re.findall(r"^\| `([\w{},]+)` (\|.*)\|$", section, re.MULTILINE)
     return dict(cells)
 
 
@@ -87,6 +87,11 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> N
     run.put(batch={"groups_per_batch": 1})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
+    tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
+    tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
+    tenants.append(group("dropped", tokens=9, adapter="a"))
+    tenants.attach(seq_len=8)
+    tenants.http.close()
     described = rows(OPERATE, "Metrics")
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,12 +10,15 @@ import numpy as np
 
 from replaybuf.config import RunConfig
 from replaybuf.flow import TicketBook
+from replaybuf.group import name_code
 from replaybuf.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.ledger import BatchRecord
 from replaybuf.rates import Measured
-from replaybuf.service.assembly import Assembled
+from replaybuf.service.assembly import Assembled, completed
 from replaybuf.state import RunState
+from replaybuf.strategy import REASONS
 from replaybuf.tallies import KINDS, Coverage, Histogram
+from replaybuf.turns import Progress
 
 BLOCKED_ON = {
     "finished": "nothing",
@@ -48,6 +52,20 @@ class WaitingAnswer(msgspec.Struct, frozen=True, kw_only=True):
     blocked_on: str
     status: str = "waiting"
     retry_after_s: float = RETRY_AFTER_S
+    adapter: str | msgspec.UnsetType = msgspec.UNSET
+    """Whose part this is about; of a run with adapters only."""
+
+
+def own_waiting(reason: str, have: Amount, adapter: str, lacking: int) -> WaitingAnswer:
+    """Build the answer for an adapter whose own batch lacks so many groups."""
+    return WaitingAnswer(
+        reason=reason, have=have, need=Amount(lacking, 0), blocked_on=BLOCKED_ON[reason], adapter=adapter
+    )
+
+
+def nearest(waits: Mapping[str, WaitingAnswer]) -> WaitingAnswer:
+    """Choose the adapter that is nearest to a batch: by its reason, then by the share it has of what it needs."""
+    return max(waits.values(), key=lambda one: (REASONS.index(one.reason), one.have.groups / max(1, one.need.groups)))
 
 
 def waiting(reason: str, have: Amount, config: RunConfig, *, blocked_on: str | None = None) -> WaitingAnswer:
@@ -96,7 +114,7 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 def counted(state: RunState, book: TicketBook) -> Counted:
-    """Tell the tallies of a run, and what became of the prompts of adapter `""`."""
+    """Tell the tallies of a run, and what became of its prompts, of all adapters together."""
     tallies = state.tallies
     histograms = Histograms(
         times_sampled={str(times): uses for times, uses in sorted(tallies.reuse.items())},
@@ -109,7 +127,7 @@ def counted(state: RunState, book: TicketBook) -> Counted:
             if ages.versions.count
         },
     )
-    return Counted(histograms, tallies.coverage(book.next_index.get("", 0), len(state.failed_prompts)))
+    return Counted(histograms, tallies.coverage(sum(book.next_index.values()), len(state.failed_prompts)))
 
 
 def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
@@ -129,6 +147,7 @@ def run_state(
     rejected: dict[str, int],
     rates: Measured,
     waits: WaitingAnswer | None,
+    adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> dict[str, Any]:
     """Render `GET /v1/runs/{run}`."""
     counts = group_counts(state)
@@ -158,7 +177,7 @@ def run_state(
         "coverage": tallied.coverage,
         "rates": rates,
         "waiting": waits,
-        "adapters": {},
+        "adapters": {name: adapter_state(name, state, book, why) for name, why in adapters_wait.items()},
         "checkpoints": state.checkpoints,
         "oldest_step": state.oldest_step,
         "config": config,
@@ -176,6 +195,43 @@ def group_counts(state: RunState) -> dict[str, Any]:
         "evicted": {reason: number for reason, number in sorted(state.evicted.items()) if number},
         "dead_lettered": state.dead_lettered.total(),
     }
+
+
+class AdapterState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has of one adapter; `step` is its own next unacked one, `progress` that of its next batch."""
+
+    step: int
+    published_version: int
+    weights_uri: str | None
+    groups: dict[str, Any]
+    tokens_live: int
+    tickets_out: int
+    progress: Progress
+    waiting: WaitingAnswer | None
+
+
+def adapter_state(name: str, state: RunState, book: TicketBook, waits: WaitingAnswer | None) -> AdapterState:
+    """Render what a run has of one adapter."""
+    index, standing = state.index, state.standing(name)
+    its = index["adapter"] == name_code(name)
+    live = its & (index["state"] == LIVE)
+    return AdapterState(
+        step=state.own_step(state.step, name),
+        published_version=state.published[name],
+        weights_uri=state.weights_uri[name],
+        groups={
+            "stored": standing.stored,
+            "live": int(np.count_nonzero(live)),
+            "in_batches": int(np.count_nonzero(its & (index["state"] == IN_BATCHES))),
+            "retired": standing.retired,
+            "evicted": {reason: number for reason, number in sorted(standing.evicted.items()) if number},
+            "dead_lettered": sum(standing.dead_lettered.values()),
+        },
+        tokens_live=int(index["tokens"][live].sum(dtype=np.int64)),
+        tickets_out=book.out_of(name),
+        progress=state.progress_at(state.next_step, name),
+        waiting=waits,
+    )
 
 
 def batch_record(run: str, record: BatchRecord, standing: str, packed: Assembled | None) -> dict[str, Any]:
@@ -199,6 +255,7 @@ def batch_record(run: str, record: BatchRecord, standing: str, packed: Assembled
         "filler_micro_batches": packed.fillers if packed else None,
         "dp_world_size": packed.layout.dp_world_size if packed else None,
         "adapter_tokens": _adapter_tokens(record),
+        **({"adapters": record.adapters, "adapters_completed": completed(record)} if record.adapters else {}),
         "groups": [
             {
                 "group_id": entry.group_id,

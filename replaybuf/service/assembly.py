@@ -20,7 +20,7 @@ from replaybuf import __version__
 from replaybuf.batch import BatchMeta, padded_length
 from replaybuf.cost import TYPICAL
 from replaybuf.errors import BrokenFrame, Gone
-from replaybuf.group import Group, truncate
+from replaybuf.group import Group, name_code, truncate
 from replaybuf.ledger import BatchEntry, BatchRecord
 from replaybuf.packing import Row, fillers, pack
 from replaybuf.plan import Plan, PlannedGroup, build_body, open_frame
@@ -71,6 +71,9 @@ def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
     group = open_frame(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
         raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
+    codes = int(entry.values["adapter"]), name_code(entry.strings.adapter), name_code(group.adapter)
+    if len({*codes}) > 1:
+        raise BrokenFrame("the frame's adapter is not that of its index entry", name="adapter_mismatch")
     return group
 
 
@@ -223,6 +226,7 @@ def plan_of(run: str, batch: Assembled, rank: int) -> Plan:
         batch_loss_tokens=sum(batch.loss_tokens),
         batch_rollouts=len(batch.owners),
         batch_groups=len(batch.groups),
+        adapters_completed=completed(record) if record.adapters else msgspec.UNSET,
     )
     return Plan(
         meta=meta,
@@ -239,6 +243,11 @@ def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
     groups = [batch.groups[position] for position in batch.positions(rank)]
     # Not copied into bytes: that would hold the interpreter for as long as it copies.
     return memoryview(build_body(plan_of(run, batch, rank), groups)).toreadonly()
+
+
+def completed(record: BatchRecord) -> dict[str, int]:
+    """Name the adapters whose own step a batch completes, with that step: whose optimizer to step."""
+    return {name: part.step for name, part in record.adapters.items() if part.completed}
 
 
 def entry_in_batch(entry: IndexEntry, version: int, times_sampled: int, weight: float | None) -> BatchEntry:

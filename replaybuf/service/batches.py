@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
 
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
-from replaybuf.ledger import BatchRecord, DeadLetterRecord
+from replaybuf.ledger import AdapterStep, BatchEntry, BatchRecord, DeadLetterRecord
 from replaybuf.service import answers
 from replaybuf.service.ahead import Ahead
 from replaybuf.service.answers import WaitingAnswer
@@ -18,7 +18,7 @@ from replaybuf.service.assembly import Assembled, Loaded, assemble, digest_of, e
 from replaybuf.service.bodies import Bodies, Part
 from replaybuf.service.door import Door
 from replaybuf.service.journal import LONGEST_WAIT_S, Journal
-from replaybuf.service.selector import Selector
+from replaybuf.service.selector import Selector, Shared
 from replaybuf.strategy import Selection
 
 logger = logging.getLogger(__name__)
@@ -210,12 +210,13 @@ class Batches:
     def _write_down(self, chosen: Selection, loaded: Loaded) -> BatchRecord:
         state, config = self._state, self._journal.config
         step = state.next_step
-        version = config.version_of(step)
+        version = 0 if config.adapters else config.version_of(step)
+        versions = {name: state.version_at(step, name) for name in config.policies}
         index = state.index
         weights = [None] * len(loaded.entries) if chosen.weights is None else chosen.weights.astype(float).tolist()
         uses = index["times_sampled"][index.rows_of([entry.number for entry in loaded.entries])].tolist()
         held = [
-            entry_in_batch(entry, version, used + 1, weight)
+            entry_in_batch(entry, versions[entry.strings.adapter], used + 1, weight)
             for entry, used, weight in zip(loaded.entries, uses, weights, strict=True)
         ]
         digest = digest_of(loaded.entries, step, state.generation)
@@ -231,8 +232,23 @@ class Batches:
             tokens=sum(entry.tokens for entry in held),
             rollouts=sum(group.rollouts for group in loaded.groups.values()),
             groups=held,
+            adapters=self._adapter_steps(held),
+            turn=chosen.turn if isinstance(chosen, Shared) else "",
             at_s=self._journal.clock(),
         )
+
+    def _adapter_steps(self, held: list[BatchEntry]) -> dict[str, AdapterStep]:
+        """Tell the part of each adapter in the next batch."""
+        state, parts = self._state, {}
+        for name, groups in sorted(Counter(entry.adapter for entry in held if entry.adapter).items()):
+            progress = state.progress_at(state.next_step, name)
+            parts[name] = AdapterStep(
+                step=progress.step,
+                version=state.version_at(state.next_step, name),
+                groups=groups,
+                completed=progress.groups + groups == progress.groups_per_batch,
+            )
+        return parts
 
     async def _bury(self, broken: dict[int, str]) -> None:
         by_reason: dict[str, list[int]] = {}

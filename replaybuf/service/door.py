@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.advantages import advantages
+from replaybuf.config import RunConfig
 from replaybuf.errors import (
     GroupRejected,
     Invalid,
@@ -147,7 +148,7 @@ class Door:
         try:
             with journal.noting_loss():
                 appended = await journal.store.append(
-                    journal.name, items, journal.state.published[""], journal.clock(), journal.token or ""
+                    journal.name, items, journal.state.published, journal.clock(), journal.token or ""
                 )
             self.duplicates += sum(not outcome.stored for outcome in appended)
             # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
@@ -169,7 +170,7 @@ class Door:
             if cut is not group:
                 self.truncated += 1
                 group, frame = cut, None
-        rejection = check_group(group, self.bounds)
+        rejection = check_group(group, self.bounds(group.adapter))
         if rejection:
             raise GroupRejected(rejection.reason, rejection.detail)
         if group.advantages is None:
@@ -204,7 +205,7 @@ class Door:
                 "wrong_prompt_index",
                 f"prompt_index is {group.prompt_index}; ticket {group.ticket} is for {ticket.prompt_index}",
             )
-        lost_from = self._journal.state.lost_version_since(ticket.generation)
+        lost_from = self._journal.state.lost_version_since(ticket.generation, ticket.adapter)
         if lost_from is not None and group.policy_version_max > lost_from:
             raise GroupRejected(
                 "lost_lineage",
@@ -214,12 +215,11 @@ class Door:
         key = prompt_key(ticket.adapter, ticket.prompt_index)
         return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
-    @property
-    def bounds(self) -> Admissible:
-        """What groups are checked against."""
+    def bounds(self, adapter: str) -> Admissible:
+        """What groups of an adapter are checked against."""
         config = self._journal.config
         return Admissible(
-            published_version=self._journal.state.published[""],
+            published_version=self._journal.state.published.get(adapter),
             adapters=frozenset(config.adapters),
             group_size=config.group_size,
             vocab_size=config.vocab_size,
@@ -311,7 +311,7 @@ class Door:
         if self._journal.state.state != "running":
             return  # they are judged when it runs again; a plug-in that failed is not asked on
         try:
-            due = bool(self._selector.evictable(numbers) or self._selector.oversized(numbers))
+            due = bool(self._selector.evictable(numbers) or self._selector.unfit(numbers))
         except StrategyFault:
             due = True  # asked again within a decision, which pauses the run with it
         if due:
@@ -332,9 +332,9 @@ class Door:
         `filtered`: the filters are asked about all of them, not only about arrivals.
         """
         journal = self._journal
-        oversized = self._selector.oversized(only)
-        if oversized:
-            await journal.append(DeadLetterRecord(numbers={"over_budget": oversized}, at_s=journal.clock()))
+        unfit = self._selector.unfit(only)
+        if unfit:
+            await journal.append(DeadLetterRecord(numbers=unfit, at_s=journal.clock()))
         by_reason = self._selector.evictable(only, filtered=filtered)
         if by_reason:
             await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
@@ -346,11 +346,9 @@ class Door:
         journal = self._journal
         if count < 1:
             raise Invalid(f"count is {count}; at least 1 is needed", name="count", value=count, bound=1)
-        if adapter not in journal.state.published:
-            known = sorted(journal.config.adapters)
-            raise Invalid(f"adapter is {adapter!r}; the run has {known}", name="adapter", value=adapter, bound=known)
+        check_adapter(adapter, journal.config)
         outcome = await journal.until(lambda: self._issue(adapter, count), wait_s)
-        self._selector.last_asked_s = journal.clock()
+        self._selector.last_asked_s[adapter] = journal.clock()
         answer: dict[str, Any] = {"tickets": [], "published_version": journal.state.published[adapter]}
         if isinstance(outcome, WaitingAnswer):
             return answer | {"waiting": outcome}
@@ -368,28 +366,30 @@ class Door:
 
     async def _issue(self, adapter: str, count: int) -> TicketChange | WaitingAnswer:
         journal, book = self._journal, self._book
-        self._selector.last_asked_s = journal.clock()
+        self._selector.last_asked_s[adapter] = journal.clock()
         try:
             async with self._deciding():
                 await self._expire()
-                live = journal.state.live_totals()
-                have = Amount(live.groups + book.out, live.tokens)
+                have = self._held(adapter)
                 if journal.state.state != "running":
                     return answers.waiting(journal.state.state, have, journal.config)
                 if book.used_up(adapter):
                     # The supply is used up, though a ticket that is out may still come back.
-                    blocked_on = "producers" if book.out else "nothing"
+                    blocked_on = "producers" if book.out_of(adapter) else "nothing"
                     return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
-                capacity = self._selector.capacity()
+                capacity = self._selector.capacity(adapter)
                 if capacity < 1:
                     return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
                 change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
                 await self._keep(change)
                 return change
         except StrategyFault:  # of `admit`: the decision has paused the run with it
-            live = journal.state.live_totals()
-            have = Amount(live.groups + book.out, live.tokens)
-            return answers.waiting("paused", have, journal.config)
+            return answers.waiting("paused", self._held(adapter), journal.config)
+
+    def _held(self, adapter: str) -> Amount:
+        """Count the groups, of an adapter, that are live or may come by a ticket, and the tokens of the live ones."""
+        view = self._selector.view(self._journal.state.next_step, adapter=adapter)
+        return Amount(view.groups_live + view.tickets_out, view.tokens_live)
 
     async def return_ticket(self, text: str, reason: str) -> None:
         """Take a ticket back; after `max_attempts` failed ones its prompt is recorded as failed. Raises `NotFound`."""
@@ -490,6 +490,14 @@ def _encoded(group: Group, *, compress: bool) -> bytes:
         return encode_frame(group, compress=compress)
     except TooLarge as error:
         raise GroupRejected("too_large", error.detail) from None
+
+
+def check_adapter(adapter: str, config: RunConfig) -> None:
+    """Raise `Invalid` where a run has no policy of that name, naming those it has."""
+    if adapter not in config.policies:
+        told = f"the run has adapters {sorted(config.adapters)}" if config.adapters else "the run has no adapters"
+        known = sorted(config.adapters)
+        raise Invalid(f"adapter is {adapter!r}; {told}", name="adapter", value=adapter, bound=known)
 
 
 def _load(item: ToAppend) -> Load:

@@ -144,7 +144,8 @@ async def post_groups(request: Request) -> Response:
 
 async def get_policy(request: Request) -> Response:
     run = await _run(request)
-    return json_response(await run.session.policy_after(optional_number(request, "after"), wait_s(request)))
+    after, adapter = optional_number(request, "after"), request.query_params.get("adapter", "")
+    return json_response(await run.session.policy_after(after, wait_s(request), adapter))
 
 
 async def post_policy(request: Request) -> Response:
@@ -278,7 +279,7 @@ CALLS = (
     Call("POST", f"{_R}/groups", post_groups, _PRODUCER, "Append groups", GroupsRequest, ("200", "413", "422", "429")),
     Call("GET", f"{_R}/groups", get_groups, READ, "Browse groups", query=("state", "limit", "after")),
     Call("GET", f"{_R}/groups/{{group_id:path}}", get_group, READ, "One group with its rollouts"),
-    Call("GET", f"{_R}/policy", get_policy, _ANYBODY, "Published policy", query=("after", "wait_ms")),
+    Call("GET", f"{_R}/policy", get_policy, _ANYBODY, "Published policy", query=("after", "wait_ms", "adapter")),
     Call("POST", f"{_R}/policy", post_policy, _TRAINER, "Publish a version", PolicyRequest, _CHANGED),
     Call("POST", f"{_R}/attach", post_attach, _TRAINER, "Attach a trainer", AttachRequest, _CHANGED),
     Call(

@@ -6,6 +6,7 @@ waiting seconds, truncated groups, prepared batches and unconfirmed writes start
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
@@ -16,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from replaybuf.index import IN_BATCHES
 from replaybuf.service.ahead import OUTCOMES
-from replaybuf.service.answers import counted
+from replaybuf.service.answers import adapter_state, counted
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.strategy import REASONS
@@ -60,6 +61,20 @@ _RUN_GAUGES: _Metrics = {
     "index_bytes": ("Bytes of the in-memory index", lambda run: run.state.index.nbytes),
 }
 
+
+_ADAPTER_COUNTERS = {
+    "groups_stored": "Groups of an adapter stored",
+    "groups_used": "Groups of an adapter put into batches, each use counted",
+    "tokens_used": "Tokens of an adapter put into batches, each use counted",
+}
+_ADAPTER_GAUGES = {
+    "groups_live": "Groups of an adapter that may be sampled",
+    "tokens_live": "Tokens of an adapter's live groups",
+    "tickets_out": "Tickets of an adapter that are out",
+    "published_version": "Newest version of an adapter loaded by the engines",
+    "step": "Next unacked step of an adapter, counted by its own batches",
+    "groups_given": "Groups given to the own batch of an adapter that is not complete yet",
+}
 
 _Told = Iterable[tuple[list[str], Histogram, int]]
 """Values of further labels, the histogram, how many of its units make one of the metric."""
@@ -128,6 +143,7 @@ class _RunCollector(Collector):
                 gauge.add_metric([run_name], read(run))
             yield gauge
         yield from self._labelled(runs)
+        yield from self._adapters(runs)
         yield from self._histograms(runs)
         yield from self._server()
 
@@ -158,6 +174,37 @@ class _RunCollector(Collector):
             for value in ("running", "paused", "finished"):
                 state.add_metric([name, value], float(run.state.state == value))
         yield from (dropped, waited, staleness, prepared, state)
+
+    def _adapters(self, runs: Iterable[tuple[str, Run]]) -> Iterator[Metric]:
+        counters = {
+            name: CounterMetricFamily(f"replaybuf_adapter_{name}", text, labels=["run", "adapter"])
+            for name, text in _ADAPTER_COUNTERS.items()
+        }
+        gauges = {
+            name: GaugeMetricFamily(f"replaybuf_adapter_{name}", text, labels=["run", "adapter"])
+            for name, text in _ADAPTER_GAUGES.items()
+        }
+        dropped = CounterMetricFamily(
+            "replaybuf_adapter_groups_dropped",
+            "Stored groups of an adapter that were never used",
+            labels=["run", "adapter", "reason"],
+        )
+        for run_name, run in runs:
+            for adapter in sorted(run.journal.config.adapters):
+                told, standing = adapter_state(adapter, run.state, run.book, None), run.state.standing(adapter)
+                labels = [run_name, adapter]
+                counters["groups_stored"].add_metric(labels, standing.stored)
+                counters["groups_used"].add_metric(labels, standing.used)
+                counters["tokens_used"].add_metric(labels, standing.tokens_used)
+                gauges["groups_live"].add_metric(labels, told.groups["live"])
+                gauges["tokens_live"].add_metric(labels, told.tokens_live)
+                gauges["tickets_out"].add_metric(labels, told.tickets_out)
+                gauges["published_version"].add_metric(labels, told.published_version)
+                gauges["step"].add_metric(labels, told.step)
+                gauges["groups_given"].add_metric(labels, told.progress.groups)
+                for reason, number in sorted((Counter(standing.evicted) + Counter(standing.dead_lettered)).items()):
+                    dropped.add_metric([*labels, reason], number)
+        yield from (*counters.values(), *gauges.values(), dropped)
 
     def _histograms(self, runs: Iterable[tuple[str, Run]]) -> Iterator[Metric]:
         prompts = GaugeMetricFamily(

@@ -36,8 +36,9 @@ class Run:
 
     def __init__(self, journal: Journal) -> None:
         tickets = journal.config.tickets
+        supplies = {name: spec.prompts for name, spec in journal.config.adapters.items()}
         self.journal = journal
-        self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts)
+        self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts, supplies)
         self.selector = Selector(journal.name, journal.state, self.book, journal.clock)
         self.door = Door(journal, self.selector, self.book)
         self.batches = Batches(journal, self.selector, self.door)
@@ -113,7 +114,7 @@ class Run:
             return
         await self.door.settle()
         await self.door.expire_tickets()
-        if self.book.used_up(""):
+        if all(self.book.used_up(name) for name in self.journal.config.policies):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
         await self.door.adopt_recent()
@@ -153,7 +154,7 @@ class Run:
             if batch.acked:
                 continue
             rows = index.rows_of(batch.numbers)
-            ages = self.journal.config.version_of(step) - index["policy_version"][rows]
+            ages = self.state.versions_at(step, rows) - index["policy_version"][rows]
             for name, bound, found in (
                 ("max_staleness", strategy.max_staleness, int(ages.max())),
                 ("max_uses", strategy.max_uses, int(index["times_sampled"][rows].max())),
@@ -192,6 +193,9 @@ class Run:
             rejected=dict(self.door.rejected),
             rates=self.measured,
             waits=self.selector.why_waiting(),
+            adapters_wait={
+                name: self.selector.why_adapter_waits(name) for name in sorted(self.journal.config.adapters)
+            },
         )
 
 

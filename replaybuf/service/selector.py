@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from replaybuf.advantages import advantages
 from replaybuf.config import LARGEST_INTEGER, RunConfig, check_run_config
 from replaybuf.errors import Invalid, NotFound, StrategyFault
 from replaybuf.flow import TicketBook
+from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
 from replaybuf.plugins import build_filter, build_strategy, reported
 from replaybuf.rates import Rates
@@ -41,6 +43,7 @@ from replaybuf.strategy import (
     StrategyOptions,
     Waiting,
 )
+from replaybuf.turns import Portion, share
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,13 @@ REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 """A reason is a label of a metric."""
 _SAMPLED_GROUPS = 256
 _HISTORY_BATCHES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared(Selection):
+    """The groups of a batch that adapters share, those of one behind those of another; `turn`: who is first next."""
+
+    turn: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,14 +118,14 @@ def _build(config: RunConfig) -> _Built:
 
 
 class Selector:
-    """Questions to the strategy of run `name`. `last_asked_s` is when a producer last asked for a ticket.
+    """Questions to the strategy of run `name`. `last_asked_s`: by adapter, when a producer last asked for a ticket.
 
     It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one. Both
     feed `rates` with what they see happen.
     """
 
     def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
-        self.last_asked_s = -float("inf")
+        self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         self.rates = Rates(clock())
         self._name = name
         self._state = state
@@ -168,12 +178,12 @@ class Selector:
 
     # ------------------------------------------------------------------ admission
 
-    def capacity(self) -> int:
-        """Count how many more groups producers may start now."""
+    def capacity(self, adapter: str = "") -> int:
+        """Count how many more groups, of an adapter where there are any, producers may start now."""
         flow = self._flow()
 
         def checked() -> int:
-            admitted = self.strategy.admit(self.view(self._state.next_step), flow)
+            admitted = self.strategy.admit(self.view(self._state.next_step, adapter=adapter), flow)
             whole = isinstance(admitted, int | np.integer) and admitted >= 0
             self._hold([("admits a whole number of groups, 0 or more", whole, repr(admitted))])
             return int(admitted)
@@ -181,7 +191,7 @@ class Selector:
         capacity = self.ask("admit", checked)
         granted = min(capacity, self._room())
         if granted < 1 <= capacity:  # whatever the bounds, the next batch can be filled
-            granted = min(capacity, self.lacking() - self._book.out)
+            granted = min(capacity, self._lacking(adapter) - self._book.out_of(adapter))
         return max(0, granted)
 
     def _room(self) -> int:
@@ -198,7 +208,13 @@ class Selector:
 
     def lacking(self) -> int:
         """Count the groups for want of which there is no next batch, at least 1; 0 where none is wanted."""
+        return sum(self._lacking(adapter) for adapter in self.config.policies)
+
+    def _lacking(self, adapter: str) -> int:
+        """Count those of one adapter; none where the next batch can be made without it."""
         waits = self.why_waiting()
+        if waits and adapter and waits.blocked_on == "producers":  # the nearest is; this one may not be
+            waits = self.why_adapter_waits(adapter)
         if waits is None or waits.blocked_on != "producers":
             return 0
         groups = waits.need.groups - waits.have.groups
@@ -222,8 +238,13 @@ class Selector:
             **dataclasses.asdict(self.rates.measured(now_s)),
         )
 
-    def view(self, step: int, groups: Groups | None = None) -> BufferView:
-        """Describe the buffer for a decision about `step`; counts are of `groups`, live ones, or of all."""
+    def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
+        """Describe the buffer for a decision about the run's `step`; counts are of `groups`, live ones, or of all.
+
+        Of an adapter: its own steps, versions, groups and tickets, as if it had a buffer to itself.
+        """
+        if adapter:
+            return self._own_view(step, groups, adapter)
         state, config = self._state, self.config
         live = state.live_totals()
         if groups is not None and len(groups) < live.groups:
@@ -245,6 +266,34 @@ class Selector:
             steps_done=state.step,
         )
 
+    def _own_view(self, step: int, groups: Groups | None, adapter: str) -> BufferView:
+        state, config = self._state, self.config
+        shown = state.index.groups(self._rows_of(adapter)) if groups is None else groups
+        live, progress = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter)
+        return BufferView(
+            step=progress.step,
+            version=state.version_at(step, adapter),
+            published_version=state.published[adapter],
+            steps_per_publish=config.steps_per_publish_of(adapter),
+            groups_live=live.groups,
+            tokens_live=live.tokens,
+            tickets_out=self._book.out_of(adapter),
+            budget=Budget(config.batch.tokens_per_batch, progress.groups_per_batch, self.seq_len),
+            batches=tuple(state.groups_of(adapter, step) for step in sorted(state.batches)[-_HISTORY_BATCHES:]),
+            groups_stored=state.standing(adapter).stored,
+            groups_used=state.turns.used.get(adapter, 0),
+            groups_fresh=live.fresh,
+            uses_live=live.uses,
+            steps_done=state.own_step(state.step, adapter),
+            groups_given=progress.groups,
+        )
+
+    def _rows_of(self, adapter: str) -> Rows:
+        """Return the rows of live groups of an adapter."""
+        live = self._state.index.live()
+        rows: Rows = live[self._state.index["adapter"][live] == name_code(adapter)]
+        return rows
+
     def _last_batches(self) -> tuple[int, ...]:
         entries, batches = self._state.entries, self._state.batches
         if self._recent[0] != entries:
@@ -255,38 +304,82 @@ class Selector:
 
     def choose(self) -> Selection | WaitingAnswer:
         """Choose the groups of the next step, or say why not. Raises `StrategyFault`."""
-        blocked = self._blocked()
-        if blocked:
-            return blocked
-        step = self._state.next_step
-        groups = self._usable(step)
-        view = self.view(step, groups)
-        rng = self._generator(step)
+        if self._state.state != "running":
+            return self.explain(self._state.state)
+        return self._go_round() if self.config.adapters else self._choose("")
+
+    def _go_round(self) -> Shared | WaitingAnswer:
+        """Ask the strategy for one adapter after the other, each about what is left of the batch."""
+        waits: dict[str, WaitingAnswer] = {}
+
+        def offer(adapter: str, tokens: int | None, lacking: int) -> Portion | None:
+            outcome = self._choose(adapter, Budget(tokens, lacking, self.seq_len))
+            if isinstance(outcome, WaitingAnswer):
+                waits[adapter] = outcome
+                return None
+            taken = self._state.index["tokens"][self._state.index.rows_of(outcome.rows)]
+            return Portion(outcome.rows, outcome.weights, int(taken.sum(dtype=np.int64)))
+
+        sizes = {name: spec.groups_per_batch for name, spec in self.config.adapters.items()}
+        portions, following = share(self._state.turns, sizes, self.config.batch.tokens_per_batch, offer)
+        if not portions:
+            return answers.nearest(waits)
+        given = list(portions.values())
+        weights = None
+        if any(portion.weights is not None for portion in given):
+            weights = np.concatenate([p.weights if p.weights is not None else np.ones(len(p.rows)) for p in given])
+        return Shared(np.concatenate([portion.rows for portion in given]), weights, turn=following)
+
+    def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
+        """Ask the strategy about the groups of one adapter, or of a run without; None = a batch of its own."""
+        state, step = self._state, self._state.next_step
+        staleness = self.strategy.max_staleness
+        if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
+            return self.explain("awaiting_publication", adapter=adapter)
+        groups = self._usable(step, adapter)
+        view = self.view(step, groups, adapter)
+        budget = budget or self._own_budget(adapter)
+        rng = self._generator(step, adapter)
 
         def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
-            chosen = self.strategy.select(groups, view, view.budget, rng)
-            self._check(chosen, groups, view.budget)
+            chosen = self.strategy.select(groups, view, budget, rng)
+            self._check(chosen, groups, budget)
             return chosen
 
         chosen = self.ask("select", checked)
-        return self.explain(self._reason(groups, chosen.reason), groups) if isinstance(chosen, Waiting) else chosen
+        if isinstance(chosen, Waiting):
+            return self.explain(self._reason(groups, chosen.reason, adapter), groups, adapter)
+        return chosen
+
+    def _own_budget(self, adapter: str) -> Budget:
+        batch = self.config.batch
+        groups = batch.groups_per_batch
+        if adapter:
+            progress = self._state.progress_at(self._state.next_step, adapter)
+            groups = progress.groups_per_batch - progress.groups
+        return Budget(batch.tokens_per_batch, groups, self.seq_len)
 
     def candidates(self) -> list[int]:
         """List the oldest groups that the next batch may use, as far as its budget reaches."""
-        groups, batch = self._usable(self._state.next_step), self.config.batch
-        fits = np.ones(len(groups), np.bool_)
-        if batch.tokens_per_batch is not None:
-            fits &= np.cumsum(groups.tokens, dtype=np.int64) <= batch.tokens_per_batch
-        numbers: list[int] = groups.row[fits][: batch.groups_per_batch].tolist()
+        numbers: list[int] = []
+        for adapter in self._state.turns.order(self.config.policies):
+            groups, budget = self._usable(self._state.next_step, adapter), self._own_budget(adapter)
+            fits = np.ones(len(groups), np.bool_)
+            if budget.tokens is not None:
+                fits &= np.cumsum(groups.tokens, dtype=np.int64) <= budget.tokens
+            numbers += groups.row[fits][: budget.groups].tolist()
         return numbers
 
     def seed(self, step: int) -> list[int]:
         """Seed of the generator that chooses `step`: (run seed, generation, step)."""
         return [self.config.seed, self._state.generation, step]
 
-    def _generator(self, step: int) -> np.random.Generator:
-        """Return the generator that chooses `step`, at its start: made once, however often the step is asked for."""
-        seed = self.seed(step)
+    def _generator(self, step: int, adapter: str) -> np.random.Generator:
+        """Return the generator that chooses `step`, at its start: made once, however often the step is asked for.
+
+        That of an adapter is seeded with its code besides.
+        """
+        seed = self.seed(step) + ([name_code(adapter)] if adapter else [])
         if self._drawing[0] != seed:
             made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
             self._drawing = seed, made, made.bit_generator.state
@@ -294,19 +387,12 @@ class Selector:
         rng.bit_generator.state = start
         return rng
 
-    def _blocked(self) -> WaitingAnswer | None:
-        if self._state.state != "running":
-            return self.explain(self._state.state)
-        wanted = self.config.version_of(self._state.next_step)
-        staleness = self.strategy.max_staleness
-        if staleness is not None and self._state.published[""] < wanted - staleness:
-            return self.explain("awaiting_publication")
-        return None
-
-    def _usable(self, step: int) -> Groups:
-        """Return the live groups that the strategy's bounds and the trainer's rows allow at `step`."""
-        index, version = self._state.index, self.config.version_of(step)
+    def _usable(self, step: int, adapter: str) -> Groups:
+        """Return the live groups, of an adapter, that the strategy's bounds and the trainer's rows allow at `step`."""
+        index, version = self._state.index, self._state.version_at(step, adapter)
         fits = (index["state"] == LIVE) & (index["policy_version"] <= version)
+        if adapter:
+            fits &= index["adapter"] == name_code(adapter)
         if self.strategy.max_staleness is not None:
             fits &= index["policy_version"] >= version - self.strategy.max_staleness
         if self.strategy.max_uses is not None:
@@ -357,23 +443,31 @@ class Selector:
 
         Filters judge a group when it arrives (`only`), and again where `filtered` says that what they judged is open.
         """
-        state, config, built = self._state, self.config, self._plugins()
-        index = state.index
+        index = self._state.index
         rows = index.live() if only is None else index.rows_of(only)
         if only is not None:
             rows = rows[index["state"][rows] == LIVE]
         by_reason: dict[str, list[int]] = {}
-        if not len(rows) or state.state == "paused":
+        if self._state.state == "paused":
             return by_reason
-        groups = index.groups(rows)
-        view = self.view(state.next_step)
+        for adapter in self.config.policies:
+            its = rows if not adapter else rows[index["adapter"][rows] == name_code(adapter)]
+            if len(its):
+                self._find_evictable(adapter, its, filtered or only is not None, by_reason)
+        return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
+
+    def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
+        """Add those of these groups, of one adapter, to `by_reason`."""
+        config, built = self.config, self._plugins()
+        groups = self._state.index.groups(rows)
+        view = self.view(self._state.next_step, adapter=adapter)
         asked: list[tuple[str, Callable[[], Evictions]]] = [
             (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups, view))
         ]
         if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.seq_len:
             longer = tuple(groups.row[groups.longest_tokens > self.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
-        if filtered or only is not None:
+        if filtered:
             for spec, one in zip(config.filters, built.filters, strict=True):
                 asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups, view)))  # type: ignore[misc]
         gone: set[int] = set()
@@ -383,19 +477,19 @@ class Selector:
                 if number not in gone:  # the first that drops a group names the reason
                     gone.add(number)
                     by_reason.setdefault(reason, []).append(int(number))
-        return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
 
-    def oversized(self, only: Numbers | None = None) -> list[int]:
-        """Name the live groups (of `only`) that no batch can hold, written to Redis past the door."""
-        budget = self.config.batch.tokens_per_batch
-        if budget is None:
-            return []
-        index = self._state.index
+    def unfit(self, only: Numbers | None = None) -> dict[str, list[int]]:
+        """Name, by reason, the live groups (of `only`) that no batch can hold, written to Redis past the door."""
+        budget, index = self.config.batch.tokens_per_batch, self._state.index
         rows = index.live() if only is None else index.rows_of(only)
-        numbers: list[int] = index["number"][
-            rows[(index["state"][rows] == LIVE) & (index["tokens"][rows] > budget)]
-        ].tolist()
-        return numbers
+        rows = rows[index["state"][rows] == LIVE]
+        adapters = index["adapter"][rows]
+        strange = adapters != 0
+        if self.config.adapters:
+            strange = ~np.isin(adapters, [name_code(name) for name in self.config.adapters])
+        over = ~strange & (index["tokens"][rows] > (budget or LARGEST_INTEGER))
+        found = {"over_budget": rows[over], "unknown_adapter": rows[strange]}
+        return {reason: index["number"][those].tolist() for reason, those in found.items() if len(those)}
 
     # ------------------------------------------------------------------ explaining
 
@@ -409,34 +503,56 @@ class Selector:
             return self.explain("paused")
         return outcome if isinstance(outcome, WaitingAnswer) else None
 
+    def why_adapter_waits(self, adapter: str) -> WaitingAnswer | None:
+        """Say why an adapter could give nothing to a batch, had it the whole of it; None where it could."""
+        if self._state.state != "running":
+            return self.explain(self._state.state, adapter=adapter)
+        try:
+            outcome = self._choose(adapter)
+        except StrategyFault:
+            return self.explain("paused", adapter=adapter)
+        return outcome if isinstance(outcome, WaitingAnswer) else None
+
     def supply_ended(self, waits: WaitingAnswer) -> bool:
         """Say whether what is waited for can no longer come: the prompts are used up and no ticket is out."""
         book = self._book
-        return waits.blocked_on == "producers" and not book.out and book.used_up("")
+        if book.out or not all(book.used_up(name) for name in self.config.policies):
+            return False
+        each = [self.why_adapter_waits(name) for name in self.config.adapters] or [waits]
+        return all(one is not None and one.blocked_on == "producers" for one in each)
 
-    def explain(self, reason: str, groups: Groups | None = None) -> WaitingAnswer:
-        """Build the waiting answer of a batch; `groups` are the usable ones."""
-        usable = self._usable(self._state.next_step) if groups is None else groups
+    def explain(self, reason: str, groups: Groups | None = None, adapter: str = "") -> WaitingAnswer:
+        """Build the waiting answer of a batch, or of one adapter's part; `groups` are the usable ones."""
+        if self.config.adapters and not adapter:
+            live = self._state.live_totals()
+            return answers.waiting(reason, Amount(live.groups, live.tokens), self.config)
+        usable = self._usable(self._state.next_step, adapter) if groups is None else groups
         have = Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
-        return answers.waiting(reason, have, self.config)
+        if not adapter:
+            return answers.waiting(reason, have, self.config)
+        return answers.own_waiting(reason, have, adapter, self._own_budget(adapter).groups or 0)
 
-    def _reason(self, groups: Groups, told: str) -> str:
+    def _reason(self, groups: Groups, told: str, adapter: str) -> str:
         """Choose the first reason that holds when a strategy says it cannot fill a batch."""
         if len(groups) or told == "rate_limited":
             return told
-        if self._state.evicted_since_batch.get("too_stale"):
+        if self._state.stale_since_batch(adapter):
             return "all_stale"
-        if self.strategy.max_uses != 1 and (self._state.live_totals().groups or self._used_up_by_last_batch()):
-            return "reuse_exhausted"
-        silent = self._clock() - self.last_asked_s > PRODUCER_SILENCE_S
-        return "no_producers" if silent and not self._book.out else "no_groups"
+        if self.strategy.max_uses != 1:
+            live = len(self._rows_of(adapter)) if adapter else self._state.live_totals().groups
+            if live or self._used_up_by_last_batch(adapter):
+                return "reuse_exhausted"
+        silent = self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
+        return "no_producers" if silent and not self._book.out_of(adapter) else "no_groups"
 
-    def _used_up_by_last_batch(self) -> bool:
+    def _used_up_by_last_batch(self, adapter: str) -> bool:
         """Say whether the newest batch used groups for the last time: there were groups, and reuse took them."""
         last = self._state.batches.get(self._state.next_step - 1)
         if last is None or self._state.max_uses is None:
             return False
         rows = self._state.index.rows_of(last.numbers)
+        if adapter:
+            rows = rows[self._state.index["adapter"][rows] == name_code(adapter)]
         return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
 
 
@@ -446,9 +562,10 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
     advantages(config.advantage, np.zeros(1))
     strategy = build_strategy(config.strategy.name, config.strategy.options)
     batch = config.batch
-    budget = Budget(batch.tokens_per_batch, batch.groups_per_batch, batch.seq_len)
     with reported(config.strategy.name):
-        strategy.check(budget, config.steps_per_publish, config.limits.max_tokens_live)
+        for adapter in config.policies:
+            budget = Budget(batch.tokens_per_batch, config.groups_per_batch_of(adapter), batch.seq_len)
+            strategy.check(budget, config.steps_per_publish_of(adapter), config.limits.max_tokens_live)
     spec = msgspec.structs.replace(config.strategy, options=msgspec.to_builtins(strategy.options))
     filters = [
         msgspec.structs.replace(one, options=msgspec.to_builtins(build_filter(one.name, one.options).options))

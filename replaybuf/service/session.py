@@ -13,7 +13,7 @@ from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRe
 from replaybuf.packing import MAX_RANKS
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.batches import Batches
-from replaybuf.service.door import Door
+from replaybuf.service.door import Door, check_adapter
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
 from replaybuf.strategy import Feedback
@@ -79,7 +79,8 @@ class Session:
                     step=step,
                     generation=state.generation + 1,
                     on_resume="redeliver" if redeliver else "resample",
-                    version=journal.config.version_of(step),
+                    version=0 if journal.config.adapters else journal.config.version_of(step),
+                    versions={name: state.version_at(step, name) for name in journal.config.adapters},
                     until=state.stored,
                     at_s=journal.clock(),
                 )
@@ -209,10 +210,8 @@ class Session:
         journal, state = self._journal, self._state
         async with journal.decision():
             self._batches.check_epoch(epoch)
-            if adapter not in state.published:
-                known = sorted(journal.config.adapters)
-                raise Invalid(f"adapter is {adapter!r}; the run has {known}", name="adapter", value=adapter)
-            published, newest = state.published[adapter], journal.config.version_of(state.step)
+            check_adapter(adapter, journal.config)
+            published, newest = state.published[adapter], state.version_at(state.step, adapter)
             if not published <= version <= newest:
                 why = "versions only grow" if version < published else "ack the steps before it first"
                 raise Conflict(
@@ -227,27 +226,29 @@ class Session:
                 )
                 await journal.append(record)
         await journal.notify()
-        return self.policy()
+        return self.policy(adapter)
 
-    def policy(self) -> dict[str, Any]:
-        """Render the published policy."""
+    def policy(self, adapter: str = "") -> dict[str, Any]:
+        """Render the published policy, with the version of an adapter where one is named."""
         return {
-            "version": self._state.published[""],
-            "weights_uri": self._state.weights_uri[""],
+            "version": self._state.published[adapter],
+            "weights_uri": self._state.weights_uri[adapter],
             "adapters": {name: version for name, version in self._state.published.items() if name},
             "generation": self._state.generation,
         }
 
-    async def policy_after(self, after: int | None, wait_s: float) -> dict[str, Any]:
-        """Return the policy once its version is above `after`, or when the wait is over."""
+    async def policy_after(self, after: int | None, wait_s: float, adapter: str = "") -> dict[str, Any]:
+        """Return the policy, or that of an adapter, once its version is above `after`, or when the wait is over."""
+        if adapter:
+            check_adapter(adapter, self._journal.config)
 
         async def attempt() -> dict[str, Any] | WaitingAnswer:
-            if after is None or self._state.published[""] > after:
-                return self.policy()
-            return self._selector.explain("awaiting_publication")
+            if after is None or self._state.published[adapter] > after:
+                return self.policy(adapter)
+            return self._selector.explain("awaiting_publication", adapter=adapter)
 
         outcome = await self._journal.until(attempt, wait_s)
-        return self.policy() if isinstance(outcome, WaitingAnswer) else outcome
+        return self.policy(adapter) if isinstance(outcome, WaitingAnswer) else outcome
 
     async def checkpoint(self, step: int, epoch: int, keep: int) -> dict[str, Any]:
         """Keep what the newest `keep` checkpoints may need; what is older may go. Raises `WrongStep`."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
+from replaybuf.errors import Invalid
 from replaybuf.flow import Ticket, TicketBook, TicketChange
 from replaybuf.index import Numbers
 from replaybuf.ledger import (
@@ -46,6 +47,9 @@ class VirtualRun:
     def __init__(self, config: RunConfig, ranks: int) -> None:
         self.now_s = 0.0
         resolved, strategy = resolve_config(config)
+        if config.adapters:
+            adapters = sorted(config.adapters)
+            raise Invalid(f"adapters is {adapters}; the simulator has one policy", name="adapters", value=adapters)
         self.state = RunState()
         self.book = TicketBook(config.tickets.ttl_s, config.tickets.max_attempts, config.tickets.prompts)
         self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s)
@@ -80,7 +84,7 @@ class VirtualRun:
 
     def take_tickets(self, count: int) -> list[Ticket]:
         """Issue up to `count` tickets, as far as the strategy admits more groups now. Raises `StrategyFault`."""
-        self.selector.last_asked_s = self.now_s
+        self.selector.last_asked_s[""] = self.now_s
         if self.state.state != "running" or self.book.used_up(""):
             return []
         capacity = self.selector.capacity()

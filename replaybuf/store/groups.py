@@ -56,9 +56,9 @@ class GroupCommands(Connection):
     """What is done with groups: stored once, read in bulk or one by one, their payloads kept or let go."""
 
     async def append(
-        self, run: str, groups: Sequence[ToAppend], published_version: int, now_s: float, token: str = ""
+        self, run: str, groups: Sequence[ToAppend], published: Mapping[str, int], now_s: float, token: str = ""
     ) -> list[Appended]:
-        """Store groups; returns once what is answered `stored` is durable.
+        """Store groups, with the published version by adapter; returns once what is answered `stored` is durable.
 
         With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
 
@@ -77,7 +77,8 @@ class GroupCommands(Connection):
         pipe = self._redis.pipeline(transaction=False)
         touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
         for key, item in zip(payload_keys, groups, strict=True):
-            numbers = entry_of(item.group, len(item.frame), item.crc32c, published_version, now_s)
+            version = published.get(item.group.adapter, 0)
+            numbers = entry_of(item.group, len(item.frame), item.crc32c, version, now_s)
             strings = EntryStrings(
                 item.group_id,
                 item.group.prompt_id,

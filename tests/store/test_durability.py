@@ -152,7 +152,7 @@ def test_nothing_acknowledged_is_lost_by_kills_of_an_everysec_server_with_waitao
         async def produce() -> None:
             for name in names:
                 try:
-                    await store.append("r", [to_append(name)], 0, time.time())
+                    await store.append("r", [to_append(name)], {"": 0}, time.time())
                 except ServiceUnavailable:
                     return
                 acknowledged.append(name)
@@ -184,13 +184,13 @@ def test_a_setting_weakened_under_a_running_service_is_not_taken_for_strict(tmp_
 
     async def work(store: Store) -> None:
         server.client.config_set("appendfsync", "everysec")
-        assert (await store.append("r", [to_append("a")], 0, time.time()))[0].stored
+        assert (await store.append("r", [to_append("a")], {"": 0}, time.time()))[0].stored
         server.client.config_set("appendonly", "no")
         with pytest.raises(NotDurable, match="refused WAITAOF"):
-            await store.append("r", [to_append("b")], 0, time.time())
+            await store.append("r", [to_append("b")], {"": 0}, time.time())
         assert store.unconfirmed == 1
         assert (await store.report()).durability == "relaxed"
-        assert not (await store.append("r", [to_append("b")], 0, time.time()))[0].stored
+        assert not (await store.append("r", [to_append("b")], {"": 0}, time.time()))[0].stored
 
     with Valkey(tmp_path / "v") as server:
         on(server, work)
@@ -206,7 +206,7 @@ def test_a_repeat_of_what_was_not_confirmed_waits_for_the_first_try(tmp_path: Pa
         token = str((await store.lead("r", "one", 60_000)).token)
         record = AckRecord(step=0, epoch=1)
         writes = (
-            lambda: store.append("r", [to_append("a")], 0, time.time()),
+            lambda: store.append("r", [to_append("a")], {"": 0}, time.time()),
             lambda: store.append_record("r", token, 1, record),
             lambda: store.change_tickets("r", token, drop=["t0-0-1"], counts={"returned": 1}),
             lambda: store.confirmed_ends("r"),
@@ -236,7 +236,7 @@ def test_a_full_server_keeps_no_payload_of_a_refused_append(tmp_path: Path) -> N
         group = to_append("big")
         big = [type(group)(group.group, f"b{n}", "", b"x" * 60_000, 0) for n in range(20)]
         with pytest.raises(NoRoom):
-            await store.append("full", big, 0, time.time())
+            await store.append("full", big, {"": 0}, time.time())
         assert list(server.client.scan_iter("rb:p:*")) == []
         await store.count("full", {"rejected:too_large": 2})
         await store.set_count("full", "freed_through", 7)

@@ -80,7 +80,7 @@ def test_a_data_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
             await embedded.start()
             store = await Store.open(embedded.url)
             try:
-                (result,) = await store.append("r", [to_append("a")], 0, time.time())
+                (result,) = await store.append("r", [to_append("a")], {"": 0}, time.time())
                 assert (result.stored, result.number) == (stored, 1)
             finally:
                 await store.close()
@@ -117,7 +117,7 @@ def test_a_server_that_died_on_a_full_disk_is_started_when_there_is_room(
         store = await Store.open(embedded.url, explain=lambda: embedded.trouble)
         watching = asyncio.create_task(embedded.watch())
         try:
-            await store.append("r", [to_append("a")], 0, time.time())
+            await store.append("r", [to_append("a")], {"": 0}, time.time())
             monkeypatch.setattr("shutil.disk_usage", lambda _: disk._replace(free=4096))
             kill_valkey(embedded)
             await refused(store, "is full: 4096 bytes are free, 16777216 are needed. Make room there")

@@ -48,7 +48,7 @@ def with_store(proxy: FaultyProxy, work: Callable[[Store], Awaitable[None]]) -> 
 
 async def append(store: Store, run: str, *ids: str) -> list[bool]:
     """Append groups; say which were stored by this very call."""
-    results = await store.append(run, [to_append(name) for name in ids], 0, time.time(), TOKEN_OF_NOBODY)
+    results = await store.append(run, [to_append(name) for name in ids], {"": 0}, time.time(), TOKEN_OF_NOBODY)
     return [result.stored for result in results]
 
 

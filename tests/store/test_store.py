@@ -54,8 +54,8 @@ def test_a_stored_payload_has_no_ttl_and_a_losers_payload_is_gone(server: Embedd
     """Of two appends of one id exactly one payload stays, for good."""
 
     async def work(store: Store) -> None:
-        first = await store.append("ttl", [to_append("a")], 0, time.time())
-        second = await store.append("ttl", [to_append("a"), to_append("b")], 0, time.time())
+        first = await store.append("ttl", [to_append("a")], {"": 0}, time.time())
+        second = await store.append("ttl", [to_append("a"), to_append("b")], {"": 0}, time.time())
         assert [result.stored for result in first + second] == [True, False, True]
         assert second[0].number == first[0].number
 
@@ -70,11 +70,11 @@ def test_a_repeat_saves_the_payload_of_an_attempt_that_died_after_publishing(ser
     """The TTL that the first attempt did not get to remove goes with the retry."""
 
     async def work(store: Store) -> None:
-        await store.append("saved", [to_append("a")], 0, time.time())
+        await store.append("saved", [to_append("a")], {"": 0}, time.time())
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             (key,) = client.scan_iter("rb:p:{saved:*")
             client.expire(key, 100)  # as the dead attempt left it
-            await store.append("saved", [to_append("a")], 0, time.time())
+            await store.append("saved", [to_append("a")], {"": 0}, time.time())
             assert client.ttl(key) == -1
 
     with_store(server, work)
@@ -84,7 +84,7 @@ def test_one_prompt_has_one_group_whatever_it_is_called(server: EmbeddedServer) 
     """Two groups of one ticket's prompt under different names: the second is a duplicate."""
 
     async def work(store: Store) -> None:
-        results = await store.append("prompt", [to_append("x", "p7"), to_append("y", "p7")], 0, time.time())
+        results = await store.append("prompt", [to_append("x", "p7"), to_append("y", "p7")], {"": 0}, time.time())
         assert [result.stored for result in results] == [True, False]
 
     with_store(server, work)
@@ -135,7 +135,7 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
                 client.config_set("maxmemory", 1)
             with pytest.raises(NoRoom):
-                await store.append("full", [to_append("a")], 0, time.time())
+                await store.append("full", [to_append("a")], {"": 0}, time.time())
             lease = await store.lead("full", "one", 5.0)
             assert lease.token is not None
             await store.append_record("full", lease.token, 1, AckRecord(step=0, epoch=1))
@@ -257,9 +257,9 @@ def test_a_group_that_an_older_leader_appends_is_refused(server: EmbeddedServer)
         new = (await store.lead("fenced", "two", 5.0, force=True)).token
         assert old and new
         with pytest.raises(NotLeader, match="the newest is 2:two"):
-            await store.append("fenced", [to_append("a")], 0, time.time(), old)
+            await store.append("fenced", [to_append("a")], {"": 0}, time.time(), old)
         for token, group_id in ((new, "b"), ("", "c")):
-            (result,) = await store.append("fenced", [to_append(group_id)], 0, time.time(), token)
+            (result,) = await store.append("fenced", [to_append(group_id)], {"": 0}, time.time(), token)
             assert result.stored
         assert (await store.ends("fenced")).group == 2
 

@@ -1,0 +1,237 @@
+"""Adapters over HTTP: several LoRA tenants in one run, each with its own batch, versions and progress."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from replaybuf.batch import read_batch
+from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_restart import same_state
+
+TWO = {"code": {"groups_per_batch": 1}, "math": {"groups_per_batch": 4}}
+
+
+def add(run: RunClient, adapter: str, numbers: range, version: int = 0) -> None:
+    """Append groups of 10 tokens for an adapter."""
+    results = run.append(*(group(f"{adapter}-{n}", version, adapter=adapter) for n in numbers))
+    assert {result["status"] for result in results} == {"stored"}, results
+
+
+def served(run: RunClient, step: int, epoch: int) -> dict[str, Any]:
+    """Get a batch, check that its rows and its record agree, and return the record."""
+    response = run.batch(step, epoch)
+    assert response.status_code == 200, response.text
+    body = read_batch(response.content)
+    record: dict[str, Any] = run.get(f"batches/{step}/record").json()
+    of_group = {entry["group_id"]: entry["adapter"] for entry in record["groups"]}
+    for adapter, row in zip(body.meta.adapters, body.micro_batches, strict=True):
+        names = {of_group[body.meta.group_ids[at]] for at in row.group_index.tolist()}
+        assert names == ({adapter} if adapter else set())
+    assert body.meta.adapters_completed == record["adapters_completed"]
+    assert record["tokens"] == sum(record["adapter_tokens"].values()) <= 30
+    return record
+
+
+def given(record: dict[str, Any]) -> list[tuple[str, int]]:
+    """Tell how many groups of whom a batch holds, in its order."""
+    return list(Counter(entry["adapter"] for entry in record["groups"]).items())
+
+
+def conserved(run: RunClient) -> None:
+    """Every group of the run and of each adapter stands in one place."""
+    state = run.state()
+    for groups in (state["groups"], *(adapter["groups"] for adapter in state["adapters"].values())):
+        places = groups["live"] + groups["in_batches"] + groups["retired"] + groups["dead_lettered"]
+        assert groups["stored"] == places + sum(groups["evicted"].values())
+    assert state["groups"]["stored"] == sum(one["groups"]["stored"] for one in state["adapters"].values())
+
+
+def put(run: RunClient, **config: Any) -> None:
+    """Create a run of two adapters whose batches hold 3 groups of 10 tokens."""
+    created = run.put(**{"batch": {"tokens_per_batch": 30, "seq_len": 16}, "adapters": TWO} | config)
+    assert created.status_code == 201, created.text
+
+
+def test_adapters_share_steps_in_turns_and_each_completes_its_own_batch(run: RunClient) -> None:
+    put(run)
+    add(run, "math", range(6))
+    add(run, "code", range(3))
+    epoch = run.attach()
+    first = served(run, 0, epoch)
+    assert given(first) == [("code", 1), ("math", 2)]
+    assert first["adapters_completed"] == {"code": 0}
+    assert first["adapters"]["math"] == {"step": 0, "version": 0, "groups": 2, "completed": False}
+    second = served(run, 1, epoch)  # math was cut: it is first now
+    assert given(second) == [("math", 2), ("code", 1)]
+    assert second["adapters_completed"] == {"math": 0, "code": 1}
+    state = run.state()["adapters"]
+    assert state["math"]["progress"] == {"step": 1, "groups": 0, "groups_per_batch": 4}
+    assert state["code"]["progress"] == {"step": 2, "groups": 0, "groups_per_batch": 1}
+    assert (state["math"]["step"], state["code"]["step"]) == (0, 0)
+    for step in (0, 1):
+        assert run.ack(step, epoch).status_code == 200
+    state = run.state()["adapters"]
+    assert (state["math"]["step"], state["code"]["step"]) == (1, 2)
+    conserved(run)
+
+
+def test_versions_of_an_adapter_count_its_own_steps(run: RunClient) -> None:
+    """Staleness, publication and the bound of both go by the adapter's own version."""
+    put(run, strategy={"name": "on-policy"}, batch={"tokens_per_batch": 30})
+    epoch = run.attach()
+    add(run, "code", range(2))
+    assert given(served(run, 0, epoch)) == [("code", 1)]
+    early = run.post("policy", epoch=epoch, version=1, adapter="code")
+    assert (early.status_code, early.json()["bound"]) == (409, [0, 0])
+    assert run.ack(0, epoch).status_code == 200
+    assert run.post("policy", epoch=epoch, version=1, adapter="math").status_code == 409
+    waiting = run.batch(1, epoch).json()
+    assert (waiting["reason"], waiting["adapter"]) == ("no_producers", "math")
+    assert run.state()["adapters"]["code"]["waiting"]["reason"] == "awaiting_publication"
+    assert run.state()["adapters"]["code"]["groups"]["evicted"] == {"too_stale": 1}
+    published = run.post("policy", epoch=epoch, version=1, adapter="code", weights_uri="file:///code-1").json()
+    assert published["adapters"] == {"code": 1, "math": 0}
+    assert run.get("policy", adapter="code", after=0).json()["weights_uri"] == "file:///code-1"
+    add(run, "code", range(2, 3), version=1)
+    assert run.append(group("early", 1, adapter="math"))[0]["reason"] == "version_above_published"
+    assert [entry["staleness"] for entry in served(run, 1, epoch)["groups"]] == [0]
+    conserved(run)
+
+
+def test_what_names_no_adapter_of_the_run_is_refused_with_those_it_has(run: RunClient) -> None:
+    put(run)
+    epoch = run.attach()
+    for adapter in ("", "poetry"):
+        refused = run.append(group("g", adapter=adapter))[0]
+        assert (refused["status"], refused["reason"]) == ("rejected", "unknown_adapter")
+        assert "['code', 'math']" in refused["detail"]
+        for answer in (
+            run.post("tickets", producer="p", count=1, adapter=adapter),
+            run.post("policy", epoch=epoch, version=0, adapter=adapter),
+        ):
+            assert (answer.status_code, answer.json()["bound"]) == (422, ["code", "math"])
+    assert run.get("policy", adapter="poetry").status_code == 422
+    assert run.state()["groups"]["stored"] == 0
+
+
+def test_tickets_are_admitted_by_the_adapters_own_window_and_supply(run: RunClient) -> None:
+    """Two own batches are open before the first publication; the supply of one ends without the other's."""
+    adapters = {"code": {"groups_per_batch": 1, "prompts": 1}, "math": {"groups_per_batch": 4}}
+    put(run, adapters=adapters, batch={"tokens_per_batch": 4000, "seq_len": 16})
+    math = run.post("tickets", producer="p", count=100, adapter="math").json()
+    assert [ticket["prompt_index"] for ticket in math["tickets"]] == list(range(8))
+    assert run.post("tickets", producer="p", count=1, adapter="math").json()["waiting"]["reason"] == "rate_limited"
+    code = run.post("tickets", producer="p", count=100, adapter="code").json()
+    assert [ticket["ticket"] for ticket in code["tickets"]] == ["code/t0-0-1-1"]
+    denied = run.post("tickets", producer="p", count=1, adapter="code").json()["waiting"]
+    assert (denied["reason"], denied["blocked_on"]) == ("finished", "producers")
+    stored = run.append(group(None, adapter="code", ticket=code["tickets"][0]["ticket"]))
+    assert stored == [{"group_id": "code/p0", "status": "stored"}]
+    assert run.state()["adapters"]["code"]["tickets_out"] == 0
+    assert run.state()["adapters"]["math"]["tickets_out"] == 8
+
+
+def test_the_run_ends_when_the_supplies_of_all_adapters_have(run: RunClient) -> None:
+    put(run, adapters={name: {"groups_per_batch": 1, "prompts": 1} for name in ("code", "math")})
+    epoch = run.attach()
+    for step, adapter in enumerate(("code", "math")):
+        ticket = run.post("tickets", producer="p", count=1, adapter=adapter).json()["tickets"][0]["ticket"]
+        run.append(group(None, adapter=adapter, ticket=ticket))
+        assert given(served(run, step, epoch)) == [(adapter, 1)]
+        assert run.ack(step, epoch).status_code == 200
+        run.post("policy", epoch=epoch, version=1, adapter=adapter)
+    assert run.batch(2, epoch).status_code == 410
+    assert run.state()["state"] == "finished"
+
+
+@pytest.mark.parametrize("on_resume", ["redeliver", "resample"])
+def test_a_rewind_restores_progress_turn_and_versions_of_each_adapter(run: RunClient, on_resume: str) -> None:
+    put(run, strategy={"options": {"max_staleness": 3}})
+    add(run, "math", range(8))
+    add(run, "code", range(6))
+    epoch = run.attach()
+    before, records = [], []
+    for step in range(4):
+        before.append(run.state()["adapters"])
+        records.append(served(run, step, epoch))
+        assert run.ack(step, epoch).status_code == 200
+        for adapter, own in records[-1]["adapters_completed"].items():
+            assert run.post("policy", epoch=epoch, version=own + 1, adapter=adapter).status_code == 200
+    lost = before[3]["code"]["published_version"]
+    add(run, "code", range(10, 11), version=lost)
+    epoch = run.attach(resume_step=1, on_resume=on_resume)
+    state = run.state()["adapters"]
+    for name in TWO:
+        assert state[name]["step"] == before[1][name]["step"]
+        assert state[name]["published_version"] == before[1][name]["published_version"]
+    assert state["code"]["groups"]["evicted"] == {"lost_lineage": 1}
+    if on_resume == "resample":
+        assert [state[name]["progress"] for name in TWO] == [before[1][name]["progress"] for name in TWO]
+    conserved(run)
+    for step in (1, 2, 3):
+        again = served(run, step, epoch)
+        assert run.ack(step, epoch).status_code == 200
+        assert [entry["group_id"] for entry in again["groups"]] == [e["group_id"] for e in records[step]["groups"]]
+        assert again["adapters"] == records[step]["adapters"]
+    conserved(run)
+
+
+def test_a_killed_service_goes_on_with_the_same_turn_and_bytes(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """kill -9 between two parts of one own batch; then after a checkpoint."""
+    run = connect(own_service.url, "r")
+    put(run, strategy={"options": {"max_staleness": 3}})
+    add(run, "math", range(8))
+    add(run, "code", range(6))
+    epoch = run.attach()
+    served(run, 0, epoch)
+    body, before = run.batch(0, epoch).content, run.state()
+    own_service.kill()
+    own_service.start()
+    run = connect(own_service.url, "r")
+    assert same_state(before, run.state())
+    assert run.batch(0, epoch).content == body
+    assert given(served(run, 1, epoch)) == [("math", 2), ("code", 1)]
+    for step in (0, 1):
+        assert run.ack(step, epoch).status_code == 200
+    assert run.post("checkpoints", epoch=epoch, step=2).status_code == 200
+    before = run.state()
+    own_service.kill()
+    own_service.start()
+    run = connect(own_service.url, "r")
+    assert same_state(before, run.state())
+    assert given(served(run, 2, epoch)) == [("math", 3)]  # behind code, which was served last
+    conserved(run)
+
+
+def test_an_adapter_without_groups_holds_nobody_up(run: RunClient) -> None:
+    put(run, strategy={"options": {"max_staleness": 9}})
+    add(run, "code", range(5))
+    add(run, "math", range(3))
+    epoch = run.attach()
+    for step in range(5):
+        record = served(run, step, epoch)
+        assert given(record)[0] == ("code", 1) or record["adapters"]["math"]["groups"] == 2
+        run.ack(step, epoch)
+        run.post("policy", epoch=epoch, version=record["adapters_completed"].get("code", 0) + 1, adapter="code")
+    conserved(run)
+
+
+def test_metrics_tell_the_adapters_apart(run: RunClient) -> None:
+    put(run)
+    add(run, "math", range(4))
+    epoch = run.attach()
+    served(run, 0, epoch)
+    text = run.http.get("/metrics").text
+    for line in (
+        f'replaybuf_adapter_groups_stored_total{{adapter="math",run="{run.run}"}} 4.0',
+        f'replaybuf_adapter_tokens_used_total{{adapter="math",run="{run.run}"}} 30.0',
+        f'replaybuf_adapter_groups_given{{adapter="math",run="{run.run}"}} 3.0',
+        f'replaybuf_adapter_groups_live{{adapter="code",run="{run.run}"}} 0.0',
+    ):
+        assert line in text
