@@ -42,6 +42,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no batch or no ticket: the reason, what is there, what is needed, who is waited for.
 
     `blocked_on` is `producers`, `trainer`, `operator` or `nothing`; ask again after `retry_after_s` seconds.
+    `adapter`: the one that is nearest to a batch, where the run has any.
     """
 
     reason: str
@@ -50,6 +51,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     blocked_on: str = "nothing"
     retry_after_s: float = 0.5
     detail: str | None = None
+    adapter: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,11 +245,13 @@ class RunCalls:
 
     # ------------------------------------------------------------------ producer
 
-    def get_policy(self, after: int | None = None, wait_ms: int = 0) -> Exchange[Policy]:
-        """Return the published version; with `after`, wait up to `wait_ms` for a newer one than that."""
+    def get_policy(self, after: int | None = None, wait_ms: int = 0, adapter: str = "") -> Exchange[Policy]:
+        """Return the published version, of an adapter; with `after`, wait up to `wait_ms` for a newer one than that."""
         params: dict[str, str | int] = {"wait_ms": wait_ms}
         if after is not None:
             params["after"] = after
+        if adapter:
+            params["adapter"] = adapter
         return _read((yield Request(method="GET", path="/policy", params=params, wait_ms=wait_ms)), Policy)
 
     def take_tickets(self, producer: str, count: int, adapter: str = "", wait_ms: int = 0) -> Exchange[Tickets]:

@@ -21,7 +21,7 @@ from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import check_prompts, load_environment
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.preflight import check_fit, check_group_size, wait_for_run
+from replaybuf.generator.preflight import check_adapter, check_fit, check_group_size, wait_for_run
 from replaybuf.generator.prompts import Prompts, read_prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ class GenerateOptions:
     tokenizer: Path
     max_tokens: int
     group_size: int | None
+    adapter: str
     temperature: float
     seed: int | None
     shuffle: bool
@@ -69,6 +70,7 @@ def generate(
     tokenizer: Path,
     max_tokens: int,
     group_size: int | None = None,
+    adapter: str = "",
     temperature: float = 1.0,
     seed: int | None = None,
     shuffle: bool = True,
@@ -123,8 +125,10 @@ def generate(
         Longest time scoring one group may take, in seconds.
     start_timeout_s
         How long to wait for service, run and engines at start, in seconds.
+    adapter
+        LoRA adapter of the run to generate for: its tickets, its published version. Needed where a run has adapters.
     model
-        Name the engines must serve the model by; the first they serve by default.
+        Name the engines must serve the model by; by default that of the adapter, else the first they serve.
     logprobs_mode
         What the engines were started with; written into every group.
     compress
@@ -145,6 +149,7 @@ def generate(
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         group_size=group_size,
+        adapter=adapter,
         temperature=temperature,
         seed=seed,
         shuffle=shuffle,
@@ -191,7 +196,12 @@ async def _generate(options: GenerateOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     servers = [
-        VllmEngine(url, timeout_s=options.engine_timeout_s, model=options.model, logprobs_mode=options.logprobs_mode)
+        VllmEngine(
+            url,
+            timeout_s=options.engine_timeout_s,
+            model=options.model or options.adapter or None,
+            logprobs_mode=options.logprobs_mode,
+        )
         for url in options.engines
     ]
     engine = Fleet(servers)
@@ -210,6 +220,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
     environment = load_environment(options.environment)
     check_prompts(environment, read, options.prompts)
     facts = await wait_for_run(client, options.start_timeout_s)
+    check_adapter(options.adapter, facts)
     group_size = check_group_size(options.group_size, facts)
     await engine.prepare(options.start_timeout_s)
     check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, max_model_len=engine.max_model_len)
@@ -222,6 +233,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
         tokenizer,
         DaemonOptions(
             producer=options.producer,
+            adapter=options.adapter,
             sampling=Sampling(
                 n=group_size,
                 max_tokens=options.max_tokens,

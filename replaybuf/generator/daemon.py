@@ -47,13 +47,15 @@ _EARLY_ANSWER = 0.9
 class DaemonOptions:
     """How to generate.
 
-    `producer` names this process to the service, `advantage` an estimator of `replaybuf.advantages`; `metadata` goes
-    into every group, `compress` says whether frames are compressed. `poll_wait_ms`: how long the service may hold a
-    call for tickets or the policy, short enough that a stop can wait for the answer and give its tickets back.
+    `producer` names this process to the service, `adapter` whose groups it makes ("" = of a run without adapters),
+    `advantage` an estimator of `replaybuf.advantages`; `metadata` goes into every group, `compress` says whether frames
+    are compressed. `poll_wait_ms`: how long the service may hold a call for tickets or the policy, short enough that a
+    stop can wait for the answer and give its tickets back.
     """
 
     producer: str
     sampling: Sampling
+    adapter: str = ""
     advantage: str = "grpo"
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_inflight_groups: int = 64
@@ -87,7 +89,9 @@ class Daemon:
         self._options = options
         self._stages = Stages(stages, options.sampling.n) if stages else None
         self._flight = Flight(client)
-        self._delivery = Delivery(self._flight, poll_wait_ms=options.poll_wait_ms, compress=options.compress)
+        self._delivery = Delivery(
+            self._flight, poll_wait_ms=options.poll_wait_ms, compress=options.compress, adapter=options.adapter
+        )
         self._generating = 0
         self._faults_in_a_row = 0
         self._denied: str | None = None
@@ -153,7 +157,8 @@ class Daemon:
         asked_s, count = clock(), self._room
         try:
             answer = await flight.patiently(
-                "tickets", lambda: flight.client.take_tickets(options.producer, count, wait_ms=options.poll_wait_ms)
+                "tickets",
+                lambda: flight.client.take_tickets(options.producer, count, options.adapter, options.poll_wait_ms),
             )
         except RunFinished:
             flight.no_more_tickets = True
@@ -212,6 +217,7 @@ class Daemon:
             temperature=options.sampling.temperature,
             advantage=options.advantage,
             metadata=options.metadata,
+            adapter=options.adapter,
         )
 
     def _count_fault(self, fault: EngineFault | RewardFault) -> None:

@@ -34,10 +34,11 @@ _UNKNOWN = -1
 class Delivery:
     """Brings groups into the buffer. `ready` and `held` are bounded by the slots of the flight."""
 
-    def __init__(self, flight: Flight, *, poll_wait_ms: int, compress: bool = False) -> None:
+    def __init__(self, flight: Flight, *, poll_wait_ms: int, compress: bool = False, adapter: str = "") -> None:
         self._flight = flight
         self._poll_wait_ms = poll_wait_ms
         self._compress = compress
+        self._adapter = adapter
         self._published = _UNKNOWN
         self._ready: deque[Work] = deque()
         self._held: list[Work] = []
@@ -134,7 +135,7 @@ class Delivery:
 
     async def _ask_policy(self) -> Policy:
         after = None if self._published == _UNKNOWN else self._published
-        return await self._flight.client.get_policy(after=after, wait_ms=self._poll_wait_ms)
+        return await self._flight.client.get_policy(after, self._poll_wait_ms, self._adapter)
 
     async def _rewound(self, how: str, works: Sequence[Work]) -> None:
         """Give back groups of versions that a rewind of the run took back: the same numbers will mean other weights."""

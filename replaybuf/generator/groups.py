@@ -24,6 +24,7 @@ def new_group(
     temperature: float,
     advantage: str,
     metadata: dict[str, Any],
+    adapter: str = "",
 ) -> Group:
     """Join what belongs together. Raises `RewardFault` where the rewards give no finite advantages."""
     rollouts = len(sample.completion_lengths)
@@ -36,6 +37,7 @@ def new_group(
         ticket=ticket.ticket,
         prompt_index=ticket.prompt_index,
         prompt_id=prompt.prompt_id,
+        adapter=adapter,
         policy_version=sample.policy_version,
         prompt_ids=np.tile(prompt.token_ids, rollouts),
         prompt_lengths=np.full(rollouts, len(prompt.token_ids), np.int32),

@@ -32,6 +32,15 @@ async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
     raise ReplaybufError("pauses never end")  # what the type checker cannot see
 
 
+def check_adapter(asked: str, facts: RunFacts) -> None:
+    """Raise `Invalid` where the run has no adapter of that name, or has adapters and none is named."""
+    if asked not in (facts.adapters or {"": {}}):
+        known = sorted(facts.adapters)
+        raise Invalid(
+            f"adapter is {asked!r}; the run has {known or 'no adapters'}", name="adapter", value=asked, bound=known
+        )
+
+
 def check_group_size(asked: int | None, facts: RunFacts) -> int:
     """Return how many rollouts a group has. Raises `Invalid` where nobody says it or the run says another number."""
     size = asked if asked is not None else facts.group_size

@@ -23,7 +23,7 @@ import torch
 from replaybuf.batch import Batch
 from replaybuf.client import Client
 from replaybuf.cost import cost_of
-from replaybuf.errors import ServiceUnavailable
+from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.reader import BatchReader, ReaderOptions
 from replaybuf_trainer.checkpoint import (
     TrainerState,
@@ -143,6 +143,14 @@ class Trainer:
         if checkpoint:
             load_optimizer(checkpoint, self._model, self._optimizer)
         state = self._retried(self._client.get_run)
+        adapters = sorted(state["config"]["adapters"])
+        if adapters:
+            raise Invalid(
+                f"run {options.run} has adapters {adapters}; this trainer trains whole models, without LoRA",
+                name="adapters",
+                value=adapters,
+                bound=[],
+            )
         self._steps_per_publish = int(state["config"]["steps_per_publish"])
         self._version = self._step // self._steps_per_publish
         attached = self._retried(
