@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import re
 import secrets
@@ -32,6 +31,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from measured import Measured
 
@@ -152,7 +152,7 @@ async def rate(append: Callable[[Group], Awaitable[object]], seconds: float) -> 
 
 def renamed(group: Group) -> Group:
     """Give a group a new id: making a whole one would be measured too."""
-    return dataclasses.replace(group, group_id=secrets.token_hex(8))
+    return msgspec.structs.replace(group, group_id=secrets.token_hex(8))
 
 
 async def ledger_ms(store: Store, seconds: float) -> list[float]:
