@@ -13,7 +13,6 @@ from replaybuf.flow import TicketBook
 from replaybuf.group import name_code
 from replaybuf.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.ledger import BatchRecord
-from replaybuf.rates import Measured
 from replaybuf.service.assembly import Assembled, completed
 from replaybuf.state import RunState
 from replaybuf.strategy import REASONS
@@ -145,7 +144,6 @@ def run_state(
     *,
     durability: str,
     rejected: dict[str, int],
-    rates: Measured,
     waits: WaitingAnswer | None,
     adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> dict[str, Any]:
@@ -175,7 +173,6 @@ def run_state(
         "staleness": {str(age): number for age, number in sorted(state.used_staleness.items())},
         "histograms": tallied.histograms,
         "coverage": tallied.coverage,
-        "rates": rates,
         "waiting": waits,
         "adapters": {name: adapter_state(name, state, book, why) for name, why in adapters_wait.items()},
         "checkpoints": state.checkpoints,

@@ -191,7 +191,6 @@ class Run:
             msgspec.to_builtins(self.journal.config),
             durability=self.durability,
             rejected=dict(self.door.rejected),
-            rates=self.measured,
             waits=self.selector.why_waiting(),
             adapters_wait={
                 name: self.selector.why_adapter_waits(name) for name in sorted(self.journal.config.adapters)

@@ -201,7 +201,7 @@ def test_a_group_with_a_ticket_is_held_at_the_bound_until_the_next_batch_lacks_i
     tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=4).json()["tickets"]]
     run.append(group(None, ticket=tickets[0]), group(None, ticket=tickets[1]))
     taken = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
-    limits = {"max_group_bytes": 2000, bound: max(2000, taken) if bound == "max_bytes_live" else taken + 4}
+    limits = {"max_group_bytes": 4000, bound: max(4000, taken) if bound == "max_bytes_live" else taken + 4}
     assert run.http.patch(run.path, json={"limits": limits}).status_code == 200
     big = [group(None, ticket=tickets[2], tokens=60), group(None, ticket=tickets[3], tokens=60)]
     refused = run.http.post(f"{run.path}/groups", json={"groups": big})
