@@ -43,7 +43,7 @@ class ScriptedService:
     def get_run(self) -> dict[str, Any]:
         """Tell the configuration."""
         self._called("get_run")
-        return {"config": {"steps_per_publish": self.steps_per_publish}}
+        return {"config": {"steps_per_publish": self.steps_per_publish, "adapters": {}}}
 
     def attach(self, *, resume_step: int, **_: Any) -> Attached:
         """Attach where asked for."""
