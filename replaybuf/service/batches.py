@@ -131,8 +131,8 @@ class Batches:
                     waits = await self._assemble_next()
                     if waits and self._state.next_step == self._state.step and self._selector.supply_ended(waits):
                         await self._finish()
-                        self._check_askable(step)
                     if waits:
+                        self._check_askable(step)  # the run may have been finished, here or meanwhile
                         return waits
         except StrategyFault:
             return self._selector.explain("paused")  # the decision that failed has paused the run
