@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replaybuf.config import AdapterSpec
 from replaybuf.group import name_code
-from replaybuf.index import IN_BATCHES, LIVE
+from replaybuf.index import FREED, IN_BATCHES, LIVE
 from replaybuf.ledger import (
     AckRecord,
     AdapterStep,
@@ -176,7 +176,7 @@ def told(state: RunState) -> dict[str, Any]:
         "published": (state.published, state.weights_uri, state.rewinds),
         "steps": (state.step, state.next_step, state.generation, state.checkpoints),
         "counts": (+state.evicted, +state.dead_lettered, state.retired, state.tallies),
-        "rows": {name: state.index[name].tolist() for name in state.index.columns},
+        **{f"row {name}": state.index[name][state.index["state"] != FREED].tolist() for name in state.index.columns},
         "failed": state.failed_prompts,
     }
 
