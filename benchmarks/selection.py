@@ -150,7 +150,7 @@ def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
         return sorted(rows, key=lambda row: row["policy_version"])[:BATCH]
 
     def plain_fifo() -> list[Row]:
-        return sorted(rows, key=lambda row: row["last_step"])[:BATCH]
+        return sorted(rows, key=lambda row: (row["last_step"], row["policy_version"]))[:BATCH]
 
     def plain_together() -> list[Row]:
         of_prompt: dict[float, list[Row]] = {}

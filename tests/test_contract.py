@@ -24,7 +24,7 @@ from replaybuf.strategy import (
     fill,
 )
 from replaybuf.testing import ClosedLoop, FilterContract, StrategyContract, check_filter, check_progress, check_strategy
-from replaybuf.testing.loop import BUDGETS
+from replaybuf.testing.loop import BUDGETS, Progress
 from tests.builders import steady
 
 STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -74,9 +74,8 @@ def test_a_built_in_goes_on_and_trains_prompts_that_take_50_times_longer(name: s
         [
             ("one-step-off-policy", {}),
             ("replay", {"max_uses": 1, "order": "fifo"}),
-            ("replay", {"max_uses": 3}),
+            ("replay", {"max_uses": 3, "order": "fifo"}),
             ("replay", {"max_uses": 3, "order": "newest"}),
-            ("replay", {"max_uses": 2, "order": "prioritized", "fresh_fraction": 0.25}),
         ]
     ),
     st.integers(2, 6),
@@ -91,12 +90,40 @@ def test_prompts_that_take_50_times_longer_are_trained_as_long_as_they_come_in_t
     """For any k: a group may take up to k - 1 steps, so that it arrives with a step left. Its chance is at least half
     of what groups have that take a 50th of that, and no use is staler than k.
     """
+    progress = with_slow_prompts(strategy, k, part, budget, seed)
+    assert progress.share(slow=True) >= 0.5 * progress.share(slow=False) > 0.3
+
+
+@given(
+    st.sampled_from(
+        [
+            ("replay", {"max_uses": 3}),
+            ("replay", {"max_uses": 2, "order": "prioritized", "fresh_fraction": 0.25}),
+        ]
+    ),
+    st.integers(2, 6),
+    st.floats(0.1, 1.0),
+    st.sampled_from(BUDGETS),
+    st.integers(0, 99),
+)
+@settings(steady, max_examples=12)
+def test_drawing_at_random_gives_prompts_that_take_50_times_longer_the_chance_of_the_draws_they_are_there_for(
+    strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int
+) -> None:
+    """Who arrives with a step left is in one draw, which takes u of the k + 1 batches that the window holds."""
+    progress = with_slow_prompts(strategy, k, part, budget, seed)
+    one_draw = min(1.0, strategy[1]["max_uses"] / (k + 1))
+    assert progress.share(slow=True) >= 0.5 * one_draw * progress.share(slow=False) > 0.1
+
+
+def with_slow_prompts(strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int) -> Progress:
+    """Train 40 steps at staleness k with prompts that take `part` of k - 1 steps; neither stop nor exceed k."""
     name, options = strategy
     build = build_strategy(name, options | {"max_staleness": k})
     progress = ClosedLoop(build, budget, seed, slow_s=part * (k - 1)).run(40)
     assert progress.steps == 40
     assert progress.staleness.max() <= k
-    assert progress.share(slow=True) >= 0.5 * progress.share(slow=False) > 0.3
+    return progress
 
 
 FILTER_OPTIONS: list[tuple[str, dict[str, Any]]] = [

@@ -21,7 +21,7 @@ from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Stra
 from replaybuf.testing import ClosedLoop
 from replaybuf_strategies import composition, draws
 from replaybuf_strategies.composition import Mix, by_prompt
-from replaybuf_strategies.draws import Propensity, drawn
+from replaybuf_strategies.draws import Propensity, ascending, drawn
 from replaybuf_strategies.reuse import Limiter
 from tests.builders import buffer_view, live_groups, steady
 
@@ -149,6 +149,23 @@ def test_a_run_in_which_it_would_wait_for_ever_is_refused(
 def test_fifo_is_a_queue_that_a_used_group_joins_anew() -> None:
     groups = shown(6, last_step=[9, -1, 8, -1, 9, 8], times_sampled=[1, 0, 1, 0, 1, 1])
     assert select(replay(order="fifo"), groups) == [2, 4, 3, 6]
+
+
+def test_in_a_queue_a_group_stands_where_its_generation_began() -> None:
+    """One that took long is not behind those that were begun later: it would be too stale before its turn."""
+    groups = shown(6, policy_version=[5, 5, 3, 4, 3, 5], last_step=[-1, -1, 9, -1, -1, -1])
+    assert select(replay(order="fifo"), groups) == [5, 4, 1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(-1, 12), st.integers(0, 12)), max_size=60))
+@steady
+def test_ascending_is_a_stable_sort_by_each_column_in_turn(rows: list[tuple[int, int]]) -> None:
+    """Also where there are more pairs of values than are looked for one by one."""
+    columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [np.empty(0, np.int32)] * 2
+    whole = np.concatenate([*ascending(*columns), np.empty(0, np.int64)]).tolist()
+    assert whole == sorted(range(len(rows)), key=lambda at: rows[at])
+    one = np.concatenate([*ascending(columns[0]), np.empty(0, np.int64)]).tolist()
+    assert one == sorted(range(len(rows)), key=lambda at: rows[at][0])
 
 
 def test_newest_takes_what_was_stored_last() -> None:

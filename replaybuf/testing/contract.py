@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import StrategyFault
 from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
@@ -56,27 +57,45 @@ def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
     _check_bounds(build())
     strategy = build()
 
-    @settings(derandomize=True, deadline=None, max_examples=examples, database=None, suppress_health_check=_HEALTH)
-    @given(scenes(strategy.max_staleness, strategy.max_uses))
-    def over_random_buffers(scene: Scene) -> None:
+    def keeps_the_rules(scene: Scene) -> None:
         for rule in (_selects_what_is_possible, _selects_the_same_again, _evicts_rightly, _admits_within_bounds):
             rule(build, scene)
 
-    over_random_buffers()
+    _over_random_buffers(keeps_the_rules, scenes(strategy.max_staleness, strategy.max_uses), examples)
 
 
 def check_filter(build: BuildFilter, examples: int = 60) -> None:
     """Hold a filter to every rule, over `examples` random buffers. Raises `StrategyFault` naming the rule."""
 
-    @settings(derandomize=True, deadline=None, max_examples=examples, database=None, suppress_health_check=_HEALTH)
-    @given(scenes(None, None))
-    def over_random_buffers(scene: Scene) -> None:
-        _drops_rightly(build, scene)
-
-    over_random_buffers()
+    _over_random_buffers(lambda scene: _drops_rightly(build, scene), scenes(None, None), examples)
 
 
-_HEALTH = tuple(HealthCheck)
+def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy[Scene], examples: int) -> None:
+    """Check so many of the buffers. Raises the `StrategyFault` of the smallest one found to break a rule.
+
+    What answers by chance does not break the same rule twice: then Hypothesis tells a group of what it saw, and the
+    first fault in it is raised.
+    """
+    run = settings(
+        derandomize=True,
+        deadline=None,
+        max_examples=examples,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=tuple(HealthCheck),
+    )(given(buffers)(check))
+    try:
+        run()
+    except ExceptionGroup as seen:
+        faults = seen.subgroup(StrategyFault)
+        if faults is None:
+            raise
+        raise _first(faults) from seen
+
+
+def _first(group: BaseExceptionGroup[StrategyFault]) -> StrategyFault:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _rule(kept: bool, rule: str, value: object) -> None:

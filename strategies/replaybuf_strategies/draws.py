@@ -7,6 +7,8 @@ looked at, so that choosing 512 of a million does not touch the million.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy.typing as npt
 from replaybuf.strategy import Groups
 
 Positions = npt.NDArray[np.int64]
+Column = npt.NDArray[np.integer]
 Pieces = Iterator[Positions]
 May = Callable[[Groups], npt.NDArray[np.bool_]]
 
@@ -53,32 +56,50 @@ class Propensity:
         return float((min(float(largest), _LARGEST) + FLOOR) ** self.exponent)
 
 
-def ascending(values: npt.NDArray[np.integer]) -> Pieces:
-    """Order positions by value, equal ones as they stand: `argsort(values, kind="stable")`, in pieces.
+def ascending(*columns: Column) -> Pieces:
+    """Order positions by the first column, equal ones by the next, at last as they stand: a stable sort, in pieces.
 
-    One value after the other, for as long as a batch asks: there are few policy versions within a staleness window,
-    and most batches are full within the oldest. What is left after `_PASSES` values is sorted at once.
+    One pass over the columns for each tuple of values, for as long as a batch asks: there are few policy versions
+    within a staleness window, and most batches are full within the oldest. What `_PASSES` leave is sorted at once.
     """
-    value = int(values.min()) if len(values) else None
-    passes = 0
-    while value is not None and passes < _PASSES:
-        for start in range(0, len(values), _LONG_PIECE):
-            yield np.flatnonzero(values[start : start + _LONG_PIECE] == value) + start
-        larger = values[values > value]
-        value = int(larger.min()) if len(larger) else None
-        passes += 1
-    if value is not None:
-        rest = np.flatnonzero(values >= value)
-        yield rest[np.argsort(values[rest], kind="stable")]
+    tuples = _tuples(columns)
+    for values in itertools.islice(tuples, _PASSES):
+        for start in range(0, len(columns[0]), _LONG_PIECE):
+            equal = (
+                column[start : start + _LONG_PIECE] == value for column, value in zip(columns, values, strict=True)
+            )
+            yield np.flatnonzero(functools.reduce(np.logical_and, equal)) + start
+    following = next(tuples, None)
+    if following is None:
+        return
+    later = np.ones(len(columns[0]), bool)
+    for column, value in zip(reversed(columns), reversed(following), strict=True):
+        later = (column > value) | ((column == value) & later)
+    rest = np.flatnonzero(later)
+    yield rest[np.lexsort([column[rest] for column in reversed(columns)])]
 
 
-def least_recently_used(groups: Groups, may: May) -> Pieces:
-    """Go through the groups as through a queue that a used group joins anew: by last use (never first), then storing.
+def _tuples(columns: tuple[Column, ...]) -> Iterator[tuple[int, ...]]:
+    """Go through what the columns' values could make, ascending, also what no position has."""
+    if not columns:
+        yield ()
+        return
+    larger = columns[0]
+    while len(larger):
+        value = int(larger.min())
+        for others in _tuples(columns[1:]):
+            yield value, *others
+        larger = larger[larger > value]
 
-    By storing alone the oldest groups would use up all their uses before anybody else's turn came, and what arrived
-    meanwhile would become too stale.
+
+def first_in_first_out(groups: Groups, may: May) -> Pieces:
+    """Go through the groups as through a queue that a used group joins anew: by last use (never first), then by the
+    version that began them, then by storing.
+
+    By storing alone the oldest would use up all their uses before anybody else's turn came, and a group that took long
+    to generate would stand behind younger ones until it is too stale.
     """
-    for piece in ascending(groups.last_step):
+    for piece in ascending(groups.last_step, groups.policy_version):
         yield piece[may(groups.take(piece))]
 
 

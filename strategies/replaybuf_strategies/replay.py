@@ -24,7 +24,7 @@ from replaybuf.strategy import (
     too_few,
 )
 from replaybuf_strategies.composition import Composed, Composition, Rules, beginning, by_prompt
-from replaybuf_strategies.draws import May, Pieces, Propensity, drawn, least_recently_used, newest_first
+from replaybuf_strategies.draws import May, Pieces, Propensity, drawn, first_in_first_out, newest_first
 from replaybuf_strategies.reuse import Limiter, Reuse
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -44,7 +44,7 @@ class ReplayOptions(StrategyOptions, frozen=True):
     """Options of `replay`; null = unbounded or off. Options that contradict each other raise `Invalid`.
 
     - `max_uses` (u), `max_staleness` (m): bounds of a group's uses and of its staleness at use
-    - `order`: at random, by last use and then storing (`fifo`), from the newest back, or at random by priority, with
+    - `order`: at random, by last use and then age (`fifo`), from the newest back, or at random by priority, with
       `priority` as x: p = x ** `exponent` (alpha); `importance` (beta) makes weights of it
     - `fresh_fraction` (f): least share of a batch's groups that were never used
     - `cooldown` (c): steps that a group rests after a use
@@ -266,7 +266,7 @@ class Replay(Strategy[ReplayOptions]):
     def _pieces(self, groups: Groups, may: May, rng: np.random.Generator, wanted: int) -> Pieces:
         order = self.options.order
         if order == "fifo":
-            return least_recently_used(groups, may)
+            return first_in_first_out(groups, may)
         if order == "newest":
             return newest_first(groups, may)
         return drawn(groups, may, self._propensity if order == "prioritized" else None, rng, wanted)
