@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -89,6 +90,7 @@ class Service:
         self._history_groups = history_groups
         self._clock = clock
         self._opening = asyncio.Lock()
+        self._added = asyncio.Event()
 
     # ------------------------------------------------------------------ runs
 
@@ -162,6 +164,7 @@ class Service:
         run.durability = self.report.durability if self.report else "relaxed"
         run.trimming.kept_groups = self._history_groups
         self.runs[run.name] = run
+        self._added.set()
 
     # ------------------------------------------------------------------ who leads
 
@@ -261,11 +264,20 @@ class Service:
 
     async def _follow(self) -> None:
         """Take in what is new in the streams: what producers wrote directly, and what the leader decided."""
-        if not self.runs:
-            await asyncio.sleep(TICK_S)
-            return
+        self._added.clear()
         known = {name: run.journal.ends for name, run in self.runs.items()}
-        for name in await self.store.wait_for_entries(known, FOLLOW_TIMEOUT_S):
+        if not known:
+            await self._added.wait()
+            return
+        news = asyncio.create_task(self.store.wait_for_entries(known, FOLLOW_TIMEOUT_S))
+        added = asyncio.create_task(self._added.wait())
+        try:
+            await asyncio.wait((news, added), return_when=asyncio.FIRST_COMPLETED)
+            # The streams of a run that was added are not among those that are read: begin anew, with them.
+            names = await news if news.done() else []
+        finally:
+            await ended([task for task in (news, added) if not task.done()])
+        for name in names:
             if name in self.runs:
                 await self._work(self.runs[name], self.runs[name].take_in)
 
@@ -295,7 +307,7 @@ class Service:
             run.durability = self.report.durability
 
 
-async def ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks that run for ever until each has ended: a library on their way may swallow a cancellation."""
     left = set(tasks)
     while left:

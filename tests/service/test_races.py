@@ -12,12 +12,16 @@ import pytest
 
 from replaybuf.config import BatchSpec, RunConfig
 from replaybuf.errors import Fenced
+from replaybuf.frame import encode_frame, stored_checksum
 from replaybuf.group import group_from_json
+from replaybuf.service import service
+from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.bodies import Part
 from replaybuf.service.door import Incoming
 from replaybuf.service.run import Run
+from replaybuf.service.service import Service
 from replaybuf.service.session import AttachRequest
-from replaybuf.store import EmbeddedServer, Store
+from replaybuf.store import EmbeddedServer, Store, ToAppend
 from tests.builders import rollout, wire_group
 
 _names = itertools.count()
@@ -142,3 +146,38 @@ def test_a_follower_that_looks_does_not_take_over_before_it_has_seen_all(server:
 async def _take_once_leading(run: Run, leading: asyncio.Task[None]) -> None:
     await leading
     assert len((await run.door.take_tickets("me", 1, "", 0.0))["tickets"]) == 1
+
+
+def test_groups_written_to_redis_are_seen_at_once_in_a_run_that_was_just_made(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read that waits for news of older runs does not name the streams of this one: it is begun anew."""
+    monkeypatch.setattr(service, "FOLLOW_TIMEOUT_S", 60.0)
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        followed = Service(store, url="http://here", embedded=True)
+        await followed.start()
+        try:
+            async with followed.working():
+                for name in ("older", "newer"):
+                    run, _ = await followed.create(f"{name}-{next(_names)}", RunConfig(batch=BatchSpec()))
+                    group = group_from_json(wire_group(rollout(), group_id=name))
+                    frame = encode_frame(group)
+                    ready = ToAppend(group, name, "", frame, stored_checksum(frame))
+                    await store.append(run.name, [ready], {"": 0}, time.time())
+                    await eventually_stored(run)
+        finally:
+            await followed.stop()
+            await store.close()
+
+    asyncio.run(main())
+
+
+async def eventually_stored(run: Run) -> None:
+    """Wait until a group is known."""
+
+    async def stored() -> bool | WaitingAnswer:
+        return True if run.state.stored else run.selector.explain("no_groups")
+
+    assert await run.journal.until(stored, 10.0) is True
