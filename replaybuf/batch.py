@@ -322,10 +322,14 @@ def _fill_tokens(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank:
         end += tokens
     np.concatenate(ids, out=out["input_ids"])
     np.concatenate(positions, out=out["position_ids"])
-    ones = np.concatenate(masks, out=out["loss_mask"]).astype(np.float32)
-    np.multiply(out["advantages"], ones, out=out["advantages"])
+    np.concatenate(masks, out=out["loss_mask"])
     for name, values in logprobs.items():
-        np.multiply(np.concatenate(values, out=out[name]), ones, out=out[name])
+        np.concatenate(values, out=out[name])
+    if np.count_nonzero(out["loss_mask"]) < sum(piece.completion_tokens for piece in row):
+        # Where all completion tokens were sampled this would change nothing and costs a tenth of the body.
+        ones = out["loss_mask"].astype(np.float32)
+        for name in ("advantages", *logprobs):
+            np.multiply(out[name], ones, out=out[name])
 
 
 def _split_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:
