@@ -30,16 +30,15 @@ from typing import Any
 
 import httpx
 import numpy as np
+from groups import random_group
 from served import Served
 
 from replaybuf.batch import read_batch
 from replaybuf.client import Client
-from replaybuf.group import Group
 
 SEQ_LEN = 8192
 ROLLOUTS = 8
 MEAN_TOKENS = 1024
-PROMPT_TOKENS = 128
 CONTROL_CALLS = 300
 STREAM_BYTES = 64_000_000
 RUN = "bench"
@@ -77,7 +76,12 @@ def measure(url: str, client: Client, tokens: int, ranks: int, streams: int) -> 
     rng = np.random.default_rng(0)
     groups = int((STEPS + 1) * tokens / (ROLLOUTS * MEAN_TOKENS) * 1.15)
     for start in range(0, groups, 16):
-        client.append([random_group(rng, number) for number in range(start, min(start + 16, groups))])
+        client.append(
+            [
+                random_group(rng, number, rollouts=ROLLOUTS, mean_tokens=MEAN_TOKENS, longest=SEQ_LEN)
+                for number in range(start, min(start + 16, groups))
+            ]
+        )
     epoch = client.attach(dp_world_size=ranks).epoch
     idle = control_calls(url)
     ready = measure_ready(client, epoch, ranks)
@@ -99,30 +103,6 @@ def measure(url: str, client: Client, tokens: int, ranks: int, streams: int) -> 
         "ready_s": ready,
         "batch_mb": sum(map(len, bodies)) / 1e6,
     }
-
-
-def random_group(rng: np.random.Generator, number: int) -> Group:
-    """Draw a group of 8 rollouts with lognormal lengths."""
-    lengths = np.clip(rng.lognormal(np.log(MEAN_TOKENS * 0.85), 0.6, ROLLOUTS), PROMPT_TOKENS + 16, SEQ_LEN)
-    completion = (lengths - PROMPT_TOKENS).astype(np.int32)
-    c = int(completion.sum())
-    spans = np.zeros((ROLLOUTS, 4), np.int32)
-    spans[:, 0], spans[:, 3] = np.arange(ROLLOUTS), completion
-    return Group(
-        group_id=f"g{number}",
-        prompt_id=f"p{number}",
-        policy_version=0,
-        prompt_ids=rng.integers(0, 150_000, PROMPT_TOKENS * ROLLOUTS).astype(np.int32),
-        prompt_lengths=np.full(ROLLOUTS, PROMPT_TOKENS, np.int32),
-        completion_ids=rng.integers(0, 150_000, c).astype(np.int32),
-        completion_lengths=completion,
-        completion_mask=np.ones(c, np.bool_),
-        inference_logprobs=-rng.random(c).astype(np.float32),
-        rewards=rng.random(ROLLOUTS),
-        version_spans=spans,
-        temperatures=np.ones(ROLLOUTS, np.float32),
-        finish_reasons=("stop",) * ROLLOUTS,
-    )
 
 
 # ---------------------------------------------------------------------- control calls

@@ -18,10 +18,14 @@ STOP_TIMEOUT_S = 60.0
 
 
 class Served:
-    """One `replaybuf serve` with an embedded Valkey in `folder`; `kill` leaves the Valkey to the next one."""
+    """One `replaybuf serve` with an embedded Valkey in `folder`; `kill` leaves the Valkey to the next one.
 
-    def __init__(self, folder: Path) -> None:
+    `options` are further words of its command line.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
+        self.options = options
         self.url = ""
         self.started_s = 0.0
         self._process: subprocess.Popen[str] | None = None
@@ -46,6 +50,7 @@ class Served:
     def start(self) -> Served:
         """Start, wait until it says where it listens, and note in `started_s` how long that took."""
         command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(self.folder)]
+        command += self.options
         begun = time.monotonic()
         log = (self.folder.parent / "serve.log").open("a")
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
@@ -65,6 +70,17 @@ class Served:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
 
+    @property
+    def redis_url(self) -> str:
+        """Address of its Valkey."""
+        return f"unix://{self.folder}/valkey.sock"
+
+    @property
+    def redis_pid(self) -> int:
+        """Process id of its Valkey."""
+        with self.redis() as client:
+            return int(client.info("server")["process_id"])
+
     def redis(self) -> redis.Redis:
         """Connect to its Valkey."""
         return redis.Redis(unix_socket_path=str(self.folder / "valkey.sock"))
@@ -79,6 +95,11 @@ class Served:
         """Seconds of CPU, user and system, that the service took so far, without its Valkey."""
         times = self._running().cpu_times()
         return float(times.user + times.system)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the service."""
+        return int(self._running().pid)
 
     def _running(self) -> psutil.Process:
         if self._process is None:

