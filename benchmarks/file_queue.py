@@ -20,14 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from groups import one_rank_body
 from measured import Measured
 
-from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch
 from replaybuf.client import Attached, Client, Ticket, Waiting
 from replaybuf.demo import story
 from replaybuf.demo.folder import Folder
@@ -41,7 +40,6 @@ from replaybuf.generator.prompts import Prompts, read_prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf.group import Group
-from replaybuf.packing import pack
 
 WARM_UP_STEPS = 5
 """Steps that are not counted: processes start, caches fill."""
@@ -134,44 +132,8 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
             await asyncio.sleep(POLL_S)
         first = step * story.GROUPS_PER_BATCH
         groups = await asyncio.gather(*(generate(first + n) for n in range(story.GROUPS_PER_BATCH)))
-        put(batch_file(folder, step), bytes(body(step, groups)))
+        put(batch_file(folder, step), bytes(one_rank_body(groups, step, story.SEQ_LEN)))
     await engine.aclose()
-
-
-def body(step: int, groups: Sequence[Group]) -> bytearray:
-    """Pack groups into the body of a batch, as the service would for one rank."""
-    used = [
-        BatchGroup(group=group, index=n, staleness=step - group.policy_version, times_sampled=1)
-        for n, group in enumerate(groups)
-    ]
-    segments = [Segment(entry, n) for entry in used for n in range(entry.group.rollouts)]
-    lengths = np.concatenate([group.lengths for group in groups])
-    rows = [[segments[item] for item in row] for row in pack(lengths, story.SEQ_LEN, 1)[0]]
-    tokens, loss_tokens = int(lengths.sum()), sum(int(group.completion_mask.sum()) for group in groups)
-    meta = BatchMeta(
-        run="queue",
-        step=step,
-        generation=0,
-        batch_id=str(step),
-        digest="",
-        dp_rank=0,
-        dp_world_size=1,
-        version=step,
-        strategy="",
-        options={},
-        micro_batches=len(rows),
-        adapters=[""] * len(rows),
-        group_ids=[str(n) for n in range(len(groups))],
-        tokens=tokens,
-        padding=0,
-        loss_tokens=loss_tokens,
-        rollouts=len(segments),
-        batch_tokens=tokens,
-        batch_loss_tokens=loss_tokens,
-        batch_rollouts=len(segments),
-        batch_groups=len(groups),
-    )
-    return encode_batch(meta, rows)
 
 
 class FileQueue:
