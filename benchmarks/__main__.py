@@ -4,7 +4,7 @@
     python benchmarks --only selection --repeats 21
 
 Alone a benchmark takes its own options and, without any, its own defaults; all together they take short ones, under
-five minutes on two cores. `soak.py` takes hours and runs by itself.
+six minutes on two cores. `soak.py` takes hours and runs by itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ SHORT = {
     "rebuild": ["--groups", "100000", "--repeats", "3"],
     "delivery": ["--tokens", "200000", "--ranks", "4"],
     "direct": ["--tokens", "200000", "--ranks", "4", "--steps", "2", "--settle-s", "1"],
+    "path": ["--rounds", "2", "--steps", "2"],
+    "growth": ["--sizes", "2", "--repeats", "2"],
+    "bodies": ["--rounds", "5"],
     "file_queue": ["--steps", "25"],
 }
 """Benchmarks by the name of their file, and the options that make them short."""
