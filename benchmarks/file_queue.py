@@ -145,7 +145,7 @@ class FileQueue:
 
     def get_run(self) -> dict[str, Any]:
         """Tell the part of the configuration that the trainer reads."""
-        return {"config": {"steps_per_publish": 1}}
+        return {"config": {"steps_per_publish": 1, "adapters": {}}}
 
     def attach(self, **_: Any) -> Attached:
         """Take anybody as the trainer."""

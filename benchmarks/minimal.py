@@ -1,12 +1,14 @@
 """The least that brings groups from producers to a trainer through Redis and HTTP: the reference of `path.py`.
 
 What one writes by hand in an hour: a producer SETs a payload and XADDs its key, the server XREADs keys, MGETs payloads
-and answers them one after another, the trainer makes arrays of the bytes. Nothing is checked, deduplicated, decided,
+and answers them one after another, the trainer makes arrays of the bytes. Or the server puts them into the arrays of a
+micro-batch and answers those, so that the trainer has nothing left to do. Nothing is checked, deduplicated, decided,
 written down, packed, or served again the same; whatever dies, dies.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
@@ -28,6 +30,15 @@ COLUMNS = (
     ("advantages", np.float64),
     ("completion_mask", np.bool_),
 )
+LAID_OUT = (
+    ("input_ids", np.int32),
+    ("position_ids", np.int32),
+    ("loss_mask", np.bool_),
+    ("inference_logprobs", np.float32),
+    ("advantages", np.float32),
+    ("cu_seqlens", np.int32),
+)
+"""What `lay_out` makes, in its order."""
 KEYS_AT_ONCE = 64
 """Payloads of one MGET: some 8 MB."""
 
@@ -75,6 +86,23 @@ def lay_out(groups: Sequence[Arrays]) -> Arrays:
     return laid_out | {"cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32)}
 
 
+def arrays_to_bytes(arrays: Arrays) -> bytes:
+    """Write arrays one after another, behind their sizes."""
+    sizes = [array.nbytes for array in arrays.values()]
+    return b"".join([struct.pack(f"<{len(sizes)}Q", *sizes), *arrays.values()])
+
+
+def arrays_from_bytes(body: bytes) -> Arrays:
+    """Read them as views."""
+    at = struct.calcsize(f"<{len(LAID_OUT)}Q")
+    arrays = {}
+    sizes = struct.unpack_from(f"<{len(LAID_OUT)}Q", body)
+    for (name, dtype), size in zip(LAID_OUT, sizes, strict=True):
+        arrays[name] = np.frombuffer(body, dtype, size // np.dtype(dtype).itemsize, at)
+        at += size
+    return arrays
+
+
 async def append(client: aioredis.Redis, stream: str, groups: Sequence[Group]) -> None:
     """Store groups, each by SET and XADD, all in one pipeline."""
     pipe = client.pipeline(transaction=False)
@@ -86,7 +114,10 @@ async def append(client: aioredis.Redis, stream: str, groups: Sequence[Group]) -
 
 
 def serve(redis_url: str, port: int) -> None:
-    """Answer `/STREAM/STEP?groups=N` with the payloads of N groups; runs until it is killed."""
+    """Answer `/STREAM/STEP?groups=N` with the payloads of N groups, `&laid_out=1` with the arrays of a micro-batch.
+
+    Runs until it is killed.
+    """
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -109,7 +140,10 @@ def serve(redis_url: str, port: int) -> None:
         payloads: list[bytes] = []
         for start in range(0, wanted, KEYS_AT_ONCE):
             payloads += await client.mget(names[start : start + KEYS_AT_ONCE])
-        return Response(b"".join(payloads))
+        body = b"".join(payloads)
+        if "laid_out" not in request.query_params:
+            return Response(body)
+        return Response(await asyncio.to_thread(lambda: arrays_to_bytes(lay_out(list(read_groups(body))))))
 
     app = Starlette(routes=[Route("/{stream}/{step:int}", batch)])
     uvicorn.run(app, host="127.0.0.1", port=port, http="httptools", loop="uvloop", log_level="warning")

@@ -5,6 +5,7 @@
 - minimal: `minimal.py`, the hand-written path, the reference: the trainer gets views of the groups as they came.
 - minimal, laid out: the same, and the trainer puts the rollouts into the arrays that a batch of replaybuf holds (ids,
   positions, mask, logprobs, advantages, cu_seqlens), in one row: what it would have to do anyway.
+- minimal, served laid out: the server does that, and answers those arrays, as replaybuf does.
 - replaybuf, Redis: producers append through the store, as those do that write to Redis themselves.
 - replaybuf, HTTP: producers append through the service.
 
@@ -61,8 +62,10 @@ PRODUCERS, GROUPS_PER_APPEND = 4, 8
 SEQ_LEN = 16_384
 TIMEOUT_S = 120.0
 TARGET = 0.8
-MINIMAL, LAID_OUT, BY_REDIS, BY_HTTP = "minimal", "minimal, laid out", "replaybuf, Redis", "replaybuf, HTTP"
-SIDES = (MINIMAL, LAID_OUT, BY_REDIS, BY_HTTP)
+MINIMAL, LAID_OUT, SERVED = "minimal", "minimal, laid out", "minimal, served laid out"
+BY_REDIS, BY_HTTP = "replaybuf, Redis", "replaybuf, HTTP"
+REFERENCES, OURS = (MINIMAL, LAID_OUT, SERVED), (BY_REDIS, BY_HTTP)
+SIDES = REFERENCES + OURS
 FIGURES = ("end to end", "stored", "delivered")
 PROCESSES = ("producer", "valkey", "server", "trainer")
 
@@ -110,7 +113,7 @@ def main() -> None:
 
 def report_target(level: str, seen: dict[tuple[str, str], list[float]]) -> None:
     """Say how the end-to-end ratio of each round stands to its target."""
-    for side, reference in itertools.product((BY_REDIS, BY_HTTP), (MINIMAL, LAID_OUT)):
+    for side, reference in itertools.product(OURS, REFERENCES):
         ours, theirs = seen["end to end", side], seen["end to end", reference]
         ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
         print(
@@ -160,22 +163,27 @@ class Trial:
 
     def run(self, side: str, name: str) -> tuple[Seconds, Seconds]:
         """Train `steps` batches by this way; return seconds, and seconds of processor time by process."""
-        if side in (MINIMAL, LAID_OUT):
-            return self._by_minimal(name, side == LAID_OUT)
+        if side in REFERENCES:
+            return self._by_minimal(name, side)
         return self._by_replaybuf(name, side)
 
-    def _by_minimal(self, name: str, laid_out: bool) -> tuple[Seconds, Seconds]:
+    def _by_minimal(self, name: str, side: str) -> tuple[Seconds, Seconds]:
         count = self.steps * self.groups
         with httpx.Client(base_url=self.least.url, timeout=TIMEOUT_S, headers={"accept-encoding": "identity"}) as http:
 
             def train() -> None:
                 for step in range(self.steps):
-                    reply = http.get(f"/{name}/{step}", params={"groups": self.groups})
-                    arrays = list(minimal.read_groups(reply.content))
-                    if laid_out:
-                        minimal.lay_out(arrays)
-                    if len(arrays) != self.groups:
-                        raise RuntimeError(f"{len(arrays)} groups of {self.groups}")
+                    asked = {"groups": self.groups} | ({"laid_out": 1} if side == SERVED else {})
+                    body = http.get(f"/{name}/{step}", params=asked).content
+                    if side == SERVED:
+                        rollouts = len(minimal.arrays_from_bytes(body)["cu_seqlens"]) - 1
+                    else:
+                        groups = list(minimal.read_groups(body))
+                        rollouts = sum(len(group["rewards"]) for group in groups)
+                        if side == LAID_OUT:
+                            minimal.lay_out(groups)
+                    if rollouts != self.groups * ROLLOUTS:
+                        raise RuntimeError(f"{rollouts} rollouts of {self.groups * ROLLOUTS}")
 
             told = self._timed((MINIMAL, self.served.redis_url, name, count, self.level), train, self.least.pid)
         with self.served.redis() as client:
