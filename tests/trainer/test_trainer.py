@@ -285,12 +285,38 @@ def test_a_real_run_is_trained_to_its_end(
     assert [line.step for line in lines(tmp_path / "train.jsonl")] == list(range(STEPS))
 
 
+def test_a_run_with_adapters_is_refused_before_it_is_attached_to(
+    run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
+) -> None:
+    """The command ends with exit code 1 and names them; no epoch is taken."""
+    adapters = {name: {"groups_per_batch": 1} for name in ("math", "code")}
+    assert run.put(batch={"tokens_per_batch": 512, "seq_len": 64}, adapters=adapters).status_code == 201
+    with train_command(run, engine, tmp_path, models) as process:
+        assert process.wait(TIMEOUT_S) == 1
+    last = (tmp_path / "train.log").read_text().splitlines()[-1]
+    assert last.startswith("replaybuf: ") and "has adapters ['code', 'math']" in last and "without LoRA" in last
+    assert run.state()["epoch"] == 0
+    assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+
 @contextlib.contextmanager
 def trainer_process(
     run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
 ) -> Iterator[subprocess.Popen[str]]:
     """Run `replaybuf train` on a run without groups, once it says that it waits; gone when the block ends."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64})
+    with train_command(run, engine, tmp_path, models) as process:
+        log = tmp_path / "train.log"
+        eventually(lambda: "reason=" in log.read_text() or process.poll() is not None, TIMEOUT_S)
+        assert process.poll() is None, log.read_text()
+        yield process
+
+
+@contextlib.contextmanager
+def train_command(
+    run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Run `replaybuf train`, its output in `train.log`; gone when the block ends."""
     given = {
         "--url": str(run.http.base_url),
         "--run": run.run,
@@ -303,8 +329,6 @@ def trainer_process(
     log = tmp_path / "train.log"
     with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, text=True) as process:
         try:
-            eventually(lambda: "reason=" in log.read_text() or process.poll() is not None, TIMEOUT_S)
-            assert process.poll() is None, log.read_text()
             yield process
         finally:
             process.kill()
