@@ -17,9 +17,11 @@ from pathlib import Path
 
 SHORT = {
     "selection": ["--repeats", "5"],
+    "packing": ["--rollouts", "512", "4096", "--ranks", "8", "512", "--repeats", "3"],
+    "frames": ["--rounds", "7"],
     "durability": ["--rounds", "2", "--seconds", "1"],
     "rebuild": ["--groups", "100000", "--repeats", "3"],
-    "delivery": ["--tokens", "200000", "--ranks", "4"],
+    "delivery": ["--tokens", "200000", "--ranks", "4", "--rounds", "1"],
     "direct": ["--tokens", "200000", "--ranks", "4", "--steps", "2", "--settle-s", "1"],
     "path": ["--rounds", "2", "--steps", "2"],
     "growth": ["--sizes", "2", "--repeats", "2"],

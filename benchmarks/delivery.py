@@ -1,9 +1,9 @@
 """Delivery of batch bodies: control calls while bodies stream, bodies against a bare server, from ready to arrays.
 
-    python benchmarks/delivery.py --tokens 1000000 --ranks 8 --json delivery.json
+    python benchmarks/delivery.py --tokens 1000000 --ranks 8
 
-- Control: p50 and p99 of `GET run` and of ticket requests, one after the other on one connection: idle, while bodies
-  stream (at least 64 MB in all), and a bare server in the same two states.
+- Control: p50 and p99 of 300 `GET run` and ticket requests a round, one after the other on one connection: idle, while
+  bodies stream (at least 64 MB in all), and a bare server in the same two states.
 - Streaming: MB/s of those fetches against a bare uvicorn + starlette application in a process of its own that answers
   the same bytes to the same clients, in the same run.
 - Ready: seconds from the moment the trainer may ask for the next batch to the arrays of all its ranks, with time to
@@ -14,23 +14,20 @@ Clients and servers share the machine; the clients that stream are processes of 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
-import os
-import platform
 import socket
 import statistics
-import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 from groups import random_group
+from measured import Measured, Target
 from served import Served
 
 from replaybuf.batch import read_batch
@@ -43,30 +40,38 @@ CONTROL_CALLS = 300
 STREAM_BYTES = 64_000_000
 RUN = "bench"
 STEPS = 6
-ROUNDS, ROUND_S = 3, 1.0
+ROUND_S = 1.0
 TRAINING_S = 3.0
+SERVICE, BARE = "service", "bare server"
+CONTROL_P99_MS = 5.0
+"""Wanted of control calls while bodies stream, at most."""
+OUTCOMES = {"miss": "not prepared", "partial": "partly prepared", "hit": "prepared"}
+"""How the batch of a step was made, as the metric has it and as it is told."""
+
+Sides = dict[str, list[float]]
 
 
 def main() -> None:
-    """Measure, print, and write the figures as JSON where asked."""
+    """Measure, print, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--streams", type=int, default=2, help="processes that fetch bodies at the same time")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="of control calls and streaming")
     given = parser.parse_args()
+    packages = ["numpy", "uvicorn", "starlette", "httpx"]
+    told = Measured("delivery", reference=BARE, packages=packages, settings=vars(given))
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
         with Client(served.url, RUN, timeout_s=120.0) as client:
-            figures = measure(served.url, client, given.tokens, given.ranks, given.streams)
-        figures["rss_mb"] = served.rss_bytes / 1e6
-    figures |= {"tokens": given.tokens, "ranks": given.ranks, "streams": given.streams, "machine": machine()}
-    tell(figures)
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+            epoch = fill(client, given.tokens, given.ranks)
+            take_ready(told, client, epoch, given.ranks)
+            take_streams(told, served.url, epoch, given)
+        told.take("resident", {SERVICE: [served.rss_bytes / 1e6]}, unit="MB")
+    told.save()
 
 
-def measure(url: str, client: Client, tokens: int, ranks: int, streams: int) -> dict[str, Any]:
-    """Fill a run, and measure all three things on it."""
+def fill(client: Client, tokens: int, ranks: int) -> int:
+    """Store the groups of all steps; return the epoch of a trainer that attached."""
     client.put_run(
         {
             "batch": {"tokens_per_batch": tokens, "seq_len": SEQ_LEN},
@@ -82,34 +87,38 @@ def measure(url: str, client: Client, tokens: int, ranks: int, streams: int) -> 
                 for number in range(start, min(start + 16, groups))
             ]
         )
-    epoch = client.attach(dp_world_size=ranks).epoch
-    idle = control_calls(url)
-    ready = measure_ready(client, epoch, ranks)
-    paths = [f"/v1/runs/{RUN}/batches/{STEPS - 1}?epoch={epoch}&dp_rank={rank}" for rank in range(ranks)]
-    bodies = [httpx.get(url + path, headers={"accept-encoding": "identity"}).content for path in paths]
-    _, during = stream(url, paths, streams, lambda: control_calls(url))
-    rates: dict[str, list[float]] = {"service": [], "bare": []}
-    with BareServer(bodies) as bare_url:
-        bare_paths = [f"/{rank}" for rank in range(ranks)]
-        bare_idle = control_calls(bare_url, "/")
-        _, bare_during = stream(bare_url, bare_paths, streams, lambda: control_calls(bare_url, "/"))
-        for _ in range(ROUNDS):
-            rates["service"].append(stream(url, paths, streams, lambda: time.sleep(ROUND_S))[0])
-            rates["bare"].append(stream(bare_url, bare_paths, streams, lambda: time.sleep(ROUND_S))[0])
-    service, bare = (statistics.median(rates[name]) for name in ("service", "bare"))
-    return {
-        "control_ms": {"idle": idle, "streaming": during, "bare idle": bare_idle, "bare streaming": bare_during},
-        "stream_mb_s": {"service": service, "bare": bare, "ratio": service / bare, "rounds": rates},
-        "ready_s": ready,
-        "batch_mb": sum(map(len, bodies)) / 1e6,
-    }
+    return client.attach(dp_world_size=ranks).epoch
 
 
 # ---------------------------------------------------------------------- control calls
 
 
-def control_calls(url: str, path: str | None = None) -> dict[str, float]:
-    """Time state and ticket requests, one after the other; in ms."""
+def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace) -> None:
+    """Take control calls, idle and while bodies stream, and MB/s of bodies, service and bare server in turns."""
+    paths = [f"/v1/runs/{RUN}/batches/{STEPS - 1}?epoch={epoch}&dp_rank={rank}" for rank in range(given.ranks)]
+    bodies = [httpx.get(url + path, headers={"accept-encoding": "identity"}).content for path in paths]
+    told.take("one batch", {"bodies of all ranks": [sum(map(len, bodies)) / 1e6]}, unit="MB")
+    control: dict[str, Sides] = defaultdict(lambda: {SERVICE: [], BARE: []})
+    rates: Sides = {SERVICE: [], BARE: []}
+    with BareServer(bodies) as bare_url:
+        sides = {SERVICE: (url, paths, None), BARE: (bare_url, [f"/{rank}" for rank in range(given.ranks)], "/")}
+        for _ in range(given.rounds):
+            for side, (base, own, path) in sides.items():
+                idle = control_calls(base, path)
+                _, streaming = stream(base, own, given.streams, lambda base=base, path=path: control_calls(base, path))
+                rates[side].append(stream(base, own, given.streams, lambda: time.sleep(ROUND_S))[0])
+                for state, took in {"idle": idle, "while bodies stream": streaming}.items():
+                    cuts = statistics.quantiles(took, n=100)
+                    control[f"control calls, {state}: p50"][side].append(cuts[49])
+                    control[f"control calls, {state}: p99"][side].append(cuts[98])
+    for what, found in control.items():
+        bound = [Target("median", "at most", CONTROL_P99_MS)] if "stream: p99" in what else []
+        told.take(what, found, unit="ms", targets={SERVICE: bound})
+    told.take("bodies", rates, unit="MB/s")
+
+
+def control_calls(url: str, path: str | None = None) -> list[float]:
+    """Time state and ticket requests, or requests of a path, one after the other; in ms."""
     took = []
     with httpx.Client(base_url=url, timeout=30.0) as http:
         http.get(path or f"/v1/runs/{RUN}")
@@ -120,8 +129,7 @@ def control_calls(url: str, path: str | None = None) -> dict[str, float]:
             else:
                 http.post(f"/v1/runs/{RUN}/tickets", json={"producer": "bench", "count": 1}).raise_for_status()
             took.append((time.perf_counter() - begun) * 1e3)
-    cuts = statistics.quantiles(took, n=100)
-    return {"p50": cuts[49], "p99": cuts[98], "max": max(took)}
+    return took
 
 
 # ---------------------------------------------------------------------- streaming
@@ -204,30 +212,30 @@ def serve_bare(bodies: list[bytes], port: int) -> None:
 # ---------------------------------------------------------------------- from ready to arrays
 
 
-def measure_ready(client: Client, epoch: int, ranks: int) -> dict[str, dict[str, float]]:
+def take_ready(told: Measured, client: Client, epoch: int, ranks: int) -> None:
     """Train `STEPS` steps; every other time the service has the time of a training step to prepare the next batch."""
-    took: dict[str, list[tuple[float, float]]] = {}
+    answered: Sides = defaultdict(list)
+    arrays: Sides = defaultdict(list)
     before = prepared(client)
     for step in range(STEPS):
         begun = time.perf_counter()
         first = fetch(client, step, epoch, 0)
-        answered = time.perf_counter() - begun
-        arrays = [first, *(fetch(client, step, epoch, rank) for rank in range(1, ranks))]
-        whole = time.perf_counter() - begun
-        if sum(len(row.input_ids) for batch in arrays for row in batch.micro_batches) <= 0:
+        first_s = time.perf_counter() - begun
+        batches = [first, *(fetch(client, step, epoch, rank) for rank in range(1, ranks))]
+        all_s = time.perf_counter() - begun
+        if sum(len(row.input_ids) for batch in batches for row in batch.micro_batches) <= 0:
             raise RuntimeError("no tokens")
         after = prepared(client)
-        (outcome,) = [name for name in after if after[name] > before.get(name, 0)]
-        took.setdefault(outcome, []).append((answered, whole))
+        (outcome,) = [OUTCOMES[name] for name in after if after[name] > before.get(name, 0)]
+        answered[outcome].append(first_s * 1e3)
+        arrays[outcome].append(all_s * 1e3)
         before = after
         if step % 2:
             time.sleep(TRAINING_S)
         client.ack(step, epoch)
         client.publish_policy(step + 1, epoch)
-    return {
-        outcome: {"first_rank": min(a for a, _ in times), "all_ranks": min(b for _, b in times), "steps": len(times)}
-        for outcome, times in took.items()
-    }
+    for what, sides in {"first rank answered": answered, "arrays of all ranks": arrays}.items():
+        told.take(f"from ready to: {what}", sides, unit="ms", reference=OUTCOMES["miss"])
 
 
 def fetch(client: Client, step: int, epoch: int, rank: int) -> Any:
@@ -245,28 +253,5 @@ def prepared(client: Client) -> dict[str, float]:
     return {line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-# ---------------------------------------------------------------------- telling
-
-
-def machine() -> str:
-    """Describe machine and versions."""
-    parts = (f"{name} {version(name)}" for name in ("numpy", "uvicorn", "starlette", "httpx"))
-    load = os.getloadavg()[0]
-    return f"{os.cpu_count()} CPUs (load {load:.1f}), Python {platform.python_version()}, {', '.join(parts)}"
-
-
-def tell(figures: dict[str, Any]) -> None:
-    """Print the figures."""
-    print(figures["machine"])
-    print(f"batch of {figures['tokens']:,} tokens, {figures['batch_mb']:.1f} MB over {figures['ranks']} ranks")
-    for name, times in figures["control_ms"].items():
-        print(f"control, {name:15} p50 {times['p50']:6.2f} ms   p99 {times['p99']:6.2f} ms   max {times['max']:.2f}")
-    rates = figures["stream_mb_s"]
-    print(f"bodies  {rates['service']:.0f} MB/s, bare {rates['bare']:.0f} MB/s, ratio {rates['ratio']:.2f}")
-    for outcome, times in figures["ready_s"].items():
-        print(f"ready, {outcome:8} first rank {times['first_rank']:.3f} s   all arrays {times['all_ranks']:.3f} s")
-    print(f"service {figures['rss_mb']:.0f} MB resident")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

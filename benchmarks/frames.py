@@ -1,24 +1,17 @@
 """Frames against msgspec with Python lists, the encoding that prime-rl uses, measured in turns in the same run.
 
-    python benchmarks/frames.py --rounds 41 --json frames.json
+    python benchmarks/frames.py --rounds 41
 
 A group of 8 rollouts of 2,048 tokens (256 of them prompt). The reference writes one msgspec struct of lists per rollout
 (ids and masks of prompt and completion, logprobs, advantage, reward; prime-rl's own has a temperature per token beside)
-and reads it back to numpy arrays. Each figure is processor time, the median over the rounds with the least and the
-largest; a ratio is the median of the ratios within a round.
+and reads it back to numpy arrays. Times are processor time of the thread; zstd is timed on single columns beside.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 
 import crc32c
 import msgspec
@@ -26,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 import zstandard
+from measured import Measured, Target
 
 from replaybuf.columns import COMPRESSION_LEVEL
 from replaybuf.frame import decode_frame, encode_frame
@@ -34,9 +28,15 @@ from replaybuf.group import Group
 ROLLOUTS, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 256, 1792
 VOCABULARY = 151_936
 PHRASES, PHRASE_TOKENS, IN_PHRASES = 400, 12, 0.6
-TARGETS = {"encode": 40, "decode": 200, "size": 0.7}
+LISTS, FRAME = "lists", "frame"
+FASTER = {"encode": 40, "decode": 200}
+"""How many times faster than lists a frame is wanted to be."""
+SIZE = 0.7
+"""Of the bytes of lists, at most."""
 
 Ids = npt.NDArray[np.int32]
+Timed = tuple[Callable[[], object], int]
+"""A call, and how often it is made in a round."""
 
 
 class Sample(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -62,29 +62,20 @@ _decode_lists = msgspec.msgpack.Decoder(Samples).decode
 
 
 def main() -> None:
-    """Measure, print the table and write the JSON."""
+    """Measure, print, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    packages = ["numpy", "msgspec", "crc32c", "zstandard", "safetensors"]
+    told = Measured("frames", reference=LISTS, packages=packages, settings=vars(given))
     group = grpo_like_group(np.random.default_rng(0))
-    took = measure(cases(group), given.rounds)
-    report = {
-        "machine": {
-            "cpus": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "msgspec", "crc32c", "zstandard", "safetensors")},
-        },
-        "microseconds": {name: [statistics.median(us), min(us), max(us)] for name, us in took.items()},
-        "ratios": ratios(took) | {"size": len(encode_frame(group)) / len(encode_lists(group))},
-        "bytes": sizes(group),
-        "zstd": zstd_figures(group, given.rounds),
-        "targets": TARGETS,
-    }
-    show(report)
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    for what, calls in cases(group).items():
+        wanted = {FRAME: [Target("ratio", "at least", FASTER[what])]}
+        took = measure(calls, given.rounds)
+        told.take(what, took, unit="us", ratio="reference / it", targets=wanted)
+    told.take("size", sizes(group), unit="bytes", targets={FRAME: [Target("ratio", "at most", SIZE)]})
+    take_zstd(told, group, given.rounds)
+    told.save()
 
 
 def grpo_like_group(rng: np.random.Generator) -> Group:
@@ -162,8 +153,8 @@ def decode_lists(raw: bytes) -> list[tuple[npt.NDArray[np.generic], ...]]:
     ]
 
 
-def cases(group: Group) -> dict[str, tuple[Callable[[], object], int]]:
-    """Name what is measured, with how often in a round."""
+def cases(group: Group) -> dict[str, dict[str, Timed]]:
+    """Name what is measured, side by side, with how often in a round."""
     frame, packed, lists = encode_frame(group), encode_frame(group, compress=True), encode_lists(group)
     tensors = {
         name: value
@@ -172,25 +163,29 @@ def cases(group: Group) -> dict[str, tuple[Callable[[], object], int]]:
     }
     saved = safetensors.numpy.save(tensors)
     return {
-        "lists: encode": (lambda: encode_lists(group), 4),
-        "lists: decode": (lambda: decode_lists(lists), 4),
-        "frame: encode": (lambda: encode_frame(group), 60),
-        "frame: decode": (lambda: decode_frame(frame), 60),
-        "frame: decode, unverified": (lambda: decode_frame(frame, verify=False), 60),
-        "frame: encode, zstd": (lambda: encode_frame(group, compress=True), 8),
-        "frame: decode, zstd": (lambda: decode_frame(packed), 8),
-        "safetensors: encode": (lambda: safetensors.numpy.save(tensors), 30),
-        "safetensors: decode": (lambda: safetensors.numpy.load(saved), 30),
-        "crc32c alone": (lambda: crc32c.crc32c(frame), 60),
-        "copy alone": (lambda: bytearray(frame), 60),
+        "encode": {
+            LISTS: (lambda: encode_lists(group), 4),
+            FRAME: (lambda: encode_frame(group), 60),
+            "frame, zstd": (lambda: encode_frame(group, compress=True), 8),
+            "safetensors": (lambda: safetensors.numpy.save(tensors), 30),
+            "crc32c alone": (lambda: crc32c.crc32c(frame), 60),
+            "copy alone": (lambda: bytearray(frame), 60),
+        },
+        "decode": {
+            LISTS: (lambda: decode_lists(lists), 4),
+            FRAME: (lambda: decode_frame(frame), 60),
+            "frame, unverified": (lambda: decode_frame(frame, verify=False), 60),
+            "frame, zstd": (lambda: decode_frame(packed), 8),
+            "safetensors": (lambda: safetensors.numpy.load(saved), 30),
+        },
     }
 
 
-def measure(named: dict[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, list[float]]:
-    """Time each case once per round, in microseconds per call; the first round, which warms caches, is not counted."""
-    took: dict[str, list[float]] = {name: [] for name in named}
+def measure(calls: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
+    """Time each call once per round, in microseconds; the first round, which warms caches, is not counted."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
-        for name, (call, times) in named.items():
+        for name, (call, times) in calls.items():
             started = time.thread_time()
             for _ in range(times):
                 call()
@@ -199,30 +194,17 @@ def measure(named: dict[str, tuple[Callable[[], object], int]], rounds: int) -> 
     return took
 
 
-def ratios(took: dict[str, list[float]]) -> dict[str, list[float]]:
-    """How many times faster than lists: median, least and largest over the rounds."""
-    found = {}
-    for name in ("encode", "decode", "decode, unverified", "encode, zstd", "decode, zstd"):
-        reference = took[f"lists: {name.partition(',')[0]}"]
-        by_round = [slow / fast for slow, fast in zip(reference, took[f"frame: {name}"], strict=True)]
-        found[name] = [statistics.median(by_round), min(by_round), max(by_round)]
-    for name in ("encode", "decode"):
-        by_round = [a / b for a, b in zip(took[f"lists: {name}"], took[f"safetensors: {name}"], strict=True)]
-        found[f"safetensors {name}"] = [statistics.median(by_round), min(by_round), max(by_round)]
-    return found
-
-
-def sizes(group: Group) -> dict[str, int]:
+def sizes(group: Group) -> dict[str, list[int]]:
     """Bytes of the group in each form."""
     return {
-        "lists": len(encode_lists(group)),
-        "frame": len(encode_frame(group)),
-        "frame, zstd": len(encode_frame(group, compress=True)),
+        LISTS: [len(encode_lists(group))],
+        FRAME: [len(encode_frame(group))],
+        "frame, zstd": [len(encode_frame(group, compress=True))],
     }
 
 
-def zstd_figures(group: Group, rounds: int) -> dict[str, dict[str, float]]:
-    """Ratio and speed of zstd on each column, at the level of the encoder; speeds in GB of raw column per second."""
+def take_zstd(told: Measured, group: Group, rounds: int) -> None:
+    """Take ratio and speed of zstd on each column, at the level of the encoder; speeds are of the raw column."""
     ids = np.concatenate([group.prompt_ids, group.completion_ids])
     noise = np.random.default_rng(1).integers(0, VOCABULARY, len(ids), dtype=np.int32)
     columns: dict[str, npt.NDArray[np.generic]] = {
@@ -232,43 +214,17 @@ def zstd_figures(group: Group, rounds: int) -> dict[str, dict[str, float]]:
         "mask": group.completion_mask,
         "logprobs": group.inference_logprobs,
     }
-    figures = {}
     for name, column in columns.items():
         compressor, decompressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL), zstandard.ZstdDecompressor()
         raw = column.view(np.uint8).data
         packed = compressor.compress(raw)
-        took = measure(
-            {
-                "in": (lambda c=compressor, r=raw: c.compress(r), 4),
-                "out": (lambda d=decompressor, p=packed: d.decompress(p), 4),
-            },
-            rounds,
-        )
-        figures[name] = {
-            "ratio": column.nbytes / len(packed),
-            "compress_gb_per_s": column.nbytes / statistics.median(took["in"]) / 1e3,
-            "decompress_gb_per_s": column.nbytes / statistics.median(took["out"]) / 1e3,
+        ways: dict[str, Timed] = {
+            "in": (lambda c=compressor, r=raw: c.compress(r), 4),
+            "out": (lambda d=decompressor, p=packed: d.decompress(p), 4),
         }
-    return figures
-
-
-def show(report: dict[str, dict]) -> None:
-    """Print the report."""
-    print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))
-    for name, (median, least, largest) in report["microseconds"].items():
-        print(f"{name:28}{median:>10.1f} us [{least:.1f} to {largest:.1f}]")
-    for name, found in report["ratios"].items():
-        if isinstance(found, float):
-            print(f"{name + ' / lists':28}{found:>10.2f}  (target: at most {TARGETS[name]})")
-            continue
-        target = f"  (target: at least {TARGETS[name]})" if name in TARGETS else ""
-        print(f"{name + ' / lists':28}{found[0]:>10.0f} x  [{found[1]:.0f} to {found[2]:.0f}]{target}")
-    print(", ".join(f"{name} {size:,} bytes" for name, size in report["bytes"].items()))
-    for name, found in report["zstd"].items():
-        print(
-            f"zstd, {name:27}{found['ratio']:>8.2f} x  in {found['compress_gb_per_s']:.2f} GB/s, "
-            f"out {found['decompress_gb_per_s']:.2f} GB/s"
-        )
+        rates = {way: [column.nbytes / us / 1e3 for us in took] for way, took in measure(ways, rounds).items()}
+        told.take(f"zstd, {name}", {"raw": [column.nbytes], "zstd": [len(packed)]}, unit="bytes", reference="raw")
+        told.take(f"zstd, {name}: speed", rates, unit="GB/s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What every benchmark tells: the machine, the versions, and figures as median, spread and ratio to a named reference.
 
     told = Measured("selection", reference="list of dicts", packages=["numpy"], settings={"groups": 1_000_000})
-    told.take("replay, uniform", {"columns": took_ms, "list of dicts": reference_ms}, unit="ms", ratio="reference / it")
+    sides = {"columns": took_ms, "list of dicts": reference_ms}
+    wanted = {"columns": [Target("ratio", "at least", 10)]}
+    told.take("replay, uniform", sides, unit="ms", ratio="reference / it", targets=wanted)
     told.save()
 
 Prints a line per side as it is taken; `save` writes all of it to `benchmarks/results/NAME.json`, or into the folder
@@ -37,6 +39,29 @@ class Machine(msgspec.Struct, frozen=True):
     packages: dict[str, str]
 
 
+class Target(msgspec.Struct, frozen=True):
+    """What is wanted of one side: a bound of its median, in its unit, or of its ratio."""
+
+    of: Literal["median", "ratio"]
+    wanted: Literal["at least", "at most"]
+    bound: float
+
+    def met(self, found: float) -> bool:
+        """Say whether a median or ratio keeps the bound."""
+        return found >= self.bound if self.wanted == "at least" else found <= self.bound
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """A target, and whether the run met it."""
+
+    target: Target
+    met: bool
+
+    def __str__(self) -> str:
+        target = self.target
+        return f"target: {target.of} {target.wanted} {target.bound:g}, {'met' if self.met else 'missed'}"
+
+
 class Figure(msgspec.Struct, frozen=True):
     """One side of one comparison: median, least and largest of `repeats` values, and the ratio of the medians."""
 
@@ -50,6 +75,7 @@ class Figure(msgspec.Struct, frozen=True):
     reference: str
     ratio: float | None
     ratio_is: Ratio
+    targets: tuple[Judged, ...] = ()
 
 
 class Measured:
@@ -76,10 +102,12 @@ class Measured:
         unit: str = "",
         ratio: Ratio = "it / reference",
         reference: str | None = None,
+        targets: Mapping[str, Sequence[Target]] | None = None,
     ) -> None:
         """Take in the values of each side, print a line for each. Without the reference among them: no ratio.
 
-        `reference`: another side than the benchmark's.
+        `reference`: another side than the benchmark's. `targets`: what is wanted, by side. Raises `ValueError` for a
+        target that nothing can be held against: one of the ratio where there is none.
         """
         named = reference or self.reference
         against = statistics.median(sides[named]) if named in sides else None
@@ -87,8 +115,12 @@ class Measured:
         for side, values in sides.items():
             median, least, largest = statistics.median(values), min(values), max(values)
             factor = _ratio(median, against, ratio)
-            self.figures.append(Figure(what, side, unit, median, least, largest, len(values), named, factor, ratio))
+            judged = tuple(_judge(target, side, median, factor) for target in (targets or {}).get(side, ()))
+            self.figures.append(
+                Figure(what, side, unit, median, least, largest, len(values), named, factor, ratio, judged)
+            )
             told = "" if factor is None or side == named else f"  {ratio}: {factor:.3g}"
+            told += "".join(f"  ({one})" for one in judged)
             print(f"  {side:<20} {median:>10,.4g} {unit} [{least:,.4g} to {largest:,.4g}]{told}", flush=True)
 
     def save(self) -> Path:
@@ -112,6 +144,13 @@ def _ratio(median: float, reference: float | None, ratio: Ratio) -> float | None
     if not reference or not median:
         return None
     return median / reference if ratio == "it / reference" else reference / median
+
+
+def _judge(target: Target, side: str, median: float, ratio: float | None) -> Judged:
+    found = median if target.of == "median" else ratio
+    if found is None:
+        raise ValueError(f"{side}: a target of the ratio, but there is no reference among the sides")
+    return Judged(target, target.met(found))
 
 
 def describe_machine(packages: Sequence[str]) -> Machine:

@@ -1,29 +1,39 @@
 """Packing against naive first-fit, first-fit decreasing and the lower bound: rows, unused share, balance, time.
 
-    python benchmarks/packing.py [--rollouts 512 4096 65536] [--ranks 1 8 64 512 4096] [--repeats 9] [--json PATH]
+    python benchmarks/packing.py --rollouts 512 4096 65536 --ranks 1 8 64 512 4096 --repeats 9
 
-Lengths are lognormal (median 665 tokens, sigma 0.9), cut to 16..8192, seq_len 8192. Times are processor time, the best
-of the repeats: other work on the machine does not count, but still slows caches and clock down.
+Lengths are lognormal (median 665 tokens, sigma 0.9), cut to 16..8192, seq_len 8192. Rows are those of all batches,
+before their number is rounded up to a multiple of the ranks. Balance is by estimated cost: of the costliest rank over
+the mean of the ranks, and the same slot by slot. Times are processor time: other work on the machine does not count,
+but still slows caches and clock down.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from measured import Measured, Target
 
 from replaybuf.cost import rollout_costs
 from replaybuf.packing import best_fit_decreasing, fillers, pack, padding_fraction
 
 SEQ_LEN = 8192
+FIRST_FIT, DECREASING, PACK = "naive first fit", "first-fit decreasing", "pack"
+UNUSED_PERCENT = {512: 1.2, 4096: 0.5}
+"""Share of the rows that may stay empty, by rollouts."""
+MANY = 4096
+"""Rollouts at which packing has to be 10 times as fast as naive first fit, and under 3 ms."""
+EVEN_ROLLOUTS, EVEN_RANKS, EVEN = 512, 8, 1.005
+"""Cost of the costliest rank over the mean: so even at so many rollouts over so many ranks."""
+TOTAL, SLOTS = "costliest rank over the mean", "costliest rank of a slot over the mean"
+ROWS, FILLERS, TIME = "micro-batches per rank", "empty filler micro-batches", "time to pack"
+FIGURES = {TOTAL: "", SLOTS: "", ROWS: "", FILLERS: "", TIME: "ms"}
+"""What is told of each world size, and its unit."""
+
 Lengths = npt.NDArray[np.int32]
 
 
@@ -45,103 +55,94 @@ def first_fit(sizes: list[int]) -> int:
     return len(rooms)
 
 
-def best_ms(work: Callable[[], object], repeats: int) -> float:
-    """Time a call: the best of the repeats."""
+def processor_ms(work: Callable[[], object], repeats: int) -> list[float]:
+    """Time a call, in ms of processor time."""
     taken = []
     for _ in range(repeats):
         start = time.process_time()
         work()
-        taken.append(time.process_time() - start)
-    return 1e3 * min(taken)
+        taken.append((time.process_time() - start) * 1e3)
+    return taken
 
 
-def bins(count: int, seeds: int, repeats: int) -> dict[str, Any]:
-    """Compare the rows before they are rounded up to a multiple of the ranks."""
-    batches = [lognormal_lengths(count, seed) for seed in range(seeds)]
-    ours = [pack(lengths, SEQ_LEN, 1) for lengths in batches]
-    rows = sum(len(grid[0]) for grid in ours)
-    decreasing = sum(first_fit(sorted(lengths.tolist(), reverse=True)) for lengths in batches)
-    least = sum(-(-int(lengths.sum()) // SEQ_LEN) for lengths in batches)
-    unused = [padding_fraction(lengths, grid, SEQ_LEN) for lengths, grid in zip(batches, ours, strict=True)]
-    sizes = batches[0].tolist()
-    naive_ms = best_ms(lambda: first_fit(sizes), 1 if count > 10000 else 3)
-    return {
-        "rollouts": count,
-        "batches": seeds,
-        "rows_over_first_fit": rows / sum(first_fit(lengths.tolist()) for lengths in batches),
-        "rows_over_first_fit_decreasing": rows / decreasing,
-        "rows_over_lower_bound": rows / least,
-        "unused_mean": float(np.mean(unused)),
-        "unused_worst": max(unused),
-        "naive_first_fit_ms": naive_ms,
-        "best_fit_decreasing_ms": best_ms(lambda: best_fit_decreasing(batches[0], SEQ_LEN), repeats),
-        "pack_8_ranks_ms": best_ms(lambda: pack(batches[0], SEQ_LEN, 8), repeats),
+def take_rows(told: Measured, batches: list[Lengths]) -> None:
+    """Compare the rows before they are rounded up to a multiple of the ranks, and what stays empty in them."""
+    count = len(batches[0])
+    grids = [pack(lengths, SEQ_LEN, 1) for lengths in batches]
+    rows = sum(len(grid[0]) for grid in grids)
+    sides = {
+        FIRST_FIT: [sum(first_fit(lengths.tolist()) for lengths in batches)],
+        DECREASING: [sum(first_fit(sorted(lengths.tolist(), reverse=True)) for lengths in batches)],
+        PACK: [rows],
     }
+    least = sum(-(-int(lengths.sum()) // SEQ_LEN) for lengths in batches)
+    unused = [100 * padding_fraction(lengths, grid, SEQ_LEN) for lengths, grid in zip(batches, grids, strict=True)]
+    named = f"{count} rollouts, {len(batches)} batches"
+    told.take(f"{named}: rows", sides, reference=DECREASING, targets={PACK: [Target("ratio", "at most", 1.0)]})
+    told.take(
+        f"{named}: rows and their lower bound, tokens / seq_len",
+        {"lower bound": [least], PACK: [rows]},
+        reference="lower bound",
+        targets={PACK: [Target("ratio", "at most", 1.01)]},
+    )
+    wanted = [Target("median", "at most", UNUSED_PERCENT[count])] if count in UNUSED_PERCENT else []
+    told.take(f"{named}: unused share of the rows", {PACK: unused}, unit="%", targets={PACK: wanted})
 
 
-def balance(count: int, ranks: int, seeds: int, repeats: int) -> dict[str, Any]:
-    """Tell how even ranks are, in total and slot by slot, and what packing for them takes."""
-    totals, slots, empty, times = [], [], 0, []
-    for seed in range(seeds):
-        lengths = lognormal_lengths(count, seed)
+def take_times(told: Measured, lengths: Lengths, repeats: int) -> None:
+    """Compare the time that packing one batch for 8 ranks takes."""
+    count, sizes = len(lengths), lengths.tolist()
+    sides = {
+        FIRST_FIT: processor_ms(lambda: first_fit(sizes), 1 if count > 10_000 else 3),
+        "best-fit decreasing": processor_ms(lambda: best_fit_decreasing(lengths, SEQ_LEN), repeats),
+        PACK: processor_ms(lambda: pack(lengths, SEQ_LEN, 8), repeats),
+    }
+    wanted = [Target("ratio", "at least", 10), Target("median", "at most", 3)] if count == MANY else []
+    told.take(
+        f"{count} rollouts: time, pack for 8 ranks", sides, unit="ms", ratio="reference / it", targets={PACK: wanted}
+    )
+
+
+def take_balance(told: Measured, batches: list[Lengths], worlds: list[int], repeats: int) -> None:
+    """Tell how even the ranks of each world size are, in total and slot by slot, and what packing for them takes."""
+    count = len(batches[0])
+    found = {ranks: balance(batches if ranks < 100 else batches[:2], ranks, repeats) for ranks in worlds}
+    even = {f"{EVEN_RANKS} ranks": [Target("median", "at most", EVEN)]} if count == EVEN_ROLLOUTS else {}
+    for what, unit in FIGURES.items():
+        sides = {f"{ranks} ranks": figures[what] for ranks, figures in found.items()}
+        told.take(f"{count} rollouts: {what}", sides, unit=unit, targets=even if what == TOTAL else {})
+
+
+def balance(batches: list[Lengths], ranks: int, repeats: int) -> dict[str, list[float]]:
+    """Return the figures of each batch; the first five are packed so many times for the time."""
+    found: dict[str, list[float]] = {name: [] for name in FIGURES}
+    for number, lengths in enumerate(batches):
         costs = rollout_costs(lengths)
         grid = pack(lengths, SEQ_LEN, ranks)
         cost = np.array([[float(costs[row].sum()) for row in rank] for rank in grid])
-        totals.append(cost.sum(axis=1).max() / cost.sum(axis=1).mean())
-        slots.append(cost.max(axis=0).sum() / cost.mean(axis=0).sum())
-        empty += fillers(grid)
-        times.append(best_ms(lambda lengths=lengths: pack(lengths, SEQ_LEN, ranks), repeats if seed < 5 else 1))
-    return {
-        "rollouts": count,
-        "ranks": ranks,
-        "batches": seeds,
-        "micro_batches_per_rank": len(grid[0]),
-        "fillers_per_batch": empty / seeds,
-        "rank_max_over_mean_median": float(np.median(totals)),
-        "rank_max_over_mean_worst": float(max(totals)),
-        "slot_max_over_mean": float(np.mean(slots)),
-        "ms_best": min(times),
-        "ms_median": float(np.median(times)),
-        "ms_worst": max(times),
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Render as a Markdown table."""
-    names = list(rows[0])
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = [f"{row[name]:.4g}" if isinstance(row[name], float) else f"{row[name]:,}" for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        found[TOTAL].append(float(cost.sum(axis=1).max() / cost.sum(axis=1).mean()))
+        found[SLOTS].append(float(cost.max(axis=0).sum() / cost.mean(axis=0).sum()))
+        found[ROWS].append(len(grid[0]))
+        found[FILLERS].append(fillers(grid))
+        found[TIME] += processor_ms(lambda lengths=lengths: pack(lengths, SEQ_LEN, ranks), repeats if number < 5 else 1)
+    return found
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, print, write down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, nargs="+", default=[512, 4096, 65536])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    seeds = {count: 1 if count > 10000 else 8 if count > 1000 else 30 for count in options.rollouts}
-    of_bins = [bins(count, seeds[count], options.repeats) for count in options.rollouts]
-    print(table(of_bins), end="\n\n")
-    of_ranks = [
-        balance(count, ranks, seeds[count] if ranks < 100 else 2, min(options.repeats, 3 if count > 10000 else 9))
-        for count in options.rollouts
-        for ranks in options.ranks
-    ]
-    print(table(of_ranks))
-    machine = {
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-    print(f"\n{machine}")
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "bins": of_bins, "ranks": of_ranks}, indent=1) + "\n")
+    given = parser.parse_args()
+    told = Measured("packing", reference=FIRST_FIT, packages=["numpy"], settings=vars(given) | {"seq_len": SEQ_LEN})
+    for count in given.rollouts:
+        seeds = 1 if count > 10_000 else 8 if count > 1_000 else 30
+        batches = [lognormal_lengths(count, seed) for seed in range(seeds)]
+        take_rows(told, batches)
+        take_times(told, batches[0], given.repeats)
+        take_balance(told, batches, given.ranks, min(given.repeats, 3 if count > 10_000 else 9))
+    told.save()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,19 @@ def test_a_benchmark_writes_down_machine_spread_and_ratio_to_its_reference(tmp_p
     assert plain["ratio"] == 1
 
 
+def test_a_benchmark_says_of_each_target_whether_it_was_met(tmp_path: Path) -> None:
+    options = ("--rollouts", "512", "--ranks", "8", "--repeats", "1")
+    done = bench("--only", "packing", *options, results=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "packing.json").read_text())
+    judged = {figure["what"]: (figure, *figure["targets"]) for figure in told["figures"] if figure["targets"]}
+    rows, of_rows = judged["512 rollouts, 30 batches: rows"]
+    assert of_rows == {"target": {"of": "ratio", "wanted": "at most", "bound": 1.0}, "met": rows["ratio"] <= 1.0}
+    even, of_even = judged["512 rollouts: costliest rank over the mean"]
+    assert (even["side"], of_even["met"]) == ("8 ranks", even["median"] <= of_even["target"]["bound"])
+    assert "(target: median at most 1.005, " in done.stdout
+
+
 def test_options_of_a_benchmark_need_its_name(tmp_path: Path) -> None:
     done = bench("--repeats", "2", results=tmp_path)
     assert done.returncode == 2 and "--repeats 2" in done.stderr and "--only" in done.stderr
