@@ -231,7 +231,7 @@ def decode_snapshot(raw: bytes) -> Snapshot:
         )
     try:
         return _decode(zlib.decompress(raw[_HEADER_BYTES:]))
-    except (zlib.error, msgspec.DecodeError) as error:
+    except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplaybufError(f"the snapshot does not decode: {error}", name="snapshot", value=len(raw)) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from replaybuf.state import RunState
 from tests.builders import entries
 from tests.test_state import PLACES, Run
 from tests.test_state_model import RunStateMachine, story_of
+
+HEADER_BYTES = len(MAGIC) + 20
 
 
 def restarted(state: RunState, stream: np.ndarray[Any, Any], raw: bytes) -> RunState:
@@ -149,6 +152,15 @@ def test_a_snapshot_of_another_version_is_refused_by_name() -> None:
         decode_snapshot(b"RBS9" + encode_snapshot(take(RunState()))[len(MAGIC) :])
     with pytest.raises(ReplaybufError, match="does not decode"):
         decode_snapshot(encode_snapshot(take(RunState()))[:-3])
+
+
+def test_a_snapshot_whose_text_is_spoiled_is_told_as_one_that_does_not_decode() -> None:
+    """Bytes that are not UTF-8 where a name stands, under a checksum that is right."""
+    raw = encode_snapshot(take(RunState()))
+    spoiled = zlib.decompress(raw[HEADER_BYTES:]).replace(b"running", b"r\xffnning")
+    with pytest.raises(ReplaybufError, match="snapshot does not decode: 'utf-8' codec") as caught:
+        decode_snapshot(raw[:HEADER_BYTES] + zlib.compress(spoiled))
+    assert caught.value.name == "snapshot"
 
 
 def test_a_snapshot_that_knows_more_groups_than_the_stream_is_a_loss_of_data() -> None:

@@ -98,7 +98,7 @@ class LineReader(Generic[StructT]):
     def _decoded(self, raw: bytes) -> StructT | None:
         try:
             return self._decoder.decode(raw)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
 

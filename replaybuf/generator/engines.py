@@ -290,7 +290,7 @@ class VllmEngine:
     def _decoded(self, reply: httpx.Response, shape: type[T]) -> T:
         try:
             return msgspec.json.decode(reply.content, type=shape)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._bad_answer(f"{error}; it starts with {_excerpt(reply)!r}") from error
 
     def _check(self, choices: list[_Choice], prompt: list[int], n: int) -> None:

@@ -108,7 +108,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Invalid(f"{file} does not decode: {error}", name="tokenizer", value=str(file)) from error
 
 

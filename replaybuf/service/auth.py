@@ -43,7 +43,7 @@ class Tokens:
                 continue
             try:
                 stored.append(msgspec.json.decode(line, type=StoredToken))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise Invalid(f"{path}:{number}: {error}", name="tokens_file", value=number) from error
         return cls(stored)
 

@@ -83,7 +83,7 @@ def read_file(path: Path) -> Recording:
     """Read a saved recording. Raises `Invalid` where the file is none."""
     try:
         return _checked(msgspec.json.decode(path.read_bytes(), type=Recording))
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Invalid(f"recording {path} cannot be read: {error}", name="from", value=str(path)) from error
 
 

@@ -39,7 +39,8 @@ def test_only_complete_new_lines_are_read(tmp_path: Path) -> None:
 def test_fields_nobody_asked_for_and_broken_lines_do_no_harm(tmp_path: Path) -> None:
     """A trainer killed in the middle of a line leaves a broken one behind; the rest counts."""
     path = tmp_path / "train.jsonl"
-    path.write_text('{"step": 0, "mood": "good"}\n{"step": 1, "lo{"step": 1}\n{"step": 2}\n')
+    broken = b'{"step": 1, "lo{"step": 1}\n{"step": 1, "wait_reasons": {"\xff": 1}}\n'
+    path.write_bytes(b'{"step": 0, "mood": "good"}\n' + broken + b'{"step": 2}\n')
     assert [line.step for line in LineReader(path, TrainerLine).new_lines()] == [0, 2]
 
 

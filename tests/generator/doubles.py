@@ -227,7 +227,7 @@ def reply(**changes: Any) -> Script:
     return script
 
 
-def fail(status: int, text: str = "it broke") -> Script:
+def fail(status: int, text: str | bytes = "it broke") -> Script:
     """Script: an error."""
 
     async def script(request: dict[str, Any]) -> Response:

@@ -176,9 +176,12 @@ def test_fewer_choices_than_asked_for_are_a_fault() -> None:
         sample(EngineDouble(), one)
 
 
-def test_an_answer_that_is_no_json_is_a_fault() -> None:
-    with pytest.raises(EngineFault, match="it starts with 'oops'"):
-        sample(EngineDouble(), fail(200, "oops"))
+@pytest.mark.parametrize(
+    ("body", "told"), [("oops", "it starts with 'oops'"), (b'{"model": "\xff", "choices": []}', "'utf-8' codec")]
+)
+def test_an_answer_that_is_no_json_is_a_fault(body: str | bytes, told: str) -> None:
+    with pytest.raises(EngineFault, match=told):
+        sample(EngineDouble(), fail(200, body))
 
 
 def test_an_aborted_completion_is_worth_another_try() -> None:

@@ -81,6 +81,15 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"{", b'{"eos_token": "\xff"}'])
+def test_a_broken_configuration_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Cut short, or not UTF-8."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(Invalid, match=r"tokenizer_config\.json does not decode"):
+        Tokenizer(tmp_path)
+
+
 def test_without_the_library_the_install_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -15,6 +15,8 @@ import pytest
 from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
 
+from replaybuf.errors import Invalid
+from replaybuf.service.auth import Tokens
 from replaybuf.service.service import ended
 from tests.conftest import RunClient, ServeProcess, group
 
@@ -91,6 +93,16 @@ def new_token(role: str, path: Path) -> str:
     command = ["token", "new", "--role", role, "--name", f"a {role}", "--tokens-file", str(path)]
     made = subprocess.run([sys.executable, "-m", "replaybuf.cli", *command], capture_output=True, text=True, check=True)
     return made.stdout.strip()
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"role": "\xff"}'])
+def test_a_tokens_file_with_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: bytes) -> None:
+    """Cut short, or not UTF-8."""
+    path = tmp_path / "tokens"
+    new_token("reader", path)
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(Invalid, match=r"tokens:2: "):
+        Tokens.read(path)
 
 
 ALLOWED = [

@@ -109,9 +109,12 @@ def test_a_run_with_too_few_groups_teaches_nothing(run: RunClient, service: Serv
         read_service(service.url, run.run, None)
 
 
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "fault"), [(b'{"run": 3}', "Expected `str`, got `int`"), (b'{"run": "\xff"}', "'utf-8' codec")]
+)
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, content: bytes, fault: str) -> None:
     """With its path and the fault."""
     path = tmp_path / "recording.json"
-    path.write_text('{"run": 3}')
-    with pytest.raises(Invalid, match=r"recording .*recording.json cannot be read: Expected `str`, got `int`"):
+    path.write_bytes(content)
+    with pytest.raises(Invalid, match=rf"recording .*recording.json cannot be read: {fault}"):
         read_file(path)

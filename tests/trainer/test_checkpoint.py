@@ -108,9 +108,9 @@ def test_the_newest_checkpoints_stay(models: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]
 
 
-@pytest.mark.parametrize("content", [None, b"{", b'{"step": 3}'])
+@pytest.mark.parametrize("content", [None, b"{", b'{"step": 3}', b'{"run": "\xff"}'])
 def test_a_broken_state_is_told_with_its_folder(tmp_path: Path, content: bytes | None) -> None:
-    """Missing, cut short or of another shape."""
+    """Missing, cut short, of another shape or not UTF-8."""
     if content is not None:
         (tmp_path / "state.json").write_bytes(content)
     with pytest.raises(Invalid, match=str(tmp_path)):

@@ -173,6 +173,12 @@ def test_a_request_out_of_bounds_is_answered_400_with_its_figures(
     assert all(word in error["message"] for word in words), error["message"]
 
 
+def test_a_body_that_is_not_utf8_is_answered_400(shared_engine: ServedEngine) -> None:
+    """Not 500: it is the request that is wrong."""
+    response = shared_engine.http.post("/v1/completions", content=b'{"model": "\xff", "prompt": [3]}')
+    assert (response.status_code, response.json()["error"]["code"]) == (400, 400), response.text
+
+
 def test_an_unknown_model_is_answered_404(shared_engine: ServedEngine) -> None:
     """As vLLM answers it."""
     response = shared_engine.ask(WORD, model="other")

@@ -50,7 +50,7 @@ def read_state(checkpoint: Path) -> TrainerState:
     """Read the state of a checkpoint. Raises `Invalid` where it does not decode."""
     try:
         return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=TrainerState)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Invalid(
             f"checkpoint {checkpoint} is broken: {error}", name="checkpoint", value=str(checkpoint)
         ) from error

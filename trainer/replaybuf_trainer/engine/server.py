@@ -114,7 +114,7 @@ def _error(status: int, message: str, parameter: str | None = None) -> Response:
 async def _read(request: Request, shape: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await request.body(), type=shape)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(f"body: {error}", name="body") from error
 
 
