@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -11,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import httpx
 import pytest
+
+from replaybuf.store import EmbeddedServer
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
@@ -34,6 +37,7 @@ class ServeProcess:
         self.data_dir = data_dir
         self.python = python
         self.options = options
+        self.environment: dict[str, str] = {}
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
@@ -45,7 +49,7 @@ class ServeProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> ServeProcess:
+    def start(self) -> Self:
         """Start the server and wait until it says where it listens."""
         if self._log is None:
             self._log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a+")
@@ -63,6 +67,7 @@ class ServeProcess:
             ],
             stdout=subprocess.PIPE,
             stderr=self._log,
+            env=os.environ | self.environment,
             text=True,
             start_new_session=True,
         )
@@ -122,6 +127,7 @@ class ClockedServe(ServeProcess):
 
     def __init__(self, data_dir: Path, clock: Path) -> None:
         super().__init__(data_dir)
+        self.environment["CLOCK_FILE"] = str(clock)
         self._clock, self._offset_s = clock, 0.0
         self.put_forward(0.0)
 
@@ -235,6 +241,24 @@ def own_service(tmp_path: Path) -> Iterator[ServeProcess]:
     server = ServeProcess(tmp_path / "data").start()
     yield server
     server.end()
+
+
+@pytest.fixture(scope="session")
+def clocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServe]:
+    """One service whose clock is put forward, shared by tests that make runs of their own."""
+    folder = tmp_path_factory.mktemp("clocked")
+    server = ClockedServe(folder / "data", folder / "clock").start()
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """One embedded Valkey for the tests of a module that need no service, or have its parts in this process."""
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(embedded.start())
+    yield embedded
+    asyncio.run(embedded.stop())
 
 
 @pytest.fixture

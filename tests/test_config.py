@@ -31,6 +31,28 @@ from replaybuf.errors import Invalid, Malformed, NotFound
 from replaybuf.group import GroupJson
 from tests.builders import run_config, steady, wire_group, wire_groups
 
+DEFAULTS: dict[str, Any] = {
+    "strategy": {"name": "one-step-off-policy", "options": {}},
+    "filters": [],
+    "batch": {
+        "tokens_per_batch": 65536,
+        "groups_per_batch": None,
+        "seq_len": 4096,
+        "pad_to_multiple_of": 1,
+        "overlong": "reject",
+    },
+    "group_size": None,
+    "vocab_size": None,
+    "steps_per_publish": 1,
+    "max_steps": None,
+    "seed": 0,
+    "advantage": "grpo",
+    "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None},
+    "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
+    "adapters": {},
+}
+"""As documented; the strategy fills in its options when a run is created."""
+
 
 def decoded(body: object) -> RunConfig:
     """Decode a run configuration from values or from raw bytes."""
@@ -46,27 +68,7 @@ def adapters_config(*names: str, **fields: Any) -> RunConfig:
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
-    """Literally as documented; only the strategy's options are filled in later, by the strategy."""
-    assert msgspec.to_builtins(decoded({"batch": {}})) == {
-        "strategy": {"name": "one-step-off-policy", "options": {}},
-        "filters": [],
-        "batch": {
-            "tokens_per_batch": 65536,
-            "groups_per_batch": None,
-            "seq_len": 4096,
-            "pad_to_multiple_of": 1,
-            "overlong": "reject",
-        },
-        "group_size": None,
-        "vocab_size": None,
-        "steps_per_publish": 1,
-        "max_steps": None,
-        "seed": 0,
-        "advantage": "grpo",
-        "tickets": {"ttl_s": 600, "max_attempts": 3, "prompts": None},
-        "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
-        "adapters": {},
-    }
+    assert msgspec.to_builtins(decoded({"batch": {}})) == DEFAULTS
 
 
 def test_the_batch_alone_has_to_be_given() -> None:

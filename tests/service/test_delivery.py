@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -166,15 +166,6 @@ def test_between_two_chunks_of_a_body_everybody_else_has_a_turn() -> None:
 
 
 # ---------------------------------------------------------------------- one writing, prepared ahead
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One embedded Valkey for this module."""
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
-    asyncio.run(embedded.start())
-    yield embedded
-    asyncio.run(embedded.stop())
 
 
 Work = Callable[["Here"], Awaitable[None]]

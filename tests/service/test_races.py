@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -27,15 +27,6 @@ from tests.builders import rollout, wire_group
 _names = itertools.count()
 LEASE_S = 60.0
 OVERTAKING_S = 0.3
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One embedded Valkey for this module."""
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
-    asyncio.run(embedded.start())
-    yield embedded
-    asyncio.run(embedded.stop())
 
 
 def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None]]) -> None:

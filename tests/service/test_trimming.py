@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -24,15 +24,6 @@ from replaybuf.store import EmbeddedServer, Store, keys
 from tests.conftest import group
 
 KEPT_GROUPS = 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One embedded Valkey for this module."""
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
-    asyncio.run(embedded.start())
-    yield embedded
-    asyncio.run(embedded.stop())
 
 
 class Trial:

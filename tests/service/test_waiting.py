@@ -21,18 +21,6 @@ ON_POLICY = {"name": "on-policy"}
 SILENCE_S = 61.0
 
 
-@pytest.fixture(scope="module")
-def clocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServe]:
-    """One such service for this module; each test makes a run of its own."""
-    folder = tmp_path_factory.mktemp("clocked")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CLOCK_FILE", str(folder / "clock"))
-        server = ClockedServe(folder / "data", folder / "clock")
-        server.start()
-        yield server
-        server.end()
-
-
 @pytest.fixture
 def run(clocked: ClockedServe) -> Iterator[RunClient]:
     """A run of the test's own on it, not created yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,6 @@ def real_figures(url: str, name: str) -> dict[str, Any]:
         "staleness": sum(age * count for age, count in ages.items()) / sum(ages.values()),
         "dropped": sum(state["groups"]["evicted"].values()) / state["groups"]["stored"],
     }
-
-
-@pytest.fixture
-def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClockedServe]:
-    """A service whose clock is put forward."""
-    monkeypatch.setenv("CLOCK_FILE", str(tmp_path / "clock"))
-    server = ClockedServe(tmp_path / "data", tmp_path / "clock")
-    server.start()
-    yield server
-    server.end()
 
 
 @pytest.mark.parametrize("name", CASES)

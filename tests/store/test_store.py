@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +18,6 @@ from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted, keys
 from tests.valkeys import Valkey
 
 Work = Callable[[Store], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One embedded Valkey for this module."""
-    embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
-    asyncio.run(embedded.start())
-    yield embedded
-    asyncio.run(embedded.stop())
 
 
 def with_store(server: EmbeddedServer, work: Work) -> None:
