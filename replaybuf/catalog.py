@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import inspect as shapes
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from replaybuf import plugins
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError, StrategyFault
+from replaybuf.options import REQUIRED, told_options
 from replaybuf.strategy import Filter, Strategy, StrategyOptions, check_options
 
 SUITE = "replaybuf.testing"
@@ -48,19 +48,20 @@ def show_strategy(name: str, console: Console) -> None:
     console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
     console.print(Text(inspect.getdoc(cls) or "no docstring"))
     console.print()
-    with_defaults = _built(cls, name, {}) if not _required(cls.Options) else None
+    needs_some = any(option.default == REQUIRED for option in told_options(cls.Options))
+    with_defaults = None if needs_some else _built(cls, name, {})
     if with_defaults is not None:
         promised = ", ".join(f"{what} {_or_unbounded(getattr(with_defaults, what))}" for what in _PROPERTIES)
         console.print(Text(f"by default: {promised}"))
-    rows = list(option_rows(cls.Options))
-    if not rows:
+    options = told_options(cls.Options)
+    if not options:
         console.print("no options")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("option", "type", "default", "range"):
+    for heading in ("option", "what it may be", "default"):
         table.add_column(heading, header_style="dim")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    for option in options:
+        table.add_row(*(Text(cell) for cell in option))
     console.print(table)
     if cls.Options.__doc__ and cls.Options is not StrategyOptions:
         console.print(Text(inspect.getdoc(cls.Options) or ""))
@@ -80,49 +81,6 @@ def check_class(target: str, options: dict[str, Any], console: Console) -> bool:
         if fault:
             break  # what follows would stumble over the same
     return good
-
-
-def option_rows(shape: type[StrategyOptions]) -> Iterator[tuple[str, str, str, str]]:
-    """Describe options, one by one: name, type, default, range."""
-    described = shapes.type_info(shape)
-    for field in described.fields if isinstance(described, shapes.StructType) else ():
-        yield field.encode_name, _type(field.type), _default(field), _range(field.type)
-
-
-def _default(field: shapes.Field) -> str:
-    if field.required:
-        return "required"
-    if field.default is not msgspec.NODEFAULT:
-        return repr(field.default)
-    return "unset" if field.default_factory is msgspec.NODEFAULT else repr(field.default_factory())
-
-
-def _type(kind: shapes.Type) -> str:
-    match kind:
-        case shapes.UnionType():
-            return " or ".join(_type(part) for part in kind.types)
-        case shapes.LiteralType():
-            return " or ".join(repr(value) for value in kind.values)
-        case shapes.ListType() | shapes.SetType() | shapes.VarTupleType():
-            return f"list of {_type(kind.item_type)}"
-        case shapes.DictType():
-            return f"{_type(kind.key_type)} to {_type(kind.value_type)}"
-        case shapes.NoneType():
-            return "null"
-    return type(kind).__name__.removesuffix("Type").lower()
-
-
-def _range(kind: shapes.Type) -> str:
-    """Tell the bounds of a number, of the numbers in a union, or of what a table or list holds."""
-    match kind:
-        case shapes.UnionType():
-            return " or ".join(filter(None, (_range(part) for part in kind.types)))
-        case shapes.DictType():
-            return _range(kind.value_type)
-        case shapes.IntType() | shapes.FloatType():
-            signs = (">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt)
-            return ", ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
-    return ""
 
 
 def _findings(cls: Any, target: str, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -178,10 +136,6 @@ def _built(cls: Any, name: str, options: dict[str, Any]) -> Any:
         raise
     except Exception as error:  # whatever a plug-in raises is its author's to read
         raise Invalid(f"{name} does not build: {error!r}", name=name) from error
-
-
-def _required(shape: type[StrategyOptions]) -> list[str]:
-    return [name for name, _, default, _ in option_rows(shape) if default == "required"]
 
 
 def _import(target: str) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import msgspec.inspect
 
 from replaybuf.errors import Invalid
 
+REQUIRED = "required"
+"""What is told for the default of an option that has none."""
+_UNSET = "unset"
 _UNTOLD = 1e9
 """Bounds from here on only keep numbers within their type; a message tells them when they are crossed."""
 
@@ -20,16 +23,35 @@ class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
+class Option(NamedTuple):
+    """One option as users are told of it: `may_be`, as in `int >= 0 or null`; `default`, as JSON or a word for none."""
+
+    name: str
+    may_be: str
+    default: str
+
+
+def told_options(shape: type[StrategyOptions]) -> list[Option]:
+    """Describe every option from the struct alone."""
+    return [
+        Option(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field))
+        for field in msgspec.structs.fields(shape)
+    ]
+
+
 def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
     """Say of every option what it may be and its default, as in `int >= 0 or null (default 4)`."""
-    told = {}
-    for field in msgspec.structs.fields(shape):
-        silent = field.default in (msgspec.NODEFAULT, msgspec.UNSET)
-        default = "" if silent else f" (default {_json(field.default)})"
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = f" (default {_json(field.default_factory())})"
-        told[field.encode_name] = _range(msgspec.inspect.type_info(field.type)) + default
-    return told
+    return {
+        name: may_be if default in (REQUIRED, _UNSET) else f"{may_be} (default {default})"
+        for name, may_be, default in told_options(shape)
+    }
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return REQUIRED
+    made = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return _UNSET if made is msgspec.UNSET else _json(made)
 
 
 def _json(value: Any) -> str:

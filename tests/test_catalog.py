@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import pytest
-from msgspec import Meta
 
 from replaybuf import plugins
-from replaybuf.catalog import SUITE, option_rows
+from replaybuf.catalog import SUITE
 from replaybuf.cli import main
 from replaybuf.errors import StrategyFault
 from replaybuf.plugins import STRATEGIES
-from replaybuf.strategy import Strategy, StrategyOptions
 
 MODULE = '''
 from replaybuf.strategy import Filter, Strategy, StrategyOptions, Waiting
@@ -70,29 +68,6 @@ class NoStrategy:
 '''
 
 
-class Every(StrategyOptions, frozen=True):
-    """Options of every kind."""
-
-    needed: bool
-    order: Literal["fifo", "uniform"] = "fifo"
-    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    uses: Annotated[int, Meta(ge=1)] | None = None
-    mix: dict[str, Annotated[float, Meta(ge=0)]] = msgspec.field(default_factory=dict)
-    names: list[str] = msgspec.field(default_factory=list)
-
-
-def test_options_are_told_with_type_default_and_range() -> None:
-    """From the struct alone, so that nobody writes them down twice."""
-    assert list(option_rows(Every)) == [
-        ("needed", "bool", "required", ""),
-        ("order", "'fifo' or 'uniform'", "'fifo'", ""),
-        ("share", "float", "0.5", "> 0, <= 1"),
-        ("uses", "int or null", "None", ">= 1"),
-        ("mix", "str to float", "{}", ">= 0"),
-        ("names", "list of str", "[]", ""),
-    ]
-
-
 def test_the_list_names_the_built_ins_with_their_distribution_and_first_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +102,7 @@ def test_one_strategy_is_shown_with_what_it_promises(
     shown = capsys.readouterr().out
     assert "Invariant: 0 <= version(step) - policy_version <= k" in shown
     assert "max_staleness 1, max_uses 1, look_ahead 1" in shown
-    assert ">= 0, <= 2147483647" in shown
+    assert re.search(r"max_staleness +int >= 0 +1", shown)
     main(["strategies", "show", "on-policy"])
     assert "no options" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -240,8 +215,3 @@ def test_the_built_ins_pass_the_real_suite(target: str, capsys: pytest.CaptureFi
     main(["strategies", "check", f"replaybuf_strategies.{target}"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and all(line.startswith("ok") for line in lines)
-
-
-def test_every_strategy_class_can_be_described() -> None:
-    """The base class itself has no options to tell."""
-    assert list(option_rows(Strategy.Options)) == []
