@@ -23,8 +23,9 @@ import numpy.typing as npt
 from replaybuf.config import RunConfig
 from replaybuf.errors import ReplaybufError
 from replaybuf.index import DEAD, FREED, STATE_ROW
+from replaybuf.known import Attached, BatchState, Standing, VoidedBatch
 from replaybuf.prompt_set import PromptSet
-from replaybuf.state import BAD_INDEX_ENTRY, Attached, BatchState, RunState, Standing, VoidedBatch
+from replaybuf.state import BAD_INDEX_ENTRY, RunState
 from replaybuf.tallies import Tallies, ages_ms
 from replaybuf.turns import Turns
 

@@ -21,10 +21,11 @@ from replaybuf.batch import BatchMeta, padded_length
 from replaybuf.cost import TYPICAL
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.group import Group, name_code, truncate
+from replaybuf.known import Attached
 from replaybuf.ledger import BatchEntry, BatchRecord
 from replaybuf.packing import Row, fillers, pack
 from replaybuf.plan import Plan, PlannedGroup, build_body, open_frame
-from replaybuf.state import BAD_INDEX_ENTRY, Attached
+from replaybuf.state import BAD_INDEX_ENTRY
 from replaybuf.store import IndexEntry, Store
 
 Coding = Literal["identity", "zstd"]

@@ -23,12 +23,13 @@ from replaybuf.errors import Invalid, NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
+from replaybuf.known import LiveTotals
 from replaybuf.plugins import build_filter, build_strategy, reported
 from replaybuf.rates import Rates
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
-from replaybuf.state import LiveTotals, RunState
+from replaybuf.state import RunState
 from replaybuf.strategy import (
     REASONS,
     Budget,
