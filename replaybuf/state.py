@@ -2,7 +2,8 @@
 
 `RunState.store` takes index entries, `RunState.apply` one ledger record; neither reads a clock, draws a number or does
 I/O, so the same streams give the same state on start, on takeover and in a checker. The order between the two streams
-does not matter: a record names groups by number. Where a group stands, and the fields that are changed here: `replaybuf.known`.
+does not matter: a record names groups by number. The fields that change here, and where a group stands, are told in
+`replaybuf.known`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replaybuf.config import BatchSpec, Limits, StrategySpec
 from replaybuf.errors import Invalid
 from replaybuf.plugins import STRATEGIES, build_strategy, load, names
-from replaybuf.service.selector import resolve_config
+from replaybuf.service.built import resolve_config
 from replaybuf.strategy import Budget, Evictions, Flow, Groups, Selection, Strategy, Waiting
 from tests.builders import buffer_view, live_groups, run_config, steady
 

@@ -18,10 +18,11 @@ from replaybuf.ledger import ConfigRecord, PurgeRecord
 from replaybuf.rates import Measured
 from replaybuf.service import answers
 from replaybuf.service.batches import Batches
+from replaybuf.service.built import resolve_config
 from replaybuf.service.door import Door
 from replaybuf.service.journal import Journal
 from replaybuf.service.lease import Lease
-from replaybuf.service.selector import Selector, resolve_config
+from replaybuf.service.selector import Selector
 from replaybuf.service.session import Session
 from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState

@@ -9,39 +9,34 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
-from replaybuf.advantages import advantages
-from replaybuf.config import LARGEST_INTEGER, RunConfig, check_run_config
-from replaybuf.errors import Invalid, NotFound, StrategyFault
+from replaybuf.config import LARGEST_INTEGER, RunConfig
+from replaybuf.errors import NotFound, StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
 from replaybuf.known import LiveTotals
-from replaybuf.plugins import build_filter, build_strategy, reported
 from replaybuf.rates import Rates
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
+from replaybuf.service.built import Built, build
+from replaybuf.service.rules import check_evictions, check_selection, hold
 from replaybuf.state import RunState
 from replaybuf.strategy import (
-    REASONS,
     Budget,
     BufferView,
     Evictions,
-    Filter,
     Flow,
     Groups,
     Rows,
     Selection,
     Strategy,
-    StrategyOptions,
     Waiting,
 )
 from replaybuf.turns import Portion, share
@@ -51,8 +46,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRODUCER_SILENCE_S = 60.0
-REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
-"""A reason is a label of a metric."""
 _SAMPLED_GROUPS = 256
 _HISTORY_BATCHES = 16
 
@@ -62,60 +55,6 @@ class Shared(Selection):
     """The groups of a batch that adapters share, those of one behind those of another; `turn`: who is first next."""
 
     turn: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Built:
-    """The plug-ins of a configuration."""
-
-    config: RunConfig
-    strategy: Strategy[Any]
-    filters: list[Filter[Any]]
-
-
-class _Unavailable(Strategy[StrategyOptions], Filter[StrategyOptions]):
-    """Stands for a plug-in that is not installed any more or does not import: it pauses the run that asks it."""
-
-    def __init__(self, error: Invalid) -> None:
-        super().__init__(StrategyOptions())
-        self._detail = error.detail
-
-    def _fault(self) -> StrategyFault:
-        return StrategyFault(self._detail, name="strategy")
-
-    def admit(self, buffer: BufferView, flow: Flow) -> int:
-        """Raise."""
-        raise self._fault()
-
-    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Raise."""
-        raise self._fault()
-
-    def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Raise."""
-        raise self._fault()
-
-    def select(
-        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
-    ) -> Selection | Waiting:
-        """Raise."""
-        raise self._fault()
-
-
-def _build(config: RunConfig) -> _Built:
-    """Build the plug-ins of a run that exists; those that cannot be built pause it when they are asked."""
-    strategy: Strategy[Any]
-    try:
-        strategy = build_strategy(config.strategy.name, config.strategy.options)
-    except Invalid as error:
-        strategy = _Unavailable(error)
-    filters: list[Filter[Any]] = []
-    for spec in config.filters:
-        try:
-            filters.append(build_filter(spec.name, spec.options))
-        except Invalid as error:
-            filters.append(_Unavailable(error))
-    return _Built(config, strategy, filters)
 
 
 class Selector:
@@ -132,7 +71,7 @@ class Selector:
         self._state = state
         self._book = book
         self._clock = clock
-        self._built: _Built | None = None
+        self._built: Built | None = None
         self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
         self._recent: tuple[int, tuple[int, ...]] = -1, ()
 
@@ -148,10 +87,10 @@ class Selector:
         """Strategy of the configuration in force."""
         return self._plugins().strategy
 
-    def _plugins(self) -> _Built:
+    def _plugins(self) -> Built:
         config = self.config
         if self._built is None or self._built.config is not config:
-            self._built = _build(config)
+            self._built = build(config)
         return self._built
 
     @property
@@ -186,7 +125,8 @@ class Selector:
         def checked() -> int:
             admitted = self.strategy.admit(self.view(self._state.next_step, adapter=adapter), flow)
             whole = isinstance(admitted, int | np.integer) and admitted >= 0
-            self._hold([("admits a whole number of groups, 0 or more", whole, repr(admitted))])
+            rule = "admits a whole number of groups, 0 or more"
+            hold(self.config.strategy.name, self._state.next_step, [(rule, whole, repr(admitted))])
             return int(admitted)
 
         capacity = self.ask("admit", checked)
@@ -344,7 +284,7 @@ class Selector:
 
         def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
             chosen = self.strategy.select(groups, view, budget, rng)
-            self._check(chosen, groups, budget)
+            check_selection(self.config.strategy.name, step, chosen, groups, budget)
             return chosen
 
         chosen = self.ask("select", checked)
@@ -402,41 +342,6 @@ class Selector:
             fits &= index["longest_tokens"] <= self.seq_len
         return index.groups(None if fits.all() else np.flatnonzero(fits))
 
-    def _check(self, chosen: Selection | Waiting, groups: Groups, budget: Budget) -> None:
-        """Hold a strategy to its contract. Raises `StrategyFault` naming the strategy and the rule."""
-        if isinstance(chosen, Waiting):
-            self._hold([("gives a reason of the closed list", chosen.reason in REASONS, chosen.reason)])
-            return
-        self._hold([("answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__)])
-        rows = np.asarray(chosen.rows, np.int64)
-        weights = None if chosen.weights is None else np.asarray(chosen.weights, np.float32)
-        unfit = 0 if weights is None else int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
-        distinct = np.unique(rows)
-        at = _positions(distinct, groups)
-        given = at[at >= 0]
-        tokens = int(groups.take(given).tokens.sum(dtype=np.int64))
-        rules = [
-            ("selects at least one group", len(rows) > 0, len(rows)),
-            ("selects a group once", len(distinct) == len(rows), len(rows)),
-            ("selects only groups it was given", len(given) == len(distinct), rows[:8].tolist()),
-            ("keeps the token budget", budget.tokens is None or tokens <= budget.tokens, tokens),
-            ("keeps the group budget", budget.groups is None or len(rows) <= budget.groups, len(rows)),
-            ("gives one weight per group", weights is None or len(weights) == len(rows), len(rows)),
-            ("gives finite weights above 0", not unfit, unfit),
-        ]
-        self._hold(rules)
-
-    def _hold(self, rules: Iterable[tuple[str, bool, Any]]) -> None:
-        name = self.config.strategy.name
-        for rule, kept, value in rules:
-            if not kept:
-                raise StrategyFault(
-                    f"strategy {name!r} broke the rule '{rule}' at step {self._state.next_step}: {value}",
-                    name=name,
-                    value=value,
-                    bound=rule,
-                )
-
     # ------------------------------------------------------------------ eviction
 
     def evictable(self, only: Numbers | None = None, *, filtered: bool = False) -> dict[str, list[int]]:
@@ -473,7 +378,7 @@ class Selector:
                 asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups, view)))  # type: ignore[misc]
         gone: set[int] = set()
         for plugin, call in asked:
-            found = self.ask("evict", lambda call=call, plugin=plugin: _evictions(plugin, call(), groups), plugin)  # type: ignore[misc]
+            found = self.ask("evict", lambda call=call, plugin=plugin: check_evictions(plugin, call(), groups), plugin)  # type: ignore[misc]
             for number, reason in zip(found.rows, found.reasons, strict=True):
                 if number not in gone:  # the first that drops a group names the reason
                     gone.add(number)
@@ -555,54 +460,3 @@ class Selector:
         if adapter:
             rows = rows[self._state.index["adapter"][rows] == name_code(adapter)]
         return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
-
-
-def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
-    """Check a configuration and fill in the defaults of its plug-ins' options. Raises `Invalid`."""
-    check_run_config(config)
-    advantages(config.advantage, np.zeros(1))
-    strategy = build_strategy(config.strategy.name, config.strategy.options)
-    batch = config.batch
-    with reported(config.strategy.name):
-        for adapter in config.policies:
-            budget = Budget(batch.tokens_per_batch, config.groups_per_batch_of(adapter), batch.seq_len)
-            strategy.check(budget, config.steps_per_publish_of(adapter), config.limits.max_tokens_live)
-    spec = msgspec.structs.replace(config.strategy, options=msgspec.to_builtins(strategy.options))
-    filters = [
-        msgspec.structs.replace(one, options=msgspec.to_builtins(build_filter(one.name, one.options).options))
-        for one in config.filters
-    ]
-    return msgspec.structs.replace(config, strategy=spec, filters=filters), strategy
-
-
-def _positions(rows: Rows, groups: Groups) -> Rows:
-    """Find groups by their row, in columns that are sorted by it; -1 for one that is not there."""
-    if not len(groups):
-        return np.full(len(rows), -1)
-    at = np.minimum(np.searchsorted(groups.row, rows), len(groups) - 1)
-    return np.where(groups.row[at] == rows, at, -1)
-
-
-def _evictions(plugin: str, found: Evictions, groups: Groups) -> Evictions:
-    """Hold a plug-in to what it may drop. Raises `StrategyFault` naming it and the rule."""
-    if not isinstance(found, Evictions):
-        rule = "answers Evictions"
-        raise StrategyFault(
-            f"{plugin} broke the rule '{rule}': {type(found).__name__}",
-            name=plugin,
-            value=type(found).__name__,
-            bound=rule,
-        )
-    if not found.rows and not found.reasons:
-        return found
-    rows = np.asarray(found.rows, np.int64)
-    strange = rows[_positions(rows, groups) < 0]
-    rules = [
-        ("gives one reason per group it drops", len(found.rows) == len(found.reasons), len(found.reasons)),
-        ("drops only groups it was given", not len(strange), strange[:8].tolist()),
-        ("gives words as reasons", all(REASON.fullmatch(reason) for reason in found.reasons), found.reasons[:8]),
-    ]
-    for rule, kept, value in rules:
-        if not kept:
-            raise StrategyFault(f"{plugin} broke the rule '{rule}': {value}", name=plugin, value=str(value), bound=rule)
-    return found

@@ -13,7 +13,7 @@ from rich.console import Console
 from replaybuf.config import BatchSpec, RunConfig, StrategySpec, decode_json
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.plugins import option_pairs
-from replaybuf.service.selector import resolve_config
+from replaybuf.service.built import resolve_config
 from replaybuf.simulate.loop import simulate as run_simulation
 from replaybuf.simulate.picture import draw
 from replaybuf.simulate.recording import RecordedSupply, Recording, derive, read_file, read_service, save

@@ -31,7 +31,8 @@ from replaybuf.ledger import (
 )
 from replaybuf.room import Load, fitting
 from replaybuf.service.answers import WaitingAnswer
-from replaybuf.service.selector import Selector, resolve_config
+from replaybuf.service.built import resolve_config
+from replaybuf.service.selector import Selector
 from replaybuf.state import RunState
 from replaybuf.strategy import Selection
 

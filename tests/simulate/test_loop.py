@@ -195,6 +195,6 @@ class Greedy(Strategy[Any]):
 
 def test_a_strategy_that_breaks_its_contract_is_named_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would pause a served run ends the study."""
-    monkeypatch.setattr("replaybuf.service.selector.build_strategy", lambda name, options: Greedy(Greedy.Options()))
+    monkeypatch.setattr("replaybuf.service.built.build_strategy", lambda name, options: Greedy(Greedy.Options()))
     with pytest.raises(StrategyFault, match=r"keeps the group budget.*the run would be paused at step 0"):
         study("greedy", slots=16)
