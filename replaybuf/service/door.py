@@ -1,4 +1,4 @@
-"""Where groups come in: judged all or nothing, stored, taken into the index; and the tickets that let them come."""
+"""Where groups come in: judged (`judge`), stored, taken into the index; and the tickets that let them come."""
 
 from __future__ import annotations
 
@@ -9,29 +9,24 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from replaybuf.advantages import advantages
 from replaybuf.config import RunConfig
 from replaybuf.errors import (
     GroupRejected,
     Invalid,
     InvalidGroups,
     NoRoom,
-    NotFound,
     NotLeader,
     StrategyFault,
     TooLarge,
 )
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
-from replaybuf.frame import encode_frame, is_compressed, stored_checksum
-from replaybuf.group import Admissible, Group, check_group, truncate
 from replaybuf.index import Numbers
 from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from replaybuf.room import Load, fitting
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.journal import Journal
+from replaybuf.service.judge import Incoming, Judge
 from replaybuf.service.selector import Selector
 from replaybuf.store import Appended, IndexChunk, ToAppend, keys
 from replaybuf.store.entries import EntryStrings
@@ -40,14 +35,6 @@ logger = logging.getLogger(__name__)
 
 ADOPTED_AT_ONCE = 2_000
 """Payloads that a new leader makes permanent per tick."""
-
-
-class Incoming(msgspec.Struct, frozen=True):
-    """One group at the door: its columns and the frame it came in (None = it came as JSON), or why it failed."""
-
-    group: Group | None
-    frame: bytes | None = None
-    rejection: GroupRejected | None = None
 
 
 class Door:
@@ -60,7 +47,7 @@ class Door:
     def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
         self.rejected: Counter[str] = Counter()
         self.duplicates = 0
-        self.truncated = 0
+        self.judge = Judge(journal, book)
         self._journal = journal
         self._selector = selector
         self._book = book
@@ -119,7 +106,7 @@ class Door:
         ready: list[tuple[int, ToAppend]] = []
         for position, item in enumerate(incoming):
             try:
-                ready.append((position, self._admit(item)))
+                ready.append((position, self.judge.admit(item)))
             except GroupRejected as rejection:
                 results[position] = {
                     "group_id": item.group.group_id if item.group else None,
@@ -157,75 +144,6 @@ class Door:
         finally:
             self._entering -= taken
         return appended
-
-    def _admit(self, item: Incoming) -> ToAppend:
-        """Judge one group at the door and make it ready to be stored."""
-        if item.rejection or item.group is None:
-            raise item.rejection or GroupRejected("malformed", "the group does not decode")
-        config = self._journal.config
-        frame = item.frame
-        group_id, key, group = self._identify(item.group)
-        if config.batch.overlong == "truncate":
-            cut = truncate(group, config.batch.seq_len)
-            if cut is not group:
-                self.truncated += 1
-                group, frame = cut, None
-        rejection = check_group(group, self.bounds(group.adapter))
-        if rejection:
-            raise GroupRejected(rejection.reason, rejection.detail)
-        if group.advantages is None:
-            try:
-                filled = advantages(config.advantage, group.rewards)
-            except Invalid as error:
-                raise GroupRejected("non_finite_advantages", error.detail) from None
-            group, frame = msgspec.structs.replace(group, advantages=filled), None
-        if frame is None:
-            frame = _encoded(group, compress=item.frame is not None and is_compressed(item.frame))
-        if len(frame) > config.limits.max_group_bytes:
-            raise GroupRejected(
-                "too_large",
-                f"the group has {len(frame)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
-            )
-        return ToAppend(group, group_id, key, frame, stored_checksum(frame))
-
-    def _identify(self, group: Group) -> tuple[str, str, Group]:
-        """Find the id of a group, and the prompt it stands for where it has a ticket."""
-        if group.ticket is None:
-            if not group.group_id:
-                raise GroupRejected("missing_group_id", "group_id is missing; a group without a ticket needs one")
-            return group.group_id, "", group
-        try:
-            ticket = parse_ticket(group.ticket)
-        except NotFound as error:
-            raise GroupRejected("unknown_ticket", error.detail) from None
-        if ticket.adapter != group.adapter or ticket.prompt_index >= self._book.next_index.get(ticket.adapter, 0):
-            raise GroupRejected("unknown_ticket", f"ticket {group.ticket!r} was not issued, or for another adapter")
-        if group.prompt_index not in (None, ticket.prompt_index):
-            raise GroupRejected(
-                "wrong_prompt_index",
-                f"prompt_index is {group.prompt_index}; ticket {group.ticket} is for {ticket.prompt_index}",
-            )
-        lost_from = self._journal.state.lost_version_since(ticket.generation, ticket.adapter)
-        if lost_from is not None and group.policy_version_max > lost_from:
-            raise GroupRejected(
-                "lost_lineage",
-                f"the newest policy version is {group.policy_version_max}; after ticket {group.ticket} was issued a "
-                f"rewind went back to version {lost_from}",
-            )
-        key = prompt_key(ticket.adapter, ticket.prompt_index)
-        return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
-
-    def bounds(self, adapter: str) -> Admissible:
-        """What groups of an adapter are checked against."""
-        config = self._journal.config
-        return Admissible(
-            published_version=self._journal.state.published.get(adapter),
-            adapters=frozenset(config.adapters),
-            group_size=config.group_size,
-            vocab_size=config.vocab_size,
-            seq_len=config.batch.seq_len,
-            tokens_per_batch=config.batch.tokens_per_batch,
-        )
 
     def _fitting(self, items: Sequence[ToAppend]) -> tuple[int, NoRoom | None]:
         """Count the first of these groups that have room; with the bound that stops the next."""
@@ -483,13 +401,6 @@ class Door:
         except BaseException:
             self._unsure = True
             raise
-
-
-def _encoded(group: Group, *, compress: bool) -> bytes:
-    try:
-        return encode_frame(group, compress=compress)
-    except TooLarge as error:
-        raise GroupRejected("too_large", error.detail) from None
 
 
 def check_adapter(adapter: str, config: RunConfig) -> None:

@@ -36,7 +36,7 @@ _RUN_COUNTERS: _Metrics = {
     "groups_retired": ("Groups freed after a checkpoint", lambda run: run.state.retired),
     "groups_dead_lettered": ("Stored groups that turned out unusable", lambda run: run.state.dead_lettered.total()),
     "groups_duplicate": ("Appends answered duplicate", lambda run: run.door.duplicates),
-    "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.door.truncated),
+    "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.door.judge.truncated),
     "tokens_used": ("Tokens put into batches, each use counted", lambda run: run.state.tokens_used),
     "tickets_issued": ("Tickets issued", lambda run: run.book.counts["issued"]),
     "tickets_expired": ("Tickets that expired", lambda run: run.book.counts["expired"]),

@@ -14,7 +14,7 @@ from replaybuf.config import decode_json
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
 from replaybuf.group import GroupJson, group_from_json
-from replaybuf.service.door import Incoming
+from replaybuf.service.judge import Incoming
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from replaybuf.errors import NotAcceptable
 from replaybuf.group import group_from_json
 from replaybuf.service import ahead, assembly, bodies
 from replaybuf.service.bodies import Part
-from replaybuf.service.door import Incoming
+from replaybuf.service.judge import Incoming
 from replaybuf.service.run import Run
 from replaybuf.service.sending import CHUNK_BYTES, BodyResponse, coding_for, is_known
 from replaybuf.service.session import AttachRequest

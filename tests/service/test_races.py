@@ -17,7 +17,7 @@ from replaybuf.group import group_from_json
 from replaybuf.service import service
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.bodies import Part
-from replaybuf.service.door import Incoming
+from replaybuf.service.judge import Incoming
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.service.session import AttachRequest
