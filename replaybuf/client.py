@@ -21,16 +21,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
 
+from replaybuf.addresses import addresses_of, base_url, unix_mounts
 from replaybuf.calls import (
     Amount,
     AppendResult,
@@ -45,7 +45,7 @@ from replaybuf.calls import (
     error_of,
 )
 from replaybuf.config import check_run_name
-from replaybuf.errors import Invalid, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
 
 __all__ = [
     "Amount",
@@ -66,9 +66,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-TransportT = TypeVar("TransportT")
-
-_UNIX = "unix:"
 
 # Below the 5 s after which uvicorn closes an idle connection: a request must not meet a connection being closed.
 _KEEPALIVE_S = 2.0
@@ -113,43 +110,6 @@ class Patience:
         if self._clock() + pause_s > self._ends_s:
             raise error
         return pause_s
-
-
-def addresses_of(url: str) -> tuple[str, ...]:
-    """Split `url` into addresses, without a slash at the end. Raises `Invalid` for what is none."""
-    found = []
-    for part in url.split(","):
-        path = _socket_path(part.strip())
-        if path.startswith("/"):
-            found.append(_UNIX + path)
-            continue
-        try:
-            parsed = httpx.URL(part.strip())
-        except httpx.InvalidURL:
-            parsed = httpx.URL()
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            bound = "http://HOST:PORT or unix:/PATH, or several with commas between"
-            raise Invalid(f"url is {url!r}; needed: {bound}", name="url", value=url, bound=bound)
-        found.append(str(parsed).rstrip("/"))
-    return tuple(dict.fromkeys(found))
-
-
-def base_url(address: str) -> str:
-    """Return what stands before the path of a request to `address`; for a unix socket it only tells it from others."""
-    if not address.startswith(_UNIX):
-        return address
-    return f"http://{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}.unix"
-
-
-def unix_mounts(addresses: Iterable[str], transport: Callable[[str], TransportT]) -> dict[str, TransportT | None]:
-    """Say for `httpx.Client(mounts=)` which requests go to a unix socket; `transport` makes one from its path."""
-    return {base_url(address): transport(_socket_path(address)) for address in addresses if address.startswith(_UNIX)}
-
-
-def _socket_path(address: str) -> str:
-    """Return the path of `unix:/PATH` and of `unix:///PATH`, or nothing."""
-    path = address.removeprefix(_UNIX)
-    return "" if path == address else "/" + path.lstrip("/") if path.startswith("/") else ""
 
 
 class _Line:

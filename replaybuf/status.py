@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from replaybuf.client import addresses_of, base_url, unix_mounts
+from replaybuf.addresses import addresses_of, base_url, unix_mounts
 from replaybuf.errors import ServiceUnavailable, from_problem
 
 TIMEOUT_S = 10.0
