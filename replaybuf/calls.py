@@ -171,15 +171,15 @@ class RunCalls:
 
     def get_run(self) -> Exchange[dict[str, Any]]:
         """Return the state of the run, its configuration under `config`."""
-        return self._learn(_read((yield Request(method="GET")), dict[str, Any]))
+        return self._learn(answer_of((yield Request(method="GET")), dict[str, Any]))
 
     def put_run(self, config: dict[str, Any]) -> Exchange[dict[str, Any]]:
         """Create the run; the same configuration again changes nothing. Raises `Conflict`, `Invalid`."""
-        return self._learn(_read((yield Request(method="PUT", content=_body(config))), dict[str, Any]))
+        return self._learn(answer_of((yield Request(method="PUT", content=_body(config))), dict[str, Any]))
 
     def patch_run(self, changes: dict[str, Any]) -> Exchange[dict[str, Any]]:
         """Change strategy, filters, limits or state while the run goes on. Raises `Conflict`, `Invalid`."""
-        return self._learn(_read((yield Request(method="PATCH", content=_body(changes))), dict[str, Any]))
+        return self._learn(answer_of((yield Request(method="PATCH", content=_body(changes))), dict[str, Any]))
 
     # ------------------------------------------------------------------ trainer
 
@@ -208,7 +208,7 @@ class RunCalls:
         body |= {name: value for name, value in optional.items() if value is not None}
         # Not repeated blindly: a second attach fences the epoch that a first one, its answer delayed, may still bring.
         request = Request(method="POST", path="/attach", content=_body(body), repeatable=False)
-        return _read((yield request), Attached)
+        return answer_of((yield request), Attached)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Exchange[bytes | Waiting]:
         """Return the body of one rank's part of a batch (see `replaybuf.batch`), or why there is none yet.
@@ -216,7 +216,7 @@ class RunCalls:
         The service holds the call for up to `wait_ms`. Raises `Fenced`, `WrongStep`, `Gone`, `RunFinished`.
         """
         reply = yield _batch_request(step, epoch, dp_rank, wait_ms)
-        return _read(reply, Waiting) if reply.status_code == httpx.codes.ACCEPTED else reply.content
+        return answer_of(reply, Waiting) if reply.status_code == httpx.codes.ACCEPTED else reply.content
 
     def fetch_plan(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Exchange[Plan | Waiting]:
         """Return what to build that body from (see `replaybuf.plan`), or why there is no batch yet.
@@ -224,7 +224,7 @@ class RunCalls:
         Raises as `fetch_batch` does, and `Malformed` where the service does not know plans.
         """
         reply = yield _batch_request(step, epoch, dp_rank, wait_ms, accept=PLAN_TYPE)
-        return _read(reply, Waiting) if reply.status_code == httpx.codes.ACCEPTED else _read(reply, Plan)
+        return answer_of(reply, Waiting) if reply.status_code == httpx.codes.ACCEPTED else answer_of(reply, Plan)
 
     def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None) -> Exchange[None]:
         """Say that `step` is trained; again is fine. Raises `Fenced`, `WrongStep`."""
@@ -252,13 +252,13 @@ class RunCalls:
             params["after"] = after
         if adapter:
             params["adapter"] = adapter
-        return _read((yield Request(method="GET", path="/policy", params=params, wait_ms=wait_ms)), Policy)
+        return answer_of((yield Request(method="GET", path="/policy", params=params, wait_ms=wait_ms)), Policy)
 
     def take_tickets(self, producer: str, count: int, adapter: str = "", wait_ms: int = 0) -> Exchange[Tickets]:
         """Take leave to generate up to `count` groups, waiting up to `wait_ms` for the first. Never repeated."""
         body = {"producer": producer, "count": count, "adapter": adapter, "wait_ms": wait_ms}
         request = Request(method="POST", path="/tickets", content=_body(body), wait_ms=wait_ms, repeatable=False)
-        return _read((yield request), Tickets)
+        return answer_of((yield request), Tickets)
 
     def return_ticket(self, ticket: str, reason: str) -> Exchange[None]:
         """Give a ticket back, saying why. Raises `NotFound` where it is not out any more. Never repeated."""
@@ -289,16 +289,16 @@ class RunCalls:
     def get_record(self, step: int, generation: int | None = None) -> Exchange[dict[str, Any]]:
         """Return the record of a batch, of the current history or as `generation` saw it. Raises `NotFound`."""
         params: dict[str, str | int] = {} if generation is None else {"generation": generation}
-        return _read((yield Request(method="GET", path=f"/batches/{step}/record", params=params)), dict[str, Any])
+        return answer_of((yield Request(method="GET", path=f"/batches/{step}/record", params=params)), dict[str, Any])
 
     def get_ledger(self, after: int = 0, limit: int = 1000) -> Exchange[dict[str, Any]]:
         """Return up to `limit` ledger entries after entry `after`."""
         params: dict[str, str | int] = {"after": after, "limit": limit}
-        return _read((yield Request(method="GET", path="/ledger", params=params)), dict[str, Any])
+        return answer_of((yield Request(method="GET", path="/ledger", params=params)), dict[str, Any])
 
     def get_group(self, group_id: str) -> Exchange[dict[str, Any]]:
         """Return where a group stands and what it holds. Raises `NotFound`."""
-        return _read((yield Request(method="GET", path=f"/groups/{quote(group_id, safe='')}")), dict[str, Any])
+        return answer_of((yield Request(method="GET", path=f"/groups/{quote(group_id, safe='')}")), dict[str, Any])
 
     def list_groups(
         self, state: str | None = None, limit: int = 100, after: str | int | None = None
@@ -306,7 +306,7 @@ class RunCalls:
         """List up to `limit` groups, of one state or of all, after the mark that an earlier answer gave."""
         given = {"state": state, "limit": limit, "after": after}
         params = {name: value for name, value in given.items() if value is not None}
-        return _read((yield Request(method="GET", path="/groups", params=params)), dict[str, Any])
+        return answer_of((yield Request(method="GET", path="/groups", params=params)), dict[str, Any])
 
     # ------------------------------------------------------------------
 
@@ -346,7 +346,8 @@ def _body(value: dict[str, Any]) -> bytes:
     return msgspec.json.encode(value)
 
 
-def _read(reply: httpx.Response, shape: type[T]) -> T:
+def answer_of(reply: httpx.Response, shape: type[T]) -> T:
+    """Read the JSON of a reply. Raises `Malformed` where it is not of that shape."""
     try:
         return msgspec.json.decode(reply.content, type=shape)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -408,7 +409,7 @@ def _append_results(reply: httpx.Response, sent: int) -> list[AppendResult]:
             raise error
         results = _convert(error.results, list[AppendResult])
     else:
-        results = _read(reply, _Results).results
+        results = answer_of(reply, _Results).results
     if len(results) != sent:
         raise Malformed(f"append of {sent} groups was answered with {len(results)} results", name="results", value=sent)
     return results

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from replaybuf.addresses import addresses_of, base_url, unix_mounts
-from replaybuf.errors import ServiceUnavailable, from_problem
+from replaybuf.calls import answer_of, error_of
+from replaybuf.errors import ServiceUnavailable
 
 TIMEOUT_S = 10.0
 READINESS = "/readyz"
@@ -65,10 +65,9 @@ def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
         raise ServiceUnavailable(
             f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
         ) from error
-    body: dict[str, Any] = msgspec.json.decode(response.content)
     if response.is_error and path != READINESS:  # its 503 says what it waits for
-        raise from_problem(response.status_code, body)
-    return body
+        raise error_of(response)
+    return answer_of(response, dict[str, Any])
 
 
 def _table(state: dict[str, Any], leader: str | None) -> Table:

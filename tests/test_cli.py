@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,28 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
     assert "too_few_groups" in shown, "a server that is away is passed over"
     assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("answered", "message"),
+    [(200, "something else than the contract says: JSON is malformed"), (404, "answered with status 404: '<p>hi</p>'")],
+)
+def test_status_of_what_is_no_service_tells_what_it_answered(answered: int, message: str) -> None:
+    """Here a web server with a page of its own."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answered)
+            self.end_headers()
+            self.wfile.write(b"<p>hi</p>")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
+        answering = threading.Thread(target=page.handle_request)
+        answering.start()
+        done = replaybuf("status", "--url", f"http://127.0.0.1:{page.server_port}")
+        answering.join(10)
+    assert done.returncode == 1
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_doctor_finds_the_embedded_valkey_strict(tmp_path: Path) -> None:
