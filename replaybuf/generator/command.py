@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from replaybuf.client import AsyncClient
 from replaybuf.errors import Invalid
 from replaybuf.generator.daemon import Daemon, DaemonOptions
-from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.engines import Sampling, Server, open_engine
 from replaybuf.generator.environments import check_prompts, load_environment
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.preflight import check_adapter, check_fit, check_group_size, wait_for_run
@@ -53,11 +53,13 @@ class GenerateOptions:
     reward_timeout_s: float
     start_timeout_s: float
     model: str | None
-    logprobs_mode: str
+    logprobs_mode: str | None
+    seed_requests: bool
+    engine_api_key: str | None = dataclasses.field(repr=False)
     compress: bool
     metrics_file: Path | None
     report_every_s: float
-    token: str | None
+    token: str | None = dataclasses.field(repr=False)
 
 
 def generate(
@@ -80,7 +82,9 @@ def generate(
     reward_timeout_s: float = 30.0,
     start_timeout_s: float = 300.0,
     model: str | None = None,
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None,
+    seed_requests: bool = False,
+    engine_api_key: str | None = None,
     compress: bool = False,
     metrics_file: Path | None = None,
     report_every_s: float = 10.0,
@@ -98,7 +102,8 @@ def generate(
     run
         Name of the run; waited for where it does not exist yet.
     engine
-        Address of an inference server (vLLM's HTTP API); several share the work.
+        Address of an inference server: http://HOST:PORT (vLLM's API) or sglang+http://HOST:PORT (SGLang's own);
+        several share the work.
     environment
         Name of the environment that scores completions: exact-match, reasoning-gym or an installed one.
     prompts
@@ -130,7 +135,12 @@ def generate(
     model
         Name the engines must serve the model by; by default that of the adapter, else the first they serve.
     logprobs_mode
-        What the engines were started with; written into every group.
+        What the engines were started with; written into every group. Default: raw_logprobs for vLLM,
+        processed_logprobs for SGLang.
+    seed_requests
+        Give every request a seed, derived from seed, prompt index and attempt; written into every group.
+    engine_api_key
+        Bearer token for the engines; better in the environment than here: REPLAYBUF_GENERATE_ENGINE_API_KEY.
     compress
         Compress token ids and masks by zstd: less network and Redis memory, more work here and in the service.
     metrics_file
@@ -160,6 +170,8 @@ def generate(
         start_timeout_s=start_timeout_s,
         model=model,
         logprobs_mode=logprobs_mode,
+        seed_requests=seed_requests,
+        engine_api_key=engine_api_key,
         compress=compress,
         metrics_file=metrics_file,
         report_every_s=report_every_s,
@@ -182,11 +194,16 @@ def _check_options(options: GenerateOptions) -> None:
         if getattr(options, name) <= 0:
             value = getattr(options, name)
             raise Invalid(f"{name} is {value}; more than 0 is needed", name=name, value=value, bound=0)
-    if options.logprobs_mode == "raw_logprobs" and options.temperature != 1.0:
+
+
+def _warn_of_raw_logprobs(servers: Sequence[Server], temperature: float) -> None:
+    raw = [server.url for server in servers if server.logprobs_mode == "raw_logprobs"]
+    if raw and temperature != 1.0:
         logger.warning(
             "temperature is %g, but raw logprobs do not contain it: they are not those of the distribution that was "
-            "sampled; start the engines with --logprobs-mode processed_logprobs",
-            options.temperature,
+            "sampled; start %s with --logprobs-mode processed_logprobs",
+            temperature,
+            ", ".join(raw),
         )
 
 
@@ -196,14 +213,16 @@ async def _generate(options: GenerateOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     servers = [
-        VllmEngine(
-            url,
+        open_engine(
+            address,
             timeout_s=options.engine_timeout_s,
             model=options.model or options.adapter or None,
             logprobs_mode=options.logprobs_mode,
+            api_key=options.engine_api_key,
         )
-        for url in options.engines
+        for address in options.engines
     ]
+    _warn_of_raw_logprobs(servers, options.temperature)
     engine = Fleet(servers)
     try:
         async with AsyncClient(options.url, options.run, token=options.token) as client:
@@ -224,12 +243,13 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
     group_size = check_group_size(options.group_size, facts)
     await engine.prepare(options.start_timeout_s)
     check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, max_model_len=engine.max_model_len)
+    seed = facts.seed if options.seed is None else options.seed
     logger.info("generating: %d prompts, groups of %d, %d engines", len(read), group_size, len(options.engines))
     return Daemon(
         client,
         engine,
         Scorer(environment, timeout_s=options.reward_timeout_s),
-        Prompts(read, seed=facts.seed if options.seed is None else options.seed, shuffle=options.shuffle),
+        Prompts(read, seed=seed, shuffle=options.shuffle),
         tokenizer,
         DaemonOptions(
             producer=options.producer,
@@ -244,6 +264,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
             metadata={"env": options.environment, "producer": options.producer},
             max_inflight_groups=options.max_inflight_groups,
             compress=options.compress,
+            request_seed=seed if options.seed_requests else None,
             report_every_s=options.report_every_s,
             metrics_file=options.metrics_file,
         ),

@@ -23,7 +23,7 @@ from replaybuf.aggregation import Window
 from replaybuf.client import AsyncClient, Ticket, Waiting
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, ReplaybufError, RewardFault, RunFinished
 from replaybuf.generator.delivery import Delivery
-from replaybuf.generator.engines import Sampling
+from replaybuf.generator.engines import Sampling, request_seed
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.flight import Flight, Work
 from replaybuf.generator.groups import new_group
@@ -51,6 +51,7 @@ class DaemonOptions:
     `advantage` an estimator of `replaybuf.advantages`; `metadata` goes into every group, `compress` says whether frames
     are compressed. `poll_wait_ms`: how long the service may hold a call for tickets or the policy, short enough that a
     stop can wait for the answer and give its tickets back.
+    `request_seed`: what the seed of every request is derived from; None = the engines choose their own.
     """
 
     producer: str
@@ -60,6 +61,7 @@ class DaemonOptions:
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_inflight_groups: int = 64
     compress: bool = False
+    request_seed: int | None = None
     poll_wait_ms: int = 1000
     report_every_s: float = 10.0
     metrics_file: Path | None = None
@@ -207,7 +209,7 @@ class Daemon:
     async def _generated(self, ticket: Ticket) -> Group:
         options = self._options
         prompt = self._prompts.at(ticket.prompt_index)
-        sample = await self._engine.generate(prompt.token_ids, options.sampling)
+        sample = await self._engine.generate(prompt.token_ids, self._sampling(ticket))
         scores = await self._scorer.score(prompt, self._tokenizer.decode(sample.completions))
         return new_group(
             ticket,
@@ -219,6 +221,13 @@ class Daemon:
             metadata=options.metadata,
             adapter=options.adapter,
         )
+
+    def _sampling(self, ticket: Ticket) -> Sampling:
+        options = self._options
+        if options.request_seed is None:
+            return options.sampling
+        seed = request_seed(options.request_seed, ticket.prompt_index, ticket.attempt)
+        return dataclasses.replace(options.sampling, seed=seed)
 
     def _count_fault(self, fault: EngineFault | RewardFault) -> None:
         if fault.reason == "engine_away":  # waited out before the next ticket is taken
@@ -268,7 +277,7 @@ class Daemon:
             self._tell_status()
 
     def _tell_status(self) -> None:
-        status = self.progress.line(time.time(), self.waiting)
+        status = self.progress.line(time.time(), self.waiting, self._engine.status())
         log_status(status)
         if self._options.metrics_file is not None:
             append_status(self._options.metrics_file, status)

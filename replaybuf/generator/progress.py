@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from replaybuf.generator.fleet import ServerStatus
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
     `given_back` tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why less is going on than
-    could, None where nothing is waited for.
+    could, None where nothing is waited for; `engines`: how each server is doing.
     """
 
     time: float
@@ -31,6 +32,7 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     duplicates: int
     given_back: dict[str, int]
+    engines: tuple[ServerStatus, ...] = ()
 
 
 class Progress:
@@ -54,7 +56,7 @@ class Progress:
         self.generated_tokens += int(group.completion_lengths.sum())
         self._reward_sum += float(group.rewards.sum())
 
-    def line(self, now_s: float, waiting: str | None) -> StatusLine:
+    def line(self, now_s: float, waiting: str | None, engines: tuple[ServerStatus, ...] = ()) -> StatusLine:
         """Return the numbers, and start the next interval. `now_s` in seconds since the epoch."""
         seconds = max(now_s - self._last_s, 1e-9)
         rollouts, tokens = self.rollouts - self._last_rollouts, self.generated_tokens - self._last_tokens
@@ -69,6 +71,7 @@ class Progress:
             tokens_per_s=tokens / seconds,
             duplicates=self.duplicates,
             given_back=dict(self.given_back),
+            engines=engines,
         )
         self._last_s, self._last_rollouts, self._last_tokens = now_s, self.rollouts, self.generated_tokens
         self._reward_sum = 0.0

@@ -173,7 +173,7 @@ class EngineDouble:
 
     def answer(self, request: dict[str, Any], **changes: Any) -> dict[str, Any]:
         """Build the answer to a request, its choices changed alike."""
-        choices = [self.choice(request["prompt"], **changes) for _ in range(request["n"])]
+        choices = [self.choice(request["prompt"], **{"index": index} | changes) for index in range(request["n"])]
         return {"id": "cmpl", "model": self.model, "choices": choices, "usage": {}}
 
     async def _completions(self, request: Request) -> Response:
@@ -187,6 +187,7 @@ class EngineDouble:
         return JSONResponse(self.answer(body) if made is None else made)
 
     async def _models(self, request: Request) -> Response:
+        self.calls.append("models")
         return JSONResponse({"object": "list", "data": [{"id": self.model, "max_model_len": self.max_model_len}]})
 
     async def _weight_info(self, request: Request) -> Response:

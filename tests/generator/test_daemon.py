@@ -459,7 +459,7 @@ def test_no_ticket_is_taken_while_no_engine_is_up(tmp_path: Path, caplog: pytest
             engine.always, engine.healthy = None, True
             await w.end()
             assert len(service.groups) == 1
-            assert service.returned[0][1].startswith("engine_away: waited 0.1 s for an engine in vain")
+            assert service.returned[0][1].startswith("engine_error: engine http://127.0.0.1")
 
     run(main())
     assert "waiting for an engine" in caplog.text

@@ -63,6 +63,10 @@ def test_the_request_asks_for_token_ids_and_the_sampled_tokens_logprobs() -> Non
             "stop_token_ids": [28],
             "logprobs": 0,
             "return_token_ids": True,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
         }
     ]
 
@@ -70,7 +74,12 @@ def test_the_request_asks_for_token_ids_and_the_sampled_tokens_logprobs() -> Non
 def test_who_sampled_and_how_is_written_down() -> None:
     double = EngineDouble()
     made = sample(double, logprobs_mode="processed_logprobs")
-    assert made.metadata["engine"] == {"url": double.url, "model": "tiny", "logprobs_mode": "processed_logprobs"}
+    assert made.metadata["engine"] == {
+        "url": double.url,
+        "api": "/v1/completions",
+        "model": "tiny",
+        "logprobs_mode": "processed_logprobs",
+    }
     assert made.metadata["sampling"] == {
         "n": 2,
         "max_tokens": 5,
@@ -236,7 +245,7 @@ def test_requests_at_the_same_time_use_connections_of_their_own_and_give_them_ba
         await asyncio.gather(*(engine.generate(PROMPT, SAMPLING) for _ in range(5)))
         for _ in range(3):
             await engine.generate(PROMPT, SAMPLING)
-        return len(engine._idle)
+        return len(engine._wire._idle)
 
     assert with_engine(double, together) == 5
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
+from replaybuf.generator import fleet as fleet_module
 from replaybuf.generator.engines import Sampling, VllmEngine
-from replaybuf.generator.fleet import TRIES, Fleet
-from tests.generator.doubles import TIMEOUT_S, EngineDouble, fail, reply
+from replaybuf.generator.fleet import FAILURES_IN_A_ROW, TRIES, Fleet
+from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, fail, reply
 
 PROMPT = np.array([2, 0, 1], np.int32)
 SAMPLING = Sampling(n=1, max_tokens=5)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe and try again soon."""
+    monkeypatch.setattr(fleet_module, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(fleet_module, "RETRY_PAUSE_S", 0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the others run until the condition holds; the test's own timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - a fleet tells nobody of its state
+        await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager
@@ -68,28 +82,148 @@ def test_a_request_that_one_server_failed_goes_to_another() -> None:
         async with fleet_of(broken, sound) as fleet:
             broken.always = fail(500)
             broken.healthy = False
-            for _ in range(4):
+            for _ in range(FAILURES_IN_A_ROW + 3):
                 await fleet.generate(PROMPT, SAMPLING)
-            assert len(broken.requests) == 1
-            assert len(sound.requests) == 4
-            assert fleet.up
+            assert len(broken.requests) == FAILURES_IN_A_ROW
+            assert len(sound.requests) == FAILURES_IN_A_ROW + 3
+            assert [status.state for status in fleet.status()] == ["aside", "up"]
 
     run(main())
 
 
-def test_a_server_is_used_again_when_it_is_healthy_again() -> None:
+def test_one_failure_alone_does_not_put_a_server_aside(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double) as fleet:
             double.script.append(fail(500))
             await fleet.generate(PROMPT, SAMPLING)
-            assert double.calls.count("health") == 1
-            assert len(double.requests) == 2
+            assert len(double.requests) == 2 and "health" not in double.calls
+            (status,) = fleet.status()
+            assert (status.state, status.failures, status.requests, status.tokens) == ("up", 0, 0, 0)
 
     run(main())
 
 
-def test_after_a_few_tries_the_fault_is_told() -> None:
+def test_a_server_that_cannot_be_connected_to_is_put_aside_at_once_and_used_again_when_it_is_back(quick: None) -> None:
+    async def main() -> None:
+        double = EngineDouble(model="qwen")
+        async with double.up():
+            port = int(double.url.rpartition(":")[2])
+        fleet = Fleet([VllmEngine(double.url, timeout_s=10)], patience_s=TIMEOUT_S)
+        try:
+            waiting = asyncio.create_task(fleet.generate(PROMPT, SAMPLING))
+            await until(lambda: not fleet.up)
+            assert fleet.status()[0].state == "aside" and not waiting.done()
+            async with double.up(port):
+                await waiting
+                assert double.calls[:2] == ["health", "models"]  # looked at anew before it is used
+                assert fleet.status()[0].state == "up"
+        finally:
+            await fleet.aclose()
+
+    run(main())
+
+
+def test_a_server_that_is_aside_comes_back_while_others_are_up(quick: None) -> None:
+    async def main() -> None:
+        broken, sound = EngineDouble(), EngineDouble()
+        async with fleet_of(broken, sound) as fleet:
+            broken.always = fail(500)
+            for _ in range(FAILURES_IN_A_ROW):
+                await fleet.generate(PROMPT, SAMPLING)
+            broken.always = None
+            await until(lambda: fleet.status()[0].state != "aside")
+            assert fleet.status()[0].state == "trial"
+            await fleet.generate(PROMPT, SAMPLING)
+            assert [status.state for status in fleet.status()] == ["up", "up"]
+
+    run(main())
+
+
+def test_in_trial_the_first_failure_puts_a_server_aside_again_for_longer(
+    quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        broken, sound = EngineDouble(), EngineDouble()
+        async with fleet_of(broken, sound) as fleet:
+            broken.always = fail(500)
+            for state in ("trial", "aside"):
+                while fleet.status()[0].state != state:
+                    await fleet.generate(PROMPT, SAMPLING)
+            assert len(broken.requests) == FAILURES_IN_A_ROW + 1
+
+    run(main())
+    pauses = [record.args[2] for record in caplog.records if "put aside" in record.msg and record.args]
+    assert pauses == [0.01, 0.02]
+
+
+def test_a_server_in_trial_gets_one_request_at_a_time_while_others_are_up(quick: None) -> None:
+    async def main() -> None:
+        tried, sound = EngineDouble(), EngineDouble()
+        async with fleet_of(tried, sound) as fleet:
+            tried.always = fail(500)
+            for _ in range(FAILURES_IN_A_ROW):
+                await fleet.generate(PROMPT, SAMPLING)
+            await until(lambda: fleet.status()[0].state == "trial")
+            tried.requests.clear()
+            tried.always = sound.always = gate = Gate()
+            tasks = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(6)]
+            await gate.requests(6)
+            assert len(tried.requests) == 1
+            gate.open.set()
+            await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_of_two_servers_the_one_with_fewer_tokens_outstanding_gets_the_request() -> None:
+    async def main() -> None:
+        long, short = EngineDouble(), EngineDouble()
+        async with fleet_of(long, short) as fleet:
+            long.always = short.always = gate = Gate()
+            tasks = [asyncio.create_task(fleet.generate(PROMPT, Sampling(n=8, max_tokens=20)))]
+            await gate.requests(1)
+            tasks += [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(3)]
+            await gate.requests(3)
+            assert [len(double.requests) for double in (long, short)] == [1, 3]
+            assert [status.tokens for status in fleet.status()] == [3 + 8 * 20, 3 * (3 + 5)]
+            gate.open.set()
+            await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_an_aborted_completion_is_no_failure_of_the_server(quick: None) -> None:
+    async def main() -> None:
+        double = EngineDouble()
+        async with fleet_of(double) as fleet:
+            double.always = reply(finish_reason="abort")
+            for _ in range(FAILURES_IN_A_ROW):
+                with pytest.raises(EngineAway, match="aborted"):
+                    await fleet.generate(PROMPT, SAMPLING)
+            assert fleet.status()[0].failures == 0 and fleet.up
+
+    run(main())
+
+
+def test_a_server_that_does_not_fit_any_more_is_put_aside_while_others_are_up(quick: None) -> None:
+    async def main() -> None:
+        other, sound = EngineDouble(model="qwen"), EngineDouble(model="qwen")
+        async with fleet_of(other, sound) as fleet:
+            await fleet.prepare(TIMEOUT_S)
+            other.model, other.always = "llama", fail(404, "no such model")
+            await fleet.generate(PROMPT, SAMPLING)
+            await until(lambda: "serves ['llama']" in (fleet.status()[0].fault or ""))
+            await fleet.generate(PROMPT, SAMPLING)
+            assert (len(other.requests), len(sound.requests)) == (1, 2)
+            sound.always = fail(404, "gone")
+            with pytest.raises(EngineUnfit, match="gone"):
+                await fleet.generate(PROMPT, SAMPLING)
+
+    run(main())
+
+
+def test_after_a_few_tries_the_fault_is_told(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double) as fleet:
@@ -129,11 +263,13 @@ def test_a_fault_of_the_request_is_not_tried_again() -> None:
     run(main())
 
 
-def test_with_no_server_up_a_request_waits_as_long_as_its_patience() -> None:
+def test_with_no_server_up_a_request_waits_as_long_as_its_patience(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double, patience_s=0.3) as fleet:
             double.always, double.healthy = fail(500), False
+            with pytest.raises(EngineAway, match="answered 500"):
+                await fleet.generate(PROMPT, SAMPLING)
             with pytest.raises(EngineAway, match=r"waited 0\.3 s for an engine in vain: .*answered 500"):
                 await fleet.generate(PROMPT, SAMPLING)
             assert not fleet.up

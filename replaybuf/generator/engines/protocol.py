@@ -1,0 +1,103 @@
+"""What an engine is asked for and what it answers, whatever API it speaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from replaybuf.group import Float32s, Int32s
+
+_SEED_BITS = 53
+"""Exact in every JSON reader, and n seeds in a row from it still fit 64 bits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample: `n` completions of one prompt, each at most `max_tokens` long, at `temperature` >= 0.
+
+    `stop_token_ids` end a completion, and are part of it, beside those the engine knows by itself. `seed`: where the
+    engine's randomness starts, None = it chooses; the n completions differ all the same. Nothing else changes the
+    distribution: top-p, top-k, min-p and penalties are switched off in every request, whatever the model's folder says.
+    """
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return what goes into a group's metadata; no seed where none was given."""
+        fields = dataclasses.asdict(self)
+        if self.seed is None:
+            del fields["seed"]
+        return fields
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sample:
+    """The n completions of one prompt, as columns.
+
+    - `completion_ids` int32 [C], `completion_lengths` int32 [n], `inference_logprobs` float32 [C] in nats
+    - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
+    - `finish_reasons` one per completion; `metadata`: who sampled, and how
+    """
+
+    completion_ids: Int32s
+    completion_lengths: Int32s
+    inference_logprobs: Float32s
+    version_spans: Int32s
+    finish_reasons: tuple[str | None, ...]
+    metadata: dict[str, Any]
+
+    @property
+    def policy_version(self) -> int:
+        """Version that sampled the oldest token."""
+        return int(self.version_spans[:, 1].min())
+
+    @property
+    def completions(self) -> list[list[int]]:
+        """Token ids of each completion."""
+        ends = np.cumsum(self.completion_lengths)
+        return [ids.tolist() for ids in np.split(self.completion_ids, ends[:-1])]
+
+
+class Engine(Protocol):
+    """Whatever samples completions."""
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
+        """Sample `sampling.n` completions of one prompt, int32 [P].
+
+        Raises `EngineFault` where this request got no usable answer, `EngineAway` (a kind of it) where another try may
+        help, `EngineUnfit` where only an operator can.
+        """
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+
+
+class Server(Engine, Protocol):
+    """One engine process behind an address; `max_model_len` in tokens, both None until `prepare` where not known."""
+
+    url: str
+    model: str | None
+    max_model_len: int | None
+    logprobs_mode: str
+
+    async def healthy(self) -> bool:
+        """Say whether the server takes requests."""
+
+    async def prepare(self) -> None:
+        """Learn what the server serves and offers; to be repeated when it may have been started anew.
+
+        Raises `EngineUnfit` where it serves another model, `EngineAway` where it does not answer.
+        """
+
+
+def request_seed(run_seed: int, prompt_index: int, attempt: int) -> int:
+    """Derive the seed of one request, in [0, 2**53): the same on every machine, another one for every attempt."""
+    digest = hashlib.blake2b(f"{run_seed}:{prompt_index}:{attempt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)

@@ -1,0 +1,167 @@
+"""vLLM 0.31 to 0.33, and what speaks its API: `/inference/v1/generate` where it is offered, else `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from replaybuf.errors import EngineAway
+from replaybuf.generator.engines.choices import Choice, Span, TokenId
+from replaybuf.generator.engines.http import Answer, HttpEngine
+from replaybuf.generator.engines.protocol import Sampling
+from replaybuf.generator.engines.wire import METHOD_NOT_ALLOWED, NOT_FOUND
+
+COMPLETIONS = "/v1/completions"
+TOKENS = "/inference/v1/generate"
+"""Token ids in and out; `vllm serve --enable-scale-out`. From 0.32 on it labels every choice with version spans."""
+_TOKEN_PREFIX = "token_id:"
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: int | str
+
+
+class _CompletionLogprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _CompletionChoice(msgspec.Struct):
+    index: int
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: _CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_CompletionChoice]
+    model: str | None = None
+
+
+class _TokenLogprob(msgspec.Struct, gc=False):
+    """`token` up to 0.31 ("token_id:62"), `token_id` from 0.32 on."""
+
+    logprob: float
+    token: str | None = None
+    token_id: int | None = None
+
+    @property
+    def id(self) -> int | str | None:
+        """The token it belongs to."""
+        if self.token_id is not None or self.token is None:
+            return self.token_id
+        digits = self.token.removeprefix(_TOKEN_PREFIX)
+        return int(digits) if digits.isdecimal() else self.token
+
+
+class _TokenLogprobs(msgspec.Struct):
+    content: list[_TokenLogprob] | None = None
+
+
+class _TokensChoice(msgspec.Struct):
+    index: int
+    token_ids: list[TokenId] | None = None
+    logprobs: _TokenLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _Tokens(msgspec.Struct):
+    choices: list[_TokensChoice]
+    model: str | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class VllmEngine(HttpEngine):
+    """One vLLM-style server; which of the two calls it takes is found out by `prepare`, until then the older one."""
+
+    LOGPROBS_MODE = "raw_logprobs"
+    _NO_VERSION = "neither weight_versions per choice nor GET /weight_info; start vLLM with VLLM_SERVER_DEV_MODE=1"
+    _offers_tokens = False
+
+    async def prepare(self) -> None:
+        """Learn model, longest context and which of the two calls there is; see `Server.prepare`."""
+        await super().prepare()
+        # The call exists where it refuses the method, and asking so costs no token.
+        reply = await self._wire.send("GET", TOKENS, answers=(NOT_FOUND, METHOD_NOT_ALLOWED))
+        self._offers_tokens = reply.status_code == METHOD_NOT_ALLOWED
+
+    async def _complete(self, prompt: list[int], sampling: Sampling) -> Answer:
+        return await (self._by_tokens if self._offers_tokens else self._by_completions)(prompt, sampling)
+
+    async def _weight_label(self) -> int | str | None:
+        reply = await self._wire.send("GET", "/weight_info", answers=(NOT_FOUND,))
+        if reply.status_code == NOT_FOUND:
+            return None
+        return self._wire.decoded(reply, _WeightInfo).weight_version
+
+    # ------------------------------------------------------------------ /inference/v1/generate
+
+    async def _by_tokens(self, prompt: list[int], sampling: Sampling) -> Answer:
+        question = self._named(
+            {"token_ids": prompt, "sampling_params": _parameters(sampling), "return_token_ids": True}
+        )
+        content = msgspec.json.encode(question)
+        reply = await self._wire.send("POST", TOKENS, content, timeout_s=self._timeout_s, answers=(NOT_FOUND,))
+        if reply.status_code == NOT_FOUND:
+            self._offers_tokens = False
+            detail = f"engine {self.url} no longer offers {TOKENS}, or not for model {self.model!r}"
+            raise EngineAway("engine_restarted", detail, name="engine", value=self.url)
+        answer = self._wire.decoded(reply, _Tokens)
+        self._check_prompt(answer.prompt_token_ids, prompt)
+        choices = [self._tokens_choice(choice) for choice in answer.choices]
+        return Answer(choices, TOKENS, answer.model)
+
+    def _tokens_choice(self, choice: _TokensChoice) -> Choice:
+        items = (choice.logprobs.content if choice.logprobs else None) or []
+        token_ids = choice.token_ids or []
+        if len(items) == len(token_ids) and [item.id for item in items] != token_ids:
+            raise self._wire.bad_answer("logprobs of other tokens than token_ids")
+        logprobs = [item.logprob for item in items]
+        return Choice(choice.index, token_ids, logprobs, choice.finish_reason, choice.weight_versions)
+
+    # ------------------------------------------------------------------ /v1/completions
+
+    async def _by_completions(self, prompt: list[int], sampling: Sampling) -> Answer:
+        question = self._named({"prompt": prompt, **_parameters(sampling), "return_token_ids": True})
+        answer = await self._wire.ask("POST", COMPLETIONS, _Completion, question, timeout_s=self._timeout_s)
+        for choice in answer.choices:
+            self._check_prompt(choice.prompt_token_ids, prompt)
+        choices = [
+            Choice(
+                choice.index,
+                choice.token_ids or [],
+                choice.logprobs.token_logprobs if choice.logprobs else [],
+                choice.finish_reason,
+                choice.weight_versions,
+            )
+            for choice in answer.choices
+        ]
+        return Answer(choices, COMPLETIONS, answer.model)
+
+    # ------------------------------------------------------------------ both
+
+    def _named(self, question: dict[str, Any]) -> dict[str, Any]:
+        return question if self.model is None else {"model": self.model, **question}
+
+    def _check_prompt(self, echoed: list[int] | None, prompt: list[int]) -> None:
+        if echoed is not None and echoed != prompt:
+            raise self._wire.bad_answer("completions of another prompt than the one sent")
+
+
+def _parameters(sampling: Sampling) -> dict[str, Any]:
+    parameters = {
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logprobs": 0,  # the sampled token's own, no alternatives
+        # What is left out is taken from the model folder's generation_config.json, and would bend the distribution.
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    return parameters if sampling.seed is None else parameters | {"seed": sampling.seed}
