@@ -31,7 +31,7 @@ from replaybuf.frame import encode_frame
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import flight as flight_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
-from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
@@ -127,6 +127,36 @@ def the_error(caught: pytest.ExceptionInfo[BaseExceptionGroup[BaseException]]) -
 
 
 # ---------------------------------------------------------------------- the way of a group
+
+
+def test_requests_are_seeded_by_run_seed_prompt_index_and_attempt_where_asked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=3), request_seed=11) as w:
+            await w.run()
+            told = {group.prompt_index: group.metadata["sampling"]["seed"] for group in w.service.groups}
+            assert told == {index: request_seed(11, index, 1) for index in range(3)}
+            assert sorted(request["seed"] for request in w.engine.requests) == sorted(told.values())
+
+    run(main())
+
+
+def test_a_report_tells_how_every_engine_is_doing(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=1), metrics_file=file) as w:
+            await w.run()
+            (engine,) = json.loads(file.read_text().splitlines()[-1])["engines"]
+            assert engine == {
+                "url": w.engine.url,
+                "state": "up",
+                "requests": 0,
+                "tokens": 0,
+                "failures": 0,
+                "fault": None,
+            }
+
+    run(main())
 
 
 def test_every_ticket_becomes_one_group_of_its_prompt(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class VllmEngine(HttpEngine):
         content = msgspec.json.encode(question)
         reply = await self._wire.send("POST", TOKENS, content, timeout_s=self._timeout_s, answers=(NOT_FOUND,))
         if reply.status_code == NOT_FOUND:
-            self._offers_tokens = False
+            self._offers_tokens = self._labels_choices = False
             detail = f"engine {self.url} no longer offers {TOKENS}, or not for model {self.model!r}"
             raise EngineAway("engine_restarted", detail, name="engine", value=self.url)
         answer = self._wire.decoded(reply, _Tokens)

@@ -1,0 +1,307 @@
+"""What every engine must do behind its client, whatever it is: a double, the tiny engine, a real server.
+
+Subclass `EngineContract` with a `serve`; doubles, in which things can be made to go wrong, also `FaultContract`. For a
+server that speaks vLLM's API at an address, `ServedOverVllmApi` is the subject.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+import httpx
+import numpy as np
+import pytest
+
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
+from replaybuf.generator.engines import Sample, Sampling, Server, open_engine
+from replaybuf.group import Int32s
+from tests.generator.doubles import TIMEOUT_S
+
+SAMPLING = Sampling(n=4, max_tokens=12)
+
+
+class Subject(Protocol):
+    """An engine under test."""
+
+    address: str
+    vocab_size: int
+    prompt: Sequence[int]
+
+    async def set_version(self, version: int) -> None:
+        """Name the weights."""
+
+    async def abort_running(self) -> None:
+        """Abort what is in flight, as soon as something is, and go on."""
+
+
+class Fault(enum.Enum):
+    """What the next request for completions comes to."""
+
+    ERROR = "answered 500"
+    HANG = "no answer"
+    FEWER_CHOICES = "one choice less"
+    SAME_INDEX = "all choices have index 0"
+    BACKWARDS = "the last choice first"
+    NO_LOGPROBS = "ids without logprobs"
+    FEWER_LOGPROBS = "a logprob less than ids"
+    ABSENT_LOGPROB = "a logprob that is not there"
+    OTHER_PROMPT = "completions of another prompt"
+
+
+class FaultySubject(Subject, Protocol):
+    """A double in which things can be made to go wrong."""
+
+    def fail_next(self, fault: Fault) -> None:
+        """Make the next request for completions fail so."""
+
+    def require_key(self, key: str) -> None:
+        """Answer 401 to whoever does not show the key."""
+
+
+@dataclasses.dataclass
+class ServedOverVllmApi:
+    """A server that speaks vLLM's API, with VLLM_SERVER_DEV_MODE=1; after `prompt` there is room for 160 tokens."""
+
+    address: str
+    vocab_size: int
+    prompt: Sequence[int]
+
+    async def set_version(self, version: int) -> None:
+        """Name the weights."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            body = {"new_version": str(version)}
+            (await client.post(f"{self.address}/update_weight_version", json=body)).raise_for_status()
+
+    async def abort_running(self) -> None:
+        """Pause with mode=abort once tokens come, and resume."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            before = await self._generated(client)
+            while await self._generated(client) <= before:  # noqa: ASYNC110 - its metrics are all it shows
+                await asyncio.sleep(0.01)
+            (await client.post(f"{self.address}/pause?mode=abort")).raise_for_status()
+            (await client.post(f"{self.address}/resume")).raise_for_status()
+
+    async def _generated(self, client: httpx.AsyncClient) -> float:
+        text = (await client.get(f"{self.address}/metrics")).text
+        lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+class EngineContract(abc.ABC):
+    """What every engine must do."""
+
+    long = Sampling(n=24, max_tokens=160)
+    """Long enough that some of it can be aborted."""
+
+    @abc.abstractmethod
+    def serve(self) -> contextlib.AbstractAsyncContextManager[Subject]:
+        """Serve the engine."""
+
+    def test_as_many_completions_come_as_were_asked_for_each_within_its_length(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            for sampling in (SAMPLING, Sampling(n=1, max_tokens=1)):
+                made = await engine.generate(prompt_of(subject), sampling)
+                assert made.completion_lengths.shape == (sampling.n,)
+                assert 1 <= made.completion_lengths.min() <= made.completion_lengths.max() <= sampling.max_tokens
+                assert made.completion_ids.shape == (made.completion_lengths.sum(),)
+                assert made.completion_ids.min() >= 0 and made.completion_ids.max() < subject.vocab_size
+
+        self.run(main)
+
+    def test_every_token_has_a_finite_logprob_not_above_zero(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            made = await engine.generate(prompt_of(subject), SAMPLING)
+            assert made.inference_logprobs.shape == made.completion_ids.shape
+            assert np.isfinite(made.inference_logprobs).all() and made.inference_logprobs.max() <= 1e-3
+
+        self.run(main)
+
+    def test_version_spans_cover_every_completion_without_a_gap(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            assert_covered(await engine.generate(prompt_of(subject), SAMPLING))
+
+        self.run(main)
+
+    def test_completions_carry_the_version_that_is_loaded(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            for version in (3, 4):
+                await subject.set_version(version)
+                made = await engine.generate(prompt_of(subject), SAMPLING)
+                assert set(made.version_spans[:, 1].tolist()) == {version}
+                assert_covered(made)
+
+        self.run(main)
+
+    def test_a_completion_stops_at_a_stop_token_which_is_part_of_it_or_at_its_length(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            stops = tuple(range(0, subject.vocab_size, 2))
+            sampling = Sampling(n=16, max_tokens=3, stop_token_ids=stops)
+            made = await engine.generate(prompt_of(subject), sampling)
+            assert set(made.finish_reasons) == {"stop", "length"}
+            for ids, reason in zip(made.completions, made.finish_reasons, strict=True):
+                assert not set(ids[:-1]) & set(stops)
+                assert (ids[-1] in stops) == (reason == "stop")
+                assert reason == "stop" or len(ids) == sampling.max_tokens
+
+        self.run(main)
+
+    def test_at_temperature_zero_all_completions_are_the_same(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            made = await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, temperature=0.0))
+            assert all(ids == made.completions[0] for ids in made.completions)
+
+        self.run(main)
+
+    def test_a_seed_decides_the_completions_which_differ_all_the_same(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            first, again, other = [
+                (await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, seed=seed))).completions
+                for seed in (1 << 52, 1 << 52, 7)
+            ]
+            assert first == again != other
+            assert len({tuple(ids) for ids in first}) > 1
+
+        self.run(main)
+
+    def test_who_sampled_and_how_is_written_down(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            made = await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, seed=5))
+            told = made.metadata["engine"]
+            assert told["url"] == engine.url and told["model"] == engine.model
+            assert told["logprobs_mode"] == engine.logprobs_mode and told["api"].startswith("/")
+            assert made.metadata["sampling"]["seed"] == 5
+
+        self.run(main)
+
+    def test_the_model_and_its_longest_context_are_learnt(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            assert await engine.healthy()
+            assert engine.model and engine.max_model_len
+
+        self.run(main)
+
+    def test_requests_at_the_same_time_get_completions_of_their_own_prompts(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            prompts = [prompt_of(subject)[: 1 + length] for length in range(len(subject.prompt))]
+            greedy = Sampling(n=2, max_tokens=4, temperature=0.0)
+            alone = [(await engine.generate(prompt, greedy)).completions for prompt in prompts]
+            together = await asyncio.gather(*(engine.generate(prompt, greedy) for prompt in prompts))
+            assert [made.completions for made in together] == alone
+
+        self.run(main)
+
+    def test_a_prompt_too_long_for_the_model_is_a_fault_of_this_request(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            too_long = np.zeros(1 + (engine.max_model_len or 0), np.int32)
+            with pytest.raises(EngineFault) as caught:
+                await engine.generate(too_long, SAMPLING)
+            assert type(caught.value) is EngineFault and caught.value.reason == "engine_refused"
+
+        self.run(main)
+
+    def test_an_aborted_completion_is_worth_another_try_and_the_engine_goes_on(self) -> None:
+        async def main(subject: Subject, engine: Server) -> None:
+            asking = asyncio.create_task(engine.generate(prompt_of(subject), self.long))
+            await subject.abort_running()
+            with pytest.raises(EngineAway) as caught:
+                await asking
+            assert caught.value.reason == "engine_aborted"
+            await engine.generate(prompt_of(subject), SAMPLING)
+
+        self.run(main)
+
+    def run(self, main: Callable[[Subject, Server], Awaitable[None]]) -> None:
+        """Run a test on a prepared client of the engine served."""
+
+        async def bounded() -> None:
+            async with asyncio.timeout(6 * TIMEOUT_S), self.serve() as subject, opened(subject) as engine:
+                await engine.prepare()
+                await main(subject, engine)
+
+        asyncio.run(bounded())
+
+
+class FaultContract(abc.ABC):
+    """What becomes of everything that can go wrong between client and engine."""
+
+    @abc.abstractmethod
+    def serve_faulty(self) -> contextlib.AbstractAsyncContextManager[FaultySubject]:
+        """Serve the engine."""
+
+    @pytest.mark.parametrize(
+        ("fault", "kind", "reason"),
+        [
+            (Fault.ERROR, EngineAway, "engine_error"),
+            (Fault.HANG, EngineAway, "engine_timeout"),
+            (Fault.FEWER_CHOICES, EngineFault, "engine_bad_answer"),
+            (Fault.NO_LOGPROBS, EngineFault, "engine_bad_answer"),
+            (Fault.FEWER_LOGPROBS, EngineFault, "engine_bad_answer"),
+            (Fault.ABSENT_LOGPROB, EngineFault, "engine_bad_answer"),
+            (Fault.OTHER_PROMPT, EngineFault, "engine_bad_answer"),
+        ],
+    )
+    def test_a_failed_request_is_told_by_its_reason_and_the_next_one_is_answered(
+        self, fault: Fault, kind: type[EngineFault], reason: str
+    ) -> None:
+        async def main() -> None:
+            timeout_s = 0.3 if fault is Fault.HANG else TIMEOUT_S
+            async with self.serve_faulty() as subject, opened(subject, timeout_s=timeout_s) as engine:
+                await engine.prepare()
+                subject.fail_next(fault)
+                with pytest.raises(EngineFault) as caught:
+                    await engine.generate(prompt_of(subject), SAMPLING)
+                assert type(caught.value) is kind and caught.value.reason == reason, caught.value
+                assert engine.url in caught.value.detail
+                await engine.generate(prompt_of(subject), SAMPLING)
+
+        asyncio.run(main())
+
+    def test_a_server_that_wants_a_key_gets_it_and_no_log_does(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def main() -> None:
+            async with self.serve_faulty() as subject:
+                subject.require_key("s3cret")
+                async with opened(subject) as engine:
+                    with pytest.raises(EngineUnfit, match="401"):
+                        await engine.prepare()
+                async with opened(subject, api_key="s3cret") as engine:
+                    await engine.prepare()
+                    made = await engine.generate(prompt_of(subject), SAMPLING)
+                    assert "s3cret" not in repr(made.metadata)
+
+        with caplog.at_level(logging.DEBUG):
+            asyncio.run(main())
+        assert caplog.text and "s3cret" not in caplog.text
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    subject: Subject, *, timeout_s: float = TIMEOUT_S, api_key: str | None = None
+) -> AsyncIterator[Server]:
+    """Open a client of the subject, unprepared."""
+    engine = open_engine(subject.address, timeout_s=timeout_s, api_key=api_key)
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+def prompt_of(subject: Subject) -> Int32s:
+    """Return the subject's prompt, int32 [P]."""
+    return np.array(subject.prompt, np.int32)
+
+
+def assert_covered(made: Sample) -> None:
+    """Check that the spans of every completion run from 0 to its length without a gap."""
+    for rollout, length in enumerate(made.completion_lengths.tolist()):
+        end = 0
+        for _, version, start, stop in made.version_spans[made.version_spans[:, 0] == rollout].tolist():
+            assert version >= 0 and start == end < stop
+            end = stop
+        assert end == length
