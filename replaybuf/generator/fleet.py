@@ -3,12 +3,13 @@
 Life of a server, as its circuit breaker sees it::
 
     starting ──► up ──► aside ──► trial ──► up
-                  ▲       ▲         │
-                  │       └─────────┘ the first failure, or `FAILURES_IN_A_ROW` of them when up
-                  └── an answer
+                          ▲         │
+                          └─────────┘
 
-Aside, it gets no request and is probed (`healthy`, then `prepare`: it may have been started anew) after pauses that
-double. In trial it gets one request at a time while others are up.
+Up or in trial, it is put aside by `FAILURES_IN_A_ROW` failures without an answer between them (so in trial mostly by
+the first), or by a connection that fails; in trial, one answer makes it up. Aside, it gets no request and is probed
+(`healthy`, then `prepare`: it may have been started anew) after pauses that double. In trial it gets one request at a
+time while others are up.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class Fleet:
         if error.reason in _NO_FAILURE:
             return
         member.failures += 1
-        if error.reason == "engine_away" or member.setbacks or member.failures >= FAILURES_IN_A_ROW:
+        if error.reason == "engine_away" or member.failures >= FAILURES_IN_A_ROW:
             self._put_aside(member, error)
 
     def _put_aside(self, member: _Member, error: EngineFault) -> None:

@@ -153,8 +153,11 @@ def test_in_trial_the_first_failure_puts_a_server_aside_again_for_longer(
             assert len(broken.requests) == FAILURES_IN_A_ROW + 1
 
     run(main())
-    pauses = [record.args[2] for record in caplog.records if "put aside" in record.msg and record.args]
-    assert pauses == [0.01, 0.02]
+    told = [record.getMessage() for record in caplog.records if "put aside" in record.msg]
+    assert [line.partition(": ")[0].rpartition(" is ")[2] for line in told] == [
+        "put aside after 3 failures in a row, probed in 0.01 s",
+        "put aside after 4 failures in a row, probed in 0.02 s",
+    ]
 
 
 def test_a_server_in_trial_gets_one_request_at_a_time_while_others_are_up(quick: None) -> None:
