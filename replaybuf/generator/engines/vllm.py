@@ -47,14 +47,6 @@ class _TokenLogprob(msgspec.Struct, gc=False):
     token: str | None = None
     token_id: int | None = None
 
-    @property
-    def id(self) -> int | str | None:
-        """The token it belongs to."""
-        if self.token_id is not None or self.token is None:
-            return self.token_id
-        digits = self.token.removeprefix(_TOKEN_PREFIX)
-        return int(digits) if digits.isdecimal() else self.token
-
 
 class _TokenLogprobs(msgspec.Struct):
     content: list[_TokenLogprob] | None = None
@@ -117,7 +109,7 @@ class VllmEngine(HttpEngine):
     def _tokens_choice(self, choice: _TokensChoice) -> Choice:
         items = (choice.logprobs.content if choice.logprobs else None) or []
         token_ids = choice.token_ids or []
-        if len(items) == len(token_ids) and [item.id for item in items] != token_ids:
+        if len(items) == len(token_ids) and not _belong(items, token_ids):
             raise self._wire.bad_answer("logprobs of other tokens than token_ids")
         logprobs = [item.logprob for item in items]
         return Choice(choice.index, token_ids, logprobs, choice.finish_reason, choice.weight_versions)
@@ -149,6 +141,13 @@ class VllmEngine(HttpEngine):
     def _check_prompt(self, echoed: list[int] | None, prompt: list[int]) -> None:
         if echoed is not None and echoed != prompt:
             raise self._wire.bad_answer("completions of another prompt than the one sent")
+
+
+def _belong(items: list[_TokenLogprob], token_ids: list[int]) -> bool:
+    """Say whether logprobs are those of these tokens, one each."""
+    if items and items[0].token_id is not None:
+        return [item.token_id for item in items] == token_ids
+    return [item.token for item in items] == [f"{_TOKEN_PREFIX}{token}" for token in token_ids]
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
