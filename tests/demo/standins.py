@@ -77,12 +77,13 @@ class Answers(BaseHTTPRequestHandler):
             {
                 "choices": [
                     {
+                        "index": index,
                         "token_ids": ids,
                         "logprobs": {"token_logprobs": [-0.5] * len(ids)},
                         "finish_reason": "stop",
                         "weight_versions": [{"version": 0, "start": 0, "end": len(ids)}],
                     }
-                    for ids in completions
+                    for index, ids in enumerate(completions)
                 ]
             }
         )
