@@ -1,7 +1,18 @@
 """Group-relative advantages: from the rewards of one group to one number per rollout.
 
 A registry by the name that the run configuration's `advantage` holds. All are pure functions
-`rewards float64 [n] -> advantages float64 [n]`; every token of a rollout gets the rollout's advantage.
+`rewards float64 [n], tokens float64 [n] -> advantages float64 [n]`, `tokens` the sampled tokens of each rollout. Every
+token of a rollout gets the rollout's advantage: a group has no column for advantages per token, so process rewards
+enter as the sum or mean that an environment makes of them. With r the rewards, T the tokens, of n rollouts:
+
+==============  ====================================  =======================================
+`grpo`          (r - mean(r)) / (std(r) + 1e-6)       sum over rollouts is 0
+`dr-grpo`       r - mean(r)                           sum over rollouts is 0
+`rloo`          r_i - mean of the other rewards       sum over rollouts is 0
+`rloo-length`   rloo_i * mean(T) / T_i                sum over all tokens is 0
+==============  ====================================  =======================================
+
+All give exact zeros where all rewards are equal: such a group teaches nothing, and is flagged, not dropped.
 """
 
 from __future__ import annotations
@@ -11,33 +22,58 @@ from collections.abc import Callable
 import numpy as np
 
 from replaybuf.errors import Invalid
-from replaybuf.group import Float64s
+from replaybuf.group import Float64s, Group
 
 GRPO_EPSILON = 1e-6
 """Keeps the division finite where a group's rewards hardly differ; in units of reward."""
 
 
-def grpo(rewards: Float64s) -> Float64s:
-    """Return (r - mean) / (std + 1e-6); zeros where all rewards are equal.
+def grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
+    """Return (r - mean) / (std + 1e-6).
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.2 (outcome supervision). The paper does not say which standard
     deviation; this is the population's (divided by n), and the epsilon is ours.
     """
-    spread = rewards.std()
-    return np.zeros_like(rewards) if _all_equal(rewards) else (rewards - rewards.mean()) / (spread + GRPO_EPSILON)
+    return (rewards - rewards.mean()) / (rewards.std() + GRPO_EPSILON)
 
 
-def dr_grpo(rewards: Float64s) -> Float64s:
-    """Return r - mean; zeros where all rewards are equal.
+def dr_grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
+    """Return r - mean.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", section 3.2: without the division by
     the standard deviation, groups that are nearly solved or nearly hopeless weigh no more than others. The paper's
     second change, a constant instead of the response length in the loss, is the trainer's.
     """
-    return np.zeros_like(rewards) if _all_equal(rewards) else rewards - rewards.mean()
+    return rewards - rewards.mean()
 
 
-ESTIMATORS: dict[str, Callable[[Float64s], Float64s]] = {"dr-grpo": dr_grpo, "grpo": grpo}
+def rloo(rewards: Float64s, tokens: Float64s) -> Float64s:
+    """Return r_i - mean of the rewards but r_i, which is (r_i - mean) * n / (n - 1).
+
+    Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to Basics",
+    section 3.1. A baseline that does not contain the rollout's own reward leaves the gradient without bias.
+    """
+    rollouts = len(rewards)
+    return (rewards - rewards.mean()) * (rollouts / max(rollouts - 1, 1))
+
+
+def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
+    """Return rloo_i * mean(T) / T_i: every rollout weighs the same, however long it is.
+
+    For a loss that is a mean over all tokens, in which a long rollout would weigh more. With this it is the leave-one-out
+    loss with the 1 / |o_i| of each rollout that GRPO has (Shao et al. 2024, equation 3), up to the constant mean(T).
+    A loss that divides by the length of each rollout itself wants `rloo`. Rollouts without a sampled token count as one.
+    """
+    lengths = np.maximum(tokens, 1.0)
+    return rloo(rewards, tokens) * (lengths.mean() / lengths)
+
+
+ESTIMATORS: dict[str, Callable[[Float64s, Float64s], Float64s]] = {
+    "dr-grpo": dr_grpo,
+    "grpo": grpo,
+    "rloo": rloo,
+    "rloo-length": rloo_length,
+}
 """Every estimator by its name in the run configuration."""
 
 
@@ -48,16 +84,18 @@ def check_estimator(name: str) -> None:
         raise Invalid(f"advantage is {name!r}; valid: {', '.join(valid)}", name="advantage", value=name, bound=valid)
 
 
-def advantages(name: str, rewards: Float64s) -> Float64s:
+def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> Float64s:
     """Compute the advantages of one group, float64 [n], from its rewards, float64 [n], n >= 1.
 
+    `tokens`: sampled tokens of each rollout, float64 [n]; all the same where it is None.
     Raises `Invalid` for an unknown name, for no rewards, and where a reward is not finite or too large to average.
     """
     check_estimator(name)
     if not len(rewards):
         raise Invalid("rewards is empty; a group has at least one rollout", name="rewards", value=0, bound=1)
     with np.errstate(over="ignore", invalid="ignore"):  # judged below, by the result
-        result = ESTIMATORS[name](rewards)
+        lengths = np.ones_like(rewards) if tokens is None else tokens
+        result = np.zeros_like(rewards) if zero_variance(rewards) else ESTIMATORS[name](rewards, lengths)
         spread = rewards.std()
     # The spread too: where squares overflow, dividing by it would give zeros, as if all rewards were equal.
     if not np.isfinite(spread) or not np.isfinite(result).all():
@@ -70,6 +108,13 @@ def advantages(name: str, rewards: Float64s) -> Float64s:
     return result
 
 
-def _all_equal(rewards: Float64s) -> bool:
-    # Not by the standard deviation: rounding makes that of equal rewards a tiny number above zero.
+def group_advantages(name: str, group: Group) -> Float64s:
+    """Compute the advantages of a group, float64 [n]. Raises `Invalid` as `advantages` does."""
+    ends = np.cumsum(group.completion_lengths)
+    sampled = np.concatenate([[0], np.cumsum(group.completion_mask)])
+    return advantages(name, group.rewards, (sampled[ends] - sampled[ends - group.completion_lengths]).astype(float))
+
+
+def zero_variance(rewards: Float64s) -> bool:
+    """Say whether all rewards are equal. Not by the standard deviation, which rounding makes a tiny number above 0."""
     return bool((rewards == rewards[0]).all())

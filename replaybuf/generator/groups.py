@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from replaybuf.advantages import advantages
+from replaybuf.advantages import group_advantages, zero_variance
 from replaybuf.client import Ticket
 from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.engines import Sample
@@ -28,11 +29,7 @@ def new_group(
 ) -> Group:
     """Join what belongs together. Raises `RewardFault` where the rewards give no finite advantages."""
     rollouts = len(sample.completion_lengths)
-    try:
-        computed = advantages(advantage, scores.rewards)
-    except Invalid as error:
-        raise RewardFault("reward_too_large", error.detail, name=error.name, value=error.value) from error
-    return Group(
+    group = Group(
         group_id=None,  # the service names it after the prompt index, so that a second attempt is a duplicate
         ticket=ticket.ticket,
         prompt_index=ticket.prompt_index,
@@ -47,14 +44,22 @@ def new_group(
         inference_logprobs=sample.inference_logprobs,
         rewards=scores.rewards,
         reward_parts=scores.parts,
-        advantages=computed,
         version_spans=sample.version_spans,
         temperatures=np.full(rollouts, temperature, np.float32),
         finish_reasons=sample.finish_reasons,
-        metadata=metadata | _source_of(prompt) | sample.metadata,
+        metadata=metadata | _source_of(prompt) | sample.metadata | _flags(scores),
     )
+    try:
+        return msgspec.structs.replace(group, advantages=group_advantages(advantage, group))
+    except Invalid as error:
+        raise RewardFault("reward_too_large", error.detail, name=error.name, value=error.value) from error
 
 
 def _source_of(prompt: Prompt) -> dict[str, Any]:
     """Pass on where a prompt comes from, by which strategies mix; without it, it is the environment."""
     return {"source": prompt.metadata["source"]} if "source" in prompt.metadata else {}
+
+
+def _flags(scores: Scores) -> dict[str, Any]:
+    """Flag a group whose advantages are all 0: it teaches nothing, but whether it goes is a filter's to decide."""
+    return {"zero_variance": True} if zero_variance(scores.rewards) else {}

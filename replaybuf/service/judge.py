@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replaybuf.advantages import advantages
+from replaybuf.advantages import group_advantages
 from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge
 from replaybuf.flow import TicketBook, parse_ticket, prompt_key
 from replaybuf.frame import encode_frame, is_compressed, stored_checksum
@@ -49,7 +49,7 @@ class Judge:
             raise GroupRejected(rejection.reason, rejection.detail)
         if group.advantages is None:
             try:
-                filled = advantages(config.advantage, group.rewards)
+                filled = group_advantages(config.advantage, group)
             except Invalid as error:
                 raise GroupRejected("non_finite_advantages", error.detail) from None
             group, frame = msgspec.structs.replace(group, advantages=filled), None
