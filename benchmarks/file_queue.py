@@ -36,8 +36,9 @@ from replaybuf.errors import RunFinished
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import load_environment
 from replaybuf.generator.groups import new_group
-from replaybuf.generator.prompts import Prompts, read_prompts
+from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.sources import read_prompts
 from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf.group import Group
 

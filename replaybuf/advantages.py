@@ -34,7 +34,8 @@ def grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     Shao et al. 2024, "DeepSeekMath", section 4.1.2 (outcome supervision). The paper does not say which standard
     deviation; this is the population's (divided by n), and the epsilon is ours.
     """
-    return (rewards - rewards.mean()) / (rewards.std() + GRPO_EPSILON)
+    normed: Float64s = (rewards - rewards.mean()) / (rewards.std() + GRPO_EPSILON)
+    return normed
 
 
 def dr_grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
@@ -44,7 +45,8 @@ def dr_grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     the standard deviation, groups that are nearly solved or nearly hopeless weigh no more than others. The paper's
     second change, a constant instead of the response length in the loss, is the trainer's.
     """
-    return rewards - rewards.mean()
+    centred: Float64s = rewards - rewards.mean()
+    return centred
 
 
 def rloo(rewards: Float64s, tokens: Float64s) -> Float64s:
@@ -54,18 +56,21 @@ def rloo(rewards: Float64s, tokens: Float64s) -> Float64s:
     section 3.1. A baseline that does not contain the rollout's own reward leaves the gradient without bias.
     """
     rollouts = len(rewards)
-    return (rewards - rewards.mean()) * (rollouts / max(rollouts - 1, 1))
+    against_others: Float64s = (rewards - rewards.mean()) * (rollouts / max(rollouts - 1, 1))
+    return against_others
 
 
 def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
     """Return rloo_i * mean(T) / T_i: every rollout weighs the same, however long it is.
 
-    For a loss that is a mean over all tokens, in which a long rollout would weigh more. With this it is the leave-one-out
-    loss with the 1 / |o_i| of each rollout that GRPO has (Shao et al. 2024, equation 3), up to the constant mean(T).
-    A loss that divides by the length of each rollout itself wants `rloo`. Rollouts without a sampled token count as one.
+    For a loss that is a mean over all tokens, in which a long rollout would weigh more. With this it is the
+    leave-one-out loss with the 1 / |o_i| of each rollout that GRPO has (Shao et al. 2024, equation 3), up to the
+    constant mean(T). A loss that divides by the length of each rollout itself wants `rloo`. A rollout without a sampled
+    token counts as one of one token.
     """
     lengths = np.maximum(tokens, 1.0)
-    return rloo(rewards, tokens) * (lengths.mean() / lengths)
+    levelled: Float64s = rloo(rewards, tokens) * (lengths.mean() / lengths)
+    return levelled
 
 
 ESTIMATORS: dict[str, Callable[[Float64s, Float64s], Float64s]] = {

@@ -30,6 +30,7 @@
     ├── EngineFault              an inference engine gave no usable answer to one request
     │   ├── EngineAway           an engine that is not reachable, too late or broken; another try may help
     │   └── EngineUnfit          an engine that serves something else or lacks what is needed
+    ├── PromptFault              a ticket whose prompt could not be made or used
     ├── RewardFault              a reward that raised, hung or was not a finite number
     └── MissingExtra             an optional dependency that is not installed
 
@@ -267,6 +268,16 @@ class RewardFault(ReplaybufError):
         self.reason = reason
 
 
+class PromptFault(ReplaybufError):
+    """A ticket whose prompt could not be made or cannot be used; `reason` is what it is counted by."""
+
+    slug, title = "prompt-fault", "Prompt failed"
+
+    def __init__(self, reason: str, detail: str, **fields: Any) -> None:
+        super().__init__(detail, **fields)
+        self.reason = reason
+
+
 class MissingExtra(ReplaybufError):
     """An optional dependency that is not installed; the message holds the command that installs it."""
 
@@ -287,7 +298,7 @@ def from_problem(status: int, document: dict[str, Any], retry_after_s: float | N
     slug = str(document.get("type", "")).rpartition(":")[2]
     detail = str(document.get("detail") or document.get("title") or f"HTTP status {status}")
     known = _tree(ReplaybufError)
-    local = (MissingExtra, GroupRejected, EngineFault, EngineAway, EngineUnfit, RewardFault)
+    local = (MissingExtra, GroupRejected, EngineFault, EngineAway, EngineUnfit, PromptFault, RewardFault)
     known = [cls for cls in known if cls not in local]  # these never travel
     by_slug = {cls.slug: cls for cls in reversed(known)}
     by_status = {cls.status: cls for cls in reversed(known)}

@@ -6,9 +6,12 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from replaybuf.errors import Invalid
@@ -46,6 +49,23 @@ def load(group: str, name: str) -> Any:
         return entry.load()
     except Exception as error:  # whatever a plug-in raises at import is its author's to read
         raise Invalid(f"{group} plug-in {name!r} ({entry.value}) does not import: {error!r}", name=name) from error
+
+
+def is_object_path(text: str) -> bool:
+    """Say whether `text` reads MODULE:NAME."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def load_object(path: str) -> Any:
+    """Import what MODULE:NAME names, from the working directory too. Raises `Invalid` where that fails."""
+    module, _, name = path.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:  # a console script, unlike python -m, does not look there
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a user's module raises at import is its author's to read
+        raise Invalid(f"{path!r} does not import: {error!r}", name="import", value=path) from error
 
 
 def option_pairs(texts: Iterable[str]) -> dict[str, Any]:

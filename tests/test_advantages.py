@@ -11,6 +11,7 @@ from replaybuf.advantages import ESTIMATORS, GRPO_EPSILON, advantages, check_est
 from replaybuf.errors import Invalid
 from replaybuf.group import Float64s, GroupJson, RolloutJson, group_from_json
 
+NAN, INFINITY = float("nan"), float("inf")
 REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=32).map(lambda values: np.array(values, np.float64))
 GROUPS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(1, 4096)), min_size=1, max_size=32).map(
     lambda pairs: (np.array([p[0] for p in pairs], np.float64), np.array([p[1] for p in pairs], np.float64))
@@ -75,7 +76,9 @@ def test_an_unknown_estimator_is_refused_with_the_valid_ones() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-@pytest.mark.parametrize("rewards", [[float("nan")], [1.0, float("nan")], [float("inf")], [float("inf"), 0.0], [1e308, -1e308]])
+@pytest.mark.parametrize(
+    "rewards", [[float("nan")], [1.0, float("nan")], [float("inf")], [float("inf"), 0.0], [1e308, -1e308]]
+)
 def test_rewards_without_finite_advantages_are_refused(name: str, rewards: list[float]) -> None:
     with pytest.raises(Invalid, match="no finite advantages"):
         advantages(name, np.array(rewards))

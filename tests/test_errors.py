@@ -27,6 +27,7 @@ from replaybuf.errors import (
     NoRoom,
     NotFound,
     NotLeader,
+    PromptFault,
     ReplaybufError,
     RewardFault,
     RunFinished,
@@ -40,6 +41,7 @@ STAY_AT_HOME: set[type[ReplaybufError]] = {
     EngineFault,
     EngineAway,
     EngineUnfit,
+    PromptFault,
     RewardFault,
     MissingExtra,
 }

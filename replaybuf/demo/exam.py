@@ -8,8 +8,9 @@ from replaybuf.demo.folder import Folder
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Environment, Score, check_prompts, load_environment
 from replaybuf.generator.evaluation import EvaluationResult, evaluate
-from replaybuf.generator.prompts import Prompt, read_prompts
+from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.sources import read_prompts
 from replaybuf.generator.tokenizer import Tokenizer
 
 ENGINE_TIMEOUT_S = 30.0
@@ -43,7 +44,7 @@ class Exam:
         self._tokenizer = Tokenizer(folder.model)
         self._prompts = read_prompts(folder.held_out, self._tokenizer)
         judge = FullMarks(load_environment(environment))
-        check_prompts(judge, self._prompts, folder.held_out)
+        check_prompts(judge, self._prompts)
         self._scorer = Scorer(judge, timeout_s=SCORE_TIMEOUT_S)
         self._max_tokens = max_tokens
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,13 +18,20 @@ from cyclopts import Parameter
 
 from replaybuf.client import AsyncClient
 from replaybuf.errors import Invalid
+from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, Server, open_engine
-from replaybuf.generator.environments import check_prompts, load_environment
+from replaybuf.generator.environments import check_prompts, load_rewards
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.preflight import check_adapter, check_fit, check_group_size, wait_for_run
-from replaybuf.generator.prompts import Prompts, read_prompts
-from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.preflight import (
+    check_adapter,
+    check_fit,
+    check_group_size,
+    check_vocabulary,
+    wait_for_run,
+)
+from replaybuf.generator.reward_pool import RewardPool
+from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,7 +47,7 @@ class GenerateOptions:
     run: str
     engines: tuple[str, ...]
     environment: str
-    prompts: Path
+    prompts: str
     tokenizer: Path
     max_tokens: int
     group_size: int | None
@@ -51,6 +59,7 @@ class GenerateOptions:
     max_inflight_groups: int
     engine_timeout_s: float
     reward_timeout_s: float
+    reward_processes: int
     start_timeout_s: float
     model: str | None
     logprobs_mode: str | None
@@ -68,7 +77,7 @@ def generate(
     run: str,
     engine: Annotated[list[str], Parameter(consume_multiple=True)],
     environment: str,
-    prompts: Path,
+    prompts: str,
     tokenizer: Path,
     max_tokens: int,
     group_size: int | None = None,
@@ -80,6 +89,7 @@ def generate(
     max_inflight_groups: int = 64,
     engine_timeout_s: float = 300.0,
     reward_timeout_s: float = 30.0,
+    reward_processes: int = 0,
     start_timeout_s: float = 300.0,
     model: str | None = None,
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None,
@@ -105,9 +115,11 @@ def generate(
         Address of an inference server: http://HOST:PORT (vLLM's API) or sglang+http://HOST:PORT (SGLang's own);
         several share the work.
     environment
-        Name of the environment that scores completions: exact-match, reasoning-gym or an installed one.
+        What scores completions: exact-match, reasoning-gym, an installed one or your own MODULE:FUNCTION; several with
+        weights: NAME:1.0,MODULE:FUNCTION:0.5.
     prompts
-        JSON-lines file: {prompt_id?, prompt | messages | prompt_ids, answer?, metadata?}.
+        Where prompts come from: FILE.jsonl of {prompt_id?, prompt | messages | prompt_ids, answer?, metadata?},
+        FILE.parquet, a datasets folder, reasoning-gym:DATASET, MODULE:FUNCTION, or a curriculum of several, FILE.toml.
     tokenizer
         Model folder with tokenizer.json.
     max_tokens
@@ -128,6 +140,8 @@ def generate(
         Longest time one request may take an engine, in seconds.
     reward_timeout_s
         Longest time scoring one group may take, in seconds.
+    reward_processes
+        Score in so many processes, for rewards that compute; a late one is killed and started anew. 0: in threads.
     start_timeout_s
         How long to wait for service, run and engines at start, in seconds.
     adapter
@@ -167,6 +181,7 @@ def generate(
         max_inflight_groups=max_inflight_groups,
         engine_timeout_s=engine_timeout_s,
         reward_timeout_s=reward_timeout_s,
+        reward_processes=reward_processes,
         start_timeout_s=start_timeout_s,
         model=model,
         logprobs_mode=logprobs_mode,
@@ -186,7 +201,7 @@ def generate(
 
 
 def _check_options(options: GenerateOptions) -> None:
-    for name, least in (("max_tokens", 1), ("max_inflight_groups", 1), ("temperature", 0)):
+    for name, least in (("max_tokens", 1), ("max_inflight_groups", 1), ("temperature", 0), ("reward_processes", 0)):
         if getattr(options, name) < least:
             value = getattr(options, name)
             raise Invalid(f"{name} is {value}; at least {least} is needed", name=name, value=value, bound=least)
@@ -225,31 +240,38 @@ async def _generate(options: GenerateOptions) -> None:
     _warn_of_raw_logprobs(servers, options.temperature)
     engine = Fleet(servers)
     try:
-        async with AsyncClient(options.url, options.run, token=options.token) as client:
-            daemon = await _unless_stopped(stop, _prepared(options, client, engine))
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(AsyncClient(options.url, options.run, token=options.token))
+            daemon = await _unless_stopped(stop, _prepared(options, client, engine, stack))
             if daemon is not None:
                 await daemon.run(stop)
     finally:
         await engine.aclose()
 
 
-async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet) -> Daemon:
+async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet, stack: AsyncExitStack) -> Daemon:
     tokenizer = Tokenizer(options.tokenizer)
-    read = read_prompts(options.prompts, tokenizer)
-    environment = load_environment(options.environment)
-    check_prompts(environment, read, options.prompts)
+    supply = Supply(options.prompts, tokenizer)
+    read = supply.known
+    rewards = load_rewards(options.environment)
+    check_prompts(rewards, read)
     facts = await wait_for_run(client, options.start_timeout_s)
     check_adapter(options.adapter, facts)
+    check_vocabulary(facts, tokenizer)
     group_size = check_group_size(options.group_size, facts)
     await engine.prepare(options.start_timeout_s)
     check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, max_model_len=engine.max_model_len)
     seed = facts.seed if options.seed is None else options.seed
     logger.info("generating: %d prompts, groups of %d, %d engines", len(read), group_size, len(options.engines))
+    scoring: Scoring = Scorer(rewards, timeout_s=options.reward_timeout_s)
+    if options.reward_processes:
+        pool = RewardPool(options.environment, processes=options.reward_processes, timeout_s=options.reward_timeout_s)
+        scoring = await stack.enter_async_context(pool)
     return Daemon(
         client,
         engine,
-        Scorer(environment, timeout_s=options.reward_timeout_s),
-        Prompts(read, seed=seed, shuffle=options.shuffle),
+        scoring,
+        supply.ordered(seed=seed, shuffle=options.shuffle, check=lambda prompt: check_prompts(rewards, [prompt])),
         tokenizer,
         DaemonOptions(
             producer=options.producer,

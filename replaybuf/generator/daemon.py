@@ -21,15 +21,15 @@ from typing import Any
 
 from replaybuf.aggregation import Window
 from replaybuf.client import AsyncClient, Ticket, Waiting
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, ReplaybufError, RewardFault, RunFinished
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, ReplaybufError, RewardFault, RunFinished
 from replaybuf.generator.delivery import Delivery
 from replaybuf.generator.engines import Sampling, request_seed
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.flight import Flight, Work
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.progress import Progress, append_status, log_status
-from replaybuf.generator.prompts import Encoder, Prompts
-from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.prompts import Encoder, PromptOrder
+from replaybuf.generator.scoring import Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.group import Group
 
@@ -78,8 +78,8 @@ class Daemon:
         self,
         client: AsyncClient,
         engine: Fleet,
-        scorer: Scorer,
-        prompts: Prompts,
+        scorer: Scoring,
+        prompts: PromptOrder,
         tokenizer: Encoder,
         options: DaemonOptions,
         stages: Sequence[Stage] = (),
@@ -199,7 +199,7 @@ class Daemon:
             self._faults_in_a_row = 0
         except EngineUnfit:
             raise
-        except (EngineFault, RewardFault) as fault:
+        except (EngineFault, PromptFault, RewardFault) as fault:
             await self._flight.give_back(work, fault.reason, fault.detail)
             self._count_fault(fault)
         finally:
@@ -229,7 +229,7 @@ class Daemon:
         seed = request_seed(options.request_seed, ticket.prompt_index, ticket.attempt)
         return dataclasses.replace(options.sampling, seed=seed)
 
-    def _count_fault(self, fault: EngineFault | RewardFault) -> None:
+    def _count_fault(self, fault: EngineFault | PromptFault | RewardFault) -> None:
         if fault.reason == "engine_away":  # waited out before the next ticket is taken
             return
         self._faults_in_a_row += 1

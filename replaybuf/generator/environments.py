@@ -1,23 +1,28 @@
 """Environments: what a completion is worth. Found by entry point in the group `replaybuf.environments`.
 
-An environment is a class built without arguments. `score` may be called from several threads at once; it runs under a
-time bound (`replaybuf.generator.scoring`), and whatever it raises costs that group alone.
+An environment is a class built without arguments. `score` may be called from several threads at once, or is a coroutine
+function, of which many run in one thread; it runs under a time bound (`replaybuf.generator.scoring`), and whatever it
+raises costs that group alone. MODULE:NAME names one without packaging, and a function will do: it takes a `Prompt` and
+the completion's text, and returns a number or a `Score`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 from replaybuf import plugins
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.prompts import Prompt, refused
 
 EXTRA = "demo"
 METADATA_KEY = "reasoning_gym"
+_WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +41,53 @@ class Environment(Protocol):
 
     def score(self, prompt: Prompt, completion_text: str) -> Score:
         """Score one completion, decoded without special tokens."""
+
+
+class AsyncEnvironment(Protocol):
+    """Scores completions by coroutines, for rewards that wait for others: a judge model, a sandbox."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise `Invalid` where `prompt` lacks what scoring it needs. Called once per prompt, at start."""
+
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        """Score one completion, decoded without special tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reward:
+    """An environment under its name in the parts of a score, and the weight of its reward in the sum of several."""
+
+    name: str
+    environment: Environment | AsyncEnvironment
+    weight: float = 1.0
+
+
+class FunctionReward:
+    """The environment that a function makes."""
+
+    def __init__(self, function: Callable[[Prompt, str], Any]) -> None:
+        self._function = function
+
+    def check(self, prompt: Prompt) -> None:
+        """Take any prompt."""
+
+    def score(self, prompt: Prompt, completion_text: str) -> Score:
+        """Ask the function."""
+        return _score_of(self._function(prompt, completion_text))
+
+
+class AsyncFunctionReward:
+    """The environment that a coroutine function makes."""
+
+    def __init__(self, function: Callable[[Prompt, str], Awaitable[Any]]) -> None:
+        self._function = function
+
+    def check(self, prompt: Prompt) -> None:
+        """Take any prompt."""
+
+    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+        """Ask the function."""
+        return _score_of(await self._function(prompt, completion_text))
 
 
 class ExactMatch:
@@ -62,7 +114,7 @@ class ReasoningGym:
 
     def __init__(self) -> None:
         """Raises `MissingExtra` where reasoning-gym is not installed."""
-        self._library = _reasoning_gym()
+        self._library = reasoning_gym()
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
         self._lock = threading.Lock()
 
@@ -99,19 +151,62 @@ class ReasoningGym:
 
 def load_environment(name: str) -> Environment:
     """Build the environment registered as `name`. Raises `Invalid` naming the installed ones, `MissingExtra`."""
+    if plugins.is_object_path(name):
+        return _environment_of(plugins.load_object(name), name)
     environment: Environment = plugins.load(plugins.ENVIRONMENTS, name)()
     return environment
 
 
-def check_prompts(environment: Environment, prompts: Iterable[Prompt], file: object) -> None:
-    """Check every prompt. Raises `Invalid` naming the line of the first that lacks what the environment needs."""
+def load_rewards(text: str) -> list[Reward]:
+    """Build what `--environment` names: NAME or MODULE:NAME, several with commas, each with :WEIGHT where it is not 1.
+
+    Raises `Invalid` naming the one that is none; `MissingExtra`.
+    """
+    rewards = []
+    for item in text.split(","):
+        spec, colon, last = item.strip().rpartition(":")
+        weighted = bool(colon) and _WEIGHT.fullmatch(last) is not None
+        path = spec if weighted else item.strip()
+        name = path.rpartition(":")[2]
+        rewards.append(Reward(name, load_environment(path), float(last) if weighted else 1.0))
+    names = [reward.name for reward in rewards]
+    if len(set(names)) < len(names):
+        raise Invalid(f"environment {text!r} names a reward twice", name="environment", value=text)
+    if not any(reward.weight for reward in rewards):
+        raise Invalid(f"environment {text!r} has no weight but 0", name="environment", value=text)
+    return rewards
+
+
+def check_prompts(environment: Environment | Sequence[Reward], prompts: Iterable[Prompt]) -> None:
+    """Check every prompt. Raises `Invalid` naming the row of the first that lacks what an environment needs."""
+    rewards = environment if isinstance(environment, Sequence) else [Reward("", environment)]
     for prompt in prompts:
         try:
-            environment.check(prompt)
+            for reward in rewards:
+                reward.environment.check(prompt)
         except Invalid as error:
-            raise Invalid(
-                f"prompts file {file}, line {prompt.line}: {error}", name="prompts", value=prompt.line
-            ) from None
+            raise refused(prompt.where, str(error)) from None
+
+
+def _environment_of(found: Any, path: str) -> Environment:
+    """Make an environment of what a user's module holds: a class, an object with `score`, or a function."""
+    with plugins.reported(path):
+        made = found() if isinstance(found, type) else found
+    if hasattr(made, "score"):
+        if not hasattr(made, "check"):
+            raise Invalid(f"{path!r} has score and no check(prompt)", name="environment", value=path)
+        environment: Environment = made
+        return environment
+    if not callable(made):
+        raise Invalid(
+            f"{path!r} is {type(made).__name__}; needed: a function or a class", name="environment", value=path
+        )
+    # A coroutine function makes an `AsyncEnvironment`; whoever scores looks which of the two it has.
+    return AsyncFunctionReward(made) if inspect.iscoroutinefunction(made) else FunctionReward(made)  # type: ignore[return-value]
+
+
+def _score_of(made: Any) -> Score:
+    return made if isinstance(made, Score) else Score(float(made))
 
 
 def _task(prompt: Prompt) -> dict[str, Any]:
@@ -119,7 +214,8 @@ def _task(prompt: Prompt) -> dict[str, Any]:
     return task if isinstance(task, dict) else {}
 
 
-def _reasoning_gym() -> ModuleType:
+def reasoning_gym() -> ModuleType:
+    """Import the library. Raises `MissingExtra`."""
     try:
         import reasoning_gym
     except ImportError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import Engine, Sample, Sampling
 from replaybuf.generator.prompts import Encoder, Prompt
-from replaybuf.generator.scoring import Scorer, Scores
+from replaybuf.generator.scoring import Scores, Scoring
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class EvaluationResult:
 
 async def evaluate(
     engine: Engine,
-    scorer: Scorer,
+    scorer: Scoring,
     prompts: Iterable[Prompt],
     tokenizer: Encoder,
     *,

@@ -47,7 +47,7 @@ def new_group(
         version_spans=sample.version_spans,
         temperatures=np.full(rollouts, temperature, np.float32),
         finish_reasons=sample.finish_reasons,
-        metadata=metadata | _source_of(prompt) | sample.metadata | _flags(scores),
+        metadata=metadata | _source_of(prompt) | prompt.recorded | sample.metadata | _flags(scores),
     )
     try:
         return msgspec.structs.replace(group, advantages=group_advantages(advantage, group))

@@ -11,6 +11,7 @@ from replaybuf.calls import RunFacts, facts_of
 from replaybuf.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def check_fit(
     for name, bound in bounds.items():
         if bound is not None and tokens > bound:
             raise Invalid(
-                f"prompt {longest.prompt_id!r} (line {longest.line}) has {len(longest.token_ids)} tokens, with "
+                f"prompt {longest.prompt_id!r} ({longest.where}) has {len(longest.token_ids)} tokens, with "
                 f"max_tokens {max_tokens} that makes {tokens}; {name} is {bound}",
                 name="max_tokens",
                 value=max_tokens,
@@ -86,6 +87,23 @@ def check_fit(
             value=group_size,
             bound=budget,
         )
+
+
+def check_vocabulary(facts: RunFacts, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with ids that the model or the run has no place for. Raises `Invalid`.
+
+    The model may have more: vocabularies are padded to round numbers.
+    """
+    bounds = {f"vocab_size in {tokenizer.folder}/config.json": tokenizer.model_vocab_size}
+    bounds["the run's vocab_size"] = facts.vocab_size
+    for name, bound in bounds.items():
+        if bound is not None and tokenizer.vocab_size > bound:
+            raise Invalid(
+                f"tokenizer {tokenizer.folder} has ids up to {tokenizer.vocab_size - 1}; {name} is {bound}",
+                name="tokenizer",
+                value=tokenizer.vocab_size,
+                bound=bound,
+            )
 
 
 def _too_late(error: ReplaybufError, timeout_s: float) -> ReplaybufError:

@@ -1,4 +1,4 @@
-"""The prompts of a run: a JSON-lines file, in an order that tickets alone decide.
+"""The prompts of a run, in an order that tickets alone decide. Where they come from: `replaybuf.generator.sources`.
 
 A ticket's `prompt_index` counts on over the epochs: epoch = prompt_index // len, and within an epoch the place in that
 epoch's order. The order depends on nothing but (seed, epoch), so any number of generators, restarted at any time,
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ _EPOCHS_KEPT = 4
 
 
 class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One line of a prompts file. Exactly one of `prompt`, `messages`, `prompt_ids` is given."""
+    """One row of a source of prompts. Exactly one of `prompt`, `messages`, `prompt_ids` is given."""
 
     prompt_id: str | None = None
     prompt: str | None = None
@@ -39,7 +40,7 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Prompt:
     """One task instance: `text` is what the model sees, `token_ids` int32 [P] the same as tokens.
 
-    `line` is its line in the prompts file, counted from 1.
+    `where` names file and row, as messages tell it; `recorded` goes into the metadata of its groups.
     """
 
     prompt_id: str
@@ -47,7 +48,15 @@ class Prompt:
     token_ids: Int32s
     answer: str | None
     metadata: dict[str, Any]
-    line: int
+    where: str
+    recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class PromptOrder(Protocol):
+    """Says which prompt a ticket means; the same for every generator of the run."""
+
+    def at(self, prompt_index: int) -> Prompt:
+        """Return the prompt of a ticket. Raises `PromptFault` where there can be none."""
 
 
 class Encoder(Protocol):
@@ -66,7 +75,7 @@ class Encoder(Protocol):
 
 
 class Prompts:
-    """The prompts of a file, by prompt index. `shuffle=False` keeps the order of the file in every epoch."""
+    """The prompts of a finite source, by prompt index. `shuffle=False` keeps its order in every epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         self._prompts = tuple(prompts)
@@ -93,59 +102,72 @@ class Prompts:
         return np.argsort(keys, kind="stable")
 
 
-def read_prompts(file: Path, encoder: Encoder) -> list[Prompt]:
-    """Read a prompts file. Raises `Invalid` naming file and line for whatever could not become a prompt.
+def new_prompts(name: str, rows: Iterable[tuple[str, PromptLine]], encoder: Encoder, what: str) -> list[Prompt]:
+    """Make the prompts of a finite source called `name`; `rows` come with the words that say where they stand.
 
-    Without `prompt_id` a prompt is called `<file stem>/<line>`; ids are unique.
+    Raises `Invalid` naming the row for whatever could not become a prompt, and where two have one `prompt_id`.
     """
     prompts: dict[str, Prompt] = {}
-    for number, line in _lines(file):
-        try:
-            text, token_ids = _text_and_ids(line, encoder)
-        except Invalid as error:
-            raise _refused(file, number, error.detail) from None
-        prompt = Prompt(
-            prompt_id=line.prompt_id or f"{file.stem}/{number}",
-            text=text,
-            token_ids=np.array(token_ids, np.int32),
-            answer=None if line.answer is None else str(line.answer),
-            metadata=line.metadata,
-            line=number,
-        )
+    for where, line in rows:
+        prompt = new_prompt(name, where, line, encoder)
         if prompt.prompt_id in prompts:
-            first = prompts[prompt.prompt_id].line
-            raise _refused(file, number, f"prompt_id {prompt.prompt_id!r} stands already in line {first}")
+            first = prompts[prompt.prompt_id].where
+            same = "stands already in" if line.prompt_id else "is made of the content, and the same stands in"
+            raise refused(where, f"prompt_id {prompt.prompt_id!r} {same} {first}")
         prompts[prompt.prompt_id] = prompt
     if not prompts:
-        raise Invalid(f"prompts file {file} holds no prompt", name="prompts", value=str(file), bound="at least 1 line")
+        raise Invalid(f"{what} holds no prompt", name="prompts", value=what, bound="at least 1 row")
     return list(prompts.values())
 
 
-def _lines(file: Path) -> Iterator[tuple[int, PromptLine]]:
-    """Yield every line that is not blank with its number, counted from 1."""
+def new_prompt(name: str, where: str, line: PromptLine, encoder: Encoder) -> Prompt:
+    """Tokenise one row. Without `prompt_id` it is called `<name>/<hash of its content>`. Raises `Invalid`."""
+    try:
+        _check_form(line)
+        text, token_ids = _text_and_ids(line, encoder)
+    except Invalid as error:
+        raise refused(where, error.detail) from None
+    return Prompt(
+        prompt_id=line.prompt_id or f"{name}/{_content_hash(line)}",
+        text=text,
+        token_ids=np.array(token_ids, np.int32),
+        answer=None if line.answer is None else str(line.answer),
+        metadata=line.metadata,
+        where=where,
+    )
+
+
+def raw_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the bytes of every line that is not blank; lines are counted from 1."""
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield number, _decode(file, number, line)
+                    yield f"prompts file {file}, line {number}", line
     except OSError as error:
         raise Invalid(f"prompts file {file}: {error.strerror}", name="prompts", value=str(file)) from error
 
 
-def _decode(file: Path, number: int, line: bytes) -> PromptLine:
-    try:
-        decoded = msgspec.json.decode(line, type=PromptLine)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _refused(file, number, str(error)) from error
+def refused(where: str, what: str) -> Invalid:
+    """Say what is wrong with a row."""
+    return Invalid(f"{where}: {what}", name="prompts", value=where)
+
+
+def _check_form(line: PromptLine) -> None:
     forms = ("prompt", "messages", "prompt_ids")
-    given = [name for name in forms if getattr(decoded, name) is not None]
+    given = [name for name in forms if getattr(line, name) is not None]
     if len(given) != 1:
-        raise _refused(
-            file, number, f"has {' and '.join(given) or 'none'} of {', '.join(forms)}; exactly one is needed"
-        )
-    if not getattr(decoded, given[0]):
-        raise _refused(file, number, f"{given[0]} is empty")
-    return decoded
+        raise Invalid(f"has {' and '.join(given) or 'none'} of {', '.join(forms)}; exactly one is needed")
+    if not getattr(line, given[0]):
+        raise Invalid(f"{given[0]} is empty")
+    if line.prompt is not None and not line.prompt.strip():
+        raise Invalid("prompt is white space alone")
+
+
+def _content_hash(line: PromptLine) -> str:
+    """Hash what the model sees and what is right, so that an id outlives a new order of the rows."""
+    content = (line.prompt, line.messages, line.prompt_ids, line.answer)
+    return hashlib.blake2b(msgspec.json.encode(content, order="deterministic"), digest_size=8).hexdigest()
 
 
 def _text_and_ids(line: PromptLine, encoder: Encoder) -> tuple[str, list[int]]:
@@ -163,7 +185,3 @@ def _text_and_ids(line: PromptLine, encoder: Encoder) -> tuple[str, list[int]]:
     if not token_ids:
         raise Invalid(f"prompt {text[:40]!r} has no tokens")
     return text, token_ids
-
-
-def _refused(file: Path, number: int, what: str) -> Invalid:
-    return Invalid(f"prompts file {file}, line {number}: {what}", name="prompts", value=number)

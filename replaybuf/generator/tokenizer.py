@@ -22,14 +22,18 @@ class Tokenizer:
     """Text to token ids and back, as the model in `folder` was trained with.
 
     Reads `tokenizer.json`, and where they are there `tokenizer_config.json`, `generation_config.json` and
-    `chat_template.jinja`. Raises `Invalid` where a file is missing or unreadable, `MissingExtra` without the library.
+    `chat_template.jinja` and `config.json`. `vocab_size`: its largest id + 1; `model_vocab_size`: that of the model
+    beside it, None where it is not told. Raises `Invalid` where a file is missing or unreadable, `MissingExtra` without
+    the library.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._tokenizer = _load(folder / "tokenizer.json")
         self._config = _read_json(folder / "tokenizer_config.json")
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # Not the number of tokens: vocabularies have gaps.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.model_vocab_size = _vocab_size(_read_json(folder / "config.json"))
         self.eos_token_ids = self._find_eos(_read_json(folder / "generation_config.json"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -110,6 +114,12 @@ def _read_json(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Invalid(f"{file} does not decode: {error}", name="tokenizer", value=str(file)) from error
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    """Return how many ids the model has, where its configuration says it; of several parts the text's."""
+    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return found if isinstance(found, int) else None
 
 
 def _token_text(token: Any) -> str:

@@ -61,7 +61,7 @@ def make_prompt(
 ) -> Prompt:
     """Build a prompt, one token per letter."""
     ids = np.array([LETTERS.index(letter) for letter in text], np.int32)
-    return Prompt(prompt_id or text, text, ids, answer, metadata, 1)
+    return Prompt(prompt_id or text, text, ids, answer, metadata, "prompts file words.jsonl, line 1")
 
 
 class Spelling:

@@ -112,6 +112,32 @@ def test_a_finite_supply_is_generated_trained_and_ends_with_exit_code_0(tmp_path
     assert (last["groups"], last["rollouts"], last["reward_mean"]) == (12, 48, 1.0)
 
 
+def test_own_prompts_and_rewards_run_without_packaging(tmp_path: Path, run: RunClient) -> None:
+    put(run, tickets={"prompts": 3})
+    options = {
+        "prompts": "tests.generator.prompt_functions:finite",
+        "environment": "tests.generator.reward_functions:length:0.5,tests.generator.reward_functions:waited",
+        "reward-processes": "1",
+    }
+
+    async def main() -> None:
+        async with (
+            EngineDouble().up() as engine,
+            generator(tmp_path, _url(run), run.run, engine.url, **options) as process,
+        ):
+            _, error = await process.communicate()
+            assert process.returncode == 0, error.decode()
+
+    bounded(main())
+    groups = [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+    assert len(groups) == 3
+    for group in groups:
+        for rollout in group["rollouts"]:
+            length = len(rollout["completion_ids"])
+            assert rollout["rewards"] == {"length": length, "waited": length, "waited.half": length / 2}
+            assert rollout["reward"] == 1.5 * length
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_gives_tickets_back_and_ends_it_in_time_with_exit_code_0(
     tmp_path: Path, run: RunClient, number: signal.Signals

@@ -20,6 +20,7 @@ from replaybuf.errors import (
     DataLost,
     EngineUnfit,
     NoRoom,
+    PromptFault,
     ReplaybufError,
     RunFinished,
     ServiceUnavailable,
@@ -34,7 +35,7 @@ from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.prompts import Prompts
+from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.stages import Rollout, Stage
 from replaybuf.group import Admissible, Float32s, Group, check_group
@@ -86,6 +87,7 @@ async def world(
     reward_timeout_s: float = TIMEOUT_S,
     patience_s: float = TIMEOUT_S,
     stages: Sequence[Stage] = (),
+    prompts: PromptOrder | None = None,
     serve: bool = True,
     **options: Any,
 ) -> AsyncIterator[World]:
@@ -101,7 +103,7 @@ async def world(
             client,
             fleet,
             Scorer(environment or Spelling(), timeout_s=reward_timeout_s),
-            Prompts([make_prompt(word) for word in WORDS], shuffle=False),
+            prompts or Prompts([make_prompt(word) for word in WORDS], shuffle=False),
             make_tokenizer(folder),
             DaemonOptions(**given | options),
             stages,
@@ -535,6 +537,22 @@ def test_a_reward_that_raises_hangs_or_is_nan_gives_its_ticket_back_and_the_run_
 
     run(main())
     released.set()
+
+
+def test_a_prompt_that_cannot_be_made_costs_its_own_ticket(tmp_path: Path) -> None:
+    class Gappy:
+        def at(self, prompt_index: int) -> Prompt:
+            if prompt_index == 1:
+                raise PromptFault("prompt_raised", "no first")
+            return make_prompt()
+
+    async def main() -> None:
+        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=3), prompts=Gappy()) as w:
+            await w.run()
+            assert [group.prompt_index for group in w.service.groups] == [0, 2]
+            assert w.service.returned == [("t1", "prompt_raised: no first")]
+
+    run(main())
 
 
 def test_rewards_too_large_for_advantages_are_a_fault_of_the_reward(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator.environments import ExactMatch, ReasoningGym, check_prompts, load_environment
+from replaybuf.generator.environments import ExactMatch, ReasoningGym, check_prompts, load_environment, load_rewards
 from tests.generator.doubles import make_prompt
 
 pytest.importorskip("reasoning_gym")
 
+HERE = "tests.generator.reward_functions"
 ENTRY = {"question": "Spell: sun", "answer": "nus", "metadata": {"word": "sun", "word_len": 3}}
 TASK = {"dataset": "spell_backward", "entry": ENTRY}
 
@@ -25,7 +26,7 @@ def test_exact_match_compares_the_stripped_completion(completion: str, reward: f
 
 def test_exact_match_needs_an_answer() -> None:
     with pytest.raises(Invalid, match=r"words\.jsonl, line 1: has no answer"):
-        check_prompts(ExactMatch(), [make_prompt()], "words.jsonl")
+        check_prompts(ExactMatch(), [make_prompt()])
 
 
 def test_reasoning_gym_scores_by_the_dataset_with_partial_credit() -> None:
@@ -78,4 +79,41 @@ def test_an_unknown_environment_is_refused_with_the_installed_ones() -> None:
 
 
 def test_the_demos_prompts_are_scored(tmp_path: Path) -> None:
-    check_prompts(ReasoningGym(), [make_prompt("sun>", answer="nus", reasoning_gym=TASK)], "prompts.jsonl")
+    check_prompts(ReasoningGym(), [make_prompt("sun>", answer="nus", reasoning_gym=TASK)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("exact-match", [("exact-match", 1.0)]),
+        (f"{HERE}:length", [("length", 1.0)]),
+        (f"exact-match:1.5,{HERE}:length:-0.5", [("exact-match", 1.5), ("length", -0.5)]),
+        (f"{HERE}:Strict:2, exact-match:1e-3", [("Strict", 2.0), ("exact-match", 1e-3)]),
+    ],
+)
+def test_rewards_are_named_with_their_weights(text: str, expected: list[tuple[str, float]]) -> None:
+    assert [(reward.name, reward.weight) for reward in load_rewards(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{HERE}:absent", "does not import: AttributeError"),
+        ("no_such_module_here:reward", "does not import: ModuleNotFoundError"),
+        (f"{HERE}:NOT_CALLABLE", "is int; needed: a function or a class"),
+        (f"{HERE}:Unchecked", "has score and no check"),
+        (f"{HERE}:Broken", "raised RuntimeError('no licence on"),
+        ("exact-match,exact-match:2", "names a reward twice"),
+        ("exact-match:0", "has no weight but 0"),
+        ("exact-match,", "environment is ''"),
+    ],
+)
+def test_a_reward_that_is_none_is_refused_with_its_name(text: str, message: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        load_rewards(text)
+    assert message in caught.value.detail
+
+
+def test_every_reward_checks_the_prompts() -> None:
+    with pytest.raises(Invalid, match="line 1: has no answer; strict needs one"):
+        check_prompts(load_rewards(f"{HERE}:length,{HERE}:Strict"), [make_prompt()])

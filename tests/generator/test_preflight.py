@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from replaybuf.calls import RunFacts, facts_of
 from replaybuf.client import AsyncClient
 from replaybuf.errors import Invalid, NotFound, ServiceUnavailable
-from replaybuf.generator.preflight import check_fit, check_group_size, wait_for_run
-from tests.generator.doubles import TIMEOUT_S, ServiceDouble, make_prompt
+from replaybuf.generator.preflight import check_fit, check_group_size, check_vocabulary, wait_for_run
+from replaybuf.generator.tokenizer import Tokenizer
+from tests.generator.doubles import TIMEOUT_S, ServiceDouble, make_prompt, make_tokenizer, write_tokenizer
 
 
 def facts(**config: Any) -> RunFacts:
@@ -85,3 +87,18 @@ def test_a_group_that_fits_no_batch_is_refused() -> None:
 def test_an_estimator_nobody_knows_is_refused() -> None:
     with pytest.raises(Invalid, match="advantage is 'ppo'"):
         fit(facts(advantage="ppo"), "a")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 28}')
+    with pytest.raises(Invalid, match=r"has ids up to 28; vocab_size in .*config\.json is 28"):
+        check_vocabulary(facts(), Tokenizer(tmp_path))
+
+
+def test_a_tokenizer_with_more_ids_than_the_run_is_refused(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    with pytest.raises(Invalid, match=r"has ids up to 28; the run's vocab_size is 28"):
+        check_vocabulary(facts(vocab_size=28), tokenizer)
+    check_vocabulary(facts(vocab_size=29), tokenizer)
+    check_vocabulary(facts(vocab_size=64), tokenizer)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.prompts import Prompt, Prompts, read_prompts
+from replaybuf.generator.prompts import Prompt, Prompts
+from replaybuf.generator.sources import read_prompts
 from tests.generator.doubles import make_prompt, make_tokenizer, write_tokenizer
 
 
@@ -40,9 +41,17 @@ def test_a_prompt_keeps_what_its_line_says(tmp_path: Path) -> None:
     assert prompt.token_ids.tolist() == [2, 0, 1]
 
 
-def test_a_prompt_without_an_id_is_called_after_file_and_line(tmp_path: Path) -> None:
-    prompts = read(tmp_path, {"prompt": "a"}, "", {"prompt": "b"})
-    assert [prompt.prompt_id for prompt in prompts] == ["words/1", "words/3"]
+def test_a_prompt_without_an_id_is_called_after_its_content_wherever_it_stands(tmp_path: Path) -> None:
+    a, b = {"prompt": "a", "answer": "x"}, {"prompt": "b"}
+    first = [prompt.prompt_id for prompt in read(tmp_path, a, "", b)]
+    assert first == [prompt.prompt_id for prompt in read(tmp_path, b, a)][::-1]
+    assert first != [prompt.prompt_id for prompt in read(tmp_path, a | {"answer": "y"}, b)]
+    assert all(prompt_id.startswith("words/") for prompt_id in first)
+
+
+def test_the_same_content_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"line 3: .* the same stands in .*words\.jsonl, line 1"):
+        read(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "metadata": {"level": 1}})
 
 
 def test_a_number_is_an_answer_too(tmp_path: Path) -> None:
@@ -85,13 +94,15 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
         ({"answer": "x"}, "has none of prompt, messages, prompt_ids"),
         ({"prompt": "a", "prompt_ids": [1]}, "has prompt and prompt_ids"),
         ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": " \n"}, "prompt is white space alone"),
+        ([], "is list; a row is a dict"),
         ({"messages": []}, "messages is empty"),
         ({"prompt_ids": []}, "prompt_ids is empty"),
         ({"prompt_ids": [1, 99]}, "prompt_ids from 1 to 99; the tokenizer has ids from 0 to 28"),
         ({"prompt_ids": [-1]}, "prompt_ids from -1"),
         ({"prompt": "a", "answr": "b"}, "unknown field `answr`"),
         ({"prompt": 3}, "Expected `str | null`"),
-        ({"prompt_id": "first", "prompt": "b"}, "prompt_id 'first' stands already in line 1"),
+        ({"prompt_id": "first", "prompt": "b"}, "prompt_id 'first' stands already in prompts file"),
         ({"messages": [{"role": "user"}]}, "no chat template"),
     ],
 )

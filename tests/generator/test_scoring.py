@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import ReplaybufError, RewardFault
-from replaybuf.generator.environments import Score
+from replaybuf.generator.environments import Score, load_rewards
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import MAX_STUCK, Scorer, Scores
 from tests.generator.doubles import TIMEOUT_S, Broken, Spelling, make_prompt
 
+HERE = "tests.generator.reward_functions"
 PROMPT = make_prompt("abc")
 
 
@@ -117,3 +118,41 @@ def test_groups_are_scored_at_the_same_time() -> None:
         await asyncio.gather(scorer.score(PROMPT, ["x"]), scorer.score(PROMPT, ["y"]))
 
     asyncio.run(main())
+
+
+def test_rewards_are_added_by_weight_and_recorded_by_name() -> None:
+    scores = score(load_rewards(f"{HERE}:length:2,{HERE}:waited:-1"), "abc", "a")
+    assert scores.rewards.tolist() == [3.0, 1.0]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {
+        "length": [3.0, 1.0],
+        "waited": [3.0, 1.0],
+        "waited.half": [1.5, 0.5],
+    }
+
+
+def test_one_reward_without_a_weight_is_itself() -> None:
+    scores = score(load_rewards(f"{HERE}:waited"), "abc")
+    assert (scores.rewards.tolist(), list(scores.parts)) == ([3.0], ["half"])
+
+
+def test_a_coroutine_that_raises_is_a_fault_with_its_error() -> None:
+    with pytest.raises(RewardFault, match=r"raised ValueError\('no parse'\)"):
+        score(load_rewards(f"{HERE}:waited"), "abc", "raise")
+
+
+def test_a_coroutine_that_hangs_is_cancelled_and_holds_nothing() -> None:
+    async def main() -> None:
+        scorer = Scorer(load_rewards(f"{HERE}:length,{HERE}:waited"), timeout_s=0.1)
+        for _ in range(MAX_STUCK + 1):
+            with pytest.raises(RewardFault) as caught:
+                await scorer.score(PROMPT, ["hang"])
+            assert caught.value.reason == "reward_timeout"
+        assert scorer.stuck == 0
+
+    asyncio.run(main())
+
+
+def test_a_sum_that_is_not_finite_is_a_fault() -> None:
+    with pytest.raises(RewardFault, match="the weighted sum holds") as caught:
+        score(load_rewards(f"{HERE}:length:1e308,{HERE}:waited:1e308"), "abc")
+    assert caught.value.reason == "reward_not_finite"

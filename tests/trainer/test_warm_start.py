@@ -11,7 +11,8 @@ import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.environments import check_prompts, load_environment
-from replaybuf.generator.prompts import Prompt, read_prompts
+from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.sources import read_prompts
 from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf_trainer import warm_start
 from replaybuf_trainer.model import CHARACTERS, character_tokenizer, new_model
@@ -104,7 +105,7 @@ def test_generator_and_environment_take_the_problems(made: Path, name: str, spli
     """Each prompt reads, is scored 1 for its answer and less for another, and has a name of its own."""
     prompts = read(made, name)
     environment = load_environment("reasoning-gym")
-    check_prompts(environment, prompts, made / name)
+    check_prompts(environment, prompts)
     assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
     for prompt in prompts[:50]:
         assert prompt.prompt_id.startswith(f"spell_backward/{split}/")

@@ -1,0 +1,225 @@
+"""Every source gives the same kind of prompts, and what is wrong in one is named with its row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaybuf.errors import Invalid, MissingExtra, PromptFault
+from replaybuf.generator.environments import ReasoningGym
+from replaybuf.generator.prompts import Encoder, Prompt
+from replaybuf.generator.sources import TRIED_ROWS, Endless, Source, open_source
+from replaybuf.generator.tokenizer import Tokenizer
+from tests.generator.doubles import write_tokenizer
+
+HERE = "tests.generator.prompt_functions"
+ROWS: list[dict[str, Any]] = [
+    {"question": "cab", "solution": {"text": "bac"}, "level": 2},
+    {"question": "abc", "solution": {"text": "cba"}},
+]
+COLUMNS = {"prompt": "question", "answer": "solution.text"}
+
+
+class Letters:
+    """Encodes any text: one token per character."""
+
+    vocab_size = 1 << 21
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Any) -> list[str]:
+        return ["".join(map(chr, ids)) for ids in token_ids]
+
+    def render(self, messages: Any) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+_: Encoder = Letters()
+
+
+def opened(prompts: str | Path, **options: Any) -> list[Prompt]:
+    found = open_source(Source(prompts=str(prompts), name="s", **options), Letters())
+    assert isinstance(found, list)
+    return found
+
+
+def endless(prompts: str, **options: Any) -> Endless:
+    found = open_source(Source(prompts=prompts, name="s", **options), Letters())
+    assert isinstance(found, Endless)
+    return found
+
+
+def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file
+
+
+def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write what `datasets.Dataset.save_to_disk` writes, as far as it is read."""
+    import pyarrow
+
+    folder.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(rows)
+    file = folder / "data-00000-of-00001.arrow"
+    with pyarrow.OSFile(str(file), "wb") as stream, pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": file.name}]}))
+    return folder
+
+
+def write_lines(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "parquet folder", "saved dataset"])
+def test_every_file_format_gives_the_same_prompts(tmp_path: Path, kind: str) -> None:
+    path = {
+        "jsonl": lambda: write_lines(tmp_path / "x.jsonl", ROWS),
+        "parquet": lambda: write_parquet(tmp_path / "x.parquet", ROWS),
+        "parquet folder": lambda: write_parquet(tmp_path / "x" / "data" / "train-0.parquet", ROWS).parents[1],
+        "saved dataset": lambda: write_saved(tmp_path / "x", ROWS),
+    }[kind]()
+    prompts = opened(path, columns=COLUMNS)
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [("cab", "bac"), ("abc", "cba")]
+    assert prompts[0].metadata == {"level": 2}, "what is no field of a prompt is metadata"
+    expected = [prompt.prompt_id for prompt in opened(write_lines(tmp_path / "y.jsonl", ROWS), columns=COLUMNS)]
+    assert [prompt.prompt_id for prompt in prompts] == expected
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"x\.parquet, row 1: has no column 'problem'; it has level, question, solution"):
+        opened(write_parquet(tmp_path / "x.parquet", ROWS), columns={"prompt": "problem"})
+
+
+def test_an_empty_prompt_in_a_table_is_named_with_its_row(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"x\.parquet, row 2: prompt is empty"):
+        opened(write_parquet(tmp_path / "x.parquet", [{"prompt": "a"}, {"prompt": ""}]))
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_broken_table_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"no table at all")
+    if name == "x.arrow":
+        (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(Invalid, match=f"prompts file {file}: "):
+        opened(file if name == "x.parquet" else tmp_path)
+
+
+def test_a_folder_of_splits_asks_for_one(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(Invalid, match=r"holds the splits train, test; name one"):
+        opened(tmp_path)
+
+
+def test_a_folder_without_a_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"holds neither state\.json"):
+        opened(tmp_path)
+
+
+def test_without_pyarrow_the_install_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[prompts\]'"):
+        opened(tmp_path / "x.parquet")
+
+
+def test_a_text_becomes_a_chat_where_that_is_asked_for(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role[0] }}>{{ m.content }} {% endfor %}"
+    tokenizer = Tokenizer(write_tokenizer(tmp_path / "model", chat_template=template))
+    source = Source(
+        prompts=str(write_lines(tmp_path / "x.jsonl", [{"prompt": "cab"}])), name="s", chat=True, system="be"
+    )
+    (prompt,) = open_source(source, tokenizer)  # type: ignore[misc]
+    assert prompt.text == "s>be u>cab "
+
+
+def test_a_function_gives_rows() -> None:
+    prompts = opened(f"{HERE}:finite", options={"count": 2})
+    assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"level": 0}), ("ab", {"level": 1})]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", "raised RuntimeError('the network is away')"),
+        ("nothing", "returned NoneType; needed: an iterable"),
+        ("absent", "does not import: AttributeError"),
+    ],
+)
+def test_a_function_that_gives_no_rows_is_refused(name: str, message: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        opened(f"{HERE}:{name}")
+    assert message in caught.value.detail
+
+
+def test_a_module_beside_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    (tmp_path / "my_prompts_here.py").write_text("def rows():\n    return [{'prompt': 'abc'}]\n")
+    assert [prompt.text for prompt in opened("my_prompts_here:rows")] == ["abc"]
+
+
+def test_an_endless_iterator_gives_the_same_row_for_a_number_in_any_order() -> None:
+    numbers = [5, 2, 5000, 4999, 3, 5001]
+    assert [endless(f"{HERE}:endless", endless=True).at(n).prompt_id for n in numbers] == [f"e{n}" for n in numbers]
+    one = endless(f"{HERE}:endless", endless=True)
+    assert [one.at(number).prompt_id for number in numbers] == [f"e{number}" for number in numbers]
+
+
+def test_an_endless_source_that_ends_costs_the_tickets_beyond_its_end() -> None:
+    source = endless(f"{HERE}:finite", endless=True)
+    assert source.at(2).text == "abc"
+    with pytest.raises(PromptFault, match="ended after 3 rows") as caught:
+        source.at(3)
+    assert caught.value.reason == "prompt_invalid"
+    with pytest.raises(Invalid, match="ended after 3 rows"):
+        source.tried()
+
+
+@pytest.mark.parametrize(("number", "reason"), [(20, "prompt_raised"), (21, "prompt_invalid")])
+def test_a_wrong_row_of_an_endless_source_costs_its_own_ticket(number: int, reason: str) -> None:
+    source = endless(f"{HERE}:numbered", endless=True)
+    assert len(source.tried()) == TRIED_ROWS
+    with pytest.raises(PromptFault) as caught:
+        source.at(number)
+    assert caught.value.reason == reason
+    assert source.at(22).prompt_id == "n22"
+
+
+def test_a_file_is_not_endless(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="is finite"):
+        opened(tmp_path / "x.jsonl", endless=True)
+
+
+def test_reasoning_gym_makes_tasks_that_its_environment_scores() -> None:
+    pytest.importorskip("reasoning_gym")
+    source = endless("reasoning-gym:spell_backward", options={"seed": 7, "max_word_len": 4})
+    again = endless("reasoning-gym:spell_backward", options={"seed": 7, "max_word_len": 4})
+    for number in (0, 999, 1000, 123_456):
+        prompt = source.at(number)
+        assert prompt.text == again.at(number).text
+        ReasoningGym().check(prompt)
+        assert ReasoningGym().score(prompt, prompt.answer or "").reward == 1.0
+    other = endless("reasoning-gym:spell_backward", options={"seed": 8_000, "max_word_len": 4})
+    assert [source.at(n).text for n in range(5)] != [other.at(n).text for n in range(5)]
+
+
+def test_a_reasoning_gym_of_some_size_is_finite() -> None:
+    pytest.importorskip("reasoning_gym")
+    assert len(opened("reasoning-gym:chain_sum", options={"size": 5})) == 5
+
+
+def test_an_unknown_reasoning_gym_is_refused() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(Invalid, match="dataset 'no_such' cannot be made"):
+        endless("reasoning-gym:no_such").tried()
