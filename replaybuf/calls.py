@@ -136,10 +136,18 @@ class BatchFacts(msgspec.Struct, frozen=True):
     overlong: str = "reject"
 
 
+class StrategyFacts(msgspec.Struct, frozen=True):
+    """A run's strategy: its name, and its options with defaults filled in."""
+
+    name: str = ""
+    options: dict[str, Any] = {}
+
+
 class RunFacts(msgspec.Struct, frozen=True):
     """The part of a run's configuration that a producer needs; fields of newer services are passed over."""
 
     batch: BatchFacts = BatchFacts()
+    strategy: StrategyFacts = StrategyFacts()
     group_size: int | None = None
     vocab_size: int | None = None
     seed: int = 0

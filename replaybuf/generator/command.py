@@ -28,8 +28,10 @@ from replaybuf.generator.preflight import (
     check_fit,
     check_group_size,
     check_vocabulary,
+    max_staleness,
     wait_for_run,
 )
+from replaybuf.generator.publication import OnPublish
 from replaybuf.generator.reward_pool import RewardPool
 from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.tokenizer import Tokenizer
@@ -65,6 +67,7 @@ class GenerateOptions:
     logprobs_mode: str | None
     seed_requests: bool
     engine_api_key: str | None = dataclasses.field(repr=False)
+    on_publish: OnPublish
     compress: bool
     metrics_file: Path | None
     report_every_s: float
@@ -95,6 +98,7 @@ def generate(
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None,
     seed_requests: bool = False,
     engine_api_key: str | None = None,
+    on_publish: OnPublish = "in-flight",
     compress: bool = False,
     metrics_file: Path | None = None,
     report_every_s: float = 10.0,
@@ -155,6 +159,10 @@ def generate(
         Give every request a seed, derived from seed, prompt index and attempt; written into every group.
     engine_api_key
         Bearer token for the engines; better in the environment than here: REPLAYBUF_GENERATE_ENGINE_API_KEY.
+    on_publish
+        What new weights do to rollouts in flight. drain: each is of one version, sampled anew where it is not;
+        in-flight: they go on, versions in spans; abort-and-resume: aborted ones go on from their tokens, versions in
+        spans; abort: aborted ones are sampled anew. Give the trainer the same.
     compress
         Compress token ids and masks by zstd: less network and Redis memory, more work here and in the service.
     metrics_file
@@ -187,6 +195,7 @@ def generate(
         logprobs_mode=logprobs_mode,
         seed_requests=seed_requests,
         engine_api_key=engine_api_key,
+        on_publish=on_publish,
         compress=compress,
         metrics_file=metrics_file,
         report_every_s=report_every_s,
@@ -238,7 +247,7 @@ async def _generate(options: GenerateOptions) -> None:
         for address in options.engines
     ]
     _warn_of_raw_logprobs(servers, options.temperature)
-    engine = Fleet(servers)
+    engine = Fleet(servers, on_publish=options.on_publish)
     try:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(options.url, options.run, token=options.token))
@@ -259,6 +268,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
     check_adapter(options.adapter, facts)
     check_vocabulary(facts, tokenizer)
     group_size = check_group_size(options.group_size, facts)
+    engine.max_staleness = max_staleness(facts)
     await engine.prepare(options.start_timeout_s)
     check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, max_model_len=engine.max_model_len)
     seed = facts.seed if options.seed is None else options.seed

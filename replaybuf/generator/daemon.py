@@ -29,6 +29,7 @@ from replaybuf.generator.flight import Flight, Work
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
+from replaybuf.generator.publication import SUPERSEDED
 from replaybuf.generator.scoring import Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.group import Group
@@ -39,6 +40,8 @@ FINISH_S = 2.0
 """After a stop, work in flight may still finish for so long; with `flight.GIVE_BACK_S` the process ends within 4 s."""
 FAULTS_IN_A_ROW = 64
 """So many groups failing one after another, none succeeding, mean that something is broken for good."""
+_NOBODYS_FAULT = ("engine_away", SUPERSEDED)
+"""Engines that are away are waited for before the next ticket is taken; new weights come all the time."""
 _ENGINE_POLL_S = 1.0
 _EARLY_ANSWER = 0.9
 
@@ -92,7 +95,11 @@ class Daemon:
         self._stages = Stages(stages, options.sampling.n) if stages else None
         self._flight = Flight(client)
         self._delivery = Delivery(
-            self._flight, poll_wait_ms=options.poll_wait_ms, compress=options.compress, adapter=options.adapter
+            self._flight,
+            engine.learn_published,
+            poll_wait_ms=options.poll_wait_ms,
+            compress=options.compress,
+            adapter=options.adapter,
         )
         self._generating = 0
         self._faults_in_a_row = 0
@@ -109,7 +116,7 @@ class Daemon:
         if self._flight.away:
             return self._flight.away
         if not self._engine.up:
-            return "engine_away"
+            return self._engine.waiting
         return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -230,7 +237,7 @@ class Daemon:
         return dataclasses.replace(options.sampling, seed=seed)
 
     def _count_fault(self, fault: EngineFault | PromptFault | RewardFault) -> None:
-        if fault.reason == "engine_away":  # waited out before the next ticket is taken
+        if fault.reason in _NOBODYS_FAULT:
             return
         self._faults_in_a_row += 1
         if self._faults_in_a_row >= FAULTS_IN_A_ROW:

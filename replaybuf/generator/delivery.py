@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from replaybuf.client import AppendResult, Policy
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
@@ -32,10 +32,22 @@ _UNKNOWN = -1
 
 
 class Delivery:
-    """Brings groups into the buffer. `ready` and `held` are bounded by the slots of the flight."""
+    """Brings groups into the buffer. `ready` and `held` are bounded by the slots of the flight.
 
-    def __init__(self, flight: Flight, *, poll_wait_ms: int, compress: bool = False, adapter: str = "") -> None:
+    `heed` is told the published version whenever an answer has one.
+    """
+
+    def __init__(
+        self,
+        flight: Flight,
+        heed: Callable[[int], None],
+        *,
+        poll_wait_ms: int,
+        compress: bool = False,
+        adapter: str = "",
+    ) -> None:
         self._flight = flight
+        self._heed = heed
         self._poll_wait_ms = poll_wait_ms
         self._compress = compress
         self._adapter = adapter
@@ -49,14 +61,22 @@ class Delivery:
         return bool(self._held)
 
     def learn_published(self, version: int) -> None:
-        """Take in what an answer said; within one history versions only grow."""
+        """Take in what an answer said; within one history versions only grow, and answers overtake each other.
+
+        So a rewind is heard of from `follow_policy` alone, whose answers come one after another.
+        """
         self._published = max(self._published, version)
+        self._heed(self._published)
 
     async def put(self, works: Sequence[Work]) -> None:
         """Queue groups for append; those of a version not published yet are held, not sent in vain."""
         for work in works:
-            above = work.scored.policy_version_max > self._published
-            (self._held if above else self._ready).append(work)
+            newest = work.scored.policy_version_max
+            if work.rewound_to is not None and newest > work.rewound_to:
+                how = f"holds tokens of version {newest}; the run was rewound to {work.rewound_to}"
+                await self._flight.give_back(work, LOST_LINEAGE, how)
+            else:
+                (self._held if newest > self._published else self._ready).append(work)
         await self._flight.wake()
 
     # ------------------------------------------------------------------ append
@@ -100,7 +120,8 @@ class Delivery:
         progress = self._flight.progress
         if result.status == "rejected" and result.reason == ABOVE_PUBLISHED:
             # It was published when it was sent, so the run has been rewound: only that lowers a version.
-            await self._rewound(f"version {work.scored.policy_version_max} is not published any more", [work])
+            how = f"version {work.scored.policy_version_max} is not published any more"
+            await self._flight.give_back(work, LOST_LINEAGE, how)
         elif result.status == "rejected" and result.reason == LOST_LINEAGE:
             await self._flight.give_back(work, LOST_LINEAGE, result.detail or "")
         elif result.status == "rejected":
@@ -115,35 +136,33 @@ class Delivery:
     # ------------------------------------------------------------------ policy
 
     async def follow_policy(self) -> None:
-        """Loop: release held groups when their version is published.
+        """Loop: hear of publications, and release held groups when their version is published.
 
         The trainer loads the engines first and announces the version after, so groups of the next version are normal.
         """
         flight, clock = self._flight, asyncio.get_running_loop().time
         while True:
-            await flight.until(lambda: self.holding)
             asked_s, known = clock(), self._published
             policy = await flight.patiently("policy", self._ask_policy)
             if policy is None:
                 return
             if policy.version < known:
-                await self._rewound(f"the published version fell from {known} to {policy.version}", self._held)
+                self._rewind(known, policy.version)
             self.learn_published(policy.version)
             await self._release(clock())
-            if self._held and clock() - asked_s < _EARLY_ANSWER * self._poll_wait_ms / 1000:
-                await flight.until(lambda: flight.stopping, _EARLY_PAUSE_S)
+            if policy.version <= known and clock() - asked_s < _EARLY_ANSWER * self._poll_wait_ms / 1000:
+                await asyncio.sleep(_EARLY_PAUSE_S)
 
     async def _ask_policy(self) -> Policy:
         after = None if self._published == _UNKNOWN else self._published
         return await self._flight.client.get_policy(after, self._poll_wait_ms, self._adapter)
 
-    async def _rewound(self, how: str, works: Sequence[Work]) -> None:
-        """Give back groups of versions that a rewind of the run took back: the same numbers will mean other weights."""
-        logger.warning("the run was rewound: %s; giving back %d groups", how, len(works))
-        self._held = [work for work in self._held if work not in works]
-        self._published = _UNKNOWN
-        for work in works:
-            await self._flight.give_back(work, LOST_LINEAGE, how)
+    def _rewind(self, before: int, version: int) -> None:
+        """Mark what is in flight: the same numbers will mean other weights, so versions above this one are lost."""
+        logger.warning("the run was rewound: the published version fell from %d to %d", before, version)
+        self._published = version
+        for work in self._flight.works.values():
+            work.rewound_to = version if work.rewound_to is None else min(version, work.rewound_to)
 
     async def _release(self, now_s: float) -> None:
         """Pass on the held groups whose version is published now; give back those whose ticket has run out."""

@@ -10,21 +10,37 @@ Up or in trial, it is put aside by `FAILURES_IN_A_ROW` failures without an answe
 the first), or by a connection that fails; in trial, one answer makes it up. Aside, it gets no request and is probed
 (`healthy`, then `prepare`: it may have been started anew) after pauses that double. In trial it gets one request at a
 time while others are up.
+
+An engine that missed a publication is stale: it was started anew, or its weights did not come. It is found out by its
+version: whenever one is published, before it comes back from aside, and by what it samples. It is put aside until its
+version is right. What a publication does to the requests in flight: `replaybuf.generator.publication`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
 
-import msgspec
+import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
 from replaybuf.generator.engines import Sample, Sampling, Server
+from replaybuf.generator.member import Member, ServerStatus
+from replaybuf.generator.publication import (
+    SUPERSEDED,
+    OnPublish,
+    Piece,
+    doomed,
+    finished,
+    joined,
+    pieces,
+    refusal,
+    remainder,
+    stale,
+    unfinished,
+)
 from replaybuf.group import Int32s
 
 logger = logging.getLogger(__name__)
@@ -33,67 +49,14 @@ TRIES = 3
 """A request that one engine failed is tried this often in all; sampling again does no harm."""
 FAILURES_IN_A_ROW = 3
 """So many put a server aside; one that cannot be connected to is put aside at once."""
-PROBE_FIRST_S = 0.5
-PROBE_CEILING_S = 10.0
 RETRY_PAUSE_S = 0.5
 """Before the next try on a server that has just failed the same request."""
 _LOG_EVERY_S = 10.0
-_NO_FAILURE = ("engine_aborted", "engine_restarted")
+_NO_FAILURE = ("engine_aborted", "engine_restarted", "engine_version_changed")
 """Reasons for another try that say nothing against the server."""
-
-State = Literal["starting", "up", "aside", "trial"]
-
-
-class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One server at one moment: requests in flight and tokens they may still come to, failures since its last answer.
-
-    `fault`: why it gets no request; None where it does.
-    """
-
-    url: str
-    state: State
-    requests: int
-    tokens: int
-    failures: int
-    fault: str | None
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Member:
-    server: Server
-    requests: int = 0
-    tokens: int = 0
-    failures: int = 0
-    """Since the last answer."""
-    setbacks: int = 0
-    """Times put aside and probes failed since the last answer; the pause before a probe doubles with each."""
-    fault: EngineFault | None = None
-    """Why it is not used now; None = it is."""
-    known: bool = False
-    """Has been up."""
-    watch: asyncio.Task[None] | None = None
-    """Probes it while it is aside."""
-
-    @property
-    def state(self) -> State:
-        if self.fault is not None:
-            return "aside" if self.known else "starting"
-        return "trial" if self.setbacks else "up"
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait before the next probe; a server that starts is looked for steadily."""
-        return min(PROBE_FIRST_S * 2 ** (self.setbacks - 1), PROBE_CEILING_S) if self.known else PROBE_FIRST_S
-
-    @contextlib.contextmanager
-    def carrying(self, tokens: int) -> Iterator[None]:
-        self.requests += 1
-        self.tokens += tokens
-        try:
-            yield
-        finally:
-            self.requests -= 1
-            self.tokens -= tokens
+STALE = "engine_stale"
+_AT_ONCE = ("engine_away", STALE)
+"""Reasons that put a server aside without a second failure."""
 
 
 class Fleet:
@@ -102,11 +65,23 @@ class Fleet:
     A request that fails with `EngineAway` goes to another server; only a timeout is told at once, since the next try
     may take as long again and the ticket does not wait. With no server up it waits up to `patience_s` seconds for any
     to come back. An `EngineUnfit` server is put aside too while others are up.
+
+    `max_staleness`: the run's, None = not known or unbounded. A group that a publication puts beyond it is given up.
     """
 
-    def __init__(self, servers: Sequence[Server], *, patience_s: float = 30.0) -> None:
-        self._members = [_Member(server) for server in servers]
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        *,
+        patience_s: float = 30.0,
+        on_publish: OnPublish = "in-flight",
+        max_staleness: int | None = None,
+    ) -> None:
+        self.max_staleness = max_staleness
+        self._members = [Member(server) for server in servers]
         self._patience_s = patience_s
+        self._on_publish = on_publish
+        self._published: int | None = None
         self._changed = asyncio.Condition()
         self._log_at_s = 0.0
 
@@ -114,6 +89,14 @@ class Fleet:
     def up(self) -> bool:
         """Whether at least one server takes requests, as far as is known."""
         return any(member.fault is None for member in self._members)
+
+    @property
+    def waiting(self) -> str | None:
+        """Say why no server takes requests; None where one does."""
+        if self.up:
+            return None
+        reasons = {member.fault.reason for member in self._members if member.fault is not None}
+        return STALE if reasons == {STALE} else "engine_away"
 
     @property
     def max_model_len(self) -> int | None:
@@ -135,26 +118,31 @@ class Fleet:
         )
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
-        """Sample completions on the least loaded server; see `Engine.generate`."""
-        tokens = len(prompt_ids) + sampling.n * sampling.max_tokens
-        failed: list[_Member] = []
-        while True:
-            member = await self._choose(failed)
-            try:
-                with member.carrying(tokens):
-                    sample = await member.server.generate(prompt_ids, sampling)
-            except EngineAway as error:
-                self._count(member, error)
-                failed.append(member)
-                if len(failed) >= TRIES or error.reason == "engine_timeout":
-                    raise
-            except EngineUnfit as error:
-                if not any(other.fault is None for other in self._members if other is not member):
-                    raise
-                self._put_aside(member, error)
-            else:
-                member.failures = member.setbacks = 0
-                return sample
+        """Sample completions on the least loaded server, whole ones; see `Engine.generate`.
+
+        Raises `EngineFault` (`superseded`) where no batch can use them any more.
+        """
+        sample, member = await self._asked(prompt_ids, sampling)
+        if sample.aborted:
+            sample = await self._resumed(prompt_ids, sampling, sample, member)
+        self._check_use(sample.policy_version)
+        return sample
+
+    def learn_published(self, version: int) -> None:
+        """Take in the version published now.
+
+        Where it rose, find out which servers it did not reach. Where it fell, a rewind took back the weights that the
+        servers have: none is used until it has others.
+        """
+        before, self._published = self._published, version
+        for member in self._members:
+            if before is not None and version < before:
+                member.rewound = True
+                self._put_aside(
+                    member, _stale(member.server.url, f"weights from before a rewind to {version}", version)
+                )
+            elif version != before:
+                self._look_again(member)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as a server is up. Raises `EngineAway` after `timeout_s` seconds."""
@@ -175,26 +163,108 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Stop probing and close all connections."""
-        watches = [member.watch for member in self._members if member.watch is not None]
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        tasks = [task for member in self._members for task in (member.watch, member.check) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for member in self._members:
             await member.server.aclose()
 
+    # ------------------------------------------------------------------ requests
+
+    async def _asked(
+        self, prompt_ids: Int32s, sampling: Sampling, avoid: Member | None = None
+    ) -> tuple[Sample, Member]:
+        """Ask a server, or several one after another, for a sample that the policy lets be used."""
+        tokens = len(prompt_ids) + sampling.n * sampling.max_tokens
+        failed: list[Member] = []
+        while True:
+            member = await self._choose(failed, avoid)
+            try:
+                with member.carrying(tokens):
+                    return await self._sampled(member, prompt_ids, sampling), member
+            except EngineAway as error:
+                self._count(member, error)
+                failed.append(member)
+                if len(failed) >= TRIES or error.reason == "engine_timeout":
+                    raise
+            except EngineUnfit as error:
+                if not any(other.fault is None for other in self._members if other is not member):
+                    raise
+                self._put_aside(member, error)
+
+    async def _sampled(self, member: Member, prompt_ids: Int32s, sampling: Sampling) -> Sample:
+        published, url = self._published, member.server.url
+        sample = await member.server.generate(prompt_ids, sampling)
+        if len(sample.version_spans) and stale(sample.policy_version, published):
+            raise _stale(url, f"version {sample.policy_version}", published)
+        refused = refusal(self._on_publish, sample)
+        if refused is not None:
+            raise EngineAway(refused[0], f"engine {url} {refused[1]}", name="engine", value=url)
+        member.failures = member.setbacks = 0
+        return sample
+
+    async def _resumed(self, prompt_ids: Int32s, sampling: Sampling, sample: Sample, member: Member) -> Sample:
+        """Continue the aborted rollouts of a sample, each from its own tokens, side by side."""
+        begun = pieces(sample)
+        work = [self._rest(prompt_ids, sampling, index, piece, member) for index, piece in enumerate(begun)]
+        tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            ended = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        requests = sum(count for _, count in ended)
+        return joined([piece for piece, _ in ended], sample.metadata | {"resumed_requests": requests})
+
+    async def _rest(
+        self, prompt_ids: Int32s, sampling: Sampling, rollout: int, piece: Piece, member: Member
+    ) -> tuple[Piece, int]:
+        """Sample what a rollout lacks; return it whole, with the number of requests that took.
+
+        Another server goes first: the one that aborted it is about to load weights. Raises `EngineAway`
+        (`engine_aborted`) where `TRIES` requests one after another come back without a token.
+        """
+        requests = in_vain = 0
+        while unfinished(piece, sampling):
+            if in_vain >= TRIES:
+                detail = f"engine {member.server.url} aborted a rollout {in_vain} times without a token between"
+                raise EngineAway("engine_aborted", detail, name="engine", value=member.server.url, bound=TRIES)
+            if len(piece):
+                self._check_use(int(piece.spans[0, 0]))
+            so_far = np.concatenate([prompt_ids, piece.token_ids])
+            sample, member = await self._asked(so_far, remainder(sampling, rollout, piece), avoid=member)
+            (later,) = pieces(sample)
+            piece = piece.followed_by(later)
+            requests, in_vain = requests + 1, 0 if len(later) else in_vain + 1
+        return finished(piece), requests
+
+    def _check_use(self, oldest: int) -> None:
+        if doomed(oldest, self._published, self.max_staleness):
+            raise EngineFault(
+                SUPERSEDED,
+                f"tokens of version {oldest} are too old: published is {self._published}, max_staleness of the run is "
+                f"{self.max_staleness}",
+                name="policy_version",
+                value=oldest,
+                bound=self.max_staleness,
+            )
+
     # ------------------------------------------------------------------ choosing
 
-    async def _choose(self, failed: Sequence[_Member]) -> _Member:
-        """Return the least loaded server, one that has not failed this request where there is one."""
+    async def _choose(self, failed: Sequence[Member], avoid: Member | None) -> Member:
+        """Return the least loaded server; where there is one, not one that has failed this request, and not `avoid`."""
         await self.wait_ready(self._patience_s)
         if failed and not self._usable(failed) and failed[-1].fault is None:
             await asyncio.sleep(RETRY_PAUSE_S)
             await self.wait_ready(self._patience_s)
-        usable = self._usable(failed) or self._usable(())
+        others = self._usable([*failed, avoid]) if avoid is not None else ()
+        usable = others or self._usable(failed) or self._usable(())
         calm = [member for member in usable if member.state == "up" or not member.requests]
         return min(calm or usable, key=lambda member: (member.tokens, member.requests))
 
-    def _usable(self, failed: Sequence[_Member]) -> list[_Member]:
+    def _usable(self, failed: Sequence[Member]) -> list[Member]:
         return [member for member in self._members if member.fault is None and member not in failed]
 
     def _all_up(self) -> bool:
@@ -205,14 +275,14 @@ class Fleet:
 
     # ------------------------------------------------------------------ the circuit breaker
 
-    def _count(self, member: _Member, error: EngineAway) -> None:
+    def _count(self, member: Member, error: EngineAway) -> None:
         if error.reason in _NO_FAILURE:
             return
         member.failures += 1
-        if error.reason == "engine_away" or member.failures >= FAILURES_IN_A_ROW:
+        if error.reason in _AT_ONCE or member.failures >= FAILURES_IN_A_ROW:
             self._put_aside(member, error)
 
-    def _put_aside(self, member: _Member, error: EngineFault) -> None:
+    def _put_aside(self, member: Member, error: EngineFault) -> None:
         if member.fault is not None:  # by another of the requests that were in flight there
             return
         member.fault, member.known = error, True
@@ -226,7 +296,7 @@ class Fleet:
         )
         member.watch = asyncio.create_task(self._watch(member, first_pause_s=member.pause_s))
 
-    async def _watch(self, member: _Member, *, first_pause_s: float) -> None:
+    async def _watch(self, member: Member, *, first_pause_s: float) -> None:
         """Probe a server that is aside until it is back."""
         pause_s, back = first_pause_s, False
         while not back:
@@ -237,10 +307,11 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _back(self, member: _Member) -> bool:
+    async def _back(self, member: Member) -> bool:
         try:
             if await member.server.healthy():
                 await member.server.prepare()
+                await self._check_weights(member)
                 return True
         except EngineFault as fault:
             member.fault = fault
@@ -250,6 +321,36 @@ class Fleet:
                 self._changed.notify_all()
         member.setbacks += member.known
         return False
+
+    # ------------------------------------------------------------------ versions
+
+    def _look_again(self, member: Member) -> None:
+        """Look at a server's version now that another is published; one that is stale may have got it."""
+        if member.fault is None and (member.check is None or member.check.done()):
+            member.check = asyncio.create_task(self._check_version(member))
+        elif member.fault is not None and member.fault.reason == STALE and member.watch is not None:
+            member.watch.cancel()
+            member.watch = asyncio.create_task(self._watch(member, first_pause_s=0.0))
+
+    async def _check_version(self, member: Member) -> None:
+        """Put a server aside that a publication did not reach; again where another comes meanwhile."""
+        checked: int | None = None
+        while member.fault is None and checked != self._published:
+            checked = self._published
+            try:
+                await self._check_weights(member)
+            except EngineAway as error:
+                self._count(member, error)
+            except EngineFault as error:  # what the next request will meet, too, and judge
+                logger.warning("engine %s tells no version: %s", member.server.url, error)
+
+    async def _check_weights(self, member: Member) -> None:
+        """Raise `EngineAway` (`engine_stale`) where a server has older weights than are published, or lost ones."""
+        published = self._published  # now: a version published while the server is asked may be newer than the answer
+        version = await member.server.loaded_version()
+        if stale(version, published) or (member.rewound and stale(published, version)):
+            raise _stale(member.server.url, f"version {version}", published)
+        member.rewound = False
 
     # ------------------------------------------------------------------ waiting
 
@@ -274,3 +375,7 @@ class Fleet:
         for member in self._members:
             if member.watch is not None and member.watch.done():
                 member.watch.result()
+
+
+def _stale(url: str, what: str, published: int | None) -> EngineAway:
+    return EngineAway(STALE, f"engine {url} has {what}; published is {published}", name="engine", value=url)

@@ -35,12 +35,16 @@ _REASON_CHARS = 200
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Work:
-    """One ticket in flight; `expires_at_s` by the event loop's clock; `group` once it is scored."""
+    """One ticket in flight; `expires_at_s` by the event loop's clock; `group` once it is scored.
+
+    `rewound_to`: the run went back to this version while it was in flight, so newer ones it holds are lost.
+    """
 
     ticket: Ticket
     expires_at_s: float
     group: Group | None = None
     task: asyncio.Task[None] | None = None
+    rewound_to: int | None = None
 
     @property
     def scored(self) -> Group:

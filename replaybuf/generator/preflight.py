@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from replaybuf import plugins
 from replaybuf.advantages import check_estimator
 from replaybuf.calls import RunFacts, facts_of
 from replaybuf.client import AsyncClient, Backoff
@@ -40,6 +41,18 @@ def check_adapter(asked: str, facts: RunFacts) -> None:
         raise Invalid(
             f"adapter is {asked!r}; the run has {known or 'no adapters'}", name="adapter", value=asked, bound=known
         )
+
+
+def max_staleness(facts: RunFacts) -> int | None:
+    """Return the largest staleness a group is used at, as the run stands now; None = unbounded, or not known here.
+
+    Not known is that of a strategy which is not installed beside the generator; then nothing is given up for its age.
+    """
+    try:
+        return plugins.build_strategy(facts.strategy.name, facts.strategy.options).max_staleness
+    except Invalid as error:
+        logger.warning("staleness of groups in flight is not watched: %s", error.detail)
+        return None
 
 
 def check_group_size(asked: int | None, facts: RunFacts) -> int:

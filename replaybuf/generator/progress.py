@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from replaybuf.generator.fleet import ServerStatus
+from replaybuf.generator.member import ServerStatus
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The engine double as a process: `python -m tests.chaos.engine`.
 
-Prints `listening on URL`. It follows the published version of a run, as engines do that a trainer loads.
+Prints `listening on URL`. It has the published version of a run, as engines do that a trainer loads.
 """
 
 from __future__ import annotations
@@ -8,6 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from replaybuf.client import AsyncClient
 from replaybuf.errors import ReplaybufError
@@ -15,16 +19,33 @@ from tests.chaos.calling import TIMEOUT_S
 from tests.generator.doubles import EngineDouble
 
 
+class Loaded(EngineDouble):
+    """Has what is published, from the moment it is: a trainer loads engines before it announces a version."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        super().__init__()
+        self._client = client
+        self.always = self._answer
+
+    async def _load(self) -> None:
+        with contextlib.suppress(ReplaybufError):  # the buffer is away: the weights stay loaded
+            self.version = (await self._client.get_policy()).version
+
+    async def _answer(self, request: dict[str, Any]) -> None:
+        self.calls.clear()
+        self.requests.clear()
+        await self._load()
+
+    async def _weight_info(self, request: Request) -> Response:
+        await self._load()
+        return await super()._weight_info(request)
+
+
 async def serve(url: str, run: str) -> None:
     """Answer until the end."""
-    async with EngineDouble().up() as engine, AsyncClient(url, run, timeout_s=TIMEOUT_S) as client:
+    async with AsyncClient(url, run, timeout_s=TIMEOUT_S) as client, Loaded(client).up() as engine:
         print(f"listening on {engine.url}", flush=True)
-        while True:
-            engine.calls.clear()
-            engine.requests.clear()
-            with contextlib.suppress(ReplaybufError):  # the buffer is away: the weights stay loaded
-                engine.version = (await client.get_policy()).version
-            await asyncio.sleep(0.05)
+        await asyncio.Event().wait()
 
 
 def main() -> None:

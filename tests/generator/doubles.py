@@ -151,6 +151,7 @@ class EngineDouble:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/weight_info", self._weight_info),
+            Route("/update_weight_version", self._update_weight_version, methods=["POST"]),
             Route("/health", self._health),
         ]
         async with served(routes, port) as self.url:
@@ -195,6 +196,10 @@ class EngineDouble:
         if not self.weight_info:
             return JSONResponse({"detail": "Not Found"}, 404)
         return JSONResponse({"weight_version": self.version})
+
+    async def _update_weight_version(self, request: Request) -> Response:
+        self.version = (await request.json())["new_version"]
+        return JSONResponse({"success": True})
 
     async def _health(self, request: Request) -> Response:
         self.calls.append("health")

@@ -121,7 +121,7 @@ class ShapedEngine(abc.ABC):
         made = [self._sampled(index, seed, asked) for index, seed in enumerate(asked.seeds)]
         if self._abort.is_set():
             self._abort.clear()
-            made[-1].finish_reason = "abort"
+            made[-1] = Made(made[-1].index, made[-1].ids[:1], made[-1].logprobs[:1], "abort")
         return JSONResponse(self.answer(asked, _spoilt(made, fault), fault))
 
     def refusal(self, request: Request) -> Response | None:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ from tests.generator.doubles import (
     Broken,
     EngineDouble,
     Gate,
+    Script,
     ServiceDouble,
     Spelling,
     fail,
@@ -86,6 +87,7 @@ async def world(
     environment: Environment | None = None,
     reward_timeout_s: float = TIMEOUT_S,
     patience_s: float = TIMEOUT_S,
+    max_staleness: int | None = None,
     stages: Sequence[Stage] = (),
     prompts: PromptOrder | None = None,
     serve: bool = True,
@@ -98,7 +100,7 @@ async def world(
         if serve:
             await stack.enter_async_context(service.up())
         client = await stack.enter_async_context(AsyncClient(service.url, "r", timeout_s=TIMEOUT_S))
-        fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], patience_s=patience_s)
+        fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], patience_s=patience_s, max_staleness=max_staleness)
         daemon = Daemon(
             client,
             fleet,
@@ -113,6 +115,23 @@ async def world(
             yield made
         finally:
             await fleet.aclose()
+
+
+def sampled_by(version: int, gate: Gate | None = None) -> Script:
+    """Script: the usual answer of this version, whatever the engine has by then."""
+
+    async def script(request: dict[str, Any]) -> dict[str, Any]:
+        if gate is not None:
+            await gate(request)
+        return EngineDouble(version=version).answer(request)
+
+    return script
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the others run until the condition holds; the test's own timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - nobody is told of it
+        await asyncio.sleep(0)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -682,10 +701,11 @@ def test_a_held_group_is_given_back_when_its_ticket_has_run_out(tmp_path: Path) 
 def test_a_held_group_is_given_back_when_the_run_is_rewound(tmp_path: Path) -> None:
     async def main() -> None:
         engine, service = EngineDouble(version=6), ServiceDouble(prompts=1)
-        service.published = 5
+        service.published, engine.always = 5, sampled_by(6)
         async with world(tmp_path, engine, service) as w:
             w.start()
             await service.until(lambda: len(service.asked) >= 2)
+            engine.version = 3  # a trainer that goes back loads its engines, too
             await service.change(published=3)
             await w.end()
             assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
@@ -696,15 +716,83 @@ def test_a_held_group_is_given_back_when_the_run_is_rewound(tmp_path: Path) -> N
 def test_a_group_of_a_version_that_was_taken_back_is_given_back(tmp_path: Path) -> None:
     async def main() -> None:
         gate, engine, service = Gate(), EngineDouble(version=5), ServiceDouble(prompts=1)
-        service.published = 5
-        engine.always = gate
+        service.published, engine.always = 5, sampled_by(5, gate)
         async with world(tmp_path, engine, service) as w:
             w.start()
             await gate.requests(1)
+            engine.version = 3
             await service.change(published=3)
             gate.open.set()
             await w.end()
             assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
+
+    run(main())
+
+
+def test_groups_of_weights_that_a_rewind_took_back_are_given_back_even_where_their_number_is_published_again(
+    tmp_path: Path,
+) -> None:
+    """They are held meanwhile; the version that comes is another."""
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(version=5), ServiceDouble(prompts=1)
+        service.published, engine.always = 5, sampled_by(5, gate)
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(1)
+            await service.change(published=3)
+            await until(lambda: w.daemon.waiting == "engine_stale")
+            engine.version = 5  # of the new history
+            await service.change(published=5)
+            gate.open.set()
+            await service.until(lambda: bool(service.returned))
+            assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
+            w.stop.set()
+            await w.end()
+        assert service.groups == []
+
+    run(main())
+
+
+def test_a_group_too_old_for_every_step_to_come_is_given_back_unscored_and_counts_as_no_failure(tmp_path: Path) -> None:
+    assert forgiven("superseded: detail")
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(version=3), ServiceDouble(prompts=1)
+        service.published, engine.always = 3, sampled_by(3, gate)
+        scored: list[str] = []
+
+        def score(prompt: Prompt, text: str) -> Score:
+            scored.append(text)
+            return Score(0.0)
+
+        async with world(tmp_path, engine, service, environment=Broken(score), max_staleness=1) as w:
+            w.start()
+            await gate.requests(1)
+            engine.version = 5
+            known = engine.calls.count("weight_info")
+            await service.change(published=5)
+            await until(lambda: engine.calls.count("weight_info") > known)  # it has heard of the publication
+            gate.open.set()
+            await w.end()
+            assert [said.partition(":")[0] for _, said in service.returned] == ["superseded"]
+            assert not scored and w.daemon.progress.given_back == {"superseded": 1}
+
+    run(main())
+
+
+def test_no_ticket_is_taken_while_every_engine_is_stale(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, service = EngineDouble(version=0), ServiceDouble(prompts=3)
+        service.published, service.open = 4, 1
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await until(lambda: w.daemon.waiting == "engine_stale")
+            await service.change(open=2)
+            assert service.groups == [] and service.next_index == 1
+            engine.version = 4
+            await w.end()
+            assert {group.policy_version for group in service.groups} == {4} and len(service.groups) == 3
 
     run(main())
 

@@ -193,10 +193,17 @@ def test_an_answer_that_is_no_json_is_a_fault(body: str | bytes, told: str) -> N
         sample(EngineDouble(), fail(200, body))
 
 
-def test_an_aborted_completion_is_worth_another_try() -> None:
-    with pytest.raises(EngineAway) as caught:
-        sample(EngineDouble(), reply(finish_reason="abort"))
-    assert caught.value.reason == "engine_aborted"
+def test_completions_aborted_before_their_first_token_are_empty_and_no_fault() -> None:
+    """Nobody sampled them, so that they have no spans says nothing of a server which tells versions."""
+    double = EngineDouble()
+
+    async def twice(engine: VllmEngine) -> Sample:
+        await engine.generate(PROMPT, SAMPLING)
+        double.script.append(reply(token_ids=[], logprobs=None, weight_versions=None, finish_reason="abort"))
+        return await engine.generate(PROMPT, SAMPLING)
+
+    made: Sample = with_engine(double, twice)
+    assert made.aborted and made.completion_lengths.tolist() == [0, 0] and made.version_spans.shape == (0, 4)
 
 
 @pytest.mark.parametrize(

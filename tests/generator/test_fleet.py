@@ -12,6 +12,7 @@ import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
 from replaybuf.generator import fleet as fleet_module
+from replaybuf.generator import member as member_module
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.fleet import FAILURES_IN_A_ROW, TRIES, Fleet
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, fail, reply
@@ -23,7 +24,7 @@ SAMPLING = Sampling(n=1, max_tokens=5)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe and try again soon."""
-    monkeypatch.setattr(fleet_module, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
     monkeypatch.setattr(fleet_module, "RETRY_PAUSE_S", 0.01)
 
 
@@ -35,12 +36,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def fleet_of(
-    *doubles: EngineDouble, patience_s: float = TIMEOUT_S, timeout_s: float = 10
+    *doubles: EngineDouble, patience_s: float = TIMEOUT_S, timeout_s: float = 10, **options: Any
 ) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         for double in doubles:
             await stack.enter_async_context(double.up())
-        fleet = Fleet([VllmEngine(double.url, timeout_s=timeout_s) for double in doubles], patience_s=patience_s)
+        servers = [VllmEngine(double.url, timeout_s=timeout_s) for double in doubles]
+        fleet = Fleet(servers, patience_s=patience_s, **options)
         stack.push_async_callback(fleet.aclose)
         yield fleet
 

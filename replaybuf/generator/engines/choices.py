@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from replaybuf.generator.engines.protocol import ABORTED
 from replaybuf.group import Float32s, Int32s
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -40,10 +41,12 @@ class Choice:
     def flaw(self) -> str | None:
         """Say what makes this choice unusable; None where nothing does."""
         tokens = len(self.token_ids)
-        if not tokens:
+        if not tokens and self.finish_reason != ABORTED:
             return "a choice without token_ids"
         if len(self.logprobs) != tokens:
             return f"{len(self.logprobs)} logprobs for {tokens} tokens"
+        if not tokens:
+            return None
         low, high = min(self.logprobs), max(self.logprobs)
         if not ABSENT_LOGPROB < low <= high <= _TOLERANCE:
             return f"logprobs from {low:g} to {high:g}; each must be above {ABSENT_LOGPROB:g} and at most 0"
@@ -84,11 +87,12 @@ def columns(choices: Sequence[Choice]) -> Columns:
 
 
 def stamped(lengths: Int32s, version: int) -> Int32s:
-    """Return the spans, int32 [n, 4], of completions that one version is answerable for as a whole."""
-    spans = np.zeros((len(lengths), 4), np.int32)
-    spans[:, 0] = np.arange(len(lengths))
+    """Return the spans, int32 [k, 4], of completions that one version is answerable for; empty ones have none."""
+    rollouts = np.flatnonzero(lengths)
+    spans = np.zeros((len(rollouts), 4), np.int32)
+    spans[:, 0] = rollouts
     spans[:, 1] = version
-    spans[:, 3] = lengths
+    spans[:, 3] = lengths[rollouts]
     return spans
 
 

@@ -18,7 +18,6 @@ from replaybuf.group import Int32s
 
 INITIAL_WEIGHTS = "default"
 """What vLLM and SGLang call their weights until a version is set: those they were started with, version 0."""
-ABORTED = "abort"
 
 
 class _Model(msgspec.Struct):
@@ -46,8 +45,8 @@ class HttpEngine(abc.ABC):
     """One server at `url`; how it is asked is the subclass's.
 
     The version of a completion is what the server says per choice. Where it does not say, its label is read before and
-    after; where the two differ the older one is stamped over the whole completion: never newer than the truth, so
-    staleness is never understated.
+    after; where the two differ the older one is stamped over the whole completion, never newer than the truth, so
+    staleness is never understated, and the sample is not `exact`.
 
     `timeout_s` bounds one request for completions, `model` None takes the first one served. `logprobs_mode` is written
     down, not set: it is what the server was started with. `api_key` goes as bearer token.
@@ -77,14 +76,14 @@ class HttpEngine(abc.ABC):
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
         """Sample completions; see `Engine.generate`."""
-        before = None if self._labels_choices else await self._version_loaded()
+        before = None if self._labels_choices else await self.loaded_version()
         answer = await self._complete(prompt_ids.tolist(), sampling)
         choices = self._checked(answer.choices, sampling.n)
         joined = columns(choices)
         metadata = self._metadata(answer, sampling)
-        spans = self._labels(choices)
+        spans, exact = self._labels(choices), True
         if spans is None:
-            version = await self._stamp(before, answer.after, metadata)
+            version, exact = await self._stamp(before, answer.after, metadata)
             spans = stamped(joined.completion_lengths, version)
         return Sample(
             completion_ids=joined.completion_ids,
@@ -93,6 +92,7 @@ class HttpEngine(abc.ABC):
             version_spans=spans,
             finish_reasons=joined.finish_reasons,
             metadata=metadata,
+            exact=exact,
         )
 
     async def healthy(self) -> bool:
@@ -102,6 +102,11 @@ class HttpEngine(abc.ABC):
         except EngineFault:
             return False
         return True
+
+    async def loaded_version(self) -> int | None:
+        """Ask for the policy version loaded now. Raises `EngineUnfit` where the label is no number."""
+        label = await self._weight_label()
+        return None if label is None else self._version(label)
 
     async def prepare(self) -> None:
         """Learn the model's name and longest context; see `Server.prepare`."""
@@ -134,8 +139,6 @@ class HttpEngine(abc.ABC):
 
     def _checked(self, choices: Sequence[Choice], n: int) -> list[Choice]:
         ordered, flaw = in_order(choices, n)
-        if flaw is None and any(choice.finish_reason == ABORTED for choice in ordered):
-            raise EngineAway("engine_aborted", f"engine {self.url} aborted the completion", name="engine")
         flaw = flaw or next(filter(None, (choice.flaw() for choice in ordered)), None)
         if flaw is not None:
             raise self._wire.bad_answer(flaw)
@@ -143,20 +146,22 @@ class HttpEngine(abc.ABC):
 
     def _labels(self, choices: Sequence[Choice]) -> Int32s | None:
         """Read the server's own version spans; None where it gives none."""
-        self._labels_choices = all(choice.spans is not None for choice in choices)
-        if not self._labels_choices:
-            return None
+        sampled = [choice for choice in choices if choice.token_ids]  # not so where one was aborted in the queue
+        if sampled:
+            self._labels_choices = all(choice.spans is not None for choice in sampled)
+            if not self._labels_choices:
+                return None
         spans = [
             (choice.index, self._version(span.version), span.start, span.end)
-            for choice in choices
+            for choice in sampled
             for span in choice.spans or ()
             if span.end > span.start
         ]
         return np.array(spans, np.int32).reshape(-1, 4)
 
-    async def _stamp(self, before: int | None, label: int | str | None, metadata: dict[str, Any]) -> int:
-        """Return the older of the versions before and after; where they differ both are written down."""
-        after = await self._version_loaded() if label is None else self._version(label)
+    async def _stamp(self, before: int | None, label: int | str | None, metadata: dict[str, Any]) -> tuple[int, bool]:
+        """Return the older of the versions before and after, and whether they agree; if not both are written down."""
+        after = await self.loaded_version() if label is None else self._version(label)
         if after is None:
             detail = f"engine {self.url} tells no policy version: {self._NO_VERSION}"
             raise EngineUnfit("engine_unfit", detail, name="engine", value=self.url)
@@ -164,11 +169,7 @@ class HttpEngine(abc.ABC):
             raise EngineAway("engine_restarted", f"engine {self.url} no longer labels its choices", name="engine")
         if before != after:
             metadata["weight_versions"] = {"before": before, "after": after}
-        return min(before, after)
-
-    async def _version_loaded(self) -> int | None:
-        label = await self._weight_label()
-        return None if label is None else self._version(label)
+        return min(before, after), before == after
 
     def _version(self, label: int | str) -> int:
         if label == INITIAL_WEIGHTS:

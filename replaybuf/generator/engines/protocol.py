@@ -10,8 +10,10 @@ import numpy as np
 
 from replaybuf.group import Float32s, Int32s
 
-_SEED_BITS = 53
+SEED_BITS = 53
 """Exact in every JSON reader, and n seeds in a row from it still fit 64 bits."""
+ABORTED = "abort"
+"""Finish reason of a completion that the server ended, mostly to load weights; what was sampled until then is right."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class Sample:
     - `completion_ids` int32 [C], `completion_lengths` int32 [n], `inference_logprobs` float32 [C] in nats
     - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
     - `finish_reasons` one per completion; `metadata`: who sampled, and how
+    - `exact`: the spans are the truth; else the server changed its version meanwhile and does not tell what came after,
+      and the older version is stamped over the whole completion
     """
 
     completion_ids: Int32s
@@ -52,6 +56,12 @@ class Sample:
     version_spans: Int32s
     finish_reasons: tuple[str | None, ...]
     metadata: dict[str, Any]
+    exact: bool = True
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a completion was aborted; one that was may have no tokens."""
+        return ABORTED in self.finish_reasons
 
     @property
     def policy_version(self) -> int:
@@ -69,7 +79,7 @@ class Engine(Protocol):
     """Whatever samples completions."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
-        """Sample `sampling.n` completions of one prompt, int32 [P].
+        """Sample `sampling.n` completions of one prompt, int32 [P]; some may come aborted.
 
         Raises `EngineFault` where this request got no usable answer, `EngineAway` (a kind of it) where another try may
         help, `EngineUnfit` where only an operator can.
@@ -90,6 +100,9 @@ class Server(Engine, Protocol):
     async def healthy(self) -> bool:
         """Say whether the server takes requests."""
 
+    async def loaded_version(self) -> int | None:
+        """Ask for the policy version of the weights loaded now; None where the server does not tell."""
+
     async def prepare(self) -> None:
         """Learn what the server serves and offers; to be repeated when it may have been started anew.
 
@@ -100,4 +113,4 @@ class Server(Engine, Protocol):
 def request_seed(run_seed: int, prompt_index: int, attempt: int) -> int:
     """Derive the seed of one request, in [0, 2**53): the same on every machine, another one for every attempt."""
     digest = hashlib.blake2b(f"{run_seed}:{prompt_index}:{attempt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

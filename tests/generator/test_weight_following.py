@@ -1,0 +1,346 @@
+"""New weights while rollouts are in flight: engines that sample by a rule which tells every token's version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from replaybuf.errors import EngineAway, EngineFault
+from replaybuf.generator import fleet as fleet_module
+from replaybuf.generator import member as member_module
+from replaybuf.generator.engines import Sample, Sampling, VllmEngine
+from replaybuf.generator.fleet import TRIES, Fleet
+from replaybuf.generator.publication import OnPublish, pieces
+from tests.generator.doubles import TIMEOUT_S, Gate
+from tests.generator.rule_engine import PROMPT, ByRule, logprob, next_token
+from tests.generator.test_fleet import fleet_of, run, until
+
+SAMPLING = Sampling(n=2, max_tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(fleet_module, "RETRY_PAUSE_S", 0.01)
+
+
+def versions_of(made: Sample) -> list[list[tuple[int, int]]]:
+    """Return the segments of every rollout, after holding each token and logprob against the rule of its version."""
+    told = []
+    for piece in pieces(made):
+        context = list(PROMPT)
+        for version, start, end in piece.spans.tolist():
+            assert len(context) == len(PROMPT) + start
+            for place in range(start, end):
+                assert piece.token_ids[place] == next_token(context, version)
+                assert piece.logprobs[place] == logprob(int(piece.token_ids[place]), version)
+                context.append(int(piece.token_ids[place]))
+        assert len(context) == len(PROMPT) + len(piece)
+        told.append([(version, end - start) for version, start, end in piece.spans.tolist()])
+    return told
+
+
+def generate(fleet: Fleet, sampling: Sampling = SAMPLING) -> asyncio.Task[Sample]:
+    return asyncio.create_task(fleet.generate(np.array(PROMPT, np.int32), sampling))
+
+
+# ---------------------------------------------------------------------- aborted rollouts
+
+
+def test_an_aborted_rollout_is_continued_from_its_tokens_and_its_spans_say_who_sampled_what() -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        double.cuts.append([None, [(3, 2)]])
+        async with fleet_of(double, on_publish="abort-and-resume") as fleet:
+            made = await generate(fleet)
+            assert versions_of(made) == [[(4, 6)], [(3, 2), (4, 4)]]
+            assert made.finish_reasons == ("length", "length") and made.policy_version == 3
+            assert made.metadata["resumed_requests"] == 1
+            _, rest = double.requests
+            assert rest["prompt"] == PROMPT + made.completions[1][:2]
+            assert (rest["n"], rest["max_tokens"]) == (1, 4)
+
+    run(main())
+
+
+def test_a_rollout_aborted_again_and_again_keeps_every_token() -> None:
+    async def main() -> None:
+        double = ByRule(5)
+        double.cuts.extend([[[(2, 1)], [(2, 3)]], [[(3, 2)]], [[]], [[(4, 1)]]])
+        async with fleet_of(double, on_publish="abort-and-resume") as fleet:
+            made = await generate(fleet)
+            ends = versions_of(made)
+            assert [sum(tokens for _, tokens in rollout) for rollout in ends] == [6, 6]
+            assert {version for rollout in ends for version, _ in rollout} == {2, 3, 4, 5}
+            assert made.metadata["resumed_requests"] == len(double.requests) - 1 == 5
+
+    run(main())
+
+
+def test_a_rollout_aborted_before_its_first_token_carries_nothing_of_the_old_version() -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        double.cuts.append([[], []])
+        async with fleet_of(double, on_publish="abort-and-resume") as fleet:
+            assert versions_of(await generate(fleet)) == [[(4, 6)], [(4, 6)]]
+
+    run(main())
+
+
+def test_a_rollout_goes_on_at_once_on_a_server_that_is_not_loading() -> None:
+    async def main() -> None:
+        loading, other = ByRule(3), ByRule(4)
+        loading.cuts.append([[(3, 2)], [(3, 4)]])
+        async with fleet_of(loading, other, on_publish="abort-and-resume") as fleet:
+            assert versions_of(await generate(fleet)) == [[(3, 2), (4, 4)], [(3, 4), (4, 2)]]
+            assert (len(loading.requests), len(other.requests)) == (1, 2)
+
+    run(main())
+
+
+def test_a_rollout_that_gets_no_token_is_given_up() -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        double.cuts.append([[(4, 1)]])
+        double.cuts.extend([[]] for _ in range(TRIES))
+        async with fleet_of(double, on_publish="abort-and-resume") as fleet:
+            with pytest.raises(EngineAway, match=f"{TRIES} times without a token") as caught:
+                await generate(fleet, Sampling(n=1, max_tokens=6))
+            assert caught.value.reason == "engine_aborted" and fleet.up
+
+    run(main())
+
+
+def test_weights_that_a_rewind_took_back_are_not_continued_by_others() -> None:
+    async def main() -> None:
+        double = ByRule(2)
+        double.cuts.append([[(7, 3)]])
+        async with fleet_of(double, on_publish="abort-and-resume") as fleet:
+            with pytest.raises(EngineFault) as caught:
+                await generate(fleet, Sampling(n=1, max_tokens=6))
+            assert caught.value.reason == "superseded"
+
+    run(main())
+
+
+@pytest.mark.parametrize("on_publish", ["drain", "in-flight", "abort"])
+def test_other_policies_sample_an_aborted_rollout_anew(on_publish: OnPublish) -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        double.cuts.append([None, [(3, 2)]])
+        async with fleet_of(double, on_publish=on_publish) as fleet:
+            made = await generate(fleet)
+            assert versions_of(made) == [[(4, 6)], [(4, 6)]]
+            assert double.requests[0] == double.requests[1] and "resumed_requests" not in made.metadata
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- rollouts of two versions
+
+
+@pytest.mark.parametrize(
+    ("on_publish", "taken"), [("drain", False), ("in-flight", True), ("abort-and-resume", True), ("abort", False)]
+)
+def test_a_rollout_that_new_weights_went_on_with_is_taken_where_the_policy_says_so(
+    on_publish: OnPublish, taken: bool
+) -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        double.aborts = False
+        double.cuts.append([[(3, 2), (4, 4)], [(4, 6)]])
+        async with fleet_of(double, on_publish=on_publish) as fleet:
+            mixed = [[(3, 2), (4, 4)], [(4, 6)]]
+            assert versions_of(await generate(fleet)) == (mixed if taken else [[(4, 6)], [(4, 6)]])
+            assert len(double.requests) == (1 if taken else 2) and fleet.status()[0].failures == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize(("on_publish", "requests"), [("in-flight", 1), ("drain", 2), ("abort-and-resume", 2)])
+def test_without_spans_a_version_that_changes_in_mid_request_is_stamped_older_in_flight_and_else_sampled_anew(
+    on_publish: OnPublish, requests: int
+) -> None:
+    async def main() -> None:
+        gate, double = Gate(), ByRule(3, labels=False)
+        double.script.append(gate)
+        double.cuts.append([None, None])
+        async with fleet_of(double, on_publish=on_publish) as fleet:
+            asking = generate(fleet)
+            await gate.requests(1)
+            double.version = 4
+            gate.open.set()
+            made = await asking
+            assert len(double.requests) == requests
+            assert made.policy_version == (3 if requests == 1 else 4)
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- stale engines
+
+
+def test_a_server_that_a_publication_did_not_reach_is_not_used_until_it_has_the_version() -> None:
+    async def main() -> None:
+        behind, right = ByRule(3), ByRule(4)
+        async with fleet_of(behind, right) as fleet:
+            fleet.learn_published(4)
+            await until(lambda: fleet.status()[0].state == "aside")
+            assert "has version 3; published is 4" in (fleet.status()[0].fault or "") and fleet.waiting is None
+            for _ in range(3):
+                await generate(fleet)
+            assert (len(behind.requests), len(right.requests)) == (0, 3)
+            behind.version = 4
+            await until(lambda: fleet.status()[0].state == "trial")
+            await generate(fleet)
+            assert len(behind.requests) == 1 and fleet.status()[0].state == "up"
+
+    run(main())
+
+
+def test_a_stale_server_is_looked_at_again_as_soon_as_the_next_version_is_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its probes may be far between by then."""
+
+    async def main() -> None:
+        double = ByRule(3)
+        async with fleet_of(double) as fleet:
+            for name in ("PROBE_FIRST_S", "PROBE_CEILING_S"):
+                monkeypatch.setattr(member_module, name, 100 * TIMEOUT_S)
+            fleet.learn_published(4)
+            await until(lambda: fleet.waiting == "engine_stale")
+            double.version = 5
+            fleet.learn_published(5)
+            assert versions_of(await generate(fleet)) == [[(5, 6)], [(5, 6)]]
+
+    run(main())
+
+
+def test_completions_of_a_server_that_was_started_anew_unnoticed_are_not_taken() -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        async with fleet_of(double) as fleet:
+            fleet.learn_published(4)
+            await until(lambda: "weight_info" in double.calls)
+            double.version = 0
+            asking = generate(fleet)
+            await until(lambda: fleet.waiting == "engine_stale")
+            assert len(double.requests) == 1 and not asking.done()
+            double.version = 5
+            assert versions_of(await asking) == [[(5, 6)], [(5, 6)]]
+
+    run(main())
+
+
+@contextlib.asynccontextmanager
+async def process(port: int, version: int, cuts: str, hold: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run an engine as a process; it is killed in the end, if not before."""
+    arguments = ("-m", "tests.generator.rule_engine", str(port), str(version), cuts, str(hold))
+    child = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert await line_of(child) == f"http://127.0.0.1:{port}"
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def line_of(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    return (await child.stdout.readline()).decode().strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_server_killed_in_mid_generation_and_started_anew_is_used_only_with_the_right_weights() -> None:
+    """The rollout keeps the tokens it has; what the dead process was sampling is sampled again, by the new one."""
+
+    async def main() -> None:
+        port = free_port()
+        server = VllmEngine(f"http://127.0.0.1:{port}", timeout_s=TIMEOUT_S)
+        fleet = Fleet([server], patience_s=TIMEOUT_S, on_publish="abort-and-resume")
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(fleet.aclose)
+            first = await stack.enter_async_context(process(port, 3, "[[[[3, 2]]]]", 1))
+            fleet.learn_published(3)
+            asking = generate(fleet, Sampling(n=1, max_tokens=6))
+            assert await line_of(first) == "held"  # the rest of the rollout
+            first.kill()
+            await stack.enter_async_context(process(port, 0, "[]", 99))
+            await until(lambda: fleet.waiting == "engine_stale")
+            assert not asking.done()
+            async with httpx.AsyncClient(timeout=TIMEOUT_S) as trainer:
+                reply = await trainer.post(f"{server.url}/update_weight_version", json={"new_version": "4"})
+                assert reply.is_success
+            assert versions_of(await asking) == [[(3, 2), (4, 4)]]
+            assert fleet.status()[0].state == "up"
+
+    run(main())
+
+
+def test_after_a_rewind_no_server_is_used_before_it_has_other_weights() -> None:
+    async def main() -> None:
+        double = ByRule(7)
+        async with fleet_of(double) as fleet:
+            fleet.learn_published(7)
+            fleet.learn_published(3)
+            asking = generate(fleet)
+            await until(lambda: double.calls.count("weight_info") >= 2)
+            assert fleet.waiting == "engine_stale" and not double.requests
+            double.version = 3
+            assert versions_of(await asking) == [[(3, 6)], [(3, 6)]]
+
+    run(main())
+
+
+def test_a_server_that_does_not_tell_its_version_is_judged_by_what_it_samples() -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        double.weight_info = False
+        async with fleet_of(double) as fleet:
+            fleet.learn_published(4)
+            await until(lambda: "weight_info" in double.calls)
+            assert versions_of(await generate(fleet)) == [[(4, 6)], [(4, 6)]]
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- doomed work
+
+
+def test_a_rollout_too_old_for_every_step_to_come_is_not_continued() -> None:
+    async def main() -> None:
+        gate, double = Gate(), ByRule(3)
+        double.cuts.append([[(3, 2)]])
+
+        async def late(request: dict[str, Any]) -> dict[str, Any]:
+            await gate(request)
+            return await double.by_rule(request)
+
+        double.always = late
+        async with fleet_of(double, on_publish="abort-and-resume", max_staleness=1) as fleet:
+            asking = generate(fleet, Sampling(n=1, max_tokens=6))
+            await gate.requests(1)
+            double.version = 5
+            fleet.learn_published(5)
+            gate.open.set()
+            with pytest.raises(EngineFault, match="published is 5, max_staleness of the run is 1") as caught:
+                await asking
+            assert caught.value.reason == "superseded" and len(double.requests) == 1
+
+    run(main())
