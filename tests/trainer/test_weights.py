@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replaybuf.errors import ServiceUnavailable
+from replaybuf.generator.publication import OnPublish
 from replaybuf_trainer.model import load_model
 from replaybuf_trainer.weights import EnginePublisher, keep_newest, save_model, whole_folder
 from tests.trainer.served import ServedEngine, oracle
@@ -178,6 +179,20 @@ def test_an_engine_is_frozen_loaded_labelled_and_resumed(
         ("/update_weight_version", {"new_version": "12"}),
         ("/resume", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("on_publish", "mode"),
+    [("drain", "wait"), ("in-flight", "keep"), ("abort-and-resume", "abort"), ("abort", "abort")],
+)
+def test_the_policy_decides_what_becomes_of_running_completions(
+    scripted: ScriptedEngine, tmp_path: Path, on_publish: OnPublish, mode: str
+) -> None:
+    """They finish first, are frozen, or are cut off."""
+    publisher = EnginePublisher([scripted.url], timeout_s=5.0, on_publish=on_publish)
+    publisher.publish(tmp_path, 12)
+    publisher.close()
+    assert scripted.paths[0] == f"/pause?mode={mode}" and scripted.paths[-1] == "/resume"
 
 
 def test_refused_weights_name_engine_status_and_answer(

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from replaybuf.errors import Fenced, MissingExtra, ServiceUnavailable
+from replaybuf.generator.publication import OnPublish
 
 FENCED_EXIT_CODE = 3
 
@@ -165,6 +166,7 @@ def train(
     token: str | None = None,
     service_timeout_s: float = 60.0,
     engine_timeout_s: float = 60.0,
+    on_publish: OnPublish = "in-flight",
 ) -> None:
     """Train a policy with GRPO on the batches of a run, until the run is finished.
 
@@ -222,7 +224,10 @@ def train(
     service_timeout_s
         How long the service may stay away.
     engine_timeout_s
-        How long an engine may take to load weights.
+        How long an engine may take to load weights; with drain to finish what is running, too.
+    on_publish
+        How engines are paused for new weights. drain: running completions finish first; in-flight: they are frozen and
+        go on; abort-and-resume, abort: they are cut off. Give the generators the same.
     """
     _need_torch("train")
     import torch
@@ -254,6 +259,7 @@ def train(
         token=token,
         service_timeout_s=service_timeout_s,
         engine_timeout_s=engine_timeout_s,
+        on_publish=on_publish,
         seed=seed,
     )
     with Client(url, run, token=token, timeout_s=max(30.0, 2 * wait_ms / 1000)) as client:

@@ -24,6 +24,7 @@ from replaybuf.batch import Batch
 from replaybuf.client import Client
 from replaybuf.cost import cost_of
 from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.generator.publication import OnPublish
 from replaybuf.reader import BatchReader, ReaderOptions
 from replaybuf_trainer.checkpoint import (
     TrainerState,
@@ -67,6 +68,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     token: str | None = None
     service_timeout_s: float = 60.0
     engine_timeout_s: float = 60.0
+    on_publish: OnPublish = "in-flight"
     seed: int = 0
 
 
@@ -81,7 +83,7 @@ class Trainer:
         self._stopping = threading.Event()
         self._options = options
         self._client = client
-        self._engines = EnginePublisher(options.engines, options.engine_timeout_s)
+        self._engines = EnginePublisher(options.engines, options.engine_timeout_s, options.on_publish)
         self._reader: BatchReader | None = None
 
     # ------------------------------------------------------------------ the loop

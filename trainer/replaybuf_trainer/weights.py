@@ -14,10 +14,14 @@ import httpx
 from safetensors import safe_open
 
 from replaybuf.errors import ServiceUnavailable
+from replaybuf.generator.publication import OnPublish
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
+
+_MODES: dict[OnPublish, str] = {"drain": "wait", "in-flight": "keep", "abort-and-resume": "abort", "abort": "abort"}
+"""How engines are paused while they load: what is running finishes first, is frozen, or is cut off."""
 
 
 @contextlib.contextmanager
@@ -56,11 +60,13 @@ def keep_newest(folder: Path, pattern: str, keep: int) -> None:
 class EnginePublisher:
     """Loads weights into every engine and names their version.
 
-    Running completions are frozen meanwhile, so no token is sampled by new weights under the old name. Raises
-    `ServiceUnavailable` naming engine, status and answer; an engine that refused weights must be restarted.
+    Nothing is sampled meanwhile, so no token is sampled by new weights under the old name; `on_publish` decides what
+    becomes of running completions. `timeout_s` bounds each call; with `drain` it must be above the longest completion.
+    Raises `ServiceUnavailable` naming engine, status and answer; an engine that refused weights must be restarted.
     """
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], timeout_s: float, on_publish: OnPublish = "in-flight") -> None:
+        self._pause = f"/pause?mode={_MODES[on_publish]}"
         self._urls = [url.rstrip("/") for url in urls]
         self._http = httpx.Client(timeout=timeout_s)
 
@@ -71,7 +77,7 @@ class EnginePublisher:
     def publish(self, folder: Path, version: int) -> None:
         """Have every engine sample with the weights in `folder`, as `version`."""
         for url in self._urls:
-            self._call(url, "/pause?mode=keep")
+            self._call(url, self._pause)
             try:
                 reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
                 self._call(url, "/collective_rpc", reload)
