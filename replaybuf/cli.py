@@ -12,9 +12,9 @@ import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env, Toml
 from rich.console import Console
 
@@ -228,12 +228,29 @@ def _with_config(
     log_level: Annotated[str, Parameter(help="debug, info, warning or error.")] = "info",
 ) -> object:
     _configure_logging(log_level)
-    sources: list[object] = [Env("REPLAYBUF_")]
-    if config is not None:
-        _check_toml(config)
-        sources.append(Toml(config, must_exist=True, search_parents=False))
-    app.config = tuple(sources)
-    return app(tokens)
+    app.config = _sources(config)
+    command, bound, unparsed = app.parse_args(tokens)
+    if config is not None and "reread" in unparsed:
+        return command(*bound.args, **bound.kwargs, reread=lambda: _parsed_again(tokens, config))
+    return command(*bound.args, **bound.kwargs)
+
+
+def _sources(config: Path | None) -> tuple[object, ...]:
+    if config is None:
+        return (Env("REPLAYBUF_"),)
+    _check_toml(config)
+    return Env("REPLAYBUF_"), Toml(config, must_exist=True, search_parents=False)
+
+
+def _parsed_again(tokens: tuple[str, ...], config: Path) -> dict[str, Any]:
+    """Return the arguments of the command as the configuration file has them now, flags and environment as before."""
+    app.config = _sources(config)
+    try:
+        _, bound, _ = app.parse_args(tokens, print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        raise Invalid(f"config file {config}: {error}", name="config", value=str(config)) from error
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 def _check_toml(path: Path) -> None:

@@ -5,8 +5,8 @@ A slot (of `max_inflight_groups`) is held from a ticket's first to its last stat
     ticket ──► generating ──► scored ──► [stages] ──► Delivery (see there) ──► stored
                    └─────────────┴───────────┴──────────────┴──► given back, with a reason
 
-Tasks, all in one TaskGroup: `_take_tickets`, one `_make` per ticket, `_report`, and the loops of `Delivery`. A fault
-that is not one group's own ends them all.
+Of these slots no more are generating than `Concurrency` says. Tasks, all in one TaskGroup: `_take_tickets`, one `_make`
+per ticket, `_follow_load`, `_report`, and the loops of `Delivery`. A fault that is not one group's own ends them all.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from typing import Any
 from replaybuf.aggregation import Window
 from replaybuf.client import AsyncClient, Ticket, Waiting
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, ReplaybufError, RewardFault, RunFinished
+from replaybuf.generator.concurrency import Bounds, Concurrency
 from replaybuf.generator.delivery import Delivery
-from replaybuf.generator.engines import Sampling, request_seed
+from replaybuf.generator.engines import Sample, Sampling, request_seed
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.flight import Flight, Work
+from replaybuf.generator.flight import PATIENCE_S, Flight, Work
 from replaybuf.generator.groups import new_group
+from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.progress import Progress, append_status, log_status
-from replaybuf.generator.prompts import Encoder, PromptOrder
+from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.generator.publication import SUPERSEDED
-from replaybuf.generator.scoring import Scoring
+from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.group import Group
 
@@ -43,6 +45,7 @@ FAULTS_IN_A_ROW = 64
 _NOBODYS_FAULT = ("engine_away", SUPERSEDED)
 """Engines that are away are waited for before the next ticket is taken; new weights come all the time."""
 _ENGINE_POLL_S = 1.0
+_LOAD_EVERY_S = 1.0
 _EARLY_ANSWER = 0.9
 
 
@@ -55,6 +58,8 @@ class DaemonOptions:
     are compressed. `poll_wait_ms`: how long the service may hold a call for tickets or the policy, short enough that a
     stop can wait for the answer and give its tickets back.
     `request_seed`: what the seed of every request is derived from; None = the engines choose their own.
+    `max_inflight_groups` slots, of which `min_inflight_groups` up to all are generating, as the engines' gauges say;
+    None = all, whatever they say. `service_patience_s`: how long a service that is away is waited for.
     """
 
     producer: str
@@ -63,18 +68,27 @@ class DaemonOptions:
     advantage: str = "grpo"
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_inflight_groups: int = 64
+    min_inflight_groups: int | None = None
     compress: bool = False
     request_seed: int | None = None
     poll_wait_ms: int = 1000
+    service_patience_s: float = PATIENCE_S
     report_every_s: float = 10.0
     metrics_file: Path | None = None
+
+    @property
+    def bounds(self) -> Bounds:
+        """How many groups may be generated at the same time. Raises `Invalid`."""
+        least = self.max_inflight_groups if self.min_inflight_groups is None else self.min_inflight_groups
+        return Bounds(least, self.max_inflight_groups)
 
 
 class Daemon:
     """Generates groups for the tickets of one run until it is stopped or the supply is finished; use once.
 
     `run` raises, in an exception group, what waiting cannot mend: `EngineUnfit`, `Unauthorized`, `NotFound` where the
-    run is gone, `DataLost` where it stays lost for an hour, `ReplaybufError` where group after group fails.
+    run is gone, `ServiceUnavailable` or `DataLost` where it stays so for `service_patience_s`, `ReplaybufError` where
+    group after group fails.
     """
 
     def __init__(
@@ -93,7 +107,7 @@ class Daemon:
         self._tokenizer = tokenizer
         self._options = options
         self._stages = Stages(stages, options.sampling.n) if stages else None
-        self._flight = Flight(client)
+        self._flight = Flight(client, options.service_patience_s)
         self._delivery = Delivery(
             self._flight,
             engine.learn_published,
@@ -101,7 +115,9 @@ class Daemon:
             compress=options.compress,
             adapter=options.adapter,
         )
+        self._concurrency = Concurrency(options.bounds)
         self._generating = 0
+        self._scoring = 0
         self._faults_in_a_row = 0
         self._denied: str | None = None
 
@@ -109,6 +125,43 @@ class Daemon:
     def progress(self) -> Progress:
         """What was done so far."""
         return self._flight.progress
+
+    @property
+    def inflight(self) -> int:
+        """Groups from their ticket to the buffer."""
+        return len(self._flight.works)
+
+    @property
+    def generating(self) -> int:
+        """Those of them that are in an engine or a reward."""
+        return self._generating
+
+    @property
+    def limit(self) -> int:
+        """As many may be, for now."""
+        return self._concurrency.limit
+
+    @property
+    def published(self) -> int | None:
+        """The published version; None where it is not known yet."""
+        return self._delivery.published
+
+    @property
+    def engines(self) -> tuple[ServerStatus, ...]:
+        """How every engine is doing."""
+        return self._engine.status()
+
+    async def reconfigure(self, *, temperature: float | None = None, **changes: Any) -> None:
+        """Sample at another temperature, and take other values for fields of `DaemonOptions`, from the next ticket on.
+
+        Those: `max_inflight_groups`, `min_inflight_groups`, `report_every_s`. Raises `Invalid`, then nothing changes.
+        """
+        if temperature is not None:
+            changes["sampling"] = dataclasses.replace(self._options.sampling, temperature=temperature)
+        options = dataclasses.replace(self._options, **changes)
+        self._concurrency.rebound(options.bounds)
+        self._options = options
+        await self._flight.wake()
 
     @property
     def waiting(self) -> str | None:
@@ -125,8 +178,9 @@ class Daemon:
         reason = "producer_fault"
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                loops = (self._take_tickets(), delivery.append_ready(), delivery.follow_policy(), self._report())
-                background = [self._tasks.create_task(loop) for loop in (*loops, self._heed(stop))]
+                following = (delivery.follow_policy(), self._follow_load())
+                loops = (self._take_tickets(), delivery.append_ready(), *following, self._report(), self._heed(stop))
+                background = [self._tasks.create_task(loop) for loop in loops]
                 await flight.until(lambda: flight.stopping or flight.done)
                 if not flight.done:
                     await flight.until(lambda: flight.done, FINISH_S)
@@ -151,7 +205,7 @@ class Daemon:
 
     @property
     def _room(self) -> int:
-        return self._options.max_inflight_groups - len(self._flight.works)
+        return min(self._options.max_inflight_groups - self.inflight, self.limit - self._generating)
 
     async def _engine_up(self) -> bool:
         """Wait a moment for the engine: a ticket is worth taking only when something can be generated for it."""
@@ -217,7 +271,7 @@ class Daemon:
         options = self._options
         prompt = self._prompts.at(ticket.prompt_index)
         sample = await self._engine.generate(prompt.token_ids, self._sampling(ticket))
-        scores = await self._scorer.score(prompt, self._tokenizer.decode(sample.completions))
+        scores = await self._scored(prompt, sample)
         return new_group(
             ticket,
             prompt,
@@ -228,6 +282,16 @@ class Daemon:
             metadata=options.metadata,
             adapter=options.adapter,
         )
+
+    async def _scored(self, prompt: Prompt, sample: Sample) -> Scores:
+        clock = asyncio.get_running_loop().time
+        self._scoring += 1
+        began_s = clock()
+        try:
+            return await self._scorer.score(prompt, self._tokenizer.decode(sample.completions))
+        finally:
+            self._scoring -= 1
+            self.progress.reward_s.add(clock() - began_s)
 
     def _sampling(self, ticket: Ticket) -> Sampling:
         options = self._options
@@ -254,7 +318,9 @@ class Daemon:
         taken = self._stages.add(work.group) if work.group is not None else None
         if taken is None and not self._generating:
             taken = self._stages.flush()
-        if taken is not None:
+        if taken is None:
+            await self._flight.wake()  # there may be room to generate another
+        else:
             await self._complete(self._stages, *taken)
 
     async def _complete(self, stages: Stages, groups: list[Group], window: Window[Rollout]) -> None:
@@ -277,6 +343,14 @@ class Daemon:
         await stop.wait()
         logger.info("stopping: %d groups are in flight", len(self._flight.works))
         await self._flight.stop()
+
+    async def _follow_load(self) -> None:
+        while True:
+            await asyncio.sleep(_LOAD_EVERY_S)
+            loads = await self._engine.look() if self._concurrency.adaptive else []
+            sampling = self._generating - self._scoring
+            if loads and self._concurrency.follow(loads, sampling=sampling, scoring=self._scoring):
+                await self._flight.wake()
 
     async def _report(self) -> None:
         while True:

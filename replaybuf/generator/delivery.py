@@ -56,6 +56,11 @@ class Delivery:
         self._held: list[Work] = []
 
     @property
+    def published(self) -> int | None:
+        """The published version; None where it is not known."""
+        return None if self._published == _UNKNOWN else self._published
+
+    @property
     def holding(self) -> bool:
         """Whether groups wait for their version to be published."""
         return bool(self._held)
@@ -128,7 +133,8 @@ class Delivery:
             await self._flight.give_back(work, f"rejected_{result.reason}", result.detail or "")
         else:
             if result.status == "stored":
-                progress.stored(work.scored)
+                took_s = asyncio.get_running_loop().time() - work.taken_at_s
+                progress.stored(work.scored, took_s)
             else:
                 progress.duplicates += 1
             await self._flight.forget([work])

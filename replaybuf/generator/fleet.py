@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
-from replaybuf.generator.engines import Sample, Sampling, Server
+from replaybuf.generator.engines import Load, Sample, Sampling, Server
 from replaybuf.generator.member import Member, ServerStatus
 from replaybuf.generator.publication import (
     SUPERSEDED,
@@ -105,17 +105,13 @@ class Fleet:
 
     def status(self) -> tuple[ServerStatus, ...]:
         """Return how every server is doing."""
-        return tuple(
-            ServerStatus(
-                url=member.server.url,
-                state=member.state,
-                requests=member.requests,
-                tokens=member.tokens,
-                failures=member.failures,
-                fault=None if member.fault is None else member.fault.detail,
-            )
-            for member in self._members
-        )
+        return tuple(member.status() for member in self._members)
+
+    async def look(self) -> list[Load | None]:
+        """Read the gauges of the servers that are up; the loads of those that answered, None for one without gauges."""
+        members = [member for member in self._members if member.fault is None]
+        told = await asyncio.gather(*(_load(member) for member in members))
+        return [member.load for member, answered in zip(members, told, strict=True) if answered]
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
         """Sample completions on the least loaded server, whole ones; see `Engine.generate`.
@@ -379,3 +375,14 @@ class Fleet:
 
 def _stale(url: str, what: str, published: int | None) -> EngineAway:
     return EngineAway(STALE, f"engine {url} has {what}; published is {published}", name="engine", value=url)
+
+
+async def _load(member: Member) -> bool:
+    """Learn a server's load; False where it gave no usable answer, which is no failure of what it is there for."""
+    try:
+        member.load = await member.server.load()
+    except EngineFault as fault:
+        member.load = None
+        logger.debug("no gauges: %s", fault)
+        return False
+    return True

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 GIVE_BACK_S = 1.5
 """At the end, giving back what is left may take so long."""
-DATA_LOST_PATIENCE_S = 3600.0
-"""A service whose Redis lost data is waited for so long: an operator has to bring the data back, nobody else can."""
+PATIENCE_S = 3600.0
+"""A service that is away, or whose Redis lost data that only an operator can bring back, is waited for so long."""
 _REASON_CHARS = 200
 
 
@@ -47,6 +47,11 @@ class Work:
     rewound_to: int | None = None
 
     @property
+    def taken_at_s(self) -> float:
+        """When the ticket was taken, by the event loop's clock."""
+        return self.expires_at_s - self.ticket.expires_in_s
+
+    @property
     def scored(self) -> Group:
         """The group. Raises `ReplaybufError` where there is none yet."""
         if self.group is None:
@@ -61,8 +66,9 @@ class Flight:
     answered, `service_away` or `data_lost`.
     """
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, patience_s: float = PATIENCE_S) -> None:
         self.client = client
+        self._patience_s = patience_s
         self.progress = Progress(time.time())
         self.works: dict[str, Work] = {}
         self.stopping = False
@@ -99,24 +105,27 @@ class Flight:
     async def patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
         """Repeat a call until the service answers it; None where a stop came between two tries.
 
-        Nothing is lost meanwhile: whoever waits here holds slots, and slots are bounded. Raises `DataLost` where the
-        service says that for `DATA_LOST_PATIENCE_S`.
+        Nothing is lost meanwhile: whoever waits here holds slots, and slots are bounded. One that answers but has no
+        room is waited for without end: it has room again when the trainer goes on. Raises the last error where the
+        service stays away, or without its data, for `patience_s`.
         """
         pauses_s = Backoff().pauses_s()
-        lost_since_s: float | None = None
+        absence: _Absence | None = None
         while True:
             try:
                 result = await call()
             except UnsupportedServer:
                 raise
-            except (NoRoom, ServiceUnavailable, NotLeader) as error:
-                self.away, lost_since_s = "service_away", None
+            except NoRoom as error:
+                self.away, absence = "service_away", None
                 pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
                 logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
-            except DataLost as error:
-                # What was stored is the operator's to bring back; what is in flight here is kept until it is.
-                self.away, pause_s = "data_lost", next(pauses_s)
-                lost_since_s = _still_patient(error, lost_since_s, len(self.works))
+            except (ServiceUnavailable, NotLeader, DataLost) as error:
+                absence = absence or _Absence(what, self._patience_s)
+                self.away = absence.of(error, len(self.works))
+                pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
+                if not absence.lost:
+                    logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
             else:
                 self.away = None
                 return result
@@ -153,20 +162,31 @@ class Flight:
             logger.warning("%d tickets could not be given back in time and will expire", len(self.works))
 
 
-def _still_patient(error: DataLost, since_s: float | None, groups: int) -> float:
-    """Return since when the service has said `error`; raises it after `DATA_LOST_PATIENCE_S` of that."""
-    now_s = time.monotonic()
-    if since_s is None:
-        logger.error(
-            "waiting up to %g s for an operator, with %d groups in flight: %s", DATA_LOST_PATIENCE_S, groups, error
-        )
-        return now_s
-    if now_s - since_s >= DATA_LOST_PATIENCE_S:
-        raise DataLost(
-            f"waited {DATA_LOST_PATIENCE_S:g} s in vain for an operator; {groups} groups in flight are given up: "
-            f"{error.detail}",
-            name=error.name,
-            value=error.value,
-            bound=DATA_LOST_PATIENCE_S,
-        ) from error
-    return since_s
+class _Absence:
+    """A time without an answer that helps, from its first error on. `lost`: the last one was `DataLost`."""
+
+    def __init__(self, what: str, patience_s: float) -> None:
+        self.lost = False
+        self._what = what
+        self._patience_s = patience_s
+        self._since_s = time.monotonic()
+
+    def of(self, error: ServiceUnavailable | NotLeader | DataLost, groups: int) -> str:
+        """Return what to call it, with so many groups in flight; raises the error where it lasts too long."""
+        # What was stored is the operator's to bring back; what is in flight here is kept until it is.
+        lost = isinstance(error, DataLost)
+        whom = "an operator" if lost else f"the service ({self._what})"
+        if time.monotonic() - self._since_s >= self._patience_s:
+            raise type(error)(
+                f"waited {self._patience_s:g} s in vain for {whom}; {groups} groups in flight are given up: "
+                f"{error.detail}",
+                name=error.name,
+                value=error.value,
+                bound=self._patience_s,
+            ) from error
+        if lost and not self.lost:
+            logger.error(
+                "waiting up to %g s for %s, with %d groups in flight: %s", self._patience_s, whom, groups, error
+            )
+        self.lost = lost
+        return "data_lost" if lost else "service_away"

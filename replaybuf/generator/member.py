@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
 from replaybuf.errors import EngineFault
-from replaybuf.generator.engines import Server
+from replaybuf.generator.engines import Load, Server
 
 PROBE_FIRST_S = 0.5
 PROBE_CEILING_S = 10.0
@@ -22,7 +23,8 @@ State = Literal["starting", "up", "aside", "trial"]
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One server at one moment: requests in flight and tokens they may still come to, failures since its last answer.
 
-    `fault`: why it gets no request; None where it does.
+    `outcomes`: requests ended so far, `ok` or the reason of their fault; `fault`: why it gets no request, None where it
+    does; `running`, `waiting`: rollouts there by its own gauges, of every client, None where it does not tell.
     """
 
     url: str
@@ -30,7 +32,10 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     tokens: int
     failures: int
+    outcomes: dict[str, int] = {}
     fault: str | None
+    running: int | None = None
+    waiting: int | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,6 +59,23 @@ class Member:
     """Asks for its version after a publication."""
     rewound: bool = False
     """May still have weights that a rewind took back."""
+    outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
+    load: Load | None = None
+    """As its gauges said last."""
+
+    def status(self) -> ServerStatus:
+        """Return how the server is doing."""
+        return ServerStatus(
+            url=self.server.url,
+            state=self.state,
+            requests=self.requests,
+            tokens=self.tokens,
+            failures=self.failures,
+            outcomes=dict(self.outcomes),
+            fault=None if self.fault is None else self.fault.detail,
+            running=None if self.load is None else self.load.running,
+            waiting=None if self.load is None else self.load.waiting,
+        )
 
     @property
     def state(self) -> State:
@@ -69,11 +91,15 @@ class Member:
 
     @contextlib.contextmanager
     def carrying(self, tokens: int) -> Iterator[None]:
-        """Count a request in flight, and the tokens it may come to."""
+        """Count a request in flight, the tokens it may come to, and how it ends; a cancelled one has no outcome."""
         self.requests += 1
         self.tokens += tokens
         try:
             yield
+            self.outcomes["ok"] += 1
+        except EngineFault as fault:
+            self.outcomes[fault.reason] += 1
+            raise
         finally:
             self.requests -= 1
             self.tokens -= tokens

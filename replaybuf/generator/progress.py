@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import Counter
 from pathlib import Path
@@ -35,8 +36,27 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[ServerStatus, ...] = ()
 
 
+class Durations:
+    """Durations by bucket: `counts[i]` of those up to `EDGES_S[i]`, above the edge before it; the last of the rest."""
+
+    EDGES_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.EDGES_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect.bisect_left(self.EDGES_S, seconds)] += 1
+        self.sum_s += seconds
+
+
 class Progress:
-    """Counts groups that reached the buffer and tickets that did not."""
+    """Counts groups that reached the buffer and tickets that did not.
+
+    `reward_s`: how long scoring a group took; `group_s`: from its ticket to the buffer; `sampled_version`: the newest
+    version in a stored group, None before the first.
+    """
 
     def __init__(self, now_s: float) -> None:
         self.groups = 0
@@ -44,13 +64,18 @@ class Progress:
         self.generated_tokens = 0
         self.duplicates = 0
         self.given_back: Counter[str] = Counter()
+        self.reward_s = Durations()
+        self.group_s = Durations()
+        self.sampled_version: int | None = None
         self._last_s = now_s
         self._last_rollouts = 0
         self._last_tokens = 0
         self._reward_sum = 0.0
 
-    def stored(self, group: Group) -> None:
-        """Count one stored group."""
+    def stored(self, group: Group, took_s: float) -> None:
+        """Count one stored group, `took_s` seconds after its ticket."""
+        self.group_s.add(took_s)
+        self.sampled_version = max(self.sampled_version or 0, group.policy_version_max)
         self.groups += 1
         self.rollouts += group.rollouts
         self.generated_tokens += int(group.completion_lengths.sum())

@@ -136,6 +136,7 @@ class EngineDouble:
         self.model = model
         self.weight_info = True
         self.healthy = True
+        self.gauges: tuple[int, int] | None = None
         self.max_model_len: int | None = 64
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -153,6 +154,7 @@ class EngineDouble:
             Route("/weight_info", self._weight_info),
             Route("/update_weight_version", self._update_weight_version, methods=["POST"]),
             Route("/health", self._health),
+            Route("/metrics", self._metrics),
         ]
         async with served(routes, port) as self.url:
             yield self
@@ -200,6 +202,17 @@ class EngineDouble:
     async def _update_weight_version(self, request: Request) -> Response:
         self.version = (await request.json())["new_version"]
         return JSONResponse({"success": True})
+
+    async def _metrics(self, request: Request) -> Response:
+        self.calls.append("metrics")
+        if self.gauges is None:
+            return Response(status_code=404)
+        running, waiting = self.gauges
+        labels = 'engine="0",model_name="tiny"'
+        return Response(
+            "# TYPE vllm:num_requests_running gauge\n"
+            f"vllm:num_requests_running{{{labels}}} {running}.0\nvllm:num_requests_waiting{{{labels}}} {waiting}.0\n"
+        )
 
     async def _health(self, request: Request) -> Response:
         self.calls.append("health")

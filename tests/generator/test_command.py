@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from replaybuf.strategy import source_code
@@ -46,9 +47,15 @@ async def generator(
         "max-tokens": "8",
         "metrics-file": str(folder / "generate.jsonl"),
     } | options
+    config = given.pop("config", None)
     arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "replaybuf.cli", "generate", *arguments, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "replaybuf.cli"),
+        *(("--config", config) if config else ()),
+        "generate",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         yield process
@@ -110,6 +117,56 @@ def test_a_finite_supply_is_generated_trained_and_ends_with_exit_code_0(tmp_path
     assert (state["tickets"]["out"], state["tickets"]["failed"]) == (0, 0)
     last = json.loads((tmp_path / "generate.jsonl").read_text().splitlines()[-1])
     assert (last["groups"], last["rollouts"], last["reward_mean"]) == (12, 48, 1.0)
+
+
+async def line_of(stream: asyncio.StreamReader | None, text: str) -> str:
+    """Read on to a line that holds a text."""
+    assert stream is not None
+    async for line in stream:
+        if text in line.decode():
+            return line.decode().rstrip()
+    raise AssertionError(f"it ended without saying {text!r}")
+
+
+def test_metrics_are_scraped_and_options_change_while_it_runs(tmp_path: Path, run: RunClient) -> None:
+    """SIGHUP takes what may change, and changes nothing where one value of the file may not."""
+    put(run)
+    config = tmp_path / "options.toml"
+    config.write_text("[generate]\nmax_inflight_groups = 1\nmetrics_port = 0\n")
+
+    async def main() -> None:
+        gate = Gate()
+        async with EngineDouble().up() as engine:
+            engine.always = gate
+            async with generator(tmp_path, _url(run), run.run, engine.url, config=str(config)) as process:
+                metrics = (await line_of(process.stdout, "metrics at http://")).rpartition(" ")[2]
+                await gate.requests(1)
+                assert b"replaybuf_generator_groups_limit{" in (await get(metrics)).content
+                assert (await get(metrics.replace("/metrics", "/healthz"))).json() == {"status": "ok"}
+
+                assert engine.calls.count("completions") == 1
+                for text, said in (
+                    ("max_inflight_groups = 3\ncompress = true\n", "compress is now True; it is read at the start"),
+                    ("max_inflight_groups = 0\n", "max_inflight_groups is 0; at least 1 is needed"),
+                    ("max_inflight_groups = 'x'\n", "options stay as they were: config file"),
+                    ("max_inflight_groups = ", "cannot be read"),
+                    ("max_inflight_groups = 3\ntemperature = 0.5\n", "changed: temperature=0.5, max_inflight_groups=3"),
+                ):
+                    config.write_text(f"[generate]\nmetrics_port = 0\nmax_tokens = 7\n{text}")  # a flag beats the file
+                    process.send_signal(signal.SIGHUP)
+                    assert said in await line_of(process.stderr, "options ")
+                await gate.requests(2)
+                process.send_signal(signal.SIGTERM)
+                gate.open.set()
+                await process.communicate()
+        assert sorted(request["temperature"] for request in engine.requests)[:2] == [0.5, 0.5]
+
+    bounded(main())
+
+
+async def get(url: str) -> httpx.Response:
+    async with httpx.AsyncClient() as http:
+        return await http.get(url)
 
 
 def test_own_prompts_and_rewards_run_without_packaging(tmp_path: Path, run: RunClient) -> None:

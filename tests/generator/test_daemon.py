@@ -19,6 +19,7 @@ from replaybuf.client import AsyncClient
 from replaybuf.errors import (
     DataLost,
     EngineUnfit,
+    Invalid,
     NoRoom,
     PromptFault,
     ReplaybufError,
@@ -30,7 +31,6 @@ from replaybuf.errors import (
 from replaybuf.flow import forgiven
 from replaybuf.frame import encode_frame
 from replaybuf.generator import daemon as daemon_module
-from replaybuf.generator import flight as flight_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
@@ -174,7 +174,10 @@ def test_a_report_tells_how_every_engine_is_doing(tmp_path: Path) -> None:
                 "requests": 0,
                 "tokens": 0,
                 "failures": 0,
+                "outcomes": {"ok": 1},
                 "fault": None,
+                "running": None,
+                "waiting": None,
             }
 
     run(main())
@@ -628,21 +631,101 @@ def test_groups_are_kept_while_redis_has_lost_data_until_an_operator_brings_it_b
     assert "Redis was emptied; restore it" in told[0].message
 
 
-def test_a_redis_that_stays_without_its_data_ends_the_generator_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redis_that_stays_without_its_data_ends_the_generator_in_the_end(tmp_path: Path) -> None:
     """It says how long it waited, for whom, and what that costs."""
-    monkeypatch.setattr(flight_module, "DATA_LOST_PATIENCE_S", 0.2)
 
     async def main() -> None:
         service = ServiceDouble(prompts=1)
         service.faults["groups"] = deque(lost() for _ in range(100))
-        async with world(tmp_path, EngineDouble(), service) as w:
+        async with world(tmp_path, EngineDouble(), service, service_patience_s=0.2) as w:
             with pytest.raises(BaseExceptionGroup) as caught:
                 await w.run()
         error = the_error(caught)
         assert isinstance(error, DataLost)
         assert "waited 0.2 s in vain for an operator; 1 groups in flight are given up" in error.detail
+
+    run(main())
+
+
+def test_a_service_that_stays_away_ends_the_generator_in_the_end(tmp_path: Path) -> None:
+    """Every answer starts the time anew, and one that has no room is an answer."""
+
+    async def main() -> None:
+        service = ServiceDouble(prompts=2)
+        away = [ServiceUnavailable("restarting", retry_after_s=0.0) for _ in range(100)]
+        service.faults["groups"] = deque([*away[:1], NoRoom("full", retry_after_s=0.3), *away[1:]])
+        async with world(tmp_path, EngineDouble(), service, service_patience_s=0.2) as w:
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await w.run()
+        error = the_error(caught)
+        assert isinstance(error, ServiceUnavailable)
+        assert error.detail.startswith("waited 0.2 s in vain for the service (append); ")
+        assert error.detail.endswith(" groups in flight are given up: restarting") and error.bound == 0.2
+        assert len(service.faults["groups"]) < 98
+
+    run(main())
+
+
+def test_as_many_groups_are_generated_at_once_as_the_engines_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for less while rollouts queue, goes back up when none does, and never beyond its bounds."""
+    monkeypatch.setattr(daemon_module, "_LOAD_EVERY_S", 0.01)
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+        engine.always, engine.gauges = gate, (3, 0)
+        async with world(tmp_path, engine, service, max_inflight_groups=8, min_inflight_groups=2) as w:
+            w.start()
+            await gate.requests(8)
+            engine.gauges = (16, 16)
+            await until(lambda: w.daemon.limit == 4)
+            engine.gauges = (1, 99)
+            await until(lambda: w.daemon.limit == 2)
+            assert w.daemon.engines[0].waiting == 99
+            engine.gauges = (0, 0)
+            await until(lambda: w.daemon.limit == 8)
+            w.stop.set()
+            gate.open.set()
+            await w.end()
+
+    run(main())
+
+
+def test_engines_without_gauges_get_as_many_groups_as_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "_LOAD_EVERY_S", 0.01)
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+        engine.always = gate
+        async with world(tmp_path, engine, service, max_inflight_groups=5, min_inflight_groups=1) as w:
+            w.start()
+            await gate.requests(5)
+            await until(lambda: engine.calls.count("metrics") > 2)
+            assert w.daemon.limit == 5
+            w.stop.set()
+            gate.open.set()
+            await w.end()
+
+    run(main())
+
+
+def test_other_bounds_and_another_temperature_count_from_the_next_ticket_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=3)
+        engine.always = gate
+        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
+            w.start()
+            await gate.requests(1)
+            await w.daemon.reconfigure(temperature=0.5, max_inflight_groups=3)
+            await gate.requests(2)
+            with pytest.raises(Invalid, match="min_inflight_groups is 4; needed is 1 to max_inflight_groups, 3"):
+                await w.daemon.reconfigure(min_inflight_groups=4, temperature=2.0)
+            gate.open.set()
+            await w.end()
+        told = {group.prompt_index: group.metadata["sampling"]["temperature"] for group in service.groups}
+        assert told == {0: 1.0, 1: 0.5, 2: 0.5}
+        assert [set(group.temperatures.tolist()) for group in service.groups if group.prompt_index == 0] == [{1.0}]
 
     run(main())
 

@@ -12,14 +12,14 @@ from tests import builders
 def test_counts_grow_while_rates_start_anew_with_every_line() -> None:
     progress = Progress(now_s=100.0)
     for _ in range(4):
-        progress.stored(builders.group())  # two rollouts of three tokens, rewards 1 and 0
+        progress.stored(builders.group(), 0.1)  # two rollouts of three tokens, rewards 1 and 0
     first = progress.line(102.0, None)
     assert (first.groups, first.rollouts, first.generated_tokens) == (4, 8, 24)
     assert (first.rollouts_per_s, first.tokens_per_s, first.reward_mean) == (4.0, 12.0, 0.5)
     second = progress.line(104.0, "rate_limited")
     assert (second.groups, second.rollouts_per_s, second.reward_mean) == (4, 0.0, None)
     assert second.waiting == "rate_limited"
-    progress.stored(builders.group(builders.rollout(reward=0.25)))
+    progress.stored(builders.group(builders.rollout(reward=0.25)), 0.1)
     assert progress.line(105.0, None).reward_mean == 0.25
 
 

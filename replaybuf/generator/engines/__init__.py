@@ -4,12 +4,14 @@
 """
 
 from replaybuf.generator.engines.addresses import open_engine
+from replaybuf.generator.engines.load import Load
 from replaybuf.generator.engines.protocol import Engine, Sample, Sampling, Server, request_seed
 from replaybuf.generator.engines.sglang import SglangEngine
 from replaybuf.generator.engines.vllm import VllmEngine
 
 __all__ = [
     "Engine",
+    "Load",
     "Sample",
     "Sampling",
     "Server",

@@ -12,8 +12,9 @@ import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
 from replaybuf.generator.engines.choices import Choice, columns, in_order, stamped
+from replaybuf.generator.engines.load import Load, read_load
 from replaybuf.generator.engines.protocol import Sample, Sampling
-from replaybuf.generator.engines.wire import Wire
+from replaybuf.generator.engines.wire import NOT_FOUND, Wire
 from replaybuf.group import Int32s
 
 INITIAL_WEIGHTS = "default"
@@ -55,6 +56,8 @@ class HttpEngine(abc.ABC):
     LOGPROBS_MODE: ClassVar[str]
     """What such a server's logprobs are by default: `raw_logprobs`, or `processed_logprobs` with the temperature in."""
     _NO_VERSION: ClassVar[str]
+    _GAUGES: ClassVar[tuple[str, str]]
+    """What `GET /metrics` calls the numbers of requests that run and that wait."""
 
     def __init__(
         self,
@@ -107,6 +110,16 @@ class HttpEngine(abc.ABC):
         """Ask for the policy version loaded now. Raises `EngineUnfit` where the label is no number."""
         label = await self._weight_label()
         return None if label is None else self._version(label)
+
+    async def load(self) -> Load | None:
+        """Ask how many rollouts run and wait; None where the server does not tell. Raises `EngineFault`."""
+        reply = await self._wire.send("GET", "/metrics", answers=(NOT_FOUND,))
+        if reply.status_code == NOT_FOUND:
+            return None
+        try:
+            return read_load(reply.text, *self._GAUGES)
+        except ValueError as error:
+            raise self._wire.bad_answer(f"metrics that are no numbers: {error}") from error
 
     async def prepare(self) -> None:
         """Learn the model's name and longest context; see `Server.prepare`."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from replaybuf.generator.engines.load import Load
 from replaybuf.group import Float32s, Int32s
 
 SEED_BITS = 53
@@ -102,6 +103,9 @@ class Server(Engine, Protocol):
 
     async def loaded_version(self) -> int | None:
         """Ask for the policy version of the weights loaded now; None where the server does not tell."""
+
+    async def load(self) -> Load | None:
+        """Ask how many rollouts run and wait there; None where the server does not tell. Raises `EngineFault`."""
 
     async def prepare(self) -> None:
         """Learn what the server serves and offers; to be repeated when it may have been started anew.

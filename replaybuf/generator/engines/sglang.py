@@ -57,6 +57,7 @@ class SglangEngine(HttpEngine):
     """
 
     LOGPROBS_MODE = "processed_logprobs"
+    _GAUGES = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
     _NO_VERSION = "neither meta_info.weight_version nor GET /model_info has one"
 
     async def _complete(self, prompt: list[int], sampling: Sampling) -> Answer:

@@ -71,6 +71,7 @@ class VllmEngine(HttpEngine):
 
     LOGPROBS_MODE = "raw_logprobs"
     _NO_VERSION = "neither weight_versions per choice nor GET /weight_info; start vLLM with VLLM_SERVER_DEV_MODE=1"
+    _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     _offers_tokens = False
 
     async def prepare(self) -> None:

@@ -1,0 +1,109 @@
+"""`/metrics` of a generator: all read from its numbers when it is scraped; counters start at 0 with the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from replaybuf.generator.daemon import Daemon
+from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.progress import Durations, Progress
+
+_COUNTERS: dict[str, tuple[str, Callable[[Progress], float]]] = {
+    "groups_stored": ("Groups stored", lambda progress: progress.groups),
+    "groups_duplicate": ("Groups that somebody had stored before", lambda progress: progress.duplicates),
+    "rollouts": ("Rollouts of stored groups", lambda progress: progress.rollouts),
+    "tokens": ("Completion tokens of stored groups", lambda progress: progress.generated_tokens),
+}
+_GAUGES: dict[str, tuple[str, Callable[[Daemon], float | None]]] = {
+    "groups_inflight": ("Groups from their ticket to the buffer", lambda daemon: daemon.inflight),
+    "groups_generating": ("Those of them in an engine or a reward", lambda daemon: daemon.generating),
+    "groups_limit": ("As many may be generating now", lambda daemon: daemon.limit),
+    "published_version": ("Version the run has published", lambda daemon: daemon.published),
+    "sampled_version": ("Newest version in a stored group", lambda daemon: daemon.progress.sampled_version),
+}
+_DURATIONS: dict[str, tuple[str, Callable[[Progress], Durations]]] = {
+    "reward_seconds": ("Groups by the time scoring took", lambda progress: progress.reward_s),
+    "group_seconds": ("Stored groups by the time from ticket to buffer", lambda progress: progress.group_s),
+}
+_ENGINE_GAUGES: dict[str, tuple[str, Callable[[ServerStatus], float | None]]] = {
+    "engine_up": ("1 while the engine gets requests", lambda engine: float(engine.fault is None)),
+    "engine_requests": ("Requests of this generator in flight there", lambda engine: engine.requests),
+    "engine_running": ("Rollouts running there, of every client", lambda engine: engine.running),
+    "engine_waiting": ("Rollouts waiting there, of every client", lambda engine: engine.waiting),
+}
+
+
+def exposition(run: str, daemon: Daemon | None) -> bytes:
+    """Render all metrics as Prometheus text; before there is a generator only that it is not ready."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_DaemonCollector(run, daemon))
+    return generate_latest(registry)
+
+
+class _DaemonCollector(Collector):
+    def __init__(self, run: str, daemon: Daemon | None) -> None:
+        self._run = run
+        self._daemon = daemon
+
+    def collect(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(_name("ready"), "1 once service, run and engines were found", labels=["run"])
+        ready.add_metric([self._run], float(self._daemon is not None))
+        yield ready
+        if self._daemon is not None:
+            yield from self._counted(self._daemon.progress)
+            yield from self._standing(self._daemon)
+            yield from self._engines(self._daemon.engines)
+
+    def _counted(self, progress: Progress) -> Iterator[Metric]:
+        for name, (text, count) in _COUNTERS.items():
+            counter = CounterMetricFamily(_name(name), text, labels=["run"])
+            counter.add_metric([self._run], count(progress))
+            yield counter
+        failed = CounterMetricFamily(_name("groups_failed"), "Tickets given back", labels=["run", "reason"])
+        for reason, number in sorted(progress.given_back.items()):
+            failed.add_metric([self._run, reason], number)
+        yield failed
+        for name, (text, read) in _DURATIONS.items():
+            durations = read(progress)
+            edges = [*(str(edge) for edge in Durations.EDGES_S), "+Inf"]
+            buckets = list(zip(edges, accumulate(durations.counts), strict=True))
+            histogram = HistogramMetricFamily(_name(name), text, labels=["run"])
+            histogram.add_metric([self._run], buckets, durations.sum_s)
+            yield histogram
+
+    def _standing(self, daemon: Daemon) -> Iterator[Metric]:
+        for name, (text, read) in _GAUGES.items():
+            gauge = GaugeMetricFamily(_name(name), text, labels=["run"])
+            if (value := read(daemon)) is not None:
+                gauge.add_metric([self._run], value)
+            yield gauge
+        waiting = GaugeMetricFamily(
+            _name("waiting"), "1 for what less is going on for than could", labels=["run", "reason"]
+        )
+        if daemon.waiting is not None:
+            waiting.add_metric([self._run, daemon.waiting], 1.0)
+        yield waiting
+
+    def _engines(self, engines: tuple[ServerStatus, ...]) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            _name("requests"), "Requests to engines that ended, by outcome", labels=["run", "engine", "outcome"]
+        )
+        for engine in engines:
+            for outcome, number in sorted(engine.outcomes.items()):
+                requests.add_metric([self._run, engine.url, outcome], number)
+        yield requests
+        for name, (text, read) in _ENGINE_GAUGES.items():
+            gauge = GaugeMetricFamily(_name(name), text, labels=["run", "engine"])
+            for engine in engines:
+                if (value := read(engine)) is not None:
+                    gauge.add_metric([self._run, engine.url], value)
+            yield gauge
+
+
+def _name(name: str) -> str:
+    return f"replaybuf_generator_{name}"

@@ -1,0 +1,107 @@
+"""How many groups are generated at the same time follows what the engines say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import Invalid
+from replaybuf.generator.concurrency import Bounds, Concurrency, next_limit, total
+from replaybuf.generator.engines.load import Load, read_load
+
+BOUNDS = Bounds(2, 64)
+COUNT = st.integers(0, 1000)
+
+VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a}b"} 8.0
+vllm:num_requests_running{engine="1",model_name="a}b"} 7.0
+vllm:num_requests_waiting{engine="0",model_name="a}b"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="a}b"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 3.0
+"""
+
+
+def test_gauges_are_added_up_over_the_engines_of_a_server() -> None:
+    assert read_load(VLLM, "vllm:num_requests_running", "vllm:num_requests_waiting") == Load(15, 3)
+    assert read_load("a 1\nb 2 1712\n", "a", "b") == Load(1, 2)
+
+
+def test_a_server_without_one_of_the_gauges_tells_no_load() -> None:
+    assert read_load(VLLM, "vllm:num_requests_running", "vllm:num_requests") is None
+    assert read_load("", "a", "b") is None
+
+
+def test_a_gauge_that_is_no_number_is_not_taken() -> None:
+    with pytest.raises(ValueError, match="could not convert"):
+        read_load("a x\nb 1\n", "a", "b")
+
+
+def test_where_rollouts_queue_that_share_of_the_own_groups_is_asked_for_no_more() -> None:
+    assert next_limit(64, Load(running=30, waiting=10), BOUNDS, sampling=40, scoring=0) == 30
+    assert next_limit(64, Load(running=30, waiting=10), BOUNDS, sampling=40, scoring=5) == 35
+
+
+def test_generators_that_share_engines_give_way_in_the_same_proportion() -> None:
+    load = Load(running=100, waiting=100)
+    limits = [next_limit(64, load, BOUNDS, sampling=sampling, scoring=0) for sampling in (40, 10)]
+    assert limits == [20, 5]
+
+
+def test_with_none_waiting_it_rises_by_half_where_it_was_what_kept_more_from_being_asked_for() -> None:
+    assert next_limit(8, Load(20, 0), BOUNDS, sampling=8, scoring=0) == 12
+    assert next_limit(2, Load(2, 0), BOUNDS, sampling=1, scoring=1) == 3
+    assert next_limit(8, Load(20, 0), BOUNDS, sampling=7, scoring=0) == 8
+
+
+def test_paused_engines_are_not_full() -> None:
+    assert next_limit(40, Load(running=0, waiting=80), BOUNDS, sampling=40, scoring=0) == 40
+
+
+def test_without_gauges_it_is_the_upper_bound() -> None:
+    assert next_limit(3, None, BOUNDS, sampling=0, scoring=0) == 64
+    assert total([None, None]) is None
+    assert total([None, Load(1, 2), Load(3, 4)]) == Load(4, 6)
+
+
+@given(st.integers(2, 64), COUNT, COUNT, COUNT, COUNT)
+def test_it_stays_within_its_bounds_and_never_rises_while_rollouts_wait(
+    limit: int, running: int, waiting: int, sampling: int, scoring: int
+) -> None:
+    chosen = next_limit(limit, Load(running, waiting), BOUNDS, sampling=sampling, scoring=scoring)
+    assert BOUNDS.least <= chosen <= BOUNDS.most
+    assert chosen <= limit or waiting == 0
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_it_settles_at_what_a_steady_engine_samples(room: int, n: int) -> None:
+    """An engine with room for so many rollouts, groups of n: within the last step up."""
+    bounds, limit = Bounds(1, 64), 64
+    for _ in range(40):
+        rollouts = limit * n
+        load = Load(min(rollouts, room), max(0, rollouts - room))
+        limit = next_limit(limit, load, bounds, sampling=limit, scoring=0)
+    full = max(1, min(64, room // n))
+    assert full <= limit <= max(1, min(64, full + max(1, full // 2)))
+
+
+def test_bounds_that_leave_no_room_are_refused_with_the_bound() -> None:
+    with pytest.raises(Invalid, match="min_inflight_groups is 9; needed is 1 to max_inflight_groups, 8") as caught:
+        Bounds(9, 8)
+    assert (caught.value.name, caught.value.value, caught.value.bound) == ("min_inflight_groups", 9, 8)
+    with pytest.raises(Invalid):
+        Bounds(0, 8)
+
+
+def test_an_upper_bound_that_is_reached_moves_along_and_a_limit_between_stays() -> None:
+    concurrency = Concurrency(Bounds(2, 8))
+    concurrency.rebound(Bounds(2, 16))
+    assert concurrency.limit == 16
+    concurrency.follow([Load(1, 1)], sampling=16, scoring=0)
+    concurrency.rebound(Bounds(2, 32))
+    assert concurrency.limit == 8
+    concurrency.rebound(Bounds(2, 4))
+    assert concurrency.limit == 4
+    assert concurrency.adaptive
+    assert not Concurrency(Bounds(3, 3)).adaptive

@@ -1,0 +1,104 @@
+"""A generator tells Prometheus what it does, and that it is alive."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replaybuf.errors import ServiceUnavailable
+from replaybuf.generator.environments import Score
+from replaybuf.generator.metrics import exposition
+from replaybuf.generator.scrape import scraped
+from tests.generator.doubles import Broken, EngineDouble, Gate, ServiceDouble, fail
+from tests.generator.test_daemon import run, world
+
+
+def samples(text: bytes) -> dict[str, float]:
+    """Values by name and labels, without the label run."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for name, labels, value, *_ in family.samples:
+            assert labels.pop("run") == "r"
+            told = ",".join(f"{label}={said}" for label, said in sorted(labels.items()) if label != "engine")
+            found[name.removeprefix("replaybuf_generator_") + (f"{{{told}}}" if told else "")] = value
+    return found
+
+
+def test_what_was_generated_is_counted_by_outcome_and_reason(tmp_path: Path) -> None:
+    def picky(prompt: object, text: str) -> Score:
+        if text.startswith("d"):
+            raise ValueError("cannot judge")
+        return Score(1.0)
+
+    async def main() -> None:
+        engine, service = EngineDouble(version=3), ServiceDouble(prompts=4)
+        service.published = 3
+        engine.script.append(fail(500))
+        async with world(tmp_path, engine, service, environment=Broken(picky)) as w:
+            await w.run()
+            told = samples(exposition("r", w.daemon))
+        assert told["ready"] == 1
+        assert (told["groups_stored_total"], told["rollouts_total"], told["tokens_total"]) == (1, 4, 12)
+        assert told["groups_failed_total{reason=reward_raised}"] == 3
+        assert told["requests_total{outcome=ok}"] == 4
+        assert told["requests_total{outcome=engine_error}"] == 1
+        assert (told["sampled_version"], told["published_version"]) == (3, 3)
+        assert (told["reward_seconds_count"], told["group_seconds_count"]) == (4, 1)
+        assert told["group_seconds_sum"] > 0
+        assert (told["engine_up"], told["groups_inflight"], told["groups_generating"]) == (1, 0, 0)
+        assert told["groups_limit"] == 64
+        assert told["waiting{reason=finished}"] == 1
+        assert "engine_running" not in told
+
+    run(main())
+
+
+def test_what_goes_on_is_told_while_it_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=2)
+        engine.always = gate
+        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
+            w.start()
+            await gate.requests(1)
+            told = samples(exposition("r", w.daemon))
+            assert (told["groups_inflight"], told["groups_generating"], told["engine_requests"]) == (1, 1, 1)
+            assert "sampled_version" not in told
+            gate.open.set()
+            await w.end()
+
+    run(main())
+
+
+def test_what_is_waited_for_has_its_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.open = 0
+        async with world(tmp_path, EngineDouble(), service) as w:
+            w.start()
+            await service.until(lambda: len(service.asked) >= 2)
+            assert samples(exposition("r", w.daemon))["waiting{reason=rate_limited}"] == 1
+            w.stop.set()
+            await w.end()
+
+    run(main())
+
+
+def test_metrics_and_liveness_are_served_on_a_free_port() -> None:
+    async def main() -> None:
+        async with (
+            scraped("127.0.0.1", 0, lambda: exposition("r", None)) as url,
+            httpx.AsyncClient(base_url=url) as http,
+        ):
+            alive, told = await http.get("/healthz"), await http.get("/metrics")
+            assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
+            assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert samples(told.content) == {"ready": 0}
+            with pytest.raises(ServiceUnavailable, match="choose another --metrics-port"):
+                async with scraped("127.0.0.1", int(url.rpartition(":")[2]), bytes):
+                    pass
+
+    asyncio.run(main())
