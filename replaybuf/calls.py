@@ -164,8 +164,12 @@ class _Results(msgspec.Struct, frozen=True):
     results: list[AppendResult]
 
 
+class _Evaluations(msgspec.Struct, frozen=True):
+    evaluations: list[dict[str, Any]]
+
+
 # msgspec 0.22 looks a struct up at its first use, and crashes where two threads do so at once: here is its first use.
-for _shape in (Waiting, Attached, Policy, Tickets, _Results, RunFacts):
+for _shape in (Waiting, Attached, Policy, Tickets, _Results, _Evaluations, RunFacts):
     msgspec.json.Decoder(_shape)
 
 
@@ -292,7 +296,16 @@ class RunCalls:
                 results[number] = result
         return [result for result in results if result is not None]
 
+    def record_evaluation(self, result: dict[str, Any]) -> Exchange[dict[str, Any]]:
+        """Keep what an evaluation came to; again is fine. Fields as in docs/http.md. Raises `Invalid`."""
+        return answer_of((yield Request(method="POST", path="/evaluations", content=_body(result))), dict[str, Any])
+
     # ------------------------------------------------------------------ reading
+
+    def list_evaluations(self, limit: int = 100) -> Exchange[list[dict[str, Any]]]:
+        """Return the newest results of evaluations, oldest first."""
+        reply = yield Request(method="GET", path="/evaluations", params={"limit": limit})
+        return answer_of(reply, _Evaluations).evaluations
 
     def get_record(self, step: int, generation: int | None = None) -> Exchange[dict[str, Any]]:
         """Return the record of a batch, of the current history or as `generation` saw it. Raises `NotFound`."""

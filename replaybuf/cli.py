@@ -215,6 +215,7 @@ def strategies_check(target: str, /, *, option: Annotated[list[str], Parameter(n
 
 
 app.command("replaybuf.generator.command:generate", name="generate")
+app.command("replaybuf.generator.eval_command:evaluate_command", name="eval")
 app.command("replaybuf.demo.command:demo", name="demo")
 app.command("replaybuf.simulate.command:simulate", name="simulate")
 for _name in plugins.names(plugins.COMMANDS):

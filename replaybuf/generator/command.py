@@ -18,6 +18,16 @@ from replaybuf.generator.flight import PATIENCE_S
 from replaybuf.generator.process import GenerateOptions, run_generator
 from replaybuf.generator.publication import OnPublish
 
+_LEAST = {
+    "max_tokens": 1,
+    "max_inflight_groups": 1,
+    "temperature": 0,
+    "reward_processes": 0,
+    "eval_every": 1,
+    "eval_samples": 1,
+    "eval_temperature": 0,
+}
+
 
 def generate(
     *,
@@ -46,6 +56,11 @@ def generate(
     seed_requests: bool = False,
     engine_api_key: str | None = None,
     on_publish: OnPublish = "in-flight",
+    eval_prompts: str | None = None,
+    eval_every: int = 10,
+    eval_environment: str | None = None,
+    eval_samples: int = 1,
+    eval_temperature: float = 0.0,
     compress: bool = False,
     metrics_file: Path | None = None,
     report_every_s: float = 10.0,
@@ -121,6 +136,16 @@ def generate(
         What new weights do to rollouts in flight. drain: each is of one version, sampled anew where it is not;
         in-flight: they go on, versions in spans; abort-and-resume: aborted ones go on from their tokens, versions in
         spans; abort: aborted ones are sampled anew. Give the trainer the same.
+    eval_prompts
+        Held-out prompts to evaluate while generating, as for prompts; finite. None by default.
+    eval_every
+        Evaluate once in so many versions, and at the start.
+    eval_environment
+        What scores them; by default environment.
+    eval_samples
+        Completions per held-out prompt.
+    eval_temperature
+        Their sampling temperature; 0 = greedy.
     compress
         Compress token ids and masks by zstd: less network and Redis memory, more work here and in the service.
     metrics_file
@@ -147,7 +172,7 @@ def _checked(arguments: Mapping[str, Any]) -> GenerateOptions:
     given = {name: value for name, value in arguments.items() if name not in ("engine", "reread")}
     given["producer"] = given["producer"] or f"{socket.gethostname()}-{os.getpid()}"
     options = GenerateOptions(engines=tuple(arguments["engine"]), **given)
-    for name, least in (("max_tokens", 1), ("max_inflight_groups", 1), ("temperature", 0), ("reward_processes", 0)):
+    for name, least in _LEAST.items():
         if getattr(options, name) < least:
             value = getattr(options, name)
             raise Invalid(f"{name} is {value}; at least {least} is needed", name=name, value=value, bound=least)

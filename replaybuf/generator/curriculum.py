@@ -168,6 +168,11 @@ class Supply:
         _check_ids(self._sources)
 
     @property
+    def finite(self) -> bool:
+        """Whether `known` is all there is."""
+        return not any(isinstance(found, Endless) for found in self._sources.values())
+
+    @property
     def known(self) -> list[Prompt]:
         """All prompts of finite sources, and the first of endless ones."""
         return [prompt for found in self._sources.values() for prompt in _known(found)]

@@ -32,6 +32,7 @@ from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.generator.publication import SUPERSEDED
+from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.group import Group
@@ -100,7 +101,9 @@ class Daemon:
         tokenizer: Encoder,
         options: DaemonOptions,
         stages: Sequence[Stage] = (),
+        schedule: Schedule | None = None,
     ) -> None:
+        self._schedule = schedule
         self._engine = engine
         self._scorer = scorer
         self._prompts = prompts
@@ -181,6 +184,9 @@ class Daemon:
                 following = (delivery.follow_policy(), self._follow_load())
                 loops = (self._take_tickets(), delivery.append_ready(), *following, self._report(), self._heed(stop))
                 background = [self._tasks.create_task(loop) for loop in loops]
+                if self._schedule is not None:
+                    evaluating = self._schedule.follow(flight, self._engine, lambda: delivery.published)
+                    background.append(self._tasks.create_task(evaluating))
                 await flight.until(lambda: flight.stopping or flight.done)
                 if not flight.done:
                     await flight.until(lambda: flight.done, FINISH_S)

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import Engine, Sample, Sampling
 from replaybuf.generator.prompts import Encoder, Prompt
+from replaybuf.generator.publication import SUPERSEDED
 from replaybuf.generator.scoring import Scores, Scoring
+
+TRIES = 3
+"""Completions that new weights made too old for a batch are too old for nothing here, but the fleet gives them up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """Mean reward over the completions scored.
 
-    `accuracy` is that mean, `n` the number of completions in it, `failed` the prompts that gave none, `versions` the
+    `accuracy` is that mean, `standard_error` of it by the means of the prompts, None for one prompt; `parts` means of
+    the parts of the reward; `n` the number of completions in it, `failed` the prompts that gave none, `versions` the
     policy versions that sampled them: more than one where weights changed meanwhile.
     """
 
     accuracy: float
+    standard_error: float | None = None
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
     n: int
     failed: int
     versions: tuple[int, ...]
@@ -36,18 +47,19 @@ async def evaluate(
     max_tokens: int,
     samples: int = 1,
     max_inflight_prompts: int = 32,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> EvaluationResult:
     """Sample `samples` completions of every prompt at `temperature` (0 = greedy) and score them.
 
     Raises `Invalid` where there is no prompt, the last fault where no prompt could be scored, `EngineUnfit`.
     """
-    sampling = Sampling(n=samples, max_tokens=max_tokens, temperature=temperature)
+    sampling = Sampling(n=samples, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
     room = asyncio.Semaphore(max_inflight_prompts)
 
     async def one(prompt: Prompt) -> tuple[Sample, Scores] | EngineFault | RewardFault:
         try:
             async with room:
-                sample = await engine.generate(prompt.token_ids, sampling)
+                sample = await _sampled(engine, prompt, sampling)
                 return sample, await scorer.score(prompt, tokenizer.decode(sample.completions))
         except (EngineFault, RewardFault) as fault:
             return fault
@@ -62,10 +74,72 @@ async def evaluate(
     unfit = next((fault for fault in faults if isinstance(fault, EngineUnfit)), None)
     if unfit is not None or not scored:
         raise unfit or faults[-1]
-    rewards = [float(reward) for _, scores in scored for reward in scores.rewards]
+    return _counted(scored, failed=len(faults))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HeldOut:
+    """A held-out set and how it is asked: `samples` completions per prompt at `temperature`, scored by `scorer`."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    scorer: Scoring
+    tokenizer: Encoder
+    max_tokens: int
+    temperature: float = 0.0
+    samples: int = 1
+    max_inflight_prompts: int = 32
+    stop_token_ids: tuple[int, ...] = ()
+
+    async def evaluate(self, engine: Engine) -> dict[str, Any]:
+        """Evaluate, and return the result as the service keeps it. Raises as `evaluate` does."""
+        began_s = time.monotonic()
+        result = await evaluate(
+            engine,
+            self.scorer,
+            self.prompts,
+            self.tokenizer,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            samples=self.samples,
+            max_inflight_prompts=self.max_inflight_prompts,
+            stop_token_ids=self.stop_token_ids,
+        )
+        return {
+            "name": self.name,
+            "version": result.versions[0],
+            "versions": list(result.versions),
+            "reward_mean": result.accuracy,
+            "standard_error": result.standard_error,
+            "parts": result.parts,
+            "rollouts": result.n,
+            "failed": result.failed,
+            "samples": self.samples,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "seconds": time.monotonic() - began_s,
+        }
+
+
+async def _sampled(engine: Engine, prompt: Prompt, sampling: Sampling) -> Sample:
+    for _ in range(TRIES - 1):
+        try:
+            return await engine.generate(prompt.token_ids, sampling)
+        except EngineFault as fault:
+            if fault.reason != SUPERSEDED:
+                raise
+    return await engine.generate(prompt.token_ids, sampling)
+
+
+def _counted(scored: Sequence[tuple[Sample, Scores]], *, failed: int) -> EvaluationResult:
+    rewards = np.concatenate([scores.rewards for _, scores in scored])
+    by_prompt = np.array([scores.rewards.mean() for _, scores in scored])
+    names = set.intersection(*(set(scores.parts) for _, scores in scored))
     return EvaluationResult(
-        accuracy=sum(rewards) / len(rewards),
+        accuracy=float(rewards.mean()),
+        standard_error=float(by_prompt.std(ddof=1) / len(by_prompt) ** 0.5) if len(by_prompt) > 1 else None,
+        parts={name: float(np.mean([scores.parts[name] for _, scores in scored])) for name in sorted(names)},
         n=len(rewards),
-        failed=len(faults),
+        failed=failed,
         versions=tuple(sorted({int(version) for sample, _ in scored for version in sample.version_spans[:, 1]})),
     )

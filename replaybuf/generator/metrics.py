@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from replaybuf.generator.daemon import Daemon
 from replaybuf.generator.member import ServerStatus
-from replaybuf.generator.progress import Durations, Progress
+from replaybuf.generator.progress import Durations, EvaluationLine, Progress
 
 _COUNTERS: dict[str, tuple[str, Callable[[Progress], float]]] = {
     "groups_stored": ("Groups stored", lambda progress: progress.groups),
@@ -29,6 +29,11 @@ _GAUGES: dict[str, tuple[str, Callable[[Daemon], float | None]]] = {
 _DURATIONS: dict[str, tuple[str, Callable[[Progress], Durations]]] = {
     "reward_seconds": ("Groups by the time scoring took", lambda progress: progress.reward_s),
     "group_seconds": ("Stored groups by the time from ticket to buffer", lambda progress: progress.group_s),
+}
+_EVALUATIONS: dict[str, tuple[str, Callable[[EvaluationLine], float]]] = {
+    "evaluation_reward_mean": ("Mean reward of the last evaluation", lambda line: line.reward_mean),
+    "evaluation_version": ("Oldest version that sampled it", lambda line: line.version),
+    "evaluation_prompts_failed": ("Prompts of it without a reward", lambda line: line.failed),
 }
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[ServerStatus], float | None]]] = {
     "engine_up": ("1 while the engine gets requests", lambda engine: float(engine.fault is None)),
@@ -68,6 +73,10 @@ class _DaemonCollector(Collector):
         for reason, number in sorted(progress.given_back.items()):
             failed.add_metric([self._run, reason], number)
         yield failed
+        failures = CounterMetricFamily(_name("evaluations_failed"), "Evaluations without a result", labels=["run"])
+        failures.add_metric([self._run], progress.evaluations_failed)
+        yield failures
+        yield from self._evaluated(progress)
         for name, (text, read) in _DURATIONS.items():
             durations = read(progress)
             edges = [*(str(edge) for edge in Durations.EDGES_S), "+Inf"]
@@ -75,6 +84,13 @@ class _DaemonCollector(Collector):
             histogram = HistogramMetricFamily(_name(name), text, labels=["run"])
             histogram.add_metric([self._run], buckets, durations.sum_s)
             yield histogram
+
+    def _evaluated(self, progress: Progress) -> Iterator[Metric]:
+        for name, (text, tell) in _EVALUATIONS.items():
+            gauge = GaugeMetricFamily(_name(name), text, labels=["run", "name"])
+            for held_out, line in sorted(progress.evaluations.items()):
+                gauge.add_metric([self._run, held_out], tell(line))
+            yield gauge
 
     def _standing(self, daemon: Daemon) -> Iterator[Metric]:
         for name, (text, read) in _GAUGES.items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from replaybuf import plugins
 from replaybuf.advantages import check_estimator
 from replaybuf.calls import RunFacts, facts_of
 from replaybuf.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.generator.curriculum import Supply
+from replaybuf.generator.environments import Reward, check_prompts
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.tokenizer import Tokenizer
 
@@ -117,6 +119,23 @@ def check_vocabulary(facts: RunFacts, tokenizer: Tokenizer) -> None:
                 value=tokenizer.vocab_size,
                 bound=bound,
             )
+
+
+def held_out_prompts(prompts: str, tokenizer: Tokenizer, rewards: Sequence[Reward]) -> list[Prompt]:
+    """Read the prompts of an evaluation. Raises `Invalid` where they never end, or the environment cannot score one."""
+    supply = Supply(prompts, tokenizer)
+    if not supply.finite:
+        raise Invalid(f"prompts {prompts!r} never end; an evaluation needs an end", name="prompts", value=prompts)
+    check_prompts(rewards, supply.known)
+    return supply.known
+
+
+def warn_of_overlap(held_out: Iterable[Prompt], training: Iterable[Prompt]) -> None:
+    """Say how many held-out prompts are trained on."""
+    trained = {prompt.token_ids.tobytes() for prompt in training}
+    both = [prompt.where for prompt in held_out if prompt.token_ids.tobytes() in trained]
+    if both:
+        logger.warning("%d held-out prompts are training prompts too, so they are not held out: %s", len(both), both[0])
 
 
 def _too_late(error: ReplaybufError, timeout_s: float) -> ReplaybufError:

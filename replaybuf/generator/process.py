@@ -18,6 +18,7 @@ from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, Server, open_engine
 from replaybuf.generator.environments import check_prompts, load_rewards
+from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.preflight import (
@@ -25,11 +26,14 @@ from replaybuf.generator.preflight import (
     check_fit,
     check_group_size,
     check_vocabulary,
+    held_out_prompts,
     max_staleness,
     wait_for_run,
+    warn_of_overlap,
 )
 from replaybuf.generator.publication import OnPublish
 from replaybuf.generator.reward_pool import RewardPool
+from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.scrape import scraped
 from replaybuf.generator.tokenizer import Tokenizer
@@ -68,6 +72,11 @@ class GenerateOptions:
     seed_requests: bool
     engine_api_key: str | None = dataclasses.field(repr=False)
     on_publish: OnPublish
+    eval_prompts: str | None
+    eval_every: int
+    eval_environment: str | None
+    eval_samples: int
+    eval_temperature: float
     compress: bool
     metrics_file: Path | None
     report_every_s: float
@@ -231,6 +240,17 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
     if options.reward_processes:
         pool = RewardPool(options.environment, processes=options.reward_processes, timeout_s=options.reward_timeout_s)
         scoring = await stack.enter_async_context(pool)
+    schedule = None
+    if options.eval_prompts is not None:
+        schedule = _schedule(options, tokenizer)
+        warn_of_overlap(schedule.held_out.prompts, read)
+        check_fit(
+            facts,
+            schedule.held_out.prompts,
+            group_size=options.eval_samples,
+            max_tokens=options.max_tokens,
+            max_model_len=engine.max_model_len,
+        )
     return Daemon(
         client,
         engine,
@@ -251,7 +271,25 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
             report_every_s=options.report_every_s,
             metrics_file=options.metrics_file,
         ),
+        schedule=schedule,
     )
+
+
+def _schedule(options: GenerateOptions, tokenizer: Tokenizer) -> Schedule:
+    """Read the held-out prompts. Raises `Invalid`."""
+    rewards = load_rewards(options.eval_environment or options.environment)
+    prompts = options.eval_prompts or ""
+    held_out = HeldOut(
+        name=Path(prompts).stem,
+        prompts=held_out_prompts(prompts, tokenizer, rewards),
+        scorer=Scorer(rewards, timeout_s=options.reward_timeout_s),
+        tokenizer=tokenizer,
+        max_tokens=options.max_tokens,
+        temperature=options.eval_temperature,
+        samples=options.eval_samples,
+        stop_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+    )
+    return Schedule(held_out, options.eval_every, adapter=options.adapter, producer=options.producer)
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

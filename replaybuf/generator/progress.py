@@ -6,6 +6,7 @@ import bisect
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,12 +16,22 @@ from replaybuf.group import Group
 logger = logging.getLogger(__name__)
 
 
+class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The last result of a held-out set: oldest version that sampled it, mean reward, completions, failed prompts."""
+
+    version: int
+    reward_mean: float
+    rollouts: int
+    failed: int
+
+
 class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
     """A generator's numbers at one moment. Counts are since its start, rates and mean since the line before.
 
     `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
     `given_back` tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why less is going on than
-    could, None where nothing is waited for; `engines`: how each server is doing.
+    could, None where nothing is waited for; `engines`: how each server is doing; `evaluations`: last result by held-out
+    set.
     """
 
     time: float
@@ -34,6 +45,7 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
     duplicates: int
     given_back: dict[str, int]
     engines: tuple[ServerStatus, ...] = ()
+    evaluations: dict[str, EvaluationLine] = {}
 
 
 class Durations:
@@ -67,6 +79,8 @@ class Progress:
         self.reward_s = Durations()
         self.group_s = Durations()
         self.sampled_version: int | None = None
+        self.evaluations: dict[str, EvaluationLine] = {}
+        self.evaluations_failed = 0
         self._last_s = now_s
         self._last_rollouts = 0
         self._last_tokens = 0
@@ -80,6 +94,10 @@ class Progress:
         self.rollouts += group.rollouts
         self.generated_tokens += int(group.completion_lengths.sum())
         self._reward_sum += float(group.rewards.sum())
+
+    def evaluated(self, result: dict[str, Any]) -> None:
+        """Take in what an evaluation came to."""
+        self.evaluations[result["name"]] = msgspec.convert(result, EvaluationLine)
 
     def line(self, now_s: float, waiting: str | None, engines: tuple[ServerStatus, ...] = ()) -> StatusLine:
         """Return the numbers, and start the next interval. `now_s` in seconds since the epoch."""
@@ -97,6 +115,7 @@ class Progress:
             duplicates=self.duplicates,
             given_back=dict(self.given_back),
             engines=engines,
+            evaluations=dict(self.evaluations),
         )
         self._last_s, self._last_rollouts, self._last_tokens = now_s, self.rollouts, self.generated_tokens
         self._reward_sum = 0.0

@@ -28,6 +28,7 @@ from replaybuf.service.answers import Counted, WaitingAnswer
 from replaybuf.service.auth import Tokens
 from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
 from replaybuf.service.console import PAGE
+from replaybuf.service.evaluations import Evaluation, EvaluationRequest, list_evaluations, record_evaluation
 from replaybuf.service.metrics import exposition
 from replaybuf.service.requests import (
     AckRequest,
@@ -139,6 +140,11 @@ async def post_groups(request: Request) -> Response:
     return json_response({"results": await run.door.append(groups)})
 
 
+async def post_evaluation(request: Request) -> Response:
+    run = await _led(request)
+    return json_response(await record_evaluation(run, await read_json(request, EvaluationRequest)))
+
+
 # ---------------------------------------------------------------------- policy and trainer
 
 
@@ -201,6 +207,12 @@ async def get_record(request: Request) -> Response:
     run = await _run(request)
     step = number(request, "step", path=True)
     return json_response(await run.batches.record(step, optional_number(request, "generation")))
+
+
+async def get_evaluations(request: Request) -> Response:
+    run = await _run(request)
+    _, limit = page(request)
+    return json_response(await list_evaluations(run, limit))
 
 
 async def get_ledger(request: Request) -> Response:
@@ -279,6 +291,10 @@ CALLS = (
     Call("POST", f"{_R}/groups", post_groups, _PRODUCER, "Append groups", GroupsRequest, ("200", "413", "422", "429")),
     Call("GET", f"{_R}/groups", get_groups, READ, "Browse groups", query=("state", "limit", "after")),
     Call("GET", f"{_R}/groups/{{group_id:path}}", get_group, READ, "One group with its rollouts"),
+    Call(
+        "POST", f"{_R}/evaluations", post_evaluation, _PRODUCER, "Keep a result", EvaluationRequest, result=Evaluation
+    ),
+    Call("GET", f"{_R}/evaluations", get_evaluations, _ANYBODY, "Results of evaluations", query=("limit",)),
     Call("GET", f"{_R}/policy", get_policy, _ANYBODY, "Published policy", query=("after", "wait_ms", "adapter")),
     Call("POST", f"{_R}/policy", post_policy, _TRAINER, "Publish a version", PolicyRequest, _CHANGED),
     Call("POST", f"{_R}/attach", post_attach, _TRAINER, "Attach a trainer", AttachRequest, _CHANGED),

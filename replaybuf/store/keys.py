@@ -9,6 +9,7 @@
 | `rb:{run}:done:<adapter>`    | bitmap | of the run                 | prompt indexes whose id left `gid` by trimming |
 | `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`                        |
 | `rb:{run}:snap`              | string | of the run                 | snapshot of the fold at a ledger entry         |
+| `rb:{run}:evals`             | stream | of the run, newest 10,000  | results of evaluations                         |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
 | `rb:{run}:counts`            | hash   | of the run                 | counters; `next:<adapter>` = next prompt index |
 | `rb:{run}:fence`             | string | of the run                 | fencing token of the leader                    |
@@ -57,6 +58,11 @@ def snapshot(run: str) -> str:
 def ledger(run: str) -> str:
     """Stream of decisions."""
     return f"rb:{{{run}}}:led"
+
+
+def evaluations(run: str) -> str:
+    """Stream of results of evaluations."""
+    return f"rb:{{{run}}}:evals"
 
 
 def tickets(run: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from replaybuf.store.durability import STRICT, Wanted
+from replaybuf.store.evaluations import EvaluationCommands
 from replaybuf.store.groups import GroupCommands
 from replaybuf.store.leases import LeaseCommands
 from replaybuf.store.ledger import LedgerCommands
@@ -17,7 +18,7 @@ from replaybuf.store.snapshots import SnapshotCommands
 from replaybuf.store.tickets import TicketCommands
 
 
-class Store(GroupCommands, LedgerCommands, SnapshotCommands, TicketCommands, LeaseCommands):
+class Store(GroupCommands, LedgerCommands, SnapshotCommands, TicketCommands, EvaluationCommands, LeaseCommands):
     """Commands on one Redis or Valkey server; see the module docstring. Build with `await Store.open(url)`."""
 
     @classmethod

@@ -271,6 +271,7 @@ class ServiceDouble:
         self.out: dict[str, int] = {}
         self.returned: list[tuple[str, str]] = []
         self.appended: list[list[Group]] = []
+        self.evaluations: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
         self.faults: dict[str, deque[ReplaybufError]] = {}
         self.judge: Callable[[Group], str | None] = lambda group: None
@@ -293,6 +294,7 @@ class ServiceDouble:
             Route(f"{root}/tickets/{{ticket}}", self._guarded(self._return), methods=["DELETE"]),
             Route(f"{root}/groups", self._guarded(self._groups), methods=["POST"]),
             Route(f"{root}/policy", self._guarded(self._policy)),
+            Route(f"{root}/evaluations", self._guarded(self._evaluations), methods=["GET", "POST"]),
         ]
         async with served(routes, port) as self.url:
             yield self
@@ -384,6 +386,13 @@ class ServiceDouble:
             }
             return JSONResponse(problem, 422)
         return JSONResponse({"results": results})
+
+    async def _evaluations(self, request: Request) -> Response:
+        if request.method == "GET":
+            return JSONResponse({"evaluations": self.evaluations})
+        result = await request.json()
+        await self.change(evaluations=[*self.evaluations, result])
+        return JSONResponse(result)
 
     async def _policy(self, request: Request) -> Response:
         after = int(request.query_params.get("after", -1))

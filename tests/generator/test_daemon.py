@@ -36,6 +36,7 @@ from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
+from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.stages import Rollout, Stage
 from replaybuf.group import Admissible, Float32s, Group, check_group
@@ -90,6 +91,7 @@ async def world(
     max_staleness: int | None = None,
     stages: Sequence[Stage] = (),
     prompts: PromptOrder | None = None,
+    schedule: Schedule | None = None,
     serve: bool = True,
     **options: Any,
 ) -> AsyncIterator[World]:
@@ -109,6 +111,7 @@ async def world(
             make_tokenizer(folder),
             DaemonOptions(**given | options),
             stages,
+            schedule,
         )
         made = World(engine, service, daemon, asyncio.Event())
         try:

@@ -40,7 +40,9 @@ def test_the_mean_reward_and_the_versions_are_told(tmp_path: Path) -> None:
     double = EngineDouble(version=4)
     double.script.append(reply(token_ids=[0, 0, 0], weight_versions=[{"version": 5, "start": 0, "end": 3}]))
     result = run(double, tmp_path, ["abc"] * 4, max_inflight_prompts=1)
-    assert result == EvaluationResult(accuracy=0.75, n=4, failed=0, versions=(4, 5))
+    assert result == EvaluationResult(
+        accuracy=0.75, standard_error=0.25, parts={"length": 3.0}, n=4, failed=0, versions=(4, 5)
+    )
 
 
 def test_temperature_and_number_of_samples_are_the_callers(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ ALLOWED = [
     ("DELETE", "/tickets/t0-0-1", {"producer", "operator"}),
     ("POST", "/groups", {"producer", "operator"}),
     ("GET", "/groups", {"reader", "operator"}),
+    ("POST", "/evaluations", {"producer", "operator"}),
+    ("GET", "/evaluations", {"producer", "trainer", "reader", "operator"}),
     ("GET", "/policy", {"producer", "trainer", "reader", "operator"}),
     ("POST", "/policy", {"trainer", "operator"}),
     ("POST", "/attach", {"trainer", "operator"}),

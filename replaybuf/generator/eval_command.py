@@ -1,0 +1,157 @@
+"""The command `replaybuf eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import uvloop
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from replaybuf.client import AsyncClient
+from replaybuf.errors import Invalid
+from replaybuf.generator.engines import open_engine
+from replaybuf.generator.environments import load_rewards
+from replaybuf.generator.evaluation import HeldOut
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.preflight import held_out_prompts
+from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.tokenizer import Tokenizer
+
+RETRY_FOR_S = 60.0
+
+
+def evaluate_command(
+    *,
+    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    environment: str,
+    prompts: str,
+    tokenizer: Path,
+    max_tokens: int,
+    samples: int = 1,
+    temperature: float = 0.0,
+    max_inflight_prompts: int = 32,
+    engine_timeout_s: float = 300.0,
+    reward_timeout_s: float = 30.0,
+    start_timeout_s: float = 300.0,
+    model: str | None = None,
+    engine_api_key: str | None = None,
+    name: str | None = None,
+    json: bool = False,
+    url: str | None = None,
+    run: str | None = None,
+    adapter: str = "",
+    token: str | None = None,
+) -> None:
+    """Score completions of held-out prompts by the engines as they are, and print what they come to.
+
+    Nothing becomes a training group. With url and run the result is kept there by version.
+
+    Parameters
+    ----------
+    engine
+        Address of an inference server, as for generate; several share the work.
+    environment
+        What scores completions, as for generate.
+    prompts
+        The held-out set, as for generate; finite.
+    tokenizer
+        Model folder with tokenizer.json.
+    max_tokens
+        Longest completion, in tokens.
+    samples
+        Completions per prompt.
+    temperature
+        Sampling temperature; 0 = greedy.
+    max_inflight_prompts
+        Prompts in engines and rewards at the same time.
+    engine_timeout_s
+        Longest time one request may take an engine, in seconds.
+    reward_timeout_s
+        Longest time scoring one prompt's completions may take, in seconds.
+    start_timeout_s
+        How long to wait for the engines, in seconds.
+    model
+        Name the engines must serve the model by; by default that of the adapter, else the first they serve.
+    engine_api_key
+        Bearer token for the engines; better in the environment: REPLAYBUF_EVAL_ENGINE_API_KEY.
+    name
+        Name of the set, under which results are kept; the file's own by default.
+    json
+        Print JSON instead of a table.
+    url
+        Address of the service that keeps the result.
+    run
+        Run that the result belongs to.
+    adapter
+        LoRA adapter of the run that is evaluated.
+    token
+        Bearer token with the role producer.
+    """
+    if (url is None) != (run is None):
+        raise Invalid("url and run go together; one of them is missing", name="url" if url is None else "run")
+    _check({"max_tokens": max_tokens, "samples": samples, "max_inflight_prompts": max_inflight_prompts})
+    model_folder = Tokenizer(tokenizer)
+    rewards = load_rewards(environment)
+    held_out = HeldOut(
+        name=name or Path(prompts).stem,
+        prompts=held_out_prompts(prompts, model_folder, rewards),
+        scorer=Scorer(rewards, timeout_s=reward_timeout_s),
+        tokenizer=model_folder,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        samples=samples,
+        max_inflight_prompts=max_inflight_prompts,
+        stop_token_ids=tuple(sorted(model_folder.eos_token_ids)),
+    )
+    wanted, key = model or adapter or None, engine_api_key
+    fleet = Fleet([open_engine(address, timeout_s=engine_timeout_s, model=wanted, api_key=key) for address in engine])
+
+    async def evaluated() -> dict[str, Any]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(fleet.aclose)
+            await fleet.prepare(start_timeout_s)
+            result = await held_out.evaluate(fleet)
+            result |= {"adapter": adapter, "producer": f"{socket.gethostname()}-{os.getpid()}"}
+            if url is not None and run is not None:
+                client = AsyncClient(url, run, token=token, retry_for_s=RETRY_FOR_S)
+                result = await (await stack.enter_async_context(client)).record_evaluation(result)
+            return result
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(evaluated())
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        Console().print(_table(result))
+
+
+def _check(values: dict[str, int]) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise Invalid(f"{name} is {value}; at least 1 is needed", name=name, value=value, bound=1)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(title=f"evaluation {result['name']}", title_justify="left", show_header=False)
+    error = result["standard_error"]
+    for name, value in (
+        ("policy version", ", ".join(str(version) for version in result["versions"])),
+        ("mean reward", f"{result['reward_mean']:.4f}" + ("" if error is None else f" ± {error:.4f}")),
+        *((f"  {part}", f"{mean:.4f}") for part, mean in result["parts"].items()),
+        (
+            "completions",
+            f"{result['rollouts']}, {result['samples']} per prompt at temperature {result['temperature']:g}",
+        ),
+        ("prompts failed", result["failed"]),
+        ("seconds", f"{result['seconds']:.1f}"),
+    ):
+        table.add_row(name, str(value))
+    return table

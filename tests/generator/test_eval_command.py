@@ -1,0 +1,69 @@
+"""`replaybuf eval` as a process: it scores held-out prompts, prints what they come to, and keeps it where asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from tests.conftest import RunClient
+from tests.generator.doubles import EngineDouble, write_tokenizer
+from tests.generator.test_command import bounded, write_prompts
+
+
+async def evaluated(folder: Path, engine: str, *options: str) -> tuple[int | None, str, str]:
+    """Run it; return exit code, standard output and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "replaybuf.cli", "eval", "--engine", engine, "--environment", "exact-match"),
+        *("--tokenizer", str(write_tokenizer(folder / "model")), "--max-tokens", "8"),
+        *(options if "--prompts" in options else ("--prompts", str(write_prompts(folder)), *options)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, error = await process.communicate()
+    return process.returncode, out.decode(), error.decode()
+
+
+def test_it_prints_json_and_the_run_keeps_the_result_apart_from_its_groups(tmp_path: Path, run: RunClient) -> None:
+    assert run.put(batch={"groups_per_batch": 1}, group_size=4).status_code == 201
+
+    async def main() -> None:
+        async with EngineDouble(version=7).up() as engine:
+            keep = ("--url", str(run.http.base_url), "--run", run.run)
+            code, out, error = await evaluated(tmp_path, engine.url, "--json", "--samples", "2", *keep)
+        assert code == 0, error
+        told = json.loads(out)
+        assert (told["name"], told["version"], told["reward_mean"], told["standard_error"]) == ("words", 7, 1.0, 0.0)
+        assert (told["rollouts"], told["samples"], told["failed"], told["generation"]) == (12, 2, 0, 0)
+        assert run.get("evaluations").json() == {"evaluations": [told]}
+        assert {(request["n"], request["temperature"]) for request in engine.requests} == {(2, 0.0)}
+
+    bounded(main())
+    state = run.state()
+    assert (state["groups"]["stored"], state["tickets"]["issued"]) == (0, 0)
+
+
+def test_it_prints_a_table_and_needs_no_service(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with EngineDouble(version=7).up() as engine:
+            code, out, error = await evaluated(tmp_path, engine.url)
+        assert code == 0, error
+        assert "1.0000 ± 0.0000" in out and "6, 1 per prompt at temperature 0" in out
+
+    bounded(main())
+
+
+def test_what_cannot_be_evaluated_ends_it_with_one_message(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with EngineDouble().up() as engine:
+            for options, said in (
+                (("--samples", "0"), "samples is 0; at least 1 is needed"),
+                (("--run", "r"), "url and run go together"),
+                (("--prompts", "reasoning-gym:chain_sum"), "an evaluation needs an end"),
+            ):
+                code, _, error = await evaluated(tmp_path, engine.url, *options)
+                assert code == 1
+                assert said in error.splitlines()[-1]
+
+    bounded(main())
