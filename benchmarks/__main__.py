@@ -27,6 +27,7 @@ SHORT = {
     "growth": ["--sizes", "2", "--repeats", "2"],
     "bodies": ["--rounds", "5"],
     "file_queue": ["--steps", "25"],
+    "generator": ["--rollouts", "4000", "--repeats", "2"],
 }
 """Benchmarks by the name of their file, and the options that make them short."""
 TIMEOUT_S = 600.0

@@ -1,0 +1,165 @@
+"""What generating costs the generator itself: its processor time per stored rollout, with an engine that costs nothing.
+
+    python benchmarks/generator.py --rollouts 16000 --repeats 5
+
+`replaybuf generate` as a process takes tickets of a `replaybuf serve`, asks a server that answers at once with 8
+rollouts of 256 tokens (`null_engine.py`), decodes and scores them (exact-match) and appends groups; all over HTTP, each
+a process of its own, groups durably stored (`appendfsync always`). Counted is the processor time, user and system, of
+all threads of the generator, per rollout that the service has stored, from a warm start on; the figure per second is
+its inverse: what one generator does where it has a core to itself. Sides: the two calls of vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from measured import Measured
+from null_engine import COMPLETIONS, TOKENS, VOCABULARY
+from served import Served
+
+from replaybuf.client import Client
+
+SIDES = {TOKENS: (), COMPLETIONS: ("--completions",)}
+WARM_ROLLOUTS = 2000
+POLL_S = 0.05
+TIMEOUT_S = 300.0
+STOP_S = 30.0
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=16_000, help="of one measurement")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="of a rollout")
+    parser.add_argument("--inflight", type=int, default=64, help="groups at the same time")
+    given = parser.parse_args()
+    packages = ["httpx", "httpcore", "msgspec", "numpy", "tokenizers", "uvloop"]
+    told = Measured("generator", reference=COMPLETIONS, packages=packages, settings=vars(given))
+    cost: dict[str, list[float]] = defaultdict(list)
+    rate: dict[str, list[float]] = defaultdict(list)
+    wall: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as name, Served(Path(name) / "data") as served:
+        write_model(Path(name))
+        for repeat in range(given.repeats):
+            for side, options in SIDES.items():
+                cpu_s, took_s, rollouts = measure(Path(name), served, f"r{repeat}{len(options)}", options, given)
+                cost[side].append(cpu_s / rollouts * 1e6)
+                rate[side].append(rollouts / cpu_s)
+                wall[side].append(rollouts / took_s)
+    told.take("processor time of the generator per rollout", cost, unit="us")
+    told.take("rollouts per second of its processor time", rate, unit="1/s")
+    told.take("rollouts stored per second by the clock, all processes on this machine", wall, unit="1/s")
+    told.save()
+
+
+def measure(
+    folder: Path, served: Served, run: str, options: tuple[str, ...], given: argparse.Namespace
+) -> tuple[float, float, int]:
+    """Generate for a run of its own; return seconds of processor and clock, and the rollouts stored."""
+    with Client(served.url, run) as client, contextlib.ExitStack() as stack:
+        room = 1 << 30
+        client.put_run(
+            {
+                "batch": {"groups_per_batch": 1 << 20, "tokens_per_batch": room, "seq_len": 4096},
+                "group_size": given.group_size,
+            }
+        )
+        sizes = ("--rollouts", str(given.group_size), "--tokens", str(given.tokens))
+        engine = stack.enter_context(process([str(Path(__file__).parent / "null_engine.py"), *sizes, *options]))
+        url = listening(engine)
+        generator = stack.enter_context(
+            process(["-m", "replaybuf.cli", "--log-level", "error", *generate(folder, served.url, run, url, given)])
+        )
+        watched = psutil.Process(generator.pid)
+        first = reach(client, generator, WARM_ROLLOUTS // given.group_size)
+        cpu_s, begun_s = spent_s(watched), time.perf_counter()
+        last = reach(client, generator, first + given.rollouts // given.group_size)
+        return spent_s(watched) - cpu_s, time.perf_counter() - begun_s, (last - first) * given.group_size
+
+
+def generate(folder: Path, service: str, run: str, engine: str, given: argparse.Namespace) -> list[str]:
+    """Build the arguments of the generator."""
+    options = {
+        "url": service,
+        "run": run,
+        "engine": engine,
+        "environment": "exact-match",
+        "prompts": str(folder / "prompts.jsonl"),
+        "tokenizer": str(folder / "model"),
+        "max-tokens": str(given.tokens),
+        "max-inflight-groups": str(given.inflight),
+    }
+    return ["generate", *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def write_model(folder: Path) -> None:
+    """Write a tokenizer of `VOCABULARY` words, and prompts."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    made = tokenizers.Tokenizer(models.WordLevel({f"Ġw{n}": n for n in range(VOCABULARY)}, unk_token="Ġw0"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(use_regex=True)
+    made.decoder = decoders.ByteLevel()
+    (folder / "model").mkdir()
+    made.save(str(folder / "model" / "tokenizer.json"))
+    rows = [{"prompt": "".join(f" w{n * 7 % 1000}" for n in range(i, i + 64)), "answer": "w1"} for i in range(1000)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@contextlib.contextmanager
+def process(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run Python with these arguments; ended by a signal at the end."""
+    started = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        yield started
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+        if started.stdout is not None:
+            started.stdout.close()
+
+
+def listening(engine: subprocess.Popen[str]) -> str:
+    """Return the address that a server prints."""
+    found = re.match(r"listening on (http://\S+)", engine.stdout.readline() if engine.stdout else "")
+    if found is None:
+        raise RuntimeError("the null engine does not listen")
+    return found[1]
+
+
+def reach(client: Client, generator: subprocess.Popen[str], groups: int) -> int:
+    """Wait until so many groups are stored; return how many are."""
+    ends_s = time.monotonic() + TIMEOUT_S
+    while (stored := int(client.get_run()["groups"]["stored"])) < groups:
+        if generator.poll() is not None or time.monotonic() > ends_s:
+            raise RuntimeError(f"{stored} of {groups} groups are stored, and no more come")
+        time.sleep(POLL_S)
+    return stored
+
+
+def spent_s(watched: psutil.Process) -> float:
+    """Return the processor seconds, user and system, of all threads."""
+    times = watched.cpu_times()
+    return float(times.user + times.system)
+
+
+if __name__ == "__main__":
+    main()
