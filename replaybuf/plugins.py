@@ -21,6 +21,7 @@ STRATEGIES = "replaybuf.strategies"
 FILTERS = "replaybuf.filters"
 ENVIRONMENTS = "replaybuf.environments"
 COMMANDS = "replaybuf.commands"
+LOGPROBS = "replaybuf.logprobs"
 
 
 def names(group: str) -> list[str]:

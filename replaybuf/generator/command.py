@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from replaybuf.errors import Invalid
 from replaybuf.generator.concurrency import Bounds
 from replaybuf.generator.flight import PATIENCE_S
+from replaybuf.generator.logprobs import LogprobOptions
 from replaybuf.generator.process import GenerateOptions, run_generator
 from replaybuf.generator.publication import OnPublish
 
@@ -66,6 +67,7 @@ def generate(
     report_every_s: float = 10.0,
     metrics_host: str = "127.0.0.1",
     metrics_port: int | None = None,
+    logprobs: Annotated[LogprobOptions | None, Parameter(name="*")] = None,
     token: str | None = None,
     reread: Annotated[Callable[[], dict[str, Any]] | None, Parameter(parse=False)] = None,
 ) -> None:
@@ -156,6 +158,8 @@ def generate(
         Address that metrics_port is on.
     metrics_port
         Port of GET /metrics and GET /healthz; 0 takes a free one, which is printed. None by default.
+    logprobs
+        Whose logprobs groups carry beside those of the policy.
     token
         Bearer token with the role producer.
     """
@@ -171,6 +175,7 @@ def _checked(arguments: Mapping[str, Any]) -> GenerateOptions:
     """Make options of the arguments of `generate`. Raises `Invalid` where one is out of its bounds."""
     given = {name: value for name, value in arguments.items() if name not in ("engine", "reread")}
     given["producer"] = given["producer"] or f"{socket.gethostname()}-{os.getpid()}"
+    given["logprobs"] = given["logprobs"] or LogprobOptions()
     options = GenerateOptions(engines=tuple(arguments["engine"]), **given)
     for name, least in _LEAST.items():
         if getattr(options, name) < least:

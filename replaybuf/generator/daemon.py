@@ -43,7 +43,7 @@ FINISH_S = 2.0
 """After a stop, work in flight may still finish for so long; with `flight.GIVE_BACK_S` the process ends within 4 s."""
 FAULTS_IN_A_ROW = 64
 """So many groups failing one after another, none succeeding, mean that something is broken for good."""
-_NOBODYS_FAULT = ("engine_away", SUPERSEDED)
+_NOBODYS_FAULT = ("engine_away", "ref_engine_away", "teacher_engine_away", SUPERSEDED)
 """Engines that are away are waited for before the next ticket is taken; new weights come all the time."""
 _ENGINE_POLL_S = 1.0
 _LOAD_EVERY_S = 1.0
@@ -173,6 +173,8 @@ class Daemon:
             return self._flight.away
         if not self._engine.up:
             return self._engine.waiting
+        if self._stages is not None and self._stages.away:
+            return self._stages.away
         return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -214,9 +216,11 @@ class Daemon:
         return min(self._options.max_inflight_groups - self.inflight, self.limit - self._generating)
 
     async def _engine_up(self) -> bool:
-        """Wait a moment for the engine: a ticket is worth taking only when something can be generated for it."""
+        """Wait a moment for the engine: a ticket is worth taking only when its group can be made."""
         try:
             await self._engine.wait_ready(_ENGINE_POLL_S)
+            if self._stages is not None:
+                await self._stages.wait_ready(_ENGINE_POLL_S)
         except EngineAway:
             return False
         return True
@@ -263,7 +267,8 @@ class Daemon:
     async def _make(self, work: Work) -> None:
         try:
             work.group = await self._generated(work.ticket)
-            self._faults_in_a_row = 0
+            if self._stages is None:  # else it is not whole yet
+                self._faults_in_a_row = 0
         except EngineUnfit:
             raise
         except (EngineFault, PromptFault, RewardFault) as fault:
@@ -331,17 +336,16 @@ class Daemon:
 
     async def _complete(self, stages: Stages, groups: list[Group], window: Window[Rollout]) -> None:
         works = [self._flight.works[group.ticket or ""] for group in groups]
-        try:
-            for work, group in zip(works, await stages.complete(groups, window), strict=True):
-                work.group = group
-        except EngineUnfit:
-            raise
-        except EngineFault as fault:
-            for work in works:
-                await self._flight.give_back(work, fault.reason, fault.detail)
-            self._count_fault(fault)
-        else:
-            await self._delivery.put(works)
+        whole: list[Work] = []
+        for work, made in zip(works, await stages.complete(groups, window), strict=True):
+            if isinstance(made, EngineFault):
+                await self._flight.give_back(work, made.reason, made.detail)
+                self._count_fault(made)
+            else:
+                work.group = made
+                whole.append(work)
+                self._faults_in_a_row = 0
+        await self._delivery.put(whole)
 
     # ------------------------------------------------------------------ stop and status
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -44,6 +45,8 @@ from replaybuf.generator.publication import (
 from replaybuf.group import Int32s
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TRIES = 3
 """A request that one engine failed is tried this often in all; sampling again does no harm."""
@@ -124,6 +127,14 @@ class Fleet:
         self._check_use(sample.policy_version)
         return sample
 
+    async def ask(self, tokens: int, call: Callable[[Server], Awaitable[T]]) -> T:
+        """Have a server answer something else than a sample: the least loaded one, others where it fails.
+
+        `tokens`: what the request weighs beside others. Raises what `call` raises, as `generate` does.
+        """
+        result, _ = await self._tried(tokens, lambda member: call(member.server))
+        return result
+
     def learn_published(self, version: int) -> None:
         """Take in the version published now.
 
@@ -173,12 +184,17 @@ class Fleet:
     ) -> tuple[Sample, Member]:
         """Ask a server, or several one after another, for a sample that the policy lets be used."""
         tokens = len(prompt_ids) + sampling.n * sampling.max_tokens
+        return await self._tried(tokens, lambda member: self._sampled(member, prompt_ids, sampling), avoid)
+
+    async def _tried(
+        self, tokens: int, call: Callable[[Member], Awaitable[T]], avoid: Member | None = None
+    ) -> tuple[T, Member]:
         failed: list[Member] = []
         while True:
             member = await self._choose(failed, avoid)
             try:
                 with member.carrying(tokens):
-                    return await self._sampled(member, prompt_ids, sampling), member
+                    result = await call(member)
             except EngineAway as error:
                 self._count(member, error)
                 failed.append(member)
@@ -188,6 +204,9 @@ class Fleet:
                 if not any(other.fault is None for other in self._members if other is not member):
                     raise
                 self._put_aside(member, error)
+            else:
+                member.failures = member.setbacks = 0
+                return result, member
 
     async def _sampled(self, member: Member, prompt_ids: Int32s, sampling: Sampling) -> Sample:
         published, url = self._published, member.server.url
@@ -197,7 +216,6 @@ class Fleet:
         refused = refusal(self._on_publish, sample)
         if refused is not None:
             raise EngineAway(refused[0], f"engine {url} {refused[1]}", name="engine", value=url)
-        member.failures = member.setbacks = 0
         return sample
 
     async def _resumed(self, prompt_ids: Int32s, sampling: Sampling, sample: Sample, member: Member) -> Sample:

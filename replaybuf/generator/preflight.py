@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from replaybuf import plugins
 from replaybuf.advantages import check_estimator
@@ -71,32 +71,33 @@ def check_group_size(asked: int | None, facts: RunFacts) -> int:
 
 
 def check_fit(
-    facts: RunFacts, prompts: Iterable[Prompt], *, group_size: int, max_tokens: int, max_model_len: int | None
+    facts: RunFacts, prompts: Iterable[Prompt], *, group_size: int, max_tokens: int, longest: Mapping[str, int | None]
 ) -> None:
-    """Refuse what could only produce refused groups: the run's estimator, rollouts longer than run or engine take.
+    """Refuse what could only produce refused groups: the run's estimator, rollouts longer than run or engines take.
 
-    Lengths are judged by the longest completion that is allowed: a group of which one rollout is too long is lost as a
-    whole, and what is lost so is always the longest. Raises `Invalid`.
+    `longest`: the most tokens of a rollout, by who says so; None = any. Lengths are judged by the longest completion
+    that is allowed: a group of which one rollout is too long is lost as a whole, and what is lost so is always the
+    longest. Raises `Invalid`.
     """
     check_estimator(facts.advantage)
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    tokens = len(longest.token_ids) + max_tokens
-    bounds = {"the engine's max_model_len": max_model_len}
+    prompt = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    tokens = len(prompt.token_ids) + max_tokens
+    bounds = dict(longest)
     if facts.batch.overlong == "reject":
         bounds["the run's batch.seq_len"] = facts.batch.seq_len
     for name, bound in bounds.items():
         if bound is not None and tokens > bound:
             raise Invalid(
-                f"prompt {longest.prompt_id!r} ({longest.where}) has {len(longest.token_ids)} tokens, with "
+                f"prompt {prompt.prompt_id!r} ({prompt.where}) has {len(prompt.token_ids)} tokens, with "
                 f"max_tokens {max_tokens} that makes {tokens}; {name} is {bound}",
                 name="max_tokens",
                 value=max_tokens,
-                bound=bound - len(longest.token_ids),
+                bound=bound - len(prompt.token_ids),
             )
-    least, budget = group_size * (len(longest.token_ids) + 1), facts.batch.tokens_per_batch
+    least, budget = group_size * (len(prompt.token_ids) + 1), facts.batch.tokens_per_batch
     if budget is not None and least > budget:
         raise Invalid(
-            f"a group of {group_size} rollouts of prompt {longest.prompt_id!r} has at least {least} tokens; "
+            f"a group of {group_size} rollouts of prompt {prompt.prompt_id!r} has at least {least} tokens; "
             f"the run's batch.tokens_per_batch is {budget}",
             name="group_size",
             value=group_size,

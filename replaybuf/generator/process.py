@@ -20,6 +20,7 @@ from replaybuf.generator.engines import Sampling, Server, open_engine
 from replaybuf.generator.environments import check_prompts, load_rewards
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.logprobs import LogprobOptions, open_stages
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.preflight import (
     check_adapter,
@@ -82,6 +83,7 @@ class GenerateOptions:
     report_every_s: float
     metrics_host: str
     metrics_port: int | None
+    logprobs: LogprobOptions
     token: str | None = dataclasses.field(repr=False)
 
     def sampling(self, group_size: int, tokenizer: Tokenizer) -> Sampling:
@@ -151,7 +153,7 @@ async def run_generator(options: GenerateOptions, reread: Reread | None = None) 
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(options.url, options.run, token=options.token))
             exposed = await _exposed(options, stack)
-            daemon = await _unless_stopped(stop, _prepared(options, client, engine, stack))
+            daemon = await _unless_stopped(stop, _prepared(options, client, engine, servers, stack))
             if daemon is not None:
                 exposed.daemon = daemon
                 async with _heeding_hangups(options, daemon, servers, reread):
@@ -221,7 +223,9 @@ async def _reconfigured(
     return options
 
 
-async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet, stack: AsyncExitStack) -> Daemon:
+async def _prepared(
+    options: GenerateOptions, client: AsyncClient, engine: Fleet, servers: Sequence[Server], stack: AsyncExitStack
+) -> Daemon:
     tokenizer = Tokenizer(options.tokenizer)
     supply = Supply(options.prompts, tokenizer)
     read = supply.known
@@ -233,7 +237,17 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
     group_size = check_group_size(options.group_size, facts)
     engine.max_staleness = max_staleness(facts)
     await engine.prepare(options.start_timeout_s)
-    check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, max_model_len=engine.max_model_len)
+    stages = await open_stages(
+        options.logprobs,
+        stack,
+        policy=servers,
+        timeout_s=options.engine_timeout_s,
+        start_timeout_s=options.start_timeout_s,
+        api_key=options.engine_api_key,
+    )
+    model_bound = {"the engine's max_model_len": engine.max_model_len}
+    bounds = model_bound | {f"what {stage.column} can be computed of": stage.max_tokens for stage in stages}
+    check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, longest=bounds)
     seed = facts.seed if options.seed is None else options.seed
     logger.info("generating: %d prompts, groups of %d, %d engines", len(read), group_size, len(options.engines))
     scoring: Scoring = Scorer(rewards, timeout_s=options.reward_timeout_s)
@@ -249,7 +263,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
             schedule.held_out.prompts,
             group_size=options.eval_samples,
             max_tokens=options.max_tokens,
-            max_model_len=engine.max_model_len,
+            longest=model_bound,
         )
     return Daemon(
         client,
@@ -262,7 +276,8 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
             adapter=options.adapter,
             sampling=options.sampling(group_size, tokenizer),
             advantage=facts.advantage,
-            metadata={"env": options.environment, "producer": options.producer},
+            metadata={"env": options.environment, "producer": options.producer}
+            | {stage.column: stage.record() for stage in stages},
             max_inflight_groups=options.max_inflight_groups,
             min_inflight_groups=options.min_inflight_groups,
             service_patience_s=options.service_patience_s,
@@ -271,6 +286,7 @@ async def _prepared(options: GenerateOptions, client: AsyncClient, engine: Fleet
             report_every_s=options.report_every_s,
             metrics_file=options.metrics_file,
         ),
+        stages,
         schedule=schedule,
     )
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import queue
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from replaybuf.errors import ReplaybufError, RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.threads import LoopThread, Worker
 from replaybuf.group import Float64s
 
 MAX_STUCK = 16
@@ -28,39 +27,6 @@ class Scores:
 
     rewards: Float64s
     parts: dict[str, Float64s]
-
-
-class _Worker:
-    """A thread that does one job after another; `idle` workers wait for the next.
-
-    Not `concurrent.futures`: its threads are joined at the end of the process, so one that hangs would hold that up.
-    Not a new thread per group: starting one blocks the event loop until the thread runs.
-    """
-
-    def __init__(self, idle: list[_Worker]) -> None:
-        self._idle = idle
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="replaybuf-score", daemon=True).start()
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Do `job`, which raises nothing; at most one is given at a time."""
-        self._jobs.put(job)
-
-    def _work(self) -> None:
-        while True:
-            self._jobs.get()()
-            self._idle.append(self)
-
-
-class _Loop:
-    """A thread with an event loop for coroutines of the user's: what blocks there blocks no other part."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="replaybuf-score-loop", daemon=True).start()
-
-    def start(self, work: Coroutine[Any, Any, list[Score]]) -> Future[list[Score]]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 class Scoring(Protocol):
@@ -89,8 +55,8 @@ class Scorer:
         self._blended = len(rewards) > 1 or rewards[0].weight != 1.0
         self._timeout_s = timeout_s
         self._left_behind: list[Future[list[Score]]] = []
-        self._idle: list[_Worker] = []
-        self._loop: _Loop | None = None
+        self._idle: list[Worker] = []
+        self._loop: LoopThread | None = None
 
     @property
     def stuck(self) -> int:
@@ -123,22 +89,11 @@ class Scorer:
 
     def _start(self, reward: Reward, prompt: Prompt, completions: Sequence[str]) -> Future[list[Score]]:
         if inspect.iscoroutinefunction(reward.environment.score):
-            self._loop = self._loop or _Loop()
+            self._loop = self._loop or LoopThread()
             return self._loop.start(_gathered(reward.environment.score, prompt, completions))
-        promise: Future[list[Score]] = Future()
-        promise.set_running_or_notify_cancel()  # from here on it cannot be cancelled, only awaited no longer
         score: Callable[[Prompt, str], Score] = reward.environment.score  # type: ignore[assignment]
-
-        def run() -> None:
-            try:
-                promise.set_result([score(prompt, text) for text in completions])
-            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever awaits the promise judges it
-                # An exception that means something to coroutines must not travel through one as itself.
-                promise.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-
-        worker = self._idle.pop() if self._idle else _Worker(self._idle)
-        worker.do(run)
-        return promise
+        worker = self._idle.pop() if self._idle else Worker(self._idle)
+        return worker.do(lambda: [score(prompt, text) for text in completions])
 
     def _joined(self, prompt: Prompt, scored: list[list[Score]]) -> Scores:
         columns = [_columns(prompt, scores) for scores in scored]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 from collections import deque
@@ -124,8 +125,28 @@ async def served(routes: list[Route], port: int = 0) -> AsyncIterator[str]:
 Script = Callable[[dict[str, Any]], Awaitable[Response | dict[str, Any] | None]]
 
 
+def given_logprob(before: int, token: int) -> float:
+    """Tell the logprob that an `EngineDouble` gives a token after another."""
+    return -(1 + before) / (2 + token)
+
+
+def scored(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request with `prompt_logprobs`, as vLLM 0.31 does: every token beside the likeliest one."""
+    choices = []
+    for index, prompt in enumerate(request["prompt"]):
+        entries: list[dict[str, Any] | None] = [None]
+        for before, token in itertools.pairwise(prompt):
+            likeliest = {"logprob": -0.001, "rank": 1, "decoded_token": "x"}
+            own = {"logprob": given_logprob(before, token), "rank": 7, "decoded_token": "y"}
+            entries.append({"999": likeliest, str(token): own})
+        choices.append({"index": index, "text": "", "logprobs": None, "prompt_logprobs": entries})
+    return {"id": "cmpl", "model": request["model"], "choices": choices, "usage": {}}
+
+
 class EngineDouble:
     """A vLLM-style server that spells prompts backwards, each in its next `script` where there is one.
+
+    Requests with `prompt_logprobs` are answered by `given_logprob`.
 
     `labels`: say `weight_versions` per choice; `weight_info` None: that call is 404.
     """
@@ -187,7 +208,8 @@ class EngineDouble:
         made = await script(body) if script else None
         if isinstance(made, Response):
             return made
-        return JSONResponse(self.answer(body) if made is None else made)
+        usual = scored if "prompt_logprobs" in body else self.answer
+        return JSONResponse(usual(body) if made is None else made)
 
     async def _models(self, request: Request) -> Response:
         self.calls.append("models")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 from replaybuf.strategy import source_code
 from tests.conftest import RunClient
-from tests.generator.doubles import EngineDouble, Gate, write_tokenizer
+from tests.generator.doubles import EngineDouble, Gate, given_logprob, write_tokenizer
 
 WORDS = ("abc", "bca", "cab", "abd", "bad", "dab")
 TIMEOUT_S = 60.0
@@ -195,6 +196,35 @@ def test_own_prompts_and_rewards_run_without_packaging(tmp_path: Path, run: RunC
             assert rollout["reward"] == 1.5 * length
 
 
+def test_reference_and_teacher_logprobs_come_with_every_group(tmp_path: Path, run: RunClient) -> None:
+    put(run, tickets={"prompts": 5})
+
+    async def main() -> None:
+        judges = (EngineDouble(model="base"), EngineDouble(model="large"))
+        async with EngineDouble().up() as engine, judges[0].up() as reference, judges[1].up() as teacher:
+            options = {
+                "ref-engine": reference.url,
+                "ref-micro-batch": "3",
+                "teacher-engine": teacher.url,
+                "teacher-served-name": "large",
+            }
+            async with generator(tmp_path, _url(run), run.run, engine.url, **options) as process:
+                _, error = await process.communicate()
+                assert process.returncode == 0, error.decode()
+            assert {len(request["prompt"]) for request in reference.requests} <= {1, 2, 3}
+            assert {request["model"] for request in teacher.requests} == {"large"}
+
+    bounded(main())
+    groups = [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+    assert len(groups) == 5
+    for group in groups:
+        for rollout in group["rollouts"]:
+            tokens = [*rollout["prompt_ids"][-1:], *rollout["completion_ids"]]
+            expected = [given_logprob(before, token) for before, token in itertools.pairwise(tokens)]
+            assert rollout["ref_logprobs"] == pytest.approx(expected)
+            assert rollout["teacher_logprobs"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_gives_tickets_back_and_ends_it_in_time_with_exit_code_0(
     tmp_path: Path, run: RunClient, number: signal.Signals
@@ -245,6 +275,9 @@ def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
         ({"model": "other"}, "serves ['tiny']; asked for is 'other'"),
         ({"url": "localhost"}, "url is 'localhost'; needed: http://HOST:PORT"),
         ({"engine": "localhost"}, "engine is 'localhost'; needed: http://HOST:PORT"),
+        ({"ref-micro-batch": "0"}, "ref_micro_batch is 0; at least 1 is needed"),
+        ({"ref-engine": "sglang+http://127.0.0.1:9"}, "engine is 'sglang+http://127.0.0.1:9'; needed: http"),
+        ({"ref-model": "/nowhere"}, "/nowhere has no config.json"),
     ],
 )
 def test_what_cannot_work_ends_it_at_once_with_one_message(

@@ -18,6 +18,7 @@ import pytest
 from replaybuf.client import AsyncClient
 from replaybuf.errors import (
     DataLost,
+    EngineAway,
     EngineUnfit,
     Invalid,
     NoRoom,
@@ -35,6 +36,7 @@ from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.logprobs import EngineStage
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer
@@ -300,12 +302,81 @@ def test_stages_complete_groups_before_they_are_appended(tmp_path: Path) -> None
         async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
             return [np.full(len(r.completion_ids), -2.0, np.float32) for r in rollouts]
 
+        async def wait_ready(self, timeout_s: float) -> None:
+            """It is there."""
+
     async def main() -> None:
         async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=5), stages=[Reference()]) as w:
             await w.run()  # 5 groups of 4 rollouts, windows of 8: the last group is the tail
             assert sorted(group.prompt_index or 0 for group in w.service.groups) == list(range(5))
             for group in w.service.groups:
                 assert group.ref_logprobs is not None and set(group.ref_logprobs.tolist()) == {-2.0}
+
+    run(main())
+
+
+@contextlib.asynccontextmanager
+async def reference(engine: EngineDouble) -> AsyncIterator[EngineStage]:
+    """Open a stage that asks `engine` for reference logprobs."""
+    stage = EngineStage("ref_logprobs", [VllmEngine(engine.url, timeout_s=TIMEOUT_S)], micro_batch=4, patience_s=0.1)
+    await stage.prepare(TIMEOUT_S, policy=())
+    try:
+        yield stage
+    finally:
+        await stage.aclose()
+
+
+def test_a_stage_that_fails_costs_one_group_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with EngineDouble().up() as judge, reference(judge) as stage:
+            judge.script.append(fail(400, "no such token"))
+            async with world(
+                tmp_path, EngineDouble(), ServiceDouble(prompts=5), stages=[stage], max_inflight_groups=1
+            ) as w:
+                await w.run()
+                assert w.service.returned[0][0] == "t0"
+                assert w.service.returned[0][1].startswith(f"ref_engine_refused: engine {judge.url}/v1/completions")
+                assert w.daemon.progress.given_back == {"ref_engine_refused": 1}
+                assert sorted(group.prompt_index or 0 for group in w.service.groups) == [1, 2, 3, 4]
+                assert all(group.ref_logprobs is not None for group in w.service.groups)
+
+    run(main())
+
+
+def test_no_ticket_is_taken_while_a_stage_is_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with EngineDouble().up() as judge:
+            port = int(judge.url.rpartition(":")[2])
+            stack = contextlib.AsyncExitStack()
+            stage = await stack.enter_async_context(reference(judge))
+        async with stack:
+            with pytest.raises(EngineAway):
+                await stage.compute([])
+            async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=2), stages=[stage]) as w:
+                w.start()
+                async with asyncio.timeout(TIMEOUT_S):
+                    while w.daemon.waiting != "ref_engine_away":  # noqa: ASYNC110 - the daemon has no event for it
+                        await asyncio.sleep(0.01)
+                assert not w.service.asked
+                async with EngineDouble().up(port):
+                    await w.end()
+                assert len(w.service.groups) == 2
+
+    run(main())
+
+
+def test_a_stage_that_fails_every_group_ends_generating_though_the_engine_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_module, "FAULTS_IN_A_ROW", 5)
+
+    async def main() -> None:
+        async with EngineDouble().up() as judge, reference(judge) as stage:
+            judge.always = fail(400)
+            async with world(tmp_path, EngineDouble(), ServiceDouble(), stages=[stage], max_inflight_groups=2) as w:
+                with pytest.raises(BaseExceptionGroup) as caught:
+                    await w.run()
+                assert "5 groups in a row failed" in str(the_error(caught))
 
     run(main())
 

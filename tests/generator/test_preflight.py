@@ -25,7 +25,7 @@ def fit(run: RunFacts, *texts: str, **options: Any) -> None:
     check_fit(
         run,
         [make_prompt(text) for text in texts],
-        **{"group_size": 2, "max_tokens": 10, "max_model_len": None} | options,
+        **{"group_size": 2, "max_tokens": 10, "longest": {}} | options,
     )
 
 
@@ -61,7 +61,7 @@ def test_a_group_size_that_no_group_could_have_is_refused(asked: int | None, con
 
 
 def test_what_fits_passes() -> None:
-    fit(facts(batch={"seq_len": 13, "tokens_per_batch": 8}), "a", "abc", max_model_len=13)
+    fit(facts(batch={"seq_len": 13, "tokens_per_batch": 8}), "a", "abc", longest={"the engine's max_model_len": 13})
 
 
 def test_a_prompt_that_could_outgrow_a_micro_batch_is_refused_with_what_would_fit() -> None:
@@ -76,7 +76,7 @@ def test_a_run_that_truncates_takes_any_length() -> None:
 
 def test_a_prompt_that_could_outgrow_the_engine_is_refused() -> None:
     with pytest.raises(Invalid, match="the engine's max_model_len is 12"):
-        fit(facts(), "abc", max_model_len=12)
+        fit(facts(), "abc", longest={"the engine's max_model_len": 12})
 
 
 def test_a_group_that_fits_no_batch_is_refused() -> None:

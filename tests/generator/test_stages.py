@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pytest
 
-from replaybuf.errors import Invalid
-from replaybuf.generator.stages import Rollout, Stage, Stages
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
+from replaybuf.generator.stages import Column, Rollout, Stage, Stages
 from replaybuf.group import Admissible, Float32s, Group, check_group
 from tests import builders
 
 
 class Sums:
-    """Stage: minus the sum of a rollout's completion ids, for each of its tokens; remembers its micro-batches."""
+    """Stage: minus the sum of a rollout's completion ids, for each of its tokens; remembers its micro-batches.
 
-    column: Literal["ref_logprobs", "teacher_logprobs"]
+    Raises `fault` for a micro-batch that holds the token `fails_at`, and whenever it is waited for.
+    """
 
-    def __init__(self, column: Literal["ref_logprobs", "teacher_logprobs"], micro_batch: int, lose: int = 0) -> None:
-        self.column = column
+    def __init__(
+        self,
+        column: Column,
+        micro_batch: int,
+        lose: int = 0,
+        fault: EngineFault | None = None,
+        fails_at: int | None = None,
+    ) -> None:
+        self.column: Column = column
         self.micro_batch = micro_batch
         self.lose = lose
+        self.fault = fault
+        self.fails_at = fails_at
         self.seen: list[int] = []
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        if self.fault is not None:
+            raise self.fault
 
     async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
         self.seen.append(len(rollouts))
+        if self.fault is not None and any(self.fails_at in r.completion_ids for r in rollouts):
+            raise self.fault
         values = [np.full(len(r.completion_ids), -r.completion_ids.sum(), np.float32) for r in rollouts]
         return values[self.lose :]
 
@@ -40,9 +55,10 @@ def make_group(first: int) -> Group:
     )
 
 
-def run_through(stages: list[Stage], groups: list[Group]) -> list[Group]:
-    async def main() -> list[Group]:
-        joined, done = Stages(stages, group_size=2), []
+def run_all(stages: list[Stage], groups: list[Group]) -> list[Group | EngineFault]:
+    async def main() -> list[Group | EngineFault]:
+        joined = Stages(stages, group_size=2)
+        done: list[Group | EngineFault] = []
         for group in groups:
             taken = joined.add(group)
             if taken is not None:
@@ -51,6 +67,12 @@ def run_through(stages: list[Stage], groups: list[Group]) -> list[Group]:
         return done + (await joined.complete(*tail) if tail is not None else [])
 
     return asyncio.run(main())
+
+
+def run_through(stages: list[Stage], groups: list[Group]) -> list[Group]:
+    done = run_all(stages, groups)
+    assert not [fault for fault in done if isinstance(fault, EngineFault)]
+    return [group for group in done if isinstance(group, Group)]
 
 
 def test_every_group_gets_its_own_columns_in_order() -> None:
@@ -74,5 +96,51 @@ def test_stages_compute_in_whole_micro_batches_until_the_tail() -> None:
 
 
 def test_a_stage_that_loses_a_rollout_is_refused() -> None:
-    with pytest.raises(Invalid, match="returned 5 results for 6 samples"):
+    with pytest.raises(BaseExceptionGroup) as caught:
         run_through([Sums("ref_logprobs", 6, lose=1)], [make_group(n) for n in range(3)])
+    (error,) = caught.value.exceptions
+    assert isinstance(error, Invalid)
+    assert (error.value, error.bound) == ([1, 2, 1, 2, 1], [2, 1, 2, 1, 2, 1])
+
+
+def test_a_micro_batch_that_fails_costs_the_groups_it_holds_and_no_others() -> None:
+    fault = EngineAway("engine_timeout", "engine http://e gave no answer within 5 s", name="engine", value="http://e")
+    reference = Sums("ref_logprobs", 3, fault=fault, fails_at=20)
+    teacher = Sums("teacher_logprobs", 2)
+    done = run_all([reference, teacher], [make_group(n) for n in (10, 20, 30, 40)])
+    # Micro-batches of the reference, by group: 10 10 20 | 20 30 30 | 40 40; the first fails.
+    reasons = [one.reason if isinstance(one, EngineFault) else "whole" for one in done]
+    assert reasons == ["ref_engine_timeout", "ref_engine_timeout", "whole", "whole"]
+    assert isinstance(done[0], EngineFault)
+    assert (done[0].detail, done[0].value) == (fault.detail, "http://e")
+
+
+def test_tokens_that_were_not_sampled_get_no_logprobs() -> None:
+    tool = builders.group(
+        builders.rollout(completion_ids=[5, 6, 7], completion_mask=[1, 0, 1], inference_logprobs=[-1.0, 0.0, -1.0]),
+        builders.rollout(completion_ids=[8], inference_logprobs=[-1.0]),
+    )
+    (done,) = run_through([Sums("ref_logprobs", 1)], [tool])
+    assert done.ref_logprobs is not None
+    assert done.ref_logprobs.tolist() == [-18.0, 0.0, -18.0, -8.0]
+
+
+def test_an_engine_that_only_an_operator_can_help_is_not_a_fault_of_groups() -> None:
+    unfit = Sums("ref_logprobs", 2, fault=EngineUnfit("engine_unfit", "another model"), fails_at=10)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_all([unfit], [make_group(10)])
+    assert isinstance(caught.value.exceptions[0], EngineUnfit)
+
+
+def test_waiting_names_the_stage_that_is_away_until_it_is_back() -> None:
+    async def main() -> None:
+        teacher = Sums("teacher_logprobs", 2, fault=EngineAway("engine_away", "waited 1 s in vain"))
+        stages = Stages([Sums("ref_logprobs", 2), teacher], group_size=2)
+        with pytest.raises(EngineAway):
+            await stages.wait_ready(1.0)
+        assert stages.away == "teacher_engine_away"
+        teacher.fault = None
+        await stages.wait_ready(1.0)
+        assert stages.away is None
+
+    asyncio.run(main())

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from replaybuf.errors import Fenced, MissingExtra, ServiceUnavailable
+from replaybuf.generator.logprobs import LogprobModel
 from replaybuf.generator.publication import OnPublish
 
 FENCED_EXIT_CODE = 3
@@ -25,6 +26,14 @@ def _need_torch(command: str) -> None:
         import transformers  # noqa: F401
     except ImportError:
         raise MissingExtra(f"replaybuf {command}", "trainer") from None
+
+
+def load_logprobs(folder: Path) -> LogprobModel:
+    """Load the model of `replaybuf generate --ref-model`. Raises `Invalid`, `MissingExtra`."""
+    _need_torch("generate --ref-model")
+    from replaybuf_trainer.logprobs import PackedLogprobs
+
+    return PackedLogprobs(folder)
 
 
 def init_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -55,7 +55,18 @@ class Choice:
         return None
 
 
-def in_order(choices: Sequence[Choice], n: int) -> tuple[list[Choice], str | None]:
+class Numbered(Protocol):
+    """Whatever of an answer has a place in it."""
+
+    @property
+    def index(self) -> int:
+        """Its place, from 0."""
+
+
+N = TypeVar("N", bound=Numbered)
+
+
+def in_order(choices: Sequence[N], n: int) -> tuple[list[N], str | None]:
     """Sort choices by index; also say what is wrong with their number or indexes, None where nothing is."""
     ordered = sorted(choices, key=lambda choice: choice.index)
     if len(ordered) != n:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from replaybuf.errors import EngineAway
-from replaybuf.generator.engines.choices import Choice, Span, TokenId
+from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, TokenId, in_order
 from replaybuf.generator.engines.http import Answer, HttpEngine
 from replaybuf.generator.engines.protocol import Sampling
 from replaybuf.generator.engines.wire import METHOD_NOT_ALLOWED, NOT_FOUND
+from replaybuf.group import LOGPROB_TOLERANCE, Float32s, Int32s
 
 COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"
@@ -66,6 +69,21 @@ class _Tokens(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+class _GivenLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _ScoredChoice(msgspec.Struct):
+    """`prompt_logprobs`: one entry per prompt token by its id, None for the first."""
+
+    index: int
+    prompt_logprobs: list[dict[TokenId, _GivenLogprob] | None] | None = None
+
+
+class _Scored(msgspec.Struct):
+    choices: list[_ScoredChoice]
+
+
 class VllmEngine(HttpEngine):
     """One vLLM-style server; which of the two calls it takes is found out by `prepare`, until then the older one."""
 
@@ -80,6 +98,32 @@ class VllmEngine(HttpEngine):
         # The call exists where it refuses the method, and asking so costs no token.
         reply = await self._wire.send("GET", TOKENS, answers=(NOT_FOUND, METHOD_NOT_ALLOWED))
         self._offers_tokens = reply.status_code == METHOD_NOT_ALLOWED
+
+    async def logprobs_of(self, sequences: Sequence[Int32s]) -> list[Float32s]:
+        """Return the logprob of every token after those before it: for each sequence int32 [T], float32 [T] in nats.
+
+        NaN where the server gave none, as for the first. They are those of temperature 1, whatever its logprobs mode.
+        A sequence may have `max_model_len` - 1 tokens: vLLM generates one, even where nobody wants it. Raises as
+        `generate`.
+        """
+        question = self._named(
+            {"prompt": [ids.tolist() for ids in sequences], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        )
+        scored = await self._wire.ask("POST", COMPLETIONS, _Scored, question, timeout_s=self._timeout_s)
+        choices, flaw = in_order(scored.choices, len(sequences))
+        if flaw is not None:
+            raise self._wire.bad_answer(flaw)
+        return [self._given(choice, ids) for choice, ids in zip(choices, sequences, strict=True)]
+
+    def _given(self, choice: _ScoredChoice, ids: Int32s) -> Float32s:
+        entries = choice.prompt_logprobs or []
+        if len(entries) != len(ids):
+            raise self._wire.bad_answer(f"{len(entries)} prompt_logprobs for {len(ids)} tokens")
+        found = [(entry or {}).get(token) for token, entry in zip(ids.tolist(), entries, strict=True)]
+        usable = (one is not None and ABSENT_LOGPROB < one.logprob <= LOGPROB_TOLERANCE for one in found)
+        return np.array(
+            [one.logprob if one and use else np.nan for one, use in zip(found, usable, strict=True)], np.float32
+        )
 
     async def _complete(self, prompt: list[int], sampling: Sampling) -> Answer:
         return await (self._by_tokens if self._offers_tokens else self._by_completions)(prompt, sampling)
