@@ -24,6 +24,7 @@ _LEAST = {
     "max_inflight_groups": 1,
     "temperature": 0,
     "reward_processes": 0,
+    "max_turns": 1,
     "eval_every": 1,
     "eval_samples": 1,
     "eval_temperature": 0,
@@ -50,6 +51,7 @@ def generate(
     engine_timeout_s: float = 300.0,
     reward_timeout_s: float = 30.0,
     reward_processes: int = 0,
+    max_turns: int = 8,
     start_timeout_s: float = 300.0,
     service_patience_s: float = PATIENCE_S,
     model: str | None = None,
@@ -118,6 +120,8 @@ def generate(
         Longest time scoring one group may take, in seconds.
     reward_processes
         Score in so many processes, for rewards that compute; a late one is killed and started anew. 0: in threads.
+    max_turns
+        Turns of a rollout at most, in an environment that answers turns.
     start_timeout_s
         How long to wait for service, run and engines at start, in seconds.
     service_patience_s

@@ -25,6 +25,7 @@ from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, 
 from replaybuf.generator.concurrency import Bounds, Concurrency
 from replaybuf.generator.delivery import Delivery
 from replaybuf.generator.engines import Sample, Sampling, request_seed
+from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.flight import PATIENCE_S, Flight, Work
 from replaybuf.generator.groups import new_group
@@ -96,7 +97,7 @@ class Daemon:
         self,
         client: AsyncClient,
         engine: Fleet,
-        scorer: Scoring,
+        scorer: Scoring | Episodes,
         prompts: PromptOrder,
         tokenizer: Encoder,
         options: DaemonOptions,
@@ -281,8 +282,11 @@ class Daemon:
     async def _generated(self, ticket: Ticket) -> Group:
         options = self._options
         prompt = self._prompts.at(ticket.prompt_index)
-        sample = await self._engine.generate(prompt.token_ids, self._sampling(ticket))
-        scores = await self._scored(prompt, sample)
+        if isinstance(self._scorer, Episodes):
+            sample, scores = await self._scorer.play(prompt, self._sampling(ticket))
+        else:
+            sample = await self._engine.generate(prompt.token_ids, self._sampling(ticket))
+            scores = await self._scored(self._scorer, prompt, sample)
         return new_group(
             ticket,
             prompt,
@@ -294,12 +298,12 @@ class Daemon:
             adapter=options.adapter,
         )
 
-    async def _scored(self, prompt: Prompt, sample: Sample) -> Scores:
+    async def _scored(self, scorer: Scoring, prompt: Prompt, sample: Sample) -> Scores:
         clock = asyncio.get_running_loop().time
         self._scoring += 1
         began_s = clock()
         try:
-            return await self._scorer.score(prompt, self._tokenizer.decode(sample.completions))
+            return await scorer.score(prompt, self._tokenizer.decode(sample.completions))
         finally:
             self._scoring -= 1
             self.progress.reward_s.add(clock() - began_s)

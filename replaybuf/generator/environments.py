@@ -54,6 +54,37 @@ class AsyncEnvironment(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy sampled in one turn: `token_ids` as they came, `text` the same without special tokens."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Episode(Protocol):
+    """One rollout of several turns. A coroutine function `close`, where it has one, is called last, come what may."""
+
+    async def step(self, turn: Turn) -> str | Sequence[int] | None:
+        """Answer a turn: with what the policy reads next, as text (markers of roles included) or token ids; None ends.
+
+        Not called for a turn that was cut off at the token bound.
+        """
+
+    async def score(self) -> Score | float:
+        """Score the rollout, once, after its last turn."""
+
+
+class MultiTurnEnvironment(Protocol):
+    """Answers turns and scores what comes of them; played by `replaybuf.generator.episodes`."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise `Invalid` where `prompt` lacks what is needed. Called once per prompt, at start."""
+
+    def start(self, prompt: Prompt) -> Episode:
+        """Begin the episode of one rollout."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reward:
     """An environment under its name in the parts of a score, and the weight of its reward in the sum of several."""
 
@@ -73,7 +104,7 @@ class FunctionReward:
 
     def score(self, prompt: Prompt, completion_text: str) -> Score:
         """Ask the function."""
-        return _score_of(self._function(prompt, completion_text))
+        return score_of(self._function(prompt, completion_text))
 
 
 class AsyncFunctionReward:
@@ -87,7 +118,7 @@ class AsyncFunctionReward:
 
     async def score(self, prompt: Prompt, completion_text: str) -> Score:
         """Ask the function."""
-        return _score_of(await self._function(prompt, completion_text))
+        return score_of(await self._function(prompt, completion_text))
 
 
 class ExactMatch:
@@ -177,6 +208,13 @@ def load_rewards(text: str) -> list[Reward]:
     return rewards
 
 
+def multi_turn(rewards: Sequence[Reward]) -> MultiTurnEnvironment | None:
+    """Return the environment that plays turns, which stands alone and without a weight; None where there is none."""
+    (first, *others) = rewards
+    plays: Any = first.environment
+    return plays if hasattr(plays, "start") and not others and first.weight == 1.0 else None
+
+
 def check_prompts(environment: Environment | Sequence[Reward], prompts: Iterable[Prompt]) -> None:
     """Check every prompt. Raises `Invalid` naming the row of the first that lacks what an environment needs."""
     rewards = environment if isinstance(environment, Sequence) else [Reward("", environment)]
@@ -192,9 +230,11 @@ def _environment_of(found: Any, path: str) -> Environment:
     """Make an environment of what a user's module holds: a class, an object with `score`, or a function."""
     with plugins.reported(path):
         made = found() if isinstance(found, type) else found
-    if hasattr(made, "score"):
+    for method in ("score", "start"):
+        if not hasattr(made, method):
+            continue
         if not hasattr(made, "check"):
-            raise Invalid(f"{path!r} has score and no check(prompt)", name="environment", value=path)
+            raise Invalid(f"{path!r} has {method} and no check(prompt)", name="environment", value=path)
         environment: Environment = made
         return environment
     if not callable(made):
@@ -205,7 +245,8 @@ def _environment_of(found: Any, path: str) -> Environment:
     return AsyncFunctionReward(made) if inspect.iscoroutinefunction(made) else FunctionReward(made)  # type: ignore[return-value]
 
 
-def _score_of(made: Any) -> Score:
+def score_of(made: Any) -> Score:
+    """Make a `Score` of what a reward returns: one, or a number."""
     return made if isinstance(made, Score) else Score(float(made))
 
 

@@ -124,7 +124,7 @@ class Fleet:
         sample, member = await self._asked(prompt_ids, sampling)
         if sample.aborted:
             sample = await self._resumed(prompt_ids, sampling, sample, member)
-        self._check_use(sample.policy_version)
+        self.check_use(sample.policy_version)
         return sample
 
     async def ask(self, tokens: int, call: Callable[[Server], Awaitable[T]]) -> T:
@@ -246,7 +246,7 @@ class Fleet:
                 detail = f"engine {member.server.url} aborted a rollout {in_vain} times without a token between"
                 raise EngineAway("engine_aborted", detail, name="engine", value=member.server.url, bound=TRIES)
             if len(piece):
-                self._check_use(int(piece.spans[0, 0]))
+                self.check_use(int(piece.spans[0, 0]))
             so_far = np.concatenate([prompt_ids, piece.token_ids])
             sample, member = await self._asked(so_far, remainder(sampling, rollout, piece), avoid=member)
             (later,) = pieces(sample)
@@ -254,7 +254,8 @@ class Fleet:
             requests, in_vain = requests + 1, 0 if len(later) else in_vain + 1
         return finished(piece), requests
 
-    def _check_use(self, oldest: int) -> None:
+    def check_use(self, oldest: int) -> None:
+        """Raise `EngineFault` (`superseded`) where no batch can use a token of version `oldest` any more."""
         if doomed(oldest, self._published, self.max_staleness):
             raise EngineFault(
                 SUPERSEDED,

@@ -40,7 +40,9 @@ def new_group(
         prompt_lengths=np.full(rollouts, len(prompt.token_ids), np.int32),
         completion_ids=sample.completion_ids,
         completion_lengths=sample.completion_lengths,
-        completion_mask=np.ones(len(sample.completion_ids), np.bool_),
+        completion_mask=np.ones(len(sample.completion_ids), np.bool_)
+        if sample.completion_mask is None
+        else sample.completion_mask,
         inference_logprobs=sample.inference_logprobs,
         rewards=scores.rewards,
         reward_parts=scores.parts,

@@ -17,7 +17,8 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, Server, open_engine
-from replaybuf.generator.environments import check_prompts, load_rewards
+from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
+from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.logprobs import LogprobOptions, open_stages
@@ -66,6 +67,7 @@ class GenerateOptions:
     engine_timeout_s: float
     reward_timeout_s: float
     reward_processes: int
+    max_turns: int
     start_timeout_s: float
     service_patience_s: float
     model: str | None
@@ -250,10 +252,16 @@ async def _prepared(
     check_fit(facts, read, group_size=group_size, max_tokens=options.max_tokens, longest=bounds)
     seed = facts.seed if options.seed is None else options.seed
     logger.info("generating: %d prompts, groups of %d, %d engines", len(read), group_size, len(options.engines))
-    scoring: Scoring = Scorer(rewards, timeout_s=options.reward_timeout_s)
+    played = multi_turn(rewards)
+    scoring: Scoring | Episodes
     if options.reward_processes:
+        Scorer(rewards, timeout_s=options.reward_timeout_s)  # what it refuses, the processes would die of
         pool = RewardPool(options.environment, processes=options.reward_processes, timeout_s=options.reward_timeout_s)
         scoring = await stack.enter_async_context(pool)
+    elif played is not None:
+        scoring = Episodes(engine, played, tokenizer, max_turns=options.max_turns, timeout_s=options.reward_timeout_s)
+    else:
+        scoring = Scorer(rewards, timeout_s=options.reward_timeout_s)
     schedule = None
     if options.eval_prompts is not None:
         schedule = _schedule(options, tokenizer)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from replaybuf.errors import ReplaybufError, RewardFault
+from replaybuf.errors import Invalid, ReplaybufError, RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
@@ -51,6 +51,10 @@ class Scorer:
 
     def __init__(self, environment: Environment | Sequence[Reward], *, timeout_s: float) -> None:
         rewards = environment if isinstance(environment, Sequence) else [Reward("", environment)]
+        several_turns = next((reward.name for reward in rewards if not hasattr(reward.environment, "score")), None)
+        if several_turns is not None:
+            detail = f"environment {several_turns!r} plays turns; it stands alone, without weight and reward processes"
+            raise Invalid(detail, name="environment", value=several_turns)
         self._rewards = tuple(rewards)
         self._blended = len(rewards) > 1 or rewards[0].weight != 1.0
         self._timeout_s = timeout_s
@@ -96,7 +100,7 @@ class Scorer:
         return worker.do(lambda: [score(prompt, text) for text in completions])
 
     def _joined(self, prompt: Prompt, scored: list[list[Score]]) -> Scores:
-        columns = [_columns(prompt, scores) for scores in scored]
+        columns = [columns_of(prompt, scores) for scores in scored]
         if not self._blended:
             return columns[0]
         parts: dict[str, Float64s] = {}
@@ -125,7 +129,8 @@ async def _awaited(score: Awaitable[Score]) -> Score:
     return await score
 
 
-def _columns(prompt: Prompt, scores: Sequence[Score]) -> Scores:
+def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
+    """Put the scores of a group side by side. Raises `RewardFault` where one is not finite or has other parts."""
     rewards = np.array([score.reward for score in scores], np.float64)
     names = list(scores[0].parts)
     if any(score.parts.keys() != scores[0].parts.keys() for score in scores):

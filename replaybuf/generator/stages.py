@@ -131,10 +131,14 @@ def _named(stage: Stage, error: EngineFault) -> EngineFault:
 def _with_column(
     group: Group | EngineFault, column: Column, values: Sequence[Float32s | EngineFault]
 ) -> Group | EngineFault:
-    fault = next((value for value in (group, *values) if isinstance(value, EngineFault)), None)
-    if fault is not None:
-        return fault
-    added: dict[str, Any] = {column: np.concatenate(values)}
+    if isinstance(group, EngineFault):
+        return group
+    computed = []
+    for value in values:
+        if isinstance(value, EngineFault):
+            return value
+        computed.append(value)
+    added: dict[str, Any] = {column: np.concatenate(computed)}
     return msgspec.structs.replace(group, **added)
 
 

@@ -225,6 +225,33 @@ def test_reference_and_teacher_logprobs_come_with_every_group(tmp_path: Path, ru
             assert rollout["teacher_logprobs"] == pytest.approx(expected)
 
 
+def test_tool_tokens_of_several_turns_are_stored_masked(tmp_path: Path, run: RunClient) -> None:
+    put(run, tickets={"prompts": 2})
+    options = {"environment": "tests.generator.turn_environments:Echo", "max-tokens": "40"}
+
+    async def main() -> None:
+        async with (
+            EngineDouble().up() as engine,
+            generator(tmp_path, _url(run), run.run, engine.url, **options) as process,
+        ):
+            _, error = await process.communicate()
+            assert process.returncode == 0, error.decode()
+
+    bounded(main())
+    groups = [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+    assert len(groups) == 2
+    for group in groups:
+        for rollout in group["rollouts"]:
+            # The engine spells its prompt backwards: 3 letters, answered with 4, then all 10 backwards.
+            prompt, completion = rollout["prompt_ids"], rollout["completion_ids"]
+            assert completion[:3] == prompt[::-1]
+            assert completion[7:] == [*prompt, *completion[:7]][::-1]
+            assert rollout["completion_mask"] == [1] * 3 + [0] * 4 + [1] * 10
+            assert rollout["inference_logprobs"][3:7] == [0.0] * 4
+            assert rollout["version_spans"] == [[0, 0, 17]]
+            assert (rollout["reward"], rollout["rewards"]) == (0.5, {"half": 0.25})
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_gives_tickets_back_and_ends_it_in_time_with_exit_code_0(
     tmp_path: Path, run: RunClient, number: signal.Signals
@@ -275,6 +302,11 @@ def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
         ({"model": "other"}, "serves ['tiny']; asked for is 'other'"),
         ({"url": "localhost"}, "url is 'localhost'; needed: http://HOST:PORT"),
         ({"engine": "localhost"}, "engine is 'localhost'; needed: http://HOST:PORT"),
+        ({"max-turns": "0"}, "max_turns is 0; at least 1 is needed"),
+        (
+            {"environment": "tests.generator.turn_environments:Echo", "reward-processes": "1"},
+            "environment 'Echo' plays turns; it stands alone, without weight and reward processes",
+        ),
         ({"ref-micro-batch": "0"}, "ref_micro_batch is 0; at least 1 is needed"),
         ({"ref-engine": "sglang+http://127.0.0.1:9"}, "engine is 'sglang+http://127.0.0.1:9'; needed: http"),
         ({"ref-model": "/nowhere"}, "/nowhere has no config.json"),

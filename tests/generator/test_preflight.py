@@ -22,11 +22,8 @@ def facts(**config: Any) -> RunFacts:
 
 
 def fit(run: RunFacts, *texts: str, **options: Any) -> None:
-    check_fit(
-        run,
-        [make_prompt(text) for text in texts],
-        **{"group_size": 2, "max_tokens": 10, "longest": {}} | options,
-    )
+    given: dict[str, Any] = {"group_size": 2, "max_tokens": 10, "longest": {}}
+    check_fit(run, [make_prompt(text) for text in texts], **given | options)
 
 
 def test_a_run_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:

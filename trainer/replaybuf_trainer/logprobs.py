@@ -69,11 +69,11 @@ class PackedLogprobs:
         ).last_hidden_state[0]
         head = self._model.get_output_embeddings()
         # The logits for the token at t stand at t-1; prompts have a token, so a completion never starts at 0.
-        parts = [_picked(head(hidden[some - 1]), ids[some]) for some in at.split(HEAD_TOKENS)]
+        some = [at[start : start + HEAD_TOKENS] for start in range(0, len(at), HEAD_TOKENS)]
+        parts = [_picked(head(hidden[places - 1]), ids[places]) for places in some]
         ends = np.cumsum([len(rollout.completion_ids) for rollout in rollouts])[:-1]
         logprobs: Float32s = torch.cat(parts).cpu().numpy()
-        parted: list[Float32s] = np.split(logprobs, ends)  # type: ignore[no-untyped-call]
-        return parted
+        return np.split(logprobs, ends)
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)

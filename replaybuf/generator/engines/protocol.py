@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from replaybuf.generator.engines.load import Load
-from replaybuf.group import Float32s, Int32s
+from replaybuf.group import Bools, Float32s, Int32s
 
 SEED_BITS = 53
 """Exact in every JSON reader, and n seeds in a row from it still fit 64 bits."""
@@ -49,6 +49,7 @@ class Sample:
     - `finish_reasons` one per completion; `metadata`: who sampled, and how
     - `exact`: the spans are the truth; else the server changed its version meanwhile and does not tell what came after,
       and the older version is stamped over the whole completion
+    - `completion_mask` bool [C]: False where an environment wrote a token; None = all were sampled
     """
 
     completion_ids: Int32s
@@ -58,6 +59,7 @@ class Sample:
     finish_reasons: tuple[str | None, ...]
     metadata: dict[str, Any]
     exact: bool = True
+    completion_mask: Bools | None = None
 
     @property
     def aborted(self) -> bool:

@@ -1,0 +1,171 @@
+"""Rollouts of several turns: the policy samples a turn, the environment answers, and so on, all in token ids.
+
+::
+
+    prompt ─► turn 1 ─► answer 1 ─► turn 2 ─► ... ─► last turn
+              mask 1    mask 0      mask 1
+
+Turns and answers after the prompt are one completion. Nothing is ever decoded and encoded again, so that the tokens
+trained on are those that were sampled; an answer alone may come as text. Every turn is a request of its own, so the
+version may rise between turns; the tokens of an answer belong to the version of the turn before them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from replaybuf.errors import RewardFault
+from replaybuf.generator.engines import Sample, Sampling
+from replaybuf.generator.environments import Episode, MultiTurnEnvironment, Score, Turn, score_of
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.prompts import Encoder, Prompt
+from replaybuf.generator.publication import Piece, joined, pieces, remainder
+from replaybuf.generator.scoring import Scores, columns_of
+from replaybuf.generator.threads import LoopThread
+from replaybuf.group import Bools, Int32s
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LENGTH = "length"
+MAX_TURNS = "max_turns"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Played:
+    """One rollout: `mask` bool [T], True where the policy sampled."""
+
+    piece: Piece
+    mask: Bools
+    turns: int
+    score: Score
+
+
+class Episodes:
+    """Plays the rollouts of a group side by side, each in an episode of its own.
+
+    A rollout ends where the environment says so; where `max_turns` turns are taken (finish reason `max_turns`); where
+    `max_tokens` of the sampling, turns and answers together, are there or an answer would leave no room for a turn
+    (`length`). Code of the environment runs in an event loop in a thread of its own, each call for at most `timeout_s`.
+    """
+
+    def __init__(
+        self, engine: Fleet, environment: MultiTurnEnvironment, tokenizer: Encoder, *, max_turns: int, timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
+        self._loop = LoopThread()
+
+    async def play(self, prompt: Prompt, sampling: Sampling) -> tuple[Sample, Scores]:
+        """Sample and score the `sampling.n` rollouts of one prompt.
+
+        Raises `RewardFault` for what the environment does, `EngineFault` as `Fleet.generate`.
+        """
+        first = await self._engine.generate(prompt.token_ids, sampling)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                playing = [
+                    tasks.create_task(self._played(prompt, sampling, rollout, begun))
+                    for rollout, begun in enumerate(pieces(first))
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        played = [task.result() for task in playing]
+        sample = joined([one.piece for one in played], first.metadata | {"turns": [one.turns for one in played]})
+        mask = np.concatenate([one.mask for one in played])
+        return dataclasses.replace(sample, completion_mask=mask), columns_of(prompt, [one.score for one in played])
+
+    async def _played(self, prompt: Prompt, sampling: Sampling, rollout: int, begun: Piece) -> _Played:
+        episode: Episode = await self._told(prompt, "environment", self._started(prompt))
+        try:
+            piece, mask, turns = await self._turns(prompt, sampling, rollout, begun, episode)
+            score = await self._told(prompt, "reward", _scored(episode))
+        finally:
+            closing = self._loop.start(_closed(episode, prompt, self._timeout_s))
+        # Not waited for where the rollout failed or the generator ends: nothing depends on it then.
+        await asyncio.wrap_future(closing)
+        return _Played(piece, mask, turns, score)
+
+    async def _turns(
+        self, prompt: Prompt, sampling: Sampling, rollout: int, piece: Piece, episode: Episode
+    ) -> tuple[Piece, Bools, int]:
+        mask, turns, turn = np.ones(len(piece), np.bool_), 1, piece
+        while turn.finish_reason != LENGTH:
+            reply = await self._told(prompt, "environment", episode.step(self._turn(turn)))
+            if reply is None:
+                break
+            answer = self._answer(prompt, reply, int(piece.spans[-1, 0]))
+            if turns == self._max_turns:
+                return dataclasses.replace(piece, finish_reason=MAX_TURNS), mask, turns
+            if len(piece) + len(answer) >= sampling.max_tokens:
+                return dataclasses.replace(piece, finish_reason=LENGTH), mask, turns
+            piece = piece.followed_by(answer)
+            turn = await self._next(prompt.token_ids, sampling, rollout, piece)
+            piece, turns = piece.followed_by(turn), turns + 1
+            mask = np.concatenate([mask, np.zeros(len(answer), np.bool_), np.ones(len(turn), np.bool_)])
+        return piece, mask, turns
+
+    async def _next(self, prompt_ids: Int32s, sampling: Sampling, rollout: int, piece: Piece) -> Piece:
+        self._engine.check_use(int(piece.spans[0, 0]))
+        so_far = np.concatenate([prompt_ids, piece.token_ids])
+        (turn,) = pieces(await self._engine.generate(so_far, remainder(sampling, rollout, piece)))
+        return turn
+
+    def _turn(self, piece: Piece) -> Turn:
+        ids = piece.token_ids.tolist()
+        return Turn(self._tokenizer.decode([ids])[0], ids)
+
+    def _answer(self, prompt: Prompt, reply: str | Sequence[int], version: int) -> Piece:
+        ids = self._tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)
+        known = self._tokenizer.vocab_size
+        if not ids or not all(isinstance(token, int) and 0 <= token < known for token in ids):
+            needed = f"None, a text or ids below {known}, not empty"
+            raise _fault("environment", "bad_answer", prompt, f"answered a turn with {reply!r}; needed: {needed}")
+        spans = np.array([(version, 0, len(ids))], np.int32)
+        return Piece(np.array(ids, np.int32), np.zeros(len(ids), np.float32), spans, None)
+
+    # ------------------------------------------------------------------ code of the environment
+
+    async def _started(self, prompt: Prompt) -> Episode:
+        return self._environment.start(prompt)
+
+    async def _told(self, prompt: Prompt, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of the environment. Raises `RewardFault` (`<what>_raised`, `<what>_timeout`)."""
+        promise = self._loop.start(work)
+        try:
+            async with asyncio.timeout(self._timeout_s) as bound:
+                return await asyncio.wrap_future(promise)
+        except Exception as error:  # whatever an environment raises is its author's to read
+            if bound.expired():
+                raise _fault(what, "timeout", prompt, f"gave nothing for {self._timeout_s:g} s") from None
+            raise _fault(what, "raised", prompt, f"raised {error!r}") from error
+
+
+async def _scored(episode: Episode) -> Score:
+    return score_of(await episode.score())
+
+
+async def _closed(episode: Episode, prompt: Prompt, timeout_s: float) -> None:
+    close = getattr(episode, "close", None)
+    if close is None:
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            await close()
+    except Exception as error:  # noqa: BLE001 - its author's to read; the rollout is whole without it
+        logger.warning("episode of prompt %r did not close: %r", prompt.prompt_id, error)
+
+
+def _fault(what: str, kind: str, prompt: Prompt, detail: str) -> RewardFault:
+    prompt_id = prompt.prompt_id
+    return RewardFault(f"{what}_{kind}", f"{what} of prompt {prompt_id!r} {detail}", name=what, value=prompt_id)

@@ -1,0 +1,202 @@
+"""Rollouts of several turns: an engine over real HTTP, a scripted tool environment, tokens as they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaybuf.errors import EngineFault, Invalid, RewardFault
+from replaybuf.generator.engines import Sample, Sampling, VllmEngine
+from replaybuf.generator.environments import Turn, load_rewards, multi_turn
+from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.scoring import Scorer, Scores
+from tests.generator.doubles import LETTERS, TIMEOUT_S, EngineDouble, make_prompt, make_tokenizer
+from tests.generator.turn_environments import Scripted
+
+HERE = "tests.generator.turn_environments"
+
+
+def ids(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+class Speaking(EngineDouble):
+    """Says the given texts, one after another, whatever it is asked; the version rises by `rises` with each."""
+
+    def __init__(self, *texts: str, rises: int = 0, finish_reason: str = "stop") -> None:
+        super().__init__(version=3)
+        said = iter(texts)
+
+        async def say(request: dict[str, Any]) -> dict[str, Any]:
+            spoken = [next(said) for _ in range(request["n"])]
+            choices = [
+                self.choice(
+                    request["prompt"],
+                    index=index,
+                    token_ids=ids(text),
+                    logprobs={"token_logprobs": [-0.25] * len(text)},
+                    finish_reason=finish_reason,
+                    weight_versions=[{"version": str(self.version), "start": 0, "end": len(text)}],
+                )
+                for index, text in enumerate(spoken)
+            ]
+            self.version = int(self.version) + rises
+            return {"id": "c", "model": self.model, "choices": choices}
+
+        self.always = say
+
+
+def play(
+    folder: Path,
+    engine: EngineDouble,
+    environment: Scripted,
+    *,
+    n: int = 1,
+    max_tokens: int = 40,
+    max_turns: int = 8,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[Sample, Scores]:
+    async def main() -> tuple[Sample, Scores]:
+        async with asyncio.timeout(TIMEOUT_S), engine.up():
+            fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], max_staleness=1)
+            tokenizer = make_tokenizer(folder)
+            episodes = Episodes(fleet, environment, tokenizer, max_turns=max_turns, timeout_s=timeout_s)
+            try:
+                return await episodes.play(make_prompt("abc"), Sampling(n=n, max_tokens=max_tokens, seed=5))
+            finally:
+                await fleet.aclose()
+
+    return asyncio.run(main())
+
+
+def scripted(*answers: str | Sequence[int] | None, **options: Any) -> Scripted:
+    """Answer turn k with the k-th answer, then end."""
+
+    async def answer(number: int, turn: Turn) -> str | Sequence[int] | None:
+        return answers[number] if number < len(answers) else None
+
+    return Scripted(answer, **options)
+
+
+def test_turns_and_answers_are_one_completion_in_which_answers_are_masked(tmp_path: Path) -> None:
+    engine, environment = Speaking("call", "done"), scripted(" two ")
+    sample, scores = play(tmp_path, engine, environment)
+    assert sample.completion_ids.tolist() == ids("call two done")
+    assert sample.completion_mask is not None
+    assert sample.completion_mask.tolist() == [True] * 4 + [False] * 5 + [True] * 4
+    assert sample.inference_logprobs.tolist() == [-0.25] * 4 + [0.0] * 5 + [-0.25] * 4
+    assert sample.version_spans.tolist() == [[0, 3, 0, 13]]
+    assert (sample.finish_reasons, sample.metadata["turns"]) == (("stop",), [2])
+    assert scores.rewards.tolist() == [1.0]
+    first, second = engine.requests
+    assert first["prompt"] == ids("abc")
+    assert second["prompt"] == ids("abccall two "), "token by token what was sampled and answered"
+    assert (first["max_tokens"], second["max_tokens"]) == (40, 31)
+    assert first["seed"] != second["seed"]
+    assert [turn.text for turn in environment.turns[0]] == ["call", "done"]
+    assert environment.turns[0][0].token_ids == ids("call")
+    assert environment.closed == 1
+
+
+def test_answers_may_be_token_ids(tmp_path: Path) -> None:
+    sample, _ = play(tmp_path, Speaking("a", "b"), scripted([7, 8, 9]))
+    assert sample.completion_ids.tolist() == [*ids("a"), 7, 8, 9, *ids("b")]
+
+
+def test_every_turn_has_the_version_that_sampled_it_and_an_answer_that_of_the_turn_before(tmp_path: Path) -> None:
+    sample, _ = play(tmp_path, Speaking("one", "two", "six", rises=1), scripted(" x ", " y "))
+    assert sample.version_spans.tolist() == [[0, 3, 0, 6], [0, 4, 6, 12], [0, 5, 12, 15]]
+    assert sample.policy_version == 3
+
+
+def test_a_version_that_falls_between_turns_gives_the_group_up(tmp_path: Path) -> None:
+    with pytest.raises(EngineFault) as caught:
+        play(tmp_path, Speaking("one", "two", rises=-1), scripted(" x "))
+    assert caught.value.reason == "superseded"
+
+
+def test_the_rollouts_of_a_group_are_episodes_of_their_own(tmp_path: Path) -> None:
+    async def answer(number: int, turn: Turn) -> str | None:
+        return None if turn.text in ("stop", "end") else " go "
+
+    environment = Scripted(answer)
+    sample, _ = play(tmp_path, Speaking("stop", "on", "stop", "end", "end"), environment, n=3)
+    assert sorted(sample.metadata["turns"]) == [1, 1, 2]
+    assert sample.completion_lengths.tolist() == [4, 9, 4]
+    assert sample.version_spans.tolist() == [[0, 3, 0, 4], [1, 3, 0, 9], [2, 3, 0, 4]]
+    assert environment.closed == 3
+
+
+def test_a_rollout_ends_at_the_turn_bound(tmp_path: Path) -> None:
+    environment = scripted(" x ", " y ", " z ")
+    sample, _ = play(tmp_path, Speaking("a", "b", "c"), environment, max_turns=2)
+    assert sample.completion_ids.tolist() == ids("a x b"), "the answer that no turn follows is left out"
+    assert (sample.finish_reasons, sample.metadata["turns"]) == (("max_turns",), [2])
+
+
+@pytest.mark.parametrize(("max_tokens", "text"), [(8, "a xyz b"), (7, "a xyz b"), (6, "a"), (5, "a")])
+def test_a_rollout_ends_where_an_answer_leaves_no_room_for_a_turn(tmp_path: Path, max_tokens: int, text: str) -> None:
+    sample, _ = play(tmp_path, Speaking("a", "b"), scripted(" xyz "), max_tokens=max_tokens)
+    assert sample.completion_ids.tolist() == ids(text)
+    assert sample.finish_reasons == (("stop",) if text != "a" else ("length",))
+
+
+def test_a_turn_that_was_cut_off_is_not_answered(tmp_path: Path) -> None:
+    environment = scripted(" x ")
+    sample, scores = play(tmp_path, Speaking("abcd", finish_reason="length"), environment, max_tokens=4)
+    assert (sample.finish_reasons, environment.turns) == (("length",), [[]])
+    assert scores.rewards.tolist() == [1.0], "it is scored all the same"
+
+
+async def _hang(number: int, turn: Turn) -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+async def _raise(number: int, turn: Turn) -> str:
+    raise ConnectionError("sandbox is gone")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason", "told"),
+    [
+        (Scripted(_raise), "environment_raised", "raised ConnectionError('sandbox is gone')"),
+        (Scripted(_hang), "environment_timeout", "gave nothing for 0.3 s"),
+        (scripted(""), "environment_bad_answer", "answered a turn with ''"),
+        (scripted([3, 999]), "environment_bad_answer", "ids below 29"),
+        (scripted(score=ValueError("no verdict")), "reward_raised", "raised ValueError('no verdict')"),
+        (scripted(score=float("nan")), "reward_not_finite", "is not finite"),
+    ],
+    ids=["raises", "hangs", "empty", "unknown ids", "score raises", "nan"],
+)
+def test_what_an_environment_does_wrong_is_a_fault_of_the_group_and_closes_it(
+    tmp_path: Path, environment: Scripted, reason: str, told: str
+) -> None:
+    with pytest.raises(RewardFault) as caught:
+        play(tmp_path, Speaking("a", "b"), environment, timeout_s=0.3)
+    assert caught.value.reason == reason
+    assert told in caught.value.detail
+
+
+def test_an_environment_of_several_turns_is_found_by_name_and_stands_alone() -> None:
+    (one,) = load_rewards(f"{HERE}:Echo")
+    assert isinstance(multi_turn([one]), Scripted)
+    assert multi_turn(load_rewards("exact-match")) is None
+    for text in (f"{HERE}:Echo:0.5", f"{HERE}:Echo,exact-match"):
+        rewards = load_rewards(text)
+        assert multi_turn(rewards) is None
+        with pytest.raises(Invalid, match="environment 'Echo' plays turns; it stands alone"):
+            Scorer(rewards, timeout_s=1.0)
+
+
+def test_an_episode_that_does_not_close_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    environment = scripted()
+    environment.close_raises = OSError("busy")
+    sample, _ = play(tmp_path, Speaking("a"), environment)
+    assert sample.completion_ids.tolist() == ids("a")
+    assert "episode of prompt 'abc' did not close: OSError('busy')" in caplog.text
