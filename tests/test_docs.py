@@ -157,6 +157,7 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
         "engine-fault",
         "engine-away",
         "engine-unfit",
+        "prompt-fault",
         "reward-fault",
     }
     errors = HTTP.partition("## Errors")[2].partition("\n## ")[0]
