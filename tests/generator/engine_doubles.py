@@ -59,6 +59,8 @@ class ShapedEngine(abc.ABC):
     prefix = ""
     vocab_size = 16
     prompt: Sequence[int] = (3, 1, 4, 1, 5)
+    one_if_greedy = False
+    """Refuse, as vLLM does, to make several completions at temperature 0."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -113,6 +115,8 @@ class ShapedEngine(abc.ABC):
         asked = self.asked(body)
         if len(asked.prompt) + asked.max_tokens > CONTEXT_TOKENS:
             return JSONResponse({"error": {"message": "too long"}}, 400)
+        if self.one_if_greedy and asked.parameters["temperature"] == 0 and len(asked.seeds) > 1:
+            return JSONResponse({"error": {"message": "n must be 1 when using greedy sampling"}}, 400)
         fault = self._faults.popleft() if self._faults else None
         if fault is Fault.ERROR:
             return Response("it broke", 500)
@@ -174,6 +178,8 @@ def _spoilt(made: list[Made], fault: Fault | None) -> list[Made]:
 
 class VllmCompletions(ShapedEngine):
     """vLLM 0.31 started without `--enable-scale-out`."""
+
+    one_if_greedy = True
 
     def routes(self) -> list[Route]:
         """Serve completions and the name of the weights."""

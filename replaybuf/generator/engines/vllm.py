@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"
 """Token ids in and out; `vllm serve --enable-scale-out`. From 0.32 on it labels every choice with version spans."""
 _TOKEN_PREFIX = "token_id:"
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0 to vLLM."""
 
 
 class _WeightInfo(msgspec.Struct):
@@ -126,7 +129,13 @@ class VllmEngine(HttpEngine):
         )
 
     async def _complete(self, prompt: list[int], sampling: Sampling) -> Answer:
-        return await (self._by_tokens if self._offers_tokens else self._by_completions)(prompt, sampling)
+        ask = self._by_tokens if self._offers_tokens else self._by_completions
+        if sampling.temperature >= _GREEDY_BELOW or sampling.n == 1:
+            return await ask(prompt, sampling)
+        # All n would be the same, and vLLM refuses to make more than one of them.
+        answer = await ask(prompt, dataclasses.replace(sampling, n=1))
+        copies = [dataclasses.replace(choice, index=n) for n in range(sampling.n) for choice in answer.choices]
+        return dataclasses.replace(answer, choices=copies)
 
     async def _weight_label(self) -> int | str | None:
         reply = await self._wire.send("GET", "/weight_info", answers=(NOT_FOUND,))
