@@ -3,21 +3,24 @@
 #   make install                     .venv with everything, the versions of constraints.txt
 #   make demo [SEED=1] [STEPS=100] [ARGS=--overwrite]
 #   make test [ARGS="tests/service -k resume"]
+#   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
 #   make check                       lint, format, types, import rules
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
-#   make clean                       caches and build output; .venv and .replaybuf stay
+#   make clean                       caches and build output; .venv, .venv-vllm and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
+VLLM_STAMP := $(VLLM_VENV)/.installed
 EXTRAS := trainer,demo,generate,dev
 
-.PHONY: help install demo test check bench chaos fuzz clean
+.PHONY: help install demo test test-vllm check bench chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +42,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)
+
+$(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/install.sh
+	@tests/vllm/install.sh $(PYTHON) $(VLLM_VENV)
+
 check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -57,4 +66,4 @@ fuzz: $(STAMP)
 
 clean:
 	rm -rf dist build .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
