@@ -70,6 +70,8 @@ def generating(
         "tokenizer": str(tokenizer),
         "max-tokens": str(MAX_TOKENS),
         "on-publish": on_publish,
+        # Few, and room for more: when four groups are ready and weights are loaded, the next ones are in flight.
+        "max-inflight-groups": "3",
     }
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "replaybuf.cli", "generate", *arguments]
@@ -107,7 +109,6 @@ def generated(
         "batch": {"groups_per_batch": GROUPS, "tokens_per_batch": 8192, "seq_len": 256},
         "group_size": GROUP_SIZE,
         "max_steps": STEPS,
-        # So that rollouts are in flight whenever weights are loaded.
         "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 2}},
     }
     assert run.put(**config).status_code == 201
