@@ -12,7 +12,7 @@ import torch
 from tests.vllm.served import served, write_version
 
 VERSIONS = 7
-VENV = Path(os.environ.get("VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm"))
+VENV = Path(os.environ.get("VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm")).absolute()
 
 
 @pytest.fixture(scope="session")
