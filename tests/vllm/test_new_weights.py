@@ -27,7 +27,7 @@ from tests.trainer.served import oracle
 from tests.vllm.served import BLOCK_TOKENS
 
 BOUND = 1e-3
-"""In nats. Both sides compute in float32 and differ by rounding, 5e-6 at most; another version differs by nats."""
+"""In nats. Both sides compute in float32 and differ by rounding, 2e-6; another version differs by nats."""
 FAR = 100
 """So many bounds away are the logprobs of a neighbouring version at least."""
 DISTINCT_TOKENS = 4
