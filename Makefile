@@ -2,7 +2,7 @@
 #
 #   make install                     .venv with everything, the versions of constraints.txt
 #   make demo [SEED=1] [STEPS=100] [ARGS=--overwrite]
-#   make test [ARGS="tests/service -k resume"]
+#   make test [ARGS="tests/service -k resume"] [JOBS=1]
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
 #   make check                       lint, format, types, import rules
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
@@ -19,6 +19,7 @@ STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
 EXTRAS := trainer,demo,generate,dev
+JOBS ?= 4
 
 .PHONY: help install demo test test-vllm check bench chaos fuzz clean
 .DEFAULT_GOAL := help
@@ -40,7 +41,7 @@ demo: $(STAMP)
 	$(BIN)/replaybuf demo $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)
