@@ -2,7 +2,8 @@
 
     python benchmarks/frames.py --rounds 41
 
-A group of 8 rollouts of 2,048 tokens (256 of them prompt). The reference writes one msgspec struct of lists per rollout
+Groups of 8 rollouts of 2,048 tokens and of 16 of 8,192 (256 of them prompt): what a frame costs beside its bytes does
+not grow with them, and what lists cost does. The reference writes one msgspec struct of lists per rollout
 (ids and masks of prompt and completion, logprobs, advantage, reward; prime-rl's own has a temperature per token beside)
 and reads it back to numpy arrays. Times are processor time of the thread; zstd is timed on single columns beside.
 """
@@ -25,7 +26,9 @@ from replaybuf.columns import COMPRESSION_LEVEL
 from replaybuf.frame import decode_frame, encode_frame
 from replaybuf.group import Group
 
-ROLLOUTS, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 256, 1792
+PROMPT_TOKENS = 256
+SHAPES = ((8, 2048), (16, 8192))
+"""Rollouts of a group, tokens of each."""
 VOCABULARY = 151_936
 PHRASES, PHRASE_TOKENS, IN_PHRASES = 400, 12, 0.6
 LISTS, FRAME = "lists", "frame"
@@ -68,48 +71,53 @@ def main() -> None:
     given = parser.parse_args()
     packages = ["numpy", "msgspec", "crc32c", "zstandard", "safetensors"]
     told = Measured("frames", reference=LISTS, packages=packages, settings=vars(given))
-    group = grpo_like_group(np.random.default_rng(0))
-    for what, calls in cases(group).items():
-        wanted = {FRAME: [Target("ratio", "at least", FASTER[what])]}
-        took = measure(calls, given.rounds)
-        told.take(what, took, unit="us", ratio="reference / it", targets=wanted)
-    told.take("size", sizes(group), unit="bytes", targets={FRAME: [Target("ratio", "at most", SIZE)]})
-    take_zstd(told, group, given.rounds)
+    for rollouts, tokens in SHAPES:
+        group, of = grpo_like_group(np.random.default_rng(0), rollouts, tokens), f"{rollouts} x {tokens:,} tokens"
+        for what, calls in cases(group).items():
+            wanted = {FRAME: [Target("ratio", "at least", FASTER[what])]}
+            took = measure(calls, given.rounds)
+            told.take(f"{what}, {of}", took, unit="us", ratio="reference / it", targets=wanted)
+        told.take(f"size, {of}", sizes(group), unit="bytes", targets={FRAME: [Target("ratio", "at most", SIZE)]})
+    take_zstd(told, grpo_like_group(np.random.default_rng(0), *SHAPES[0]), given.rounds)
     told.save()
 
 
-def grpo_like_group(rng: np.random.Generator) -> Group:
-    """Make up a group: one prompt for all rollouts, completions of common ids (Zipf) and phrases that come again."""
+def grpo_like_group(rng: np.random.Generator, rollouts: int = SHAPES[0][0], tokens: int = SHAPES[0][1]) -> Group:
+    """Make up a group of so many rollouts of so many tokens each.
+
+    One prompt for all rollouts, completions of common ids (Zipf) and phrases that come again.
+    """
+    completion_tokens = tokens - PROMPT_TOKENS
     shares = 1 / np.arange(1, VOCABULARY + 1) ** 1.1
     names = rng.permutation(VOCABULARY).astype(np.int32)
 
-    def tokens(count: int) -> Ids:
+    def drawn(count: int) -> Ids:
         return names[rng.choice(VOCABULARY, count, p=shares / shares.sum())]
 
-    phrases = tokens(PHRASES * PHRASE_TOKENS).reshape(PHRASES, PHRASE_TOKENS)
+    phrases = drawn(PHRASES * PHRASE_TOKENS).reshape(PHRASES, PHRASE_TOKENS)
     completions = []
-    for _ in range(ROLLOUTS):
+    for _ in range(rollouts):
         parts: list[Ids] = []
-        while sum(map(len, parts)) < COMPLETION_TOKENS:
-            parts.append(phrases[rng.integers(PHRASES)] if rng.random() < IN_PHRASES else tokens(PHRASE_TOKENS))
-        completions.append(np.concatenate(parts)[:COMPLETION_TOKENS])
-    count = ROLLOUTS * COMPLETION_TOKENS
-    rewards = rng.integers(0, 2, ROLLOUTS).astype(np.float64)
+        while sum(map(len, parts)) < completion_tokens:
+            parts.append(phrases[rng.integers(PHRASES)] if rng.random() < IN_PHRASES else drawn(PHRASE_TOKENS))
+        completions.append(np.concatenate(parts)[:completion_tokens])
+    count = rollouts * completion_tokens
+    rewards = rng.integers(0, 2, rollouts).astype(np.float64)
     return Group(
         group_id="p5",
         prompt_id="gsm8k/train/17",
         policy_version=7,
-        prompt_ids=np.tile(tokens(PROMPT_TOKENS), ROLLOUTS),
-        prompt_lengths=np.full(ROLLOUTS, PROMPT_TOKENS, np.int32),
+        prompt_ids=np.tile(drawn(PROMPT_TOKENS), rollouts),
+        prompt_lengths=np.full(rollouts, PROMPT_TOKENS, np.int32),
         completion_ids=np.concatenate(completions),
-        completion_lengths=np.full(ROLLOUTS, COMPLETION_TOKENS, np.int32),
+        completion_lengths=np.full(rollouts, completion_tokens, np.int32),
         completion_mask=np.ones(count, np.bool_),
         inference_logprobs=np.log(rng.beta(5, 1, count)).astype(np.float32),
         rewards=rewards,
         advantages=rewards - rewards.mean(),
-        version_spans=np.array([[k, 7, 0, COMPLETION_TOKENS] for k in range(ROLLOUTS)], np.int32),
-        temperatures=np.ones(ROLLOUTS, np.float32),
-        finish_reasons=("stop",) * ROLLOUTS,
+        version_spans=np.array([[k, 7, 0, completion_tokens] for k in range(rollouts)], np.int32),
+        temperatures=np.ones(rollouts, np.float32),
+        finish_reasons=("stop",) * rollouts,
         ticket="t0-5-1-1",
         prompt_index=5,
         metadata={"env": "gsm8k"},
@@ -118,7 +126,7 @@ def grpo_like_group(rng: np.random.Generator) -> Group:
 
 def encode_lists(group: Group) -> bytes:
     """Encode as the reference does, from numpy."""
-    p, c = PROMPT_TOKENS, COMPLETION_TOKENS
+    p, c = int(group.prompt_lengths[0]), int(group.completion_lengths[0])
     mask = np.zeros(p, np.bool_)
     advantages = group.rewards if group.advantages is None else group.advantages
     return _encode_lists(
@@ -133,7 +141,7 @@ def encode_lists(group: Group) -> bytes:
                     float(advantages[k]),
                     float(group.rewards[k]),
                 )
-                for k in range(ROLLOUTS)
+                for k in range(group.rollouts)
             ]
         )
     )

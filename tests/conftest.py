@@ -49,6 +49,11 @@ class ServeProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def valkey_socket(self) -> str:
+        """Where its embedded Valkey listens: not in the folder where that has a long name."""
+        return str(EmbeddedServer(self.data_dir).socket_path)
+
     def start(self) -> Self:
         """Start the server and wait until it says where it listens."""
         if self._log is None:

@@ -124,7 +124,7 @@ def test_the_example_is_listed_shown_and_chosen_from(
     """By its wheel alone: the command line knows it, a run takes its options, its order decides the batch."""
     shown = environment.run("-m", "replaybuf.cli", "strategies", "show", "near-target")
     assert "replaybuf-near-target 0.1.0" in shown
-    assert "target" in shown and ">= 0, <= 1" in shown
+    assert "target" in shown and ">= 0 and <= 1" in shown
 
     run = connect(server.url, "mine")
     strategy = {"name": "near-target", "options": {"target": 0.5}}

@@ -37,7 +37,7 @@ def test_it_prints_json_and_the_run_keeps_the_result_apart_from_its_groups(tmp_p
         assert (told["name"], told["version"], told["reward_mean"], told["standard_error"]) == ("words", 7, 1.0, 0.0)
         assert (told["rollouts"], told["samples"], told["failed"], told["generation"]) == (12, 2, 0, 0)
         assert run.get("evaluations").json() == {"evaluations": [told]}
-        assert {(request["n"], request["temperature"]) for request in engine.requests} == {(2, 0.0)}
+        assert {(request["n"], request["temperature"]) for request in engine.requests} == {(1, 0.0)}
 
     bounded(main())
     state = run.state()

@@ -13,7 +13,7 @@ from tests.conftest import RunClient, ServeProcess, group
 
 def spoil(server: ServeProcess, group_id: str, frame: bytes | None) -> None:
     """Replace the payload of a group behind the service's back; None deletes it."""
-    with redis.Redis(unix_socket_path=str(server.data_dir / "valkey.sock")) as client:
+    with redis.Redis(unix_socket_path=server.valkey_socket) as client:
         (key,) = client.keys(f"rb:p:{{*:{group_id}}}:*")
         if frame is None:
             client.delete(key)
@@ -50,7 +50,7 @@ def test_a_flipped_bit_in_redis_is_found_by_its_checksum(
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("bad"))
-    with redis.Redis(unix_socket_path=str(own_service.data_dir / "valkey.sock")) as client:
+    with redis.Redis(unix_socket_path=own_service.valkey_socket) as client:
         (key,) = client.keys("rb:p:{*:bad}:*")
         last = 8 * client.strlen(key) - 1
         client.setbit(key, last, 1 - client.getbit(key, last))

@@ -146,7 +146,7 @@ def test_what_the_service_completes_stays_as_compressed_as_it_came(run: RunClien
     run.put(batch={"groups_per_batch": 2})
     post(run, frame(group("packed", tokens=900), compress=True), frame(group("plain", tokens=900)))
     for name in ("packed", "plain"):
-        with redis.Redis(unix_socket_path=str(service.data_dir / "valkey.sock")) as client:
+        with redis.Redis(unix_socket_path=service.valkey_socket) as client:
             (key,) = client.keys(f"rb:p:{{{run.path.rpartition('/')[2]}:{name}}}:*")
             stored = client.get(key)
         assert isinstance(stored, bytes)
