@@ -19,7 +19,7 @@ from cyclopts.config import Env, Toml
 from rich.console import Console
 
 from replaybuf import __version__, plugins
-from replaybuf.errors import Invalid, ReplaybufError
+from replaybuf.errors import Invalid, ReplaybufError, first_error
 
 logger = logging.getLogger(__name__)
 
@@ -277,10 +277,7 @@ def _run(main: object) -> object:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)  # type: ignore[arg-type]
     except BaseExceptionGroup as group:
-        first: BaseException = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from group
+        raise first_error(group) from group
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -289,6 +289,14 @@ class MissingExtra(ReplaybufError):
         )
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Unpack the error that task groups wrapped; of several the first."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def _tree(cls: type[ReplaybufError]) -> list[type[ReplaybufError]]:
     return [cls, *(found for child in cls.__subclasses__() for found in _tree(child))]
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 import uvloop
 from cyclopts import Parameter
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, first_error
 from replaybuf.generator.concurrency import Bounds
 from replaybuf.generator.flight import PATIENCE_S
 from replaybuf.generator.logprobs import LogprobOptions
+from replaybuf.generator.preflight import check_least
 from replaybuf.generator.process import GenerateOptions, run_generator
 from replaybuf.generator.publication import OnPublish
 
@@ -172,7 +173,7 @@ def generate(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run_generator(options, None if reread is None else lambda: _checked(reread())))
     except BaseExceptionGroup as group:
-        raise _first(group) from group
+        raise first_error(group) from group
 
 
 def _checked(arguments: Mapping[str, Any]) -> GenerateOptions:
@@ -182,20 +183,10 @@ def _checked(arguments: Mapping[str, Any]) -> GenerateOptions:
     given["logprobs"] = given["logprobs"] or LogprobOptions()
     options = GenerateOptions(engines=tuple(arguments["engine"]), **given)
     for name, least in _LEAST.items():
-        if getattr(options, name) < least:
-            value = getattr(options, name)
-            raise Invalid(f"{name} is {value}; at least {least} is needed", name=name, value=value, bound=least)
+        check_least(name, getattr(options, name), least)
     for name in ("engine_timeout_s", "reward_timeout_s", "start_timeout_s", "report_every_s", "service_patience_s"):
         if getattr(options, name) <= 0:
             value = getattr(options, name)
             raise Invalid(f"{name} is {value}; more than 0 is needed", name=name, value=value, bound=0)
     Bounds(options.min_inflight_groups, options.max_inflight_groups)
     return options
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Unpack the error that task groups wrapped; of several the first."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -21,7 +21,7 @@ from replaybuf.generator.engines import open_engine
 from replaybuf.generator.environments import load_rewards
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.preflight import held_out_prompts
+from replaybuf.generator.preflight import check_least, held_out_prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.tokenizer import Tokenizer
 
@@ -97,7 +97,12 @@ def evaluate_command(
     """
     if (url is None) != (run is None):
         raise Invalid("url and run go together; one of them is missing", name="url" if url is None else "run")
-    _check({"max_tokens": max_tokens, "samples": samples, "max_inflight_prompts": max_inflight_prompts})
+    for option, value in {
+        "max_tokens": max_tokens,
+        "samples": samples,
+        "max_inflight_prompts": max_inflight_prompts,
+    }.items():
+        check_least(option, value, 1)
     model_folder = Tokenizer(tokenizer)
     rewards = load_rewards(environment)
     held_out = HeldOut(
@@ -109,7 +114,7 @@ def evaluate_command(
         temperature=temperature,
         samples=samples,
         max_inflight_prompts=max_inflight_prompts,
-        stop_token_ids=tuple(sorted(model_folder.eos_token_ids)),
+        stop_token_ids=model_folder.stop_token_ids,
     )
     wanted, key = model or adapter or None, engine_api_key
     fleet = Fleet([open_engine(address, timeout_s=engine_timeout_s, model=wanted, api_key=key) for address in engine])
@@ -131,12 +136,6 @@ def evaluate_command(
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
         Console().print(_table(result))
-
-
-def _check(values: dict[str, int]) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise Invalid(f"{name} is {value}; at least 1 is needed", name=name, value=value, bound=1)
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -36,6 +36,12 @@ async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
     raise ReplaybufError("pauses never end")  # what the type checker cannot see
 
 
+def check_least(name: str, value: float, least: float) -> None:
+    """Raise `Invalid` where an option is below its bound."""
+    if value < least:
+        raise Invalid(f"{name} is {value}; at least {least} is needed", name=name, value=value, bound=least)
+
+
 def check_adapter(asked: str, facts: RunFacts) -> None:
     """Raise `Invalid` where the run has no adapter of that name, or has adapters and none is named."""
     if asked not in (facts.adapters or {"": {}}):

@@ -94,7 +94,7 @@ class GenerateOptions:
             n=group_size,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
-            stop_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+            stop_token_ids=tokenizer.stop_token_ids,
         )
 
 
@@ -311,7 +311,7 @@ def _schedule(options: GenerateOptions, tokenizer: Tokenizer) -> Schedule:
         max_tokens=options.max_tokens,
         temperature=options.eval_temperature,
         samples=options.eval_samples,
-        stop_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        stop_token_ids=tokenizer.stop_token_ids,
     )
     return Schedule(held_out, options.eval_every, adapter=options.adapter, producer=options.producer)
 

@@ -36,6 +36,11 @@ class Tokenizer:
         self.model_vocab_size = _vocab_size(_read_json(folder / "config.json"))
         self.eos_token_ids = self._find_eos(_read_json(folder / "generation_config.json"))
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """What ends a completion: the end-of-sequence tokens, ascending."""
+        return tuple(sorted(self.eos_token_ids))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text to token ids; with `add_special_tokens` those that the tokenizer's own rule adds are there."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from replaybuf.errors import StrategyFault
+from replaybuf.errors import StrategyFault, first_error
 from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes
@@ -90,12 +90,7 @@ def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy
         faults = seen.subgroup(StrategyFault)
         if faults is None:
             raise
-        raise _first(faults) from seen
-
-
-def _first(group: BaseExceptionGroup[StrategyFault]) -> StrategyFault:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+        raise first_error(faults) from seen
 
 
 def _rule(kept: bool, rule: str, value: object) -> None:

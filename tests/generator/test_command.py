@@ -79,6 +79,26 @@ def put(run: RunClient, **config: Any) -> None:
     assert run.put(batch=batch, group_size=4, **config).status_code == 201
 
 
+def generated(folder: Path, run: RunClient, **options: str) -> list[dict[str, Any]]:
+    """Generate until the run is finished; return its groups."""
+
+    async def main() -> None:
+        async with (
+            EngineDouble().up() as engine,
+            generator(folder, _url(run), run.run, engine.url, **options) as process,
+        ):
+            _, error = await process.communicate()
+            assert process.returncode == 0, error.decode()
+
+    bounded(main())
+    return stored(run)
+
+
+def stored(run: RunClient) -> list[dict[str, Any]]:
+    """Read all groups of a run, with their rollouts."""
+    return [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+
+
 def test_a_finite_supply_is_generated_trained_and_ends_with_exit_code_0(tmp_path: Path, run: RunClient) -> None:
     put(run, tickets={"prompts": 12})
 
@@ -178,16 +198,7 @@ def test_own_prompts_and_rewards_run_without_packaging(tmp_path: Path, run: RunC
         "reward-processes": "1",
     }
 
-    async def main() -> None:
-        async with (
-            EngineDouble().up() as engine,
-            generator(tmp_path, _url(run), run.run, engine.url, **options) as process,
-        ):
-            _, error = await process.communicate()
-            assert process.returncode == 0, error.decode()
-
-    bounded(main())
-    groups = [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+    groups = generated(tmp_path, run, **options)
     assert len(groups) == 3
     for group in groups:
         for rollout in group["rollouts"]:
@@ -215,7 +226,7 @@ def test_reference_and_teacher_logprobs_come_with_every_group(tmp_path: Path, ru
             assert {request["model"] for request in teacher.requests} == {"large"}
 
     bounded(main())
-    groups = [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+    groups = stored(run)
     assert len(groups) == 5
     for group in groups:
         for rollout in group["rollouts"]:
@@ -229,16 +240,7 @@ def test_tool_tokens_of_several_turns_are_stored_masked(tmp_path: Path, run: Run
     put(run, tickets={"prompts": 2})
     options = {"environment": "tests.generator.turn_environments:Echo", "max-tokens": "40"}
 
-    async def main() -> None:
-        async with (
-            EngineDouble().up() as engine,
-            generator(tmp_path, _url(run), run.run, engine.url, **options) as process,
-        ):
-            _, error = await process.communicate()
-            assert process.returncode == 0, error.decode()
-
-    bounded(main())
-    groups = [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+    groups = generated(tmp_path, run, **options)
     assert len(groups) == 2
     for group in groups:
         for rollout in group["rollouts"]:
