@@ -33,7 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=...")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV); torch is the large part. Details: $(PIP_LOG)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --log $(PIP_LOG) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[$(EXTRAS)]' \
+		>$(PIP_LOG) 2>&1 || { tail -n 20 $(PIP_LOG) >&2; echo "installing failed; all that pip said: $(PIP_LOG)" >&2; exit 1; }
 	@touch $@
 	@echo "installed: replaybuf $$($(BIN)/replaybuf --version), $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')"
 

@@ -84,19 +84,17 @@ class Rates:
         """Tell what was measured up to now."""
         self._forget(now_s)
         over_s = min(MINUTE_S, max(1.0, now_s - self.since_s))
-        measured = Measured(
-            groups_per_s=sum(groups for _, groups in self._seconds) / over_s,
-            group_s=self._group_s,
-        )
+        groups_per_s = sum(groups for _, groups in self._seconds) / over_s
         if len(self._acks) < 2:
-            return measured
+            return Measured(groups_per_s=groups_per_s, group_s=self._group_s)
         first, last, steps = self._acks[0], self._acks[-1], len(self._acks) - 1
         # Totals fall where a rewind gives evictions back, and a clock may be set.
         seconds = max(1e-9, last.at_s - first.at_s)
         waited_s = min(seconds, max(0.0, last.waited_s - first.waited_s))
         stored = max(1, last.stored - first.stored)
-        return dataclasses.replace(
-            measured,
+        return Measured(
+            groups_per_s=groups_per_s,
+            group_s=self._group_s,
             steps_per_s=steps / max(seconds, now_s - first.at_s),
             step_s=(seconds - waited_s) / steps,
             waited=waited_s / seconds,

@@ -21,7 +21,7 @@ from replaybuf.flow import TicketBook
 from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
 from replaybuf.known import LiveTotals
-from replaybuf.rates import Rates
+from replaybuf.rates import Measured, Rates
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
@@ -48,6 +48,7 @@ T = TypeVar("T")
 PRODUCER_SILENCE_S = 60.0
 _SAMPLED_GROUPS = 256
 _HISTORY_BATCHES = 16
+_MEASURED = tuple(field.name for field in dataclasses.fields(Measured))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,11 +173,12 @@ class Selector:
 
     def _flow(self) -> Flow:
         now_s = self._clock()
+        measured = self.rates.measured(now_s)
         return Flow(
             now_s=now_s,
             tokens_per_group=self._tokens_per_group(),
             max_tokens_live=self.config.limits.max_tokens_live,
-            **dataclasses.asdict(self.rates.measured(now_s)),
+            **{name: getattr(measured, name) for name in _MEASURED},
         )
 
     def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
