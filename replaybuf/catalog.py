@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -21,36 +22,49 @@ from replaybuf.options import REQUIRED, told_options
 from replaybuf.strategy import Filter, Strategy, StrategyOptions, check_options
 
 SUITE = "replaybuf.testing"
+_CHECKS = {
+    "check_strategy": "keeps the rules of a strategy, over random buffers",
+    "check_progress": "neither waits for ever nor starves slow prompts, in a closed loop",
+    "check_filter": "keeps the rules of a filter, over random groups",
+}
+"""Functions of the suite, and what they are told as."""
+_KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS}
 _PROPERTIES = ("max_staleness", "max_uses", "look_ahead")
 
 
 def show_list(console: Console) -> bool:
-    """Print every installed strategy with its first line and where it comes from; False where one does not import."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("strategy", "from", "what it does"):
-        table.add_column(heading, header_style="dim", no_wrap=heading == "strategy", overflow="fold")
+    """Print each installed strategy and filter: first line, where it comes from; False where one does not import."""
     good = True
-    for name in plugins.names(plugins.STRATEGIES):
-        entry = plugins.find(plugins.STRATEGIES, name)
-        try:
-            told = Text(_first_line(plugins.load(plugins.STRATEGIES, name)))
-        except ReplaybufError as error:
-            told, good = Text(error.detail, style="red"), False
-        table.add_row(name, Text(_origin(entry)), told)
-    console.print(table)
+    for kind, group in _KINDS.items():
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for heading in (kind, "from", "what it does"):
+            table.add_column(heading, header_style="dim", no_wrap=heading == kind, overflow="fold")
+        for name in plugins.names(group):
+            entry = plugins.find(group, name)
+            try:
+                told = Text(_first_line(plugins.load(group, name)))
+            except ReplaybufError as error:
+                told, good = Text(error.detail, style="red"), False
+            table.add_row(name, Text(_origin(entry)), told)
+        console.print(table)
+        console.print()
     return good
 
 
 def show_strategy(name: str, console: Console) -> None:
-    """Print what a strategy does, what it promises by default and its options. Raises `Invalid`."""
-    entry = plugins.find(plugins.STRATEGIES, name)
-    cls = plugins.load(plugins.STRATEGIES, name)
+    """Print what a strategy, or a filter, does, what it promises by default and its options. Raises `Invalid`."""
+    group = plugins.FILTERS if name in plugins.names(plugins.FILTERS) else plugins.STRATEGIES
+    if name not in plugins.names(group):
+        installed = {kind: plugins.names(of_kind) for kind, of_kind in _KINDS.items()}
+        told = "; ".join(f"{kind}: {', '.join(its)}" for kind, its in installed.items())
+        raise Invalid(f"name is {name!r}; installed: {told}", name="name", value=name, bound=installed)
+    entry, cls = plugins.find(group, name), plugins.load(group, name)
     console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
     console.print(Text(inspect.getdoc(cls) or "no docstring"))
     console.print()
     needs_some = any(option.default == REQUIRED for option in told_options(cls.Options))
-    with_defaults = None if needs_some else _built(cls, name, {})
-    if with_defaults is not None:
+    if group == plugins.STRATEGIES and not needs_some:
+        with_defaults = _built(cls, name, {})
         promised = ", ".join(f"{what} {_or_unbounded(getattr(with_defaults, what))}" for what in _PROPERTIES)
         console.print(Text(f"by default: {promised}"))
     options = told_options(cls.Options)
@@ -100,23 +114,22 @@ def _findings(cls: Any, target: str, options: dict[str, Any]) -> Iterator[tuple[
 
 
 def _suite(cls: Any, built: Any, target: str, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Run the contract suite. Raises `MissingExtra`, and `StrategyFault` for whatever the class raises."""
+    """Run the contract suite. Raises `MissingExtra`."""
     try:
         testing = importlib.import_module(SUITE)
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the contract suite {SUITE}", "testing") from error
     names = ("check_strategy", "check_progress") if isinstance(built, Strategy) else ("check_filter",)
     for name in names:
-        check = getattr(testing, name)
-        told = (inspect.getdoc(check) or name).partition(". Raises")[0].partition("\n")[0]
+        fault = ""
         try:
-            check(lambda: _built(cls, target, options))
-        except StrategyFault as fault:
-            yield told, fault.detail
-        except Exception as error:  # a strategy under test may raise anything; that is what is to be told
-            raise StrategyFault(f"{target} raised {error!r} in {name}", name=target, value=repr(error)) from error
-        else:
-            yield told, ""
+            getattr(testing, name)(lambda: _built(cls, target, options))
+        except StrategyFault as broken:
+            fault = broken.detail
+        except Exception as error:  # noqa: BLE001 - a strategy under test may raise anything; that is what is to be told
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            fault = f"raised {error!r} in {at.name}, {at.filename}:{at.lineno}"
+        yield _CHECKS[name], fault
 
 
 def _fault_of_options(shape: Any) -> str:

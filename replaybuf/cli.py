@@ -170,7 +170,7 @@ def token_new(*, role: str, name: str, tokens_file: Path) -> None:
 
 @strategies_app.command(name="list")
 def strategies_list() -> None:
-    """List the installed strategies: name, distribution, what they do.
+    """List the installed strategies and filters: name, distribution, what they do.
 
     Ends with exit code 1 where one of them does not import.
     """
@@ -182,7 +182,7 @@ def strategies_list() -> None:
 
 @strategies_app.command(name="show")
 def strategies_show(name: str, /) -> None:
-    """Show a strategy: what it does, what it promises, its options with types, defaults and ranges.
+    """Show a strategy or filter: what it does, what it promises, its options with types, defaults and ranges.
 
     Parameters
     ----------

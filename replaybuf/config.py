@@ -298,7 +298,8 @@ def _explained(error: msgspec.ValidationError, body: bytes) -> Invalid | Malform
             value = value[int(part)] if int(part) < len(value) else None  # a name given twice: JSON keeps the last
     shown = value if isinstance(value, str | int | float | None) else type(value).__name__
     kind = Invalid if re.search(r"[<>]=? |matching regex|Invalid enum", message) else Malformed
-    return kind(f"{name} is {shown!r}: {message}", name=name, value=shown, bound=message)
+    told = "body" if name == "body" else f"{name} is {shown!r}"
+    return kind(f"{told}: {message}", name=name, value=shown, bound=message)
 
 
 def _excerpt(body: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +22,11 @@ class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
+
+
+def contradiction(option: str, value: Any, needed: str, why: str) -> Invalid:
+    """Build the error of an option that another one contradicts: what is `needed` of its value, and why."""
+    return Invalid(f"{option} is {json.dumps(value)}; {why}; needed: {needed}", name=option, value=value, bound=needed)
 
 
 class Option(NamedTuple):

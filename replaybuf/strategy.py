@@ -24,6 +24,7 @@ from replaybuf.group import name_code
 from replaybuf.options import OptionsT as OptionsT
 from replaybuf.options import StrategyOptions as StrategyOptions
 from replaybuf.options import check_options as check_options
+from replaybuf.options import contradiction as contradiction
 from replaybuf.options import option_ranges as option_ranges
 
 Rows = npt.NDArray[np.int64]

@@ -74,7 +74,7 @@ def test_the_list_names_the_built_ins_with_their_distribution_and_first_line(
     """One line each."""
     monkeypatch.setenv("COLUMNS", "160")
     main(["strategies", "list"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert {"on-policy", "one-step-off-policy"} <= lines.keys()
     assert "replaybuf 0.1.0" in lines["on-policy"]
     assert "Staleness 0, each group once, oldest first, no look-ahead." in lines["on-policy"]
@@ -107,7 +107,22 @@ def test_one_strategy_is_shown_with_what_it_promises(
     assert "no options" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["strategies", "show", "nobody"])
-    assert "strategy is 'nobody'; installed: " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "name is 'nobody'; installed: strategy: " in told and "; filter: overlong, " in told
+
+
+def test_filters_are_listed_and_shown_beside_the_strategies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their options with types, defaults and ranges; a filter promises no bounds."""
+    monkeypatch.setenv("COLUMNS", "160")
+    main(["strategies", "list"])
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert {"overlong", "reward-window", "zero-variance"} <= lines.keys()
+    assert "replaybuf 0.1.0" in lines["overlong"] and "Drop groups by length" in lines["overlong"]
+    main(["strategies", "show", "overlong"])
+    shown = capsys.readouterr().out
+    assert re.search(r"max_tokens +int >= 1 or null +null", shown) and "by default" not in shown
 
 
 @pytest.fixture
@@ -134,7 +149,7 @@ def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixtu
     main(["strategies", "check", f"own_strategies:{name}", *(["--option", "share=0.5"] if name == "NeedsOne" else [])])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 5 and all(line.startswith("ok") for line in lines)
-    assert "Hold it to a rule" in lines[-1]
+    assert "keeps the rules of a" in " ".join(lines[4:])
 
 
 @pytest.mark.usefixtures("own_module")
@@ -164,7 +179,7 @@ def test_a_class_that_is_not_sound_fails_with_the_rule(
     ("fault", "told"),
     [
         (StrategyFault("rule 'keeps the budget' is broken"), "rule 'keeps the budget' is broken"),
-        (ZeroDivisionError("x"), "own_strategies:Mine raised ZeroDivisionError('x') in check_strategy"),
+        (ZeroDivisionError("x"), "strategy, over random buffers: raised ZeroDivisionError('x') in"),
     ],
 )
 def test_what_the_suite_finds_is_told(

@@ -241,6 +241,12 @@ class Indebted(Sound):
         return -1
 
 
+class Endless(Sound):
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        while True:
+            pass
+
+
 class Boundless(Sound):
     @property
     def max_staleness(self) -> int:
@@ -263,6 +269,7 @@ class Boundless(Sound):
         (Wordy, "a word that can label a metric"),
         (OpenHanded, "admits no more after"),
         (Indebted, "admits a number >= 0"),
+        (Endless, r"admit answers within 1 s' is broken: it did not come to an end"),
         (Boundless, "max_staleness is null or >= 0"),
     ],
 )

@@ -44,8 +44,8 @@ def check_selection(strategy: str, step: int, chosen: Selection | Waiting, group
         ("selects at least one group", len(rows) > 0, len(rows)),
         ("selects a group once", len(distinct) == len(rows), len(rows)),
         ("selects only groups it was given", len(given) == len(distinct), rows[:8].tolist()),
-        ("keeps the token budget", budget.tokens is None or tokens <= budget.tokens, tokens),
-        ("keeps the group budget", budget.groups is None or len(rows) <= budget.groups, len(rows)),
+        (f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens),
+        (f"keeps the group budget of {budget.groups}", budget.groups is None or len(rows) <= budget.groups, len(rows)),
         ("gives one weight per group", weights is None or len(weights) == len(rows), len(rows)),
         ("gives finite weights above 0", not unfit, unfit),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import StrategyFault, first_error
+from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded
+from replaybuf.service.rules import REASON
 from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes
@@ -19,7 +21,6 @@ from replaybuf.testing.scenes import Scene, scenes
 BuildStrategy = Callable[[], Strategy[Any]]
 BuildFilter = Callable[[], Filter[Any]]
 
-_REASON = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _ROUNDS = 16
 """Answers after which admission must have closed, each taken up in whole."""
 
@@ -54,8 +55,9 @@ class FilterContract:
 
 def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
     """Hold a strategy to every rule, over `examples` random buffers. Raises `StrategyFault` naming the rule."""
-    _check_bounds(build())
+    build = _in_time(build)
     strategy = build()
+    _check_bounds(strategy)
 
     def keeps_the_rules(scene: Scene) -> None:
         for rule in (_selects_what_is_possible, _selects_the_same_again, _evicts_rightly, _admits_within_bounds):
@@ -66,7 +68,7 @@ def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
 
 def check_filter(build: BuildFilter, examples: int = 60) -> None:
     """Hold a filter to every rule, over `examples` random buffers. Raises `StrategyFault` naming the rule."""
-
+    build = _in_time(build)
     _over_random_buffers(lambda scene: _drops_rightly(build, scene), scenes(None, None), examples)
 
 
@@ -93,6 +95,28 @@ def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy
         raise first_error(faults) from seen
 
 
+class _InTime:
+    """A plug-in whose every answer is due within the bound that a service keeps."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._plugin, name)
+        return functools.partial(self._answer, name, found) if callable(found) else found
+
+    def _answer(self, name: str, call: Callable[..., Any], *asked: Any) -> Any:
+        try:
+            return bounded(lambda: call(*asked))
+        except TookTooLong as late:
+            rule = f"{name} answers within {BOUND_S:g} s"
+            raise StrategyFault(f"rule '{rule}' is broken: it {late}", name=rule, value=str(late), bound=rule) from late
+
+
+def _in_time(build: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: _InTime(build())
+
+
 def _rule(kept: bool, rule: str, value: object) -> None:
     """Raise `StrategyFault` where a rule is broken."""
     if not kept:
@@ -105,6 +129,7 @@ def check_progress(build: BuildStrategy, steps: int = 60) -> list[Progress]:
     Raises `StrategyFault` where a loop stands still, or slow prompts are trained less than half as often as others.
     At staleness 0 the second is not asked: what arrives after the batch is full is lost, and that is what is slow.
     """
+    build = _in_time(build)
     found = []
     for budget in BUDGETS:
         progress = ClosedLoop(build(), budget).run(steps)
@@ -148,8 +173,8 @@ def _selects_what_is_possible(build: BuildStrategy, scene: Scene) -> None:
     given_rows = scene.columns["row"]
     _rule(set(rows.tolist()) <= set(given_rows.tolist()), "selects only groups it was given", rows)
     tokens = int(scene.columns["tokens"][np.isin(given_rows, rows)].sum(dtype=np.int64))
-    _rule(budget.tokens is None or tokens <= budget.tokens, "keeps the token budget", tokens)
-    _rule(budget.groups is None or len(rows) <= budget.groups, "keeps the group budget", len(rows))
+    _rule(budget.tokens is None or tokens <= budget.tokens, f"keeps the token budget of {budget.tokens}", tokens)
+    _rule(budget.groups is None or len(rows) <= budget.groups, f"keeps the group budget of {budget.groups}", len(rows))
     if answer.weights is not None:
         weights = np.asarray(answer.weights)
         _rule(weights.shape == rows.shape, "gives one weight per group", weights.shape)
@@ -181,7 +206,7 @@ def _check_evictions(found: Evictions, groups: Groups, what: str) -> None:
     _rule(len(set(found.rows)) == len(found.rows), f"{what} names a group once", found.rows)
     _rule(set(found.rows) <= set(groups.row.tolist()), f"{what} names only groups it was given", found.rows)
     for reason in set(found.reasons):
-        _rule(bool(_REASON.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
+        _rule(bool(REASON.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
 
 
 def _evicts_rightly(build: BuildStrategy, scene: Scene) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from replaybuf.errors import Invalid
-from replaybuf.strategy import BufferView, Evictions, Filter, Groups, StrategyOptions
+from replaybuf.strategy import BufferView, Evictions, Filter, Groups, StrategyOptions, contradiction
 
 
 class ZeroVarianceOptions(StrategyOptions, frozen=True):
@@ -57,12 +57,18 @@ class RewardWindowOptions(StrategyOptions, frozen=True):
         ):
             if fraction and bound is None:
                 side = "high" if name == "easy_fraction" else "low"
-                raise _contradiction(name, fraction, 0, f"{side} is null, so there is no such pool")
+                raise contradiction(
+                    f"filter.options.{name}", fraction, "0", f"{side} is null, so there is no such pool"
+                )
         low, high = self.low, self.high
         if low is None and high is None:
-            raise _contradiction("low", None, "a number where high is null", "nothing would ever be dropped")
+            raise contradiction(
+                "filter.options.low", None, "a number where high is null", "nothing would ever be dropped"
+            )
         if low is not None and high is not None and low > high:
-            raise _contradiction("low", low, high, f"high is {high}, so every group would be dropped")
+            raise contradiction(
+                "filter.options.low", low, f"at most {high:g}", f"high is {high}, so every group would be dropped"
+            )
 
 
 class RewardWindow(Filter[RewardWindowOptions]):
@@ -96,8 +102,11 @@ class OverlongOptions(StrategyOptions, frozen=True):
 
     def __post_init__(self) -> None:
         if self.max_tokens is None and self.max_truncated is None:
-            raise _contradiction(
-                "max_tokens", None, "a number where max_truncated is null", "nothing would ever be dropped"
+            raise contradiction(
+                "filter.options.max_tokens",
+                None,
+                "a number where max_truncated is null",
+                "nothing would ever be dropped",
             )
 
 
@@ -141,6 +150,5 @@ def _dropped(groups: Groups, *rules: tuple[npt.NDArray[np.bool_], str]) -> Evict
     return Evictions(tuple(rows), tuple(reasons))
 
 
-def _contradiction(name: str, value: Any, bound: Any, why: str) -> Invalid:
-    option = f"filter.options.{name}"
-    return Invalid(f"{option} is {value!r}; {why}; it must be {bound!r}", name=option, value=value, bound=bound)
+def _contradiction(name: str, value: Any, needed: str, why: str) -> Invalid:
+    return contradiction(f"filter.options.{name}", value, needed, why)

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, field
 
-from replaybuf.errors import Invalid
 from replaybuf.strategy import (
     Budget,
     BufferView,
@@ -20,6 +19,7 @@ from replaybuf.strategy import (
     Strategy,
     StrategyOptions,
     Waiting,
+    contradiction,
     source_code,
     too_few,
 )
@@ -76,17 +76,17 @@ class ReplayOptions(StrategyOptions, frozen=True):
         )
         _refuse(
             self.max_uses == 1 and self.cooldown > 0,
-            *("cooldown", self.cooldown, 0),
+            *("cooldown", self.cooldown, "0"),
             "max_uses is 1, so no group is used again, rested or not",
         )
         _refuse(
             self.importance > 0 and self.order != "prioritized",
-            *("importance", self.importance, 0),
+            *("importance", self.importance, "0"),
             f"order is {self.order}; weights correct for priorities alone",
         )
         _refuse(
             self.groups_per_prompt is not None and self.prompts_together,
-            *("groups_per_prompt", self.groups_per_prompt, None),
+            *("groups_per_prompt", self.groups_per_prompt, "null"),
             "prompts_together wants all groups of a prompt in one batch",
         )
         for name in ("fresh_fraction", "mix"):
@@ -97,7 +97,7 @@ class ReplayOptions(StrategyOptions, frozen=True):
             )
         _refuse(
             self.error_buffer is not None and spi is None,
-            *("error_buffer", self.error_buffer, None),
+            *("error_buffer", self.error_buffer, "null"),
             "samples_per_insert is null, so there is no rate to keep",
         )
         if spi is not None:
@@ -117,26 +117,25 @@ class ReplayOptions(StrategyOptions, frozen=True):
     def _check_rate(self, spi: float) -> None:
         _refuse(
             self.max_uses is not None and spi > self.max_uses,
-            *("samples_per_insert", spi, self.max_uses),
+            *("samples_per_insert", spi, f"at most {self.max_uses}"),
             f"max_uses is {self.max_uses}, so a stored group cannot be used that often",
         )
         _refuse(
             spi * self.fresh_fraction > 1 + _WHOLE,
-            *("samples_per_insert", spi, 1 / (self.fresh_fraction or 1)),
+            *("samples_per_insert", spi, f"at most {1 / (self.fresh_fraction or 1):g}"),
             f"fresh_fraction is {self.fresh_fraction}, so there are at most 1/{self.fresh_fraction} uses per insert",
         )
         _refuse(
             self.error_buffer is not None and 2 * self.error_buffer < 1 + spi,
-            *("error_buffer", self.error_buffer, (1 + spi) / 2),
+            *("error_buffer", self.error_buffer, f"at least {(1 + spi) / 2:g}"),
             "one use and one insert move further than the band is wide, so each would wait for the other",
         )
 
 
-def _refuse(contradicts: bool, name: str, value: Any, bound: Any, why: str) -> None:
-    """Raise `Invalid` with the option, its value and its bound where it contradicts another one."""
+def _refuse(contradicts: bool, name: str, value: Any, needed: str, why: str) -> None:
+    """Raise `Invalid` with the option, its value and what is needed of it where it contradicts another one."""
     if contradicts:
-        option = f"strategy.options.{name}"
-        raise Invalid(f"{option} is {value!r}; {why}; it must be {bound!r}", name=option, value=value, bound=bound)
+        raise contradiction(f"strategy.options.{name}", value, needed, why)
 
 
 class Replay(Strategy[ReplayOptions]):
@@ -186,12 +185,12 @@ class Replay(Strategy[ReplayOptions]):
             uses = math.ceil(window / (options.cooldown + 1))
             _refuse(
                 options.cooldown > 0 and uses < 2,
-                *("cooldown", options.cooldown, window - 1),
+                *("cooldown", options.cooldown, f"at most {window - 1}"),
                 f"after it a group is always too stale: it has {window} batches in all",
             )
             _refuse(
                 spi is not None and spi > uses,
-                *("samples_per_insert", spi, uses),
+                *("samples_per_insert", spi, f"at most {uses}"),
                 f"a group has {window} batches before it is too stale",
             )
             need = None if budget.tokens is None else (window + 1) * budget.tokens
@@ -200,14 +199,14 @@ class Replay(Strategy[ReplayOptions]):
                 and max_tokens_live is not None
                 and need is not None
                 and max_tokens_live < need,
-                *("fresh_fraction", options.fresh_fraction, 0),
+                *("fresh_fraction", options.fresh_fraction, "0"),
                 f"limits.max_tokens_live is {max_tokens_live}; below {need} used groups could leave no room for fresh "
                 "ones",
             )
         if spi is not None and options.error_buffer is not None and budget.groups is not None:
             _refuse(
                 2 * options.error_buffer < budget.groups + spi,
-                *("error_buffer", options.error_buffer, (budget.groups + spi) / 2),
+                *("error_buffer", options.error_buffer, f"at least {(budget.groups + spi) / 2:g}"),
                 f"a batch of {budget.groups} groups moves further than the band is wide",
             )
 
