@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import StrategyFault, first_error
-from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded
+from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded, handling
 from replaybuf.service.rules import REASON
 from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
@@ -87,7 +87,8 @@ def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy
         suppress_health_check=tuple(HealthCheck),
     )(given(buffers)(check))
     try:
-        run()
+        with handling():
+            run()
     except ExceptionGroup as seen:
         faults = seen.subgroup(StrategyFault)
         if faults is None:
@@ -96,25 +97,33 @@ def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy
 
 
 class _InTime:
-    """A plug-in whose every answer is due within the bound that a service keeps."""
+    """A plug-in whose every answer is due within the bound that a service keeps.
 
-    def __init__(self, plugin: Any) -> None:
+    What was late once is not asked again: `late` keeps the fault, so that the search for the smallest buffer is short.
+    """
+
+    def __init__(self, plugin: Any, late: list[StrategyFault]) -> None:
         self._plugin = plugin
+        self._late = late
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._plugin, name)
         return functools.partial(self._answer, name, found) if callable(found) else found
 
     def _answer(self, name: str, call: Callable[..., Any], *asked: Any) -> Any:
+        if self._late:
+            raise self._late[0]
         try:
             return bounded(lambda: call(*asked))
-        except TookTooLong as late:
+        except TookTooLong as error:
             rule = f"{name} answers within {BOUND_S:g} s"
-            raise StrategyFault(f"rule '{rule}' is broken: it {late}", name=rule, value=str(late), bound=rule) from late
+            self._late.append(StrategyFault(f"rule '{rule}' is broken: it {error}", name=rule, bound=rule))
+            raise self._late[0] from error
 
 
 def _in_time(build: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: _InTime(build())
+    late: list[StrategyFault] = []
+    return lambda: _InTime(build(), late)
 
 
 def _rule(kept: bool, rule: str, value: object) -> None:
@@ -132,7 +141,8 @@ def check_progress(build: BuildStrategy, steps: int = 60) -> list[Progress]:
     build = _in_time(build)
     found = []
     for budget in BUDGETS:
-        progress = ClosedLoop(build(), budget).run(steps)
+        with handling():
+            progress = ClosedLoop(build(), budget).run(steps)
         _rule(progress.steps == steps, "a trainer with producers at hand does not wait for ever", progress.steps)
         found.append(progress)
         if build().max_staleness == 0:
