@@ -18,7 +18,7 @@ from replaybuf.simulate.loop import simulate as run_simulation
 from replaybuf.simulate.picture import draw
 from replaybuf.simulate.recording import RecordedSupply, Recording, derive, read_file, read_service, save
 from replaybuf.simulate.report import Study, print_study
-from replaybuf.simulate.workload import DEFAULT_GROUP_SIZE, Supply, Workload, check_workload
+from replaybuf.simulate.workload import DEFAULT_GROUP_SIZE, Supply, Workload, check_prompts, check_workload
 
 DEFAULT_GROUPS_PER_BATCH = 64
 MOST_STEPS = 10_000_000
@@ -107,7 +107,9 @@ def study_of(
     configs = [msgspec.structs.replace(config, strategy=spec, max_steps=None) for spec in specs]
     for one in configs:
         resolve_config(one)
-    check_workload(known, config)
+    check_workload(known)
+    if recording is None:
+        check_prompts(known, config)
     runs = []
     for one in configs:
         supply = RecordedSupply(recording, known, one, seed) if recording else Supply(known, one, seed)

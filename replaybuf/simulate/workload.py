@@ -114,8 +114,8 @@ class Workload:
     round_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
 
 
-def check_workload(workload: Workload, config: RunConfig) -> None:
-    """Refuse, with the reason, what cannot be or would never fill a batch. Raises `Invalid`."""
+def check_workload(workload: Workload) -> None:
+    """Refuse, with the reason, speeds and rates that cannot be. Raises `Invalid`."""
     values = dataclasses.asdict(workload)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -137,6 +137,14 @@ def check_workload(workload: Workload, config: RunConfig) -> None:
             value=workload.failure_rate + workload.lost_rate,
             bound="below 1",
         )
+    if workload.group_s == workload.token_s == 0:
+        raise Invalid(
+            "group_s and token_s are both 0; generation must take time", name="group_s", value=0, bound="above 0"
+        )
+
+
+def check_prompts(workload: Workload, config: RunConfig) -> None:
+    """Refuse made-up prompts that no rollout would fit behind. Raises `Invalid`."""
     if config.batch.overlong == "reject" and workload.prompt_tokens >= config.batch.seq_len:
         raise Invalid(
             f"prompt_tokens is {workload.prompt_tokens}; batch.seq_len is {config.batch.seq_len}, so that every group "
@@ -144,10 +152,6 @@ def check_workload(workload: Workload, config: RunConfig) -> None:
             name="prompt_tokens",
             value=workload.prompt_tokens,
             bound=config.batch.seq_len,
-        )
-    if workload.group_s == workload.token_s == 0:
-        raise Invalid(
-            "group_s and token_s are both 0; generation must take time", name="group_s", value=0, bound="above 0"
         )
 
 

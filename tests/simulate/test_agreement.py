@@ -26,6 +26,9 @@ STALENESS_TOLERANCE = 0.05
 SHARE_TOLERANCE = 0.03
 """Of the trainer's time, and of the groups stored: the simulator rounds arrivals. Seen: 0.008."""
 
+SHORT_ROWS = 120
+"""All recorded rollouts fit; the prompts of a made-up workload, by default, would not."""
+
 CASES = {
     "agrees-tight": ({"max_staleness": 1}, {"slots": 6, "token_s": 0.008}),
     "agrees-loose": ({"max_staleness": 3}, {"slots": 6, "token_s": 0.016}),
@@ -73,6 +76,7 @@ def test_simulated_and_real_runs_agree(clocked: ClockedServe, tmp_path: Path, na
 def recorded_run_is_understood(url: str, name: str, w: Workload, path: Path) -> None:
     """Speeds come out near what was scripted, a saved recording is the same, and it can be studied."""
     recording = read_service(url, name, None)
+    run = recording.config
     save(recording, path)
     assert read_file(path) == recording
     found = derive(recording, Workload())
@@ -82,6 +86,9 @@ def recorded_run_is_understood(url: str, name: str, w: Workload, path: Path) -> 
     assert derive(recording, Workload(slots=5, train_s=9.0)).train_s == 9.0, "what is given is not estimated"
     study = study_of([], [], steps=STEPS, seed=0, config=recording.config, recording=recording, workload=Workload())
     assert study.recorded == name and study.runs[0].steps == STEPS
+    short = msgspec.structs.replace(run, batch=msgspec.structs.replace(run.batch, seq_len=SHORT_ROWS))
+    again = study_of([], [], steps=4, seed=0, config=short, recording=recording, workload=Workload())
+    assert again.runs[0].steps == 4, "recorded lengths count, not the prompts of a made-up workload"
     assert study.runs[0].generated_lengths.mean == pytest.approx(recorded_length(recording), rel=0.2)
 
 

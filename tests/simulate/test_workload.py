@@ -7,7 +7,7 @@ import pytest
 
 from replaybuf.config import BatchSpec
 from replaybuf.errors import Invalid
-from replaybuf.simulate.workload import BLOCK, Supply, check_workload
+from replaybuf.simulate.workload import BLOCK, Supply, check_prompts, check_workload
 from tests.simulate.workloads import config, workload
 
 
@@ -68,19 +68,24 @@ def test_truncation_by_rule_cuts_rollouts_to_a_row() -> None:
         ("timeout_s", 0.0, r"timeout_s is 0.0; needed: float > 0"),
         ("length_sigma", float("nan"), r"length_sigma is nan; a finite number is needed"),
         ("ranks", 5000, r"ranks is 5000; needed: int <= 4096"),
-        ("prompt_tokens", 4096, r"prompt_tokens is 4096; batch.seq_len is 4096"),
     ],
 )
 def test_what_cannot_be_is_refused_with_name_value_and_bound(field: str, value: float, told: str) -> None:
     """Before anything is simulated."""
     with pytest.raises(Invalid, match=told) as caught:
-        check_workload(workload(**{field: value}), config())
+        check_workload(workload(**{field: value}))
     assert caught.value.name == field and caught.value.bound is not None
 
 
 def test_rates_that_leave_no_success_and_speeds_that_take_no_time_are_refused() -> None:
     """Either would go on for ever."""
     with pytest.raises(Invalid, match=r"failure_rate 0.7 and lost_rate 0.3 leave no attempt that succeeds"):
-        check_workload(workload(failure_rate=0.7, lost_rate=0.3), config())
+        check_workload(workload(failure_rate=0.7, lost_rate=0.3))
     with pytest.raises(Invalid, match="group_s and token_s are both 0"):
-        check_workload(workload(group_s=0.0, token_s=0.0), config())
+        check_workload(workload(group_s=0.0, token_s=0.0))
+
+
+def test_made_up_prompts_that_fill_a_row_are_refused() -> None:
+    """No rollout would fit behind them."""
+    with pytest.raises(Invalid, match=r"prompt_tokens is 4096; batch.seq_len is 4096"):
+        check_prompts(workload(prompt_tokens=4096), config())
