@@ -11,6 +11,7 @@ two tickets have one text even where a ticket came back for a reason that is for
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -104,6 +105,8 @@ class TicketBook:
         self.next_index: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
         self._out: dict[tuple[str, int], tuple[Ticket, float]] = {}
+        self._out_of: Counter[str] = Counter()
+        self._earliest_s = math.inf
         self._again: dict[tuple[str, int], Ticket] = {}
 
     @property
@@ -118,12 +121,13 @@ class TicketBook:
 
     def restore(self, tickets: Iterable[tuple[str, float]], counts: dict[str, int]) -> None:
         """Take in what storage holds, in place of what is here: tickets with deadlines in seconds, counters."""
-        for table in (self._out, self._again, self.next_index, self.counts):
+        for table in (self._out, self._out_of, self._again, self.next_index, self.counts):
             table.clear()
+        self._earliest_s = math.inf
         for text, deadline_s in tickets:
             ticket = parse_ticket(text)
             if deadline_s:
-                self._out[ticket.prompt] = (ticket, deadline_s)
+                self._put_out(ticket, deadline_s)
             else:
                 self._again[ticket.prompt] = ticket
         for name, value in counts.items():
@@ -135,7 +139,7 @@ class TicketBook:
 
     def out_of(self, adapter: str) -> int:
         """Count the tickets of an adapter that are out."""
-        return sum(prompt[0] == adapter for prompt in self._out)
+        return self._out_of[adapter]
 
     def holds(self, ticket: Ticket) -> bool:
         """Say whether this very ticket is out."""
@@ -159,9 +163,9 @@ class TicketBook:
         """List the prompts that are out or due again."""
         return [*self._out, *self._again]
 
-    def next_deadline_s(self) -> float | None:
-        """Return when the next ticket expires."""
-        return min((deadline for _, deadline in self._out.values()), default=None)
+    def may_expire(self, now_s: float) -> bool:
+        """Say whether a ticket may be past its deadline: True once too often after the earliest one has come back."""
+        return now_s >= self._earliest_s
 
     def issue(self, adapter: str, count: int, generation: int, now_s: float) -> TicketChange:
         """Issue up to `count` tickets: prompts due again first, then new indexes."""
@@ -181,7 +185,7 @@ class TicketBook:
                     break
                 ticket = Ticket(adapter, generation, index, attempt=1, serial=1)
                 index += 1
-            self._out[ticket.prompt] = (ticket, deadline_s)
+            self._put_out(ticket, deadline_s)
             change.deadlines_s[ticket] = deadline_s
             change.issued.append(ticket)
         if index > first:
@@ -193,9 +197,12 @@ class TicketBook:
     def expire(self, now_s: float) -> TicketChange:
         """Take back tickets past their deadline: due again, or failed after the last attempt."""
         change = TicketChange()
+        if not self.may_expire(now_s):
+            return change
         late = [ticket for ticket, deadline in self._out.values() if deadline <= now_s]
         for ticket in late:
             self._take_back(ticket, change, failed=True)
+        self._earliest_s = min((deadline for _, deadline in self._out.values()), default=math.inf)
         self._raise(change, "expired", len(late))
         return change
 
@@ -212,7 +219,7 @@ class TicketBook:
         """Strike prompts whose group is stored, whichever attempt brought it."""
         change = TicketChange()
         for prompt in prompts:
-            entry = self._out.pop(prompt, None)
+            entry = self._take_in(prompt)
             if entry:
                 change.drop.append(entry[0])
                 change.done_since_s.append(entry[1] - self.ttl_s)
@@ -221,8 +228,21 @@ class TicketBook:
                 change.drop.append(again)
         return change
 
+    def _put_out(self, ticket: Ticket, deadline_s: float) -> None:
+        self._take_in(ticket.prompt)
+        self._out[ticket.prompt] = (ticket, deadline_s)
+        self._out_of[ticket.adapter] += 1
+        self._earliest_s = min(self._earliest_s, deadline_s)
+
+    def _take_in(self, prompt: tuple[str, int]) -> tuple[Ticket, float] | None:
+        """Let the ticket of a prompt be out no more; return it with its deadline, None where none is."""
+        entry = self._out.pop(prompt, None)
+        if entry:
+            self._out_of[prompt[0]] -= 1
+        return entry
+
     def _take_back(self, ticket: Ticket, change: TicketChange, *, failed: bool) -> None:
-        del self._out[ticket.prompt]
+        self._take_in(ticket.prompt)
         change.drop.append(ticket)
         if failed and ticket.attempt >= self.max_attempts:
             change.failed.append(ticket)

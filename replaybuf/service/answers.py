@@ -112,10 +112,10 @@ class Counted(msgspec.Struct, frozen=True):
     coverage: Coverage
 
 
-def counted(state: RunState, book: TicketBook) -> Counted:
-    """Tell the tallies of a run, and what became of its prompts, of all adapters together."""
+def histograms(state: RunState) -> Histograms:
+    """Tell the tallies of a run."""
     tallies = state.tallies
-    histograms = Histograms(
+    return Histograms(
         times_sampled={str(times): uses for times, uses in sorted(tallies.reuse.items())},
         age_at_use_s=_buckets(tallies.age_at_use, 1000),
         rollout_tokens={kind: _buckets(tallies.lengths[kind].mean) for kind in KINDS},
@@ -126,7 +126,11 @@ def counted(state: RunState, book: TicketBook) -> Counted:
             if ages.versions.count
         },
     )
-    return Counted(histograms, tallies.coverage(sum(book.next_index.values()), len(state.failed_prompts)))
+
+
+def coverage(state: RunState, book: TicketBook) -> Coverage:
+    """Tell what became of a run's prompts, of all adapters together."""
+    return state.tallies.coverage(sum(book.next_index.values()), len(state.failed_prompts))
 
 
 def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
@@ -136,11 +140,36 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
     return Buckets(histogram.count, total, [(edge, count) for edge, count in pairs if count])
 
 
+class AdapterHeld(msgspec.Struct, frozen=True):
+    """What the index has of one adapter: groups by state, tokens of the live ones."""
+
+    groups: dict[str, Any]
+    tokens_live: int
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What the index of a run adds up to: groups by state, bytes of the live ones, histograms, all of each adapter."""
+
+    groups: dict[str, Any]
+    live_bytes: int
+    histograms: Histograms
+    adapters: dict[str, AdapterHeld]
+
+
+def held(state: RunState) -> Held:
+    """Add up the index of a run: the one part of its state that takes longer the more groups there are."""
+    names = sorted(state.config.adapters) if state.config else []
+    return Held(
+        group_counts(state), state.live_bytes(), histograms(state), {name: adapter_held(name, state) for name in names}
+    )
+
+
 def run_state(
     run: str,
     state: RunState,
     book: TicketBook,
     config: dict[str, Any],
+    holds: Held,
     *,
     durability: str,
     rejected: dict[str, int],
@@ -148,8 +177,6 @@ def run_state(
     adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> dict[str, Any]:
     """Render `GET /v1/runs/{run}`."""
-    counts = group_counts(state)
-    tallied = counted(state, book)
     return {
         "run": run,
         "state": state.state,
@@ -160,9 +187,9 @@ def run_state(
         "generation": state.generation,
         "step": state.step,
         "published_version": state.published[""],
-        "groups": counts | {"rejected": rejected},
+        "groups": holds.groups | {"rejected": rejected},
         "tokens": {"live": state.live_tokens()},
-        "bytes": {"live": state.live_bytes()},
+        "bytes": {"live": holds.live_bytes},
         "tickets": {
             "issued": book.counts["issued"],
             "out": book.out,
@@ -171,10 +198,12 @@ def run_state(
             "failed": len(state.failed_prompts),
         },
         "staleness": {str(age): number for age, number in sorted(state.used_staleness.items())},
-        "histograms": tallied.histograms,
-        "coverage": tallied.coverage,
+        "histograms": holds.histograms,
+        "coverage": coverage(state, book),
         "waiting": waits,
-        "adapters": {name: adapter_state(name, state, book, why) for name, why in adapters_wait.items()},
+        "adapters": {
+            name: adapter_state(name, state, book, one, adapters_wait[name]) for name, one in holds.adapters.items()
+        },
         "checkpoints": state.checkpoints,
         "oldest_step": state.oldest_step,
         "config": config,
@@ -207,24 +236,32 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True):
     waiting: WaitingAnswer | None
 
 
-def adapter_state(name: str, state: RunState, book: TicketBook, waits: WaitingAnswer | None) -> AdapterState:
-    """Render what a run has of one adapter."""
+def adapter_held(name: str, state: RunState) -> AdapterHeld:
+    """Add up what the index has of one adapter."""
     index, standing = state.index, state.standing(name)
     its = index["adapter"] == name_code(name)
     live = its & (index["state"] == LIVE)
+    groups = {
+        "stored": standing.stored,
+        "live": int(np.count_nonzero(live)),
+        "in_batches": int(np.count_nonzero(its & (index["state"] == IN_BATCHES))),
+        "retired": standing.retired,
+        "evicted": {reason: number for reason, number in sorted(standing.evicted.items()) if number},
+        "dead_lettered": sum(standing.dead_lettered.values()),
+    }
+    return AdapterHeld(groups, int(index["tokens"][live].sum(dtype=np.int64)))
+
+
+def adapter_state(
+    name: str, state: RunState, book: TicketBook, holds: AdapterHeld, waits: WaitingAnswer | None
+) -> AdapterState:
+    """Render what a run has of one adapter."""
     return AdapterState(
         step=state.own_step(state.step, name),
         published_version=state.published[name],
         weights_uri=state.weights_uri[name],
-        groups={
-            "stored": standing.stored,
-            "live": int(np.count_nonzero(live)),
-            "in_batches": int(np.count_nonzero(its & (index["state"] == IN_BATCHES))),
-            "retired": standing.retired,
-            "evicted": {reason: number for reason, number in sorted(standing.evicted.items()) if number},
-            "dead_lettered": sum(standing.dead_lettered.values()),
-        },
-        tokens_live=int(index["tokens"][live].sum(dtype=np.int64)),
+        groups=holds.groups,
+        tokens_live=holds.tokens_live,
         tickets_out=book.out_of(name),
         progress=state.progress_at(state.next_step, name),
         waiting=waits,

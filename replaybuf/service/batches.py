@@ -16,7 +16,7 @@ from replaybuf.service.ahead import Ahead
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.assembly import Assembled, Loaded, assemble, digest_of, entry_in_batch, load
 from replaybuf.service.bodies import Bodies, Part
-from replaybuf.service.door import Door
+from replaybuf.service.eviction import Eviction
 from replaybuf.service.journal import LONGEST_WAIT_S, Journal
 from replaybuf.service.selector import Selector, Shared
 from replaybuf.strategy import Selection
@@ -32,12 +32,12 @@ KEPT_BYTES = 2 << 30
 class Batches:
     """Batches of one run. `waited_s` is the time trainers waited, by the reason they were told."""
 
-    def __init__(self, journal: Journal, selector: Selector, door: Door) -> None:
+    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction) -> None:
         self.waited_s: defaultdict[str, float] = defaultdict(float)
         self._journal = journal
         self._state = journal.state
         self._selector = selector
-        self._door = door
+        self._eviction = eviction
         self._bodies = Bodies(journal.name)
         self._ready: OrderedDict[int, Assembled] = OrderedDict()
         self.ahead = Ahead(journal, selector, self._bodies, self._write_down)
@@ -193,7 +193,7 @@ class Batches:
                 self._keep(prepared)
             else:
                 await self._pack(record, loaded)
-            await self._door.evict()
+            await self._eviction.judge()
             return None
 
     async def _load(self, numbers: list[int], fetched: Loaded) -> Loaded:
@@ -228,7 +228,7 @@ class Batches:
             version=version,
             strategy=config.strategy.name,
             options=config.strategy.options,
-            seed=self._selector.seed(step),
+            seed=self._selector.views.seed(step),
             tokens=sum(entry.tokens for entry in held),
             rollouts=sum(group.rollouts for group in loaded.groups.values()),
             groups=held,

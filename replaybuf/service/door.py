@@ -20,11 +20,11 @@ from replaybuf.errors import (
     TooLarge,
 )
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
-from replaybuf.index import Numbers
-from replaybuf.ledger import DeadLetterRecord, EvictRecord, TicketRecord
+from replaybuf.ledger import TicketRecord
 from replaybuf.room import Load, fitting
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
+from replaybuf.service.eviction import Eviction
 from replaybuf.service.journal import Journal
 from replaybuf.service.judge import Incoming, Judge
 from replaybuf.service.selector import Selector
@@ -44,13 +44,14 @@ class Door:
     next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
     """
 
-    def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
+    def __init__(self, journal: Journal, selector: Selector, book: TicketBook, eviction: Eviction) -> None:
         self.rejected: Counter[str] = Counter()
         self.duplicates = 0
         self.judge = Judge(journal, book)
         self._journal = journal
         self._selector = selector
         self._book = book
+        self._eviction = eviction
         self._to_adopt: deque[tuple[int, int]] = deque()
         self._settling = asyncio.Lock()
         self._permanent: set[int] = set()
@@ -214,48 +215,15 @@ class Door:
                 self._permanent.difference_update(numbers)
                 if self._journal.leading:
                     self._took(await self._strike(prompts_of(chunk)))
-                    rates = self._selector.rates  # what was stored before it measured is history that was read
+                    rates = self._selector.views.rates  # what was stored before it measured is history that was read
                     since = chunk.values["arrival_s"] >= rates.since_s
                     rates.stored(self._journal.clock(), int(since.sum()))
-                    await self._evict_arrivals(chunk.numbers)
+                    await self._eviction.of_arrivals(chunk.numbers)
                 arrived.popleft()
         await self._journal.notify()
 
     async def _adopt(self, entries: Iterable[EntryStrings]) -> None:
         await self._journal.store.adopt([entry.payload_key for entry in entries if entry.payload_key])
-
-    async def _evict_arrivals(self, numbers: Numbers) -> None:
-        """Evict what arrived too late, too large, or is filtered; the common case, nothing to evict, takes no lock."""
-        if self._journal.state.state != "running":
-            return  # they are judged when it runs again; a plug-in that failed is not asked on
-        try:
-            due = bool(self._selector.evictable(numbers) or self._selector.unfit(numbers))
-        except StrategyFault:
-            due = True  # asked again within a decision, which pauses the run with it
-        if due:
-            with contextlib.suppress(StrategyFault):
-                async with self._journal.decision():
-                    await self.evict(numbers)
-
-    async def evict_all(self) -> None:
-        """Judge every live group anew, by strategy and filters. A plug-in that fails pauses the run."""
-        if self._journal.state.state == "running":
-            with contextlib.suppress(StrategyFault):  # the decision has paused the run with it
-                async with self._journal.decision():
-                    await self.evict(filtered=True)
-
-    async def evict(self, only: Numbers | None = None, *, filtered: bool = False) -> None:
-        """Record which live groups no batch from the next step on, or none at all, may use. Within a decision.
-
-        `filtered`: the filters are asked about all of them, not only about arrivals.
-        """
-        journal = self._journal
-        unfit = self._selector.unfit(only)
-        if unfit:
-            await journal.append(DeadLetterRecord(numbers=unfit, at_s=journal.clock()))
-        by_reason = self._selector.evictable(only, filtered=filtered)
-        if by_reason:
-            await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
 
     # ------------------------------------------------------------------ tickets
 
@@ -306,7 +274,7 @@ class Door:
 
     def _held(self, adapter: str) -> Amount:
         """Count the groups, of an adapter, that are live or may come by a ticket, and the tokens of the live ones."""
-        view = self._selector.view(self._journal.state.next_step, adapter=adapter)
+        view = self._selector.views.view(self._journal.state.next_step, adapter=adapter)
         return Amount(view.groups_live + view.tickets_out, view.tokens_live)
 
     async def return_ticket(self, text: str, reason: str) -> None:
@@ -320,8 +288,7 @@ class Door:
 
     async def expire_tickets(self) -> None:
         """Take back tickets past their deadline."""
-        deadline_s = self._book.next_deadline_s()
-        if self._unsure or (deadline_s is not None and deadline_s <= self._journal.clock()):
+        if self._unsure or self._book.may_expire(self._journal.clock()):
             async with self._deciding():
                 await self._expire()
             await self._journal.notify()
@@ -359,7 +326,7 @@ class Door:
     def _took(self, change: TicketChange) -> None:
         """Measure how long the groups took whose tickets were struck just now."""
         now_s = self._journal.clock()
-        self._selector.rates.took(now_s - since_s for since_s in change.done_since_s)
+        self._selector.views.rates.took(now_s - since_s for since_s in change.done_since_s)
 
     async def _store(self, change: TicketChange, *, durably: bool = True) -> None:
         if not change:

@@ -236,7 +236,7 @@ async def delete_dead_letters(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
-    return Response(exposition(_service(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await exposition(_service(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def get_healthz(request: Request) -> Response:

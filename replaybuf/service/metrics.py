@@ -6,6 +6,7 @@ waiting seconds, truncated groups, prepared batches and unconfirmed writes start
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
@@ -17,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from replaybuf.index import IN_BATCHES
 from replaybuf.service.ahead import OUTCOMES
-from replaybuf.service.answers import adapter_state, counted
+from replaybuf.service.answers import coverage
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.strategy import REASONS
@@ -126,7 +127,7 @@ def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: 
     family.add_metric(labels, list(zip(edges, accumulate(histogram.counts), strict=True)), histogram.sum / unit)
 
 
-class _RunCollector(Collector):
+class _RunCollector:
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -191,17 +192,18 @@ class _RunCollector(Collector):
         )
         for run_name, run in runs:
             for adapter in sorted(run.journal.config.adapters):
-                told, standing = adapter_state(adapter, run.state, run.book, None), run.state.standing(adapter)
+                holds, standing = run.told.held().adapters[adapter], run.state.standing(adapter)
+                progress = run.state.progress_at(run.state.next_step, adapter)
                 labels = [run_name, adapter]
                 counters["groups_stored"].add_metric(labels, standing.stored)
                 counters["groups_used"].add_metric(labels, standing.used)
                 counters["tokens_used"].add_metric(labels, standing.tokens_used)
-                gauges["groups_live"].add_metric(labels, told.groups["live"])
-                gauges["tokens_live"].add_metric(labels, told.tokens_live)
-                gauges["tickets_out"].add_metric(labels, told.tickets_out)
-                gauges["published_version"].add_metric(labels, told.published_version)
-                gauges["step"].add_metric(labels, told.step)
-                gauges["groups_given"].add_metric(labels, told.progress.groups)
+                gauges["groups_live"].add_metric(labels, holds.groups["live"])
+                gauges["tokens_live"].add_metric(labels, holds.tokens_live)
+                gauges["tickets_out"].add_metric(labels, run.book.out_of(adapter))
+                gauges["published_version"].add_metric(labels, run.state.published[adapter])
+                gauges["step"].add_metric(labels, run.state.own_step(run.state.step, adapter))
+                gauges["groups_given"].add_metric(labels, progress.groups)
                 for reason, number in sorted((Counter(standing.evicted) + Counter(standing.dead_lettered)).items()):
                     dropped.add_metric([*labels, reason], number)
         yield from (*counters.values(), *gauges.values(), dropped)
@@ -215,9 +217,9 @@ class _RunCollector(Collector):
             for name, (text, label, _) in _HISTOGRAMS.items()
         }
         for run_name, run in runs:
-            coverage = counted(run.state, run.book).coverage
+            told = coverage(run.state, run.book)
             for standing in _STANDINGS:
-                prompts.add_metric([run_name, standing], getattr(coverage, standing))
+                prompts.add_metric([run_name, standing], getattr(told, standing))
             for name, (_, _, read) in _HISTOGRAMS.items():
                 for labels, histogram, unit in read(run.state.tallies):
                     _add_histogram(families[name], [run_name, *labels], histogram, unit)
@@ -243,8 +245,18 @@ class _RunCollector(Collector):
         yield GaugeMetricFamily("replaybuf_redis_memory_max_bytes", "Memory Redis may use; 0 = no bound", limit)
 
 
-def exposition(service: Service) -> bytes:
-    """Render all metrics as Prometheus text."""
+class _Collected(Collector):
+    """Metrics as they were read."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+async def exposition(service: Service) -> bytes:
+    """Render all metrics as Prometheus text: read in one go, written in a thread, which takes ten times as long."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_RunCollector(service))
-    return generate_latest(registry)
+    registry.register(_Collected(list(_RunCollector(service).collect())))
+    return await asyncio.to_thread(generate_latest, registry)

@@ -16,14 +16,15 @@ from replaybuf.errors import Conflict
 from replaybuf.flow import TicketBook
 from replaybuf.ledger import ConfigRecord, PurgeRecord
 from replaybuf.rates import Measured
-from replaybuf.service import answers
 from replaybuf.service.batches import Batches
 from replaybuf.service.built import resolve_config
 from replaybuf.service.door import Door
+from replaybuf.service.eviction import Eviction
 from replaybuf.service.journal import Journal
 from replaybuf.service.lease import Lease
 from replaybuf.service.selector import Selector
 from replaybuf.service.session import Session
+from replaybuf.service.told import Told
 from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState
 from replaybuf.store import Store
@@ -41,10 +42,12 @@ class Run:
         self.journal = journal
         self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts, supplies)
         self.selector = Selector(journal.name, journal.state, self.book, journal.clock)
-        self.door = Door(journal, self.selector, self.book)
-        self.batches = Batches(journal, self.selector, self.door)
-        self.session = Session(journal, self.selector, self.door, self.batches)
+        self.eviction = Eviction(journal, self.selector)
+        self.door = Door(journal, self.selector, self.book, self.eviction)
+        self.batches = Batches(journal, self.selector, self.eviction)
+        self.session = Session(journal, self.selector, self.eviction, self.batches)
         self.trimming = Trimming(journal)
+        self.told = Told(journal.name, journal.state, self.book, self.selector, journal.clock)
         self.lease = Lease()
         self.durability = "strict"
 
@@ -61,7 +64,7 @@ class Run:
     @property
     def measured(self) -> Measured:
         """How fast groups come in and are used, as this server saw it."""
-        return self.selector.rates.measured(self.journal.clock())
+        return self.selector.views.rates.measured(self.journal.clock())
 
     # ------------------------------------------------------------------ life
 
@@ -91,7 +94,7 @@ class Run:
         await self.journal.check_kept()
         async with self.journal.taking_over(token):
             await self.door.open()
-        await self.door.evict_all()
+        await self.eviction.judge_all()
         await self.journal.notify()
 
     async def close(self) -> None:
@@ -145,7 +148,7 @@ class Run:
             reason = "operator" if patch.state else state.config_reason
             reason = None if wanted == "running" else reason
             await journal.append(_config_record(config, max_uses, wanted, reason, journal.clock()))
-        await self.door.evict_all()
+        await self.eviction.judge_all()
         await journal.notify()
 
     def _check_standing_batches(self, strategy: Strategy[Any]) -> None:
@@ -185,18 +188,7 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """Render the state of the run."""
-        return answers.run_state(
-            self.name,
-            self.state,
-            self.book,
-            msgspec.to_builtins(self.journal.config),
-            durability=self.durability,
-            rejected=dict(self.door.rejected),
-            waits=self.selector.why_waiting(),
-            adapters_wait={
-                name: self.selector.why_adapter_waits(name) for name in sorted(self.journal.config.adapters)
-            },
-        )
+        return self.told.state(durability=self.durability, rejected=dict(self.door.rejected))
 
 
 def _changed(config: RunConfig, patch: ConfigPatch) -> RunConfig:

@@ -1,7 +1,6 @@
-"""What the strategy is asked, and what it is told: views of the state in, checked answers out.
+"""What the strategy is asked: how many groups may start, which make the next batch, which are of no use any more.
 
-Reads the state and changes nothing. The core's own bounds (staleness, uses, rows of `seq_len`) are applied here,
-before a strategy chooses; its choice is held to the contract afterwards.
+Views of the state in (`views`), answers held to the contract out (`rules`). Reads the state and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,23 +15,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from replaybuf.config import LARGEST_INTEGER, RunConfig
-from replaybuf.errors import NotFound, StrategyFault
+from replaybuf.errors import StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
-from replaybuf.known import LiveTotals
-from replaybuf.rates import Measured, Rates
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded
-from replaybuf.service.built import Built, build
 from replaybuf.service.rules import check_evictions, check_selection, hold
+from replaybuf.service.views import SAMPLED_GROUPS, Views
 from replaybuf.state import RunState
 from replaybuf.strategy import (
     Budget,
-    BufferView,
     Evictions,
-    Flow,
     Groups,
     Rows,
     Selection,
@@ -46,9 +41,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRODUCER_SILENCE_S = 60.0
-_SAMPLED_GROUPS = 256
-_HISTORY_BATCHES = 16
-_MEASURED = tuple(field.name for field in dataclasses.fields(Measured))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,43 +54,26 @@ class Selector:
     """Questions to the strategy of run `name`. `last_asked_s`: by adapter, when a producer last asked for a ticket.
 
     It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one. Both
-    feed `rates` with what they see happen.
+    feed `views.rates` with what they see happen.
     """
 
     def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
         self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        self.rates = Rates(clock())
+        self.views = Views(name, state, book, clock)
         self._name = name
         self._state = state
         self._book = book
         self._clock = clock
-        self._built: Built | None = None
-        self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
-        self._recent: tuple[int, tuple[int, ...]] = -1, ()
 
     @property
     def config(self) -> RunConfig:
         """Configuration in force. Raises `NotFound` before there is one."""
-        if self._state.config is None:
-            raise NotFound(f"run {self._name} has no configuration yet", name="run", value=self._name)
-        return self._state.config
+        return self.views.config
 
     @property
     def strategy(self) -> Strategy[Any]:
         """Strategy of the configuration in force."""
-        return self._plugins().strategy
-
-    def _plugins(self) -> Built:
-        config = self.config
-        if self._built is None or self._built.config is not config:
-            self._built = build(config)
-        return self._built
-
-    @property
-    def seq_len(self) -> int:
-        """Room of a micro-batch: what the trainer attached with, or the configuration's."""
-        attached = self._state.attached
-        return attached.seq_len if attached else self.config.batch.seq_len
+        return self.views.strategy
 
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
         """Call a plug-in, the strategy if none is named. Raises `StrategyFault` for whatever it raises, or too slow."""
@@ -121,10 +96,10 @@ class Selector:
 
     def capacity(self, adapter: str = "") -> int:
         """Count how many more groups, of an adapter where there are any, producers may start now."""
-        flow = self._flow()
+        flow = self.views.flow()
 
         def checked() -> int:
-            admitted = self.strategy.admit(self.view(self._state.next_step, adapter=adapter), flow)
+            admitted = self.strategy.admit(self.views.view(self._state.next_step, adapter=adapter), flow)
             whole = isinstance(admitted, int | np.integer) and admitted >= 0
             rule = "admits a whole number of groups, 0 or more"
             hold(self.config.strategy.name, self._state.next_step, [(rule, whole, repr(admitted))])
@@ -141,9 +116,9 @@ class Selector:
         limits, state = self.config.limits, self._state
         room = float(LARGEST_INTEGER)
         if limits.max_tokens_live is not None:
-            room = (limits.max_tokens_live - state.live_tokens()) / self._tokens_per_group()
+            room = (limits.max_tokens_live - state.live_tokens()) / self.views.tokens_per_group()
         if limits.max_bytes_live is not None:
-            recent = state.index["frame_bytes"][-_SAMPLED_GROUPS:]
+            recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
             mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
             room = min(room, (limits.max_bytes_live - state.live_bytes()) / mean)
         return math.floor(room) - self._book.out
@@ -160,88 +135,8 @@ class Selector:
         if waits is None or waits.blocked_on != "producers":
             return 0
         groups = waits.need.groups - waits.have.groups
-        tokens = (waits.need.tokens - waits.have.tokens) / self._tokens_per_group()
+        tokens = (waits.need.tokens - waits.have.tokens) / self.views.tokens_per_group()
         return max(1, groups, math.ceil(tokens))
-
-    def _tokens_per_group(self) -> float:
-        """Return the mean of the last groups; until the first: half-full rollouts, and no more than a batch holds."""
-        recent, batch = self._state.index["tokens"][-_SAMPLED_GROUPS:], self.config.batch
-        if len(recent):
-            return max(1.0, float(recent.mean()))
-        prior = (self.config.group_size or 8) * batch.seq_len / 2
-        return min(prior, float(batch.tokens_per_batch or prior))
-
-    def _flow(self) -> Flow:
-        now_s = self._clock()
-        measured = self.rates.measured(now_s)
-        return Flow(
-            now_s=now_s,
-            tokens_per_group=self._tokens_per_group(),
-            max_tokens_live=self.config.limits.max_tokens_live,
-            **{name: getattr(measured, name) for name in _MEASURED},
-        )
-
-    def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
-        """Describe the buffer for a decision about the run's `step`; counts are of `groups`, live ones, or of all.
-
-        Of an adapter: its own steps, versions, groups and tickets, as if it had a buffer to itself.
-        """
-        if adapter:
-            return self._own_view(step, groups, adapter)
-        state, config = self._state, self.config
-        live = state.live_totals()
-        if groups is not None and len(groups) < live.groups:
-            live = LiveTotals.of(groups.tokens, groups.times_sampled)
-        return BufferView(
-            step=step,
-            version=config.version_of(step),
-            published_version=state.published[""],
-            steps_per_publish=config.steps_per_publish,
-            groups_live=live.groups,
-            tokens_live=live.tokens,
-            tickets_out=self._book.out,
-            budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
-            batches=self._last_batches(),
-            groups_stored=state.stored,
-            groups_used=state.uses,
-            groups_fresh=live.fresh,
-            uses_live=live.uses,
-            steps_done=state.step,
-        )
-
-    def _own_view(self, step: int, groups: Groups | None, adapter: str) -> BufferView:
-        state, config = self._state, self.config
-        shown = state.index.groups(self._rows_of(adapter)) if groups is None else groups
-        live, progress = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter)
-        return BufferView(
-            step=progress.step,
-            version=state.version_at(step, adapter),
-            published_version=state.published[adapter],
-            steps_per_publish=config.steps_per_publish_of(adapter),
-            groups_live=live.groups,
-            tokens_live=live.tokens,
-            tickets_out=self._book.out_of(adapter),
-            budget=Budget(config.batch.tokens_per_batch, progress.groups_per_batch, self.seq_len),
-            batches=tuple(state.groups_of(adapter, step) for step in sorted(state.batches)[-_HISTORY_BATCHES:]),
-            groups_stored=state.standing(adapter).stored,
-            groups_used=state.turns.used.get(adapter, 0),
-            groups_fresh=live.fresh,
-            uses_live=live.uses,
-            steps_done=state.own_step(state.step, adapter),
-            groups_given=progress.groups,
-        )
-
-    def _rows_of(self, adapter: str) -> Rows:
-        """Return the rows of live groups of an adapter."""
-        live = self._state.index.live()
-        rows: Rows = live[self._state.index["adapter"][live] == name_code(adapter)]
-        return rows
-
-    def _last_batches(self) -> tuple[int, ...]:
-        entries, batches = self._state.entries, self._state.batches
-        if self._recent[0] != entries:
-            self._recent = entries, tuple(len(batches[step].numbers) for step in sorted(batches)[-_HISTORY_BATCHES:])
-        return self._recent[1]
 
     # ------------------------------------------------------------------ selection
 
@@ -256,7 +151,7 @@ class Selector:
         waits: dict[str, WaitingAnswer] = {}
 
         def offer(adapter: str, tokens: int | None, lacking: int) -> Portion | None:
-            outcome = self._choose(adapter, Budget(tokens, lacking, self.seq_len))
+            outcome = self._choose(adapter, Budget(tokens, lacking, self.views.seq_len))
             if isinstance(outcome, WaitingAnswer):
                 waits[adapter] = outcome
                 return None
@@ -279,10 +174,10 @@ class Selector:
         staleness = self.strategy.max_staleness
         if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
             return self.explain("awaiting_publication", adapter=adapter)
-        groups = self._usable(step, adapter)
-        view = self.view(step, groups, adapter)
-        budget = budget or self._own_budget(adapter)
-        rng = self._generator(step, adapter)
+        groups = self.views.usable(step, adapter)
+        view = self.views.view(step, groups, adapter)
+        budget = budget or self.views.own_budget(adapter)
+        rng = self.views.generator(step, adapter)
 
         def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
             chosen = self.strategy.select(groups, view, budget, rng)
@@ -294,55 +189,16 @@ class Selector:
             return self.explain(self._reason(groups, chosen.reason, adapter), groups, adapter)
         return chosen
 
-    def _own_budget(self, adapter: str) -> Budget:
-        batch = self.config.batch
-        groups = batch.groups_per_batch
-        if adapter:
-            progress = self._state.progress_at(self._state.next_step, adapter)
-            groups = progress.groups_per_batch - progress.groups
-        return Budget(batch.tokens_per_batch, groups, self.seq_len)
-
     def candidates(self) -> list[int]:
         """List the oldest groups that the next batch may use, as far as its budget reaches."""
         numbers: list[int] = []
         for adapter in self._state.turns.order(self.config.policies):
-            groups, budget = self._usable(self._state.next_step, adapter), self._own_budget(adapter)
+            groups, budget = self.views.usable(self._state.next_step, adapter), self.views.own_budget(adapter)
             fits = np.ones(len(groups), np.bool_)
             if budget.tokens is not None:
                 fits &= np.cumsum(groups.tokens, dtype=np.int64) <= budget.tokens
             numbers += groups.row[fits][: budget.groups].tolist()
         return numbers
-
-    def seed(self, step: int) -> list[int]:
-        """Seed of the generator that chooses `step`: (run seed, generation, step)."""
-        return [self.config.seed, self._state.generation, step]
-
-    def _generator(self, step: int, adapter: str) -> np.random.Generator:
-        """Return the generator that chooses `step`, at its start: made once, however often the step is asked for.
-
-        That of an adapter is seeded with its code besides.
-        """
-        seed = self.seed(step) + ([name_code(adapter)] if adapter else [])
-        if self._drawing[0] != seed:
-            made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
-            self._drawing = seed, made, made.bit_generator.state
-        _, rng, start = self._drawing
-        rng.bit_generator.state = start
-        return rng
-
-    def _usable(self, step: int, adapter: str) -> Groups:
-        """Return the live groups, of an adapter, that the strategy's bounds and the trainer's rows allow at `step`."""
-        index, version = self._state.index, self._state.version_at(step, adapter)
-        fits = (index["state"] == LIVE) & (index["policy_version"] <= version)
-        if adapter:
-            fits &= index["adapter"] == name_code(adapter)
-        if self.strategy.max_staleness is not None:
-            fits &= index["policy_version"] >= version - self.strategy.max_staleness
-        if self.strategy.max_uses is not None:
-            fits &= index["times_sampled"] < self.strategy.max_uses
-        if self.config.batch.overlong == "reject":
-            fits &= index["longest_tokens"] <= self.seq_len
-        return index.groups(None if fits.all() else np.flatnonzero(fits))
 
     # ------------------------------------------------------------------ eviction
 
@@ -366,14 +222,14 @@ class Selector:
 
     def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
         """Add those of these groups, of one adapter, to `by_reason`."""
-        config, built = self.config, self._plugins()
+        config, built = self.config, self.views.plugins
         groups = self._state.index.groups(rows)
-        view = self.view(self._state.next_step, adapter=adapter)
+        view = self.views.view(self._state.next_step, adapter=adapter)
         asked: list[tuple[str, Callable[[], Evictions]]] = [
             (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups, view))
         ]
-        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.seq_len:
-            longer = tuple(groups.row[groups.longest_tokens > self.seq_len].tolist())
+        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.views.seq_len:
+            longer = tuple(groups.row[groups.longest_tokens > self.views.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
         if filtered:
             for spec, one in zip(config.filters, built.filters, strict=True):
@@ -421,6 +277,10 @@ class Selector:
             return self.explain("paused", adapter=adapter)
         return outcome if isinstance(outcome, WaitingAnswer) else None
 
+    def silent(self, adapter: str) -> bool:
+        """Say whether no producer asked for a ticket, of an adapter, for so long that there may be none."""
+        return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
+
     def supply_ended(self, waits: WaitingAnswer) -> bool:
         """Say whether what is waited for can no longer come: the prompts are used up and no ticket is out."""
         book = self._book
@@ -434,11 +294,11 @@ class Selector:
         if self.config.adapters and not adapter:
             live = self._state.live_totals()
             return answers.waiting(reason, Amount(live.groups, live.tokens), self.config)
-        usable = self._usable(self._state.next_step, adapter) if groups is None else groups
+        usable = self.views.usable(self._state.next_step, adapter) if groups is None else groups
         have = Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
         if not adapter:
             return answers.waiting(reason, have, self.config)
-        return answers.own_waiting(reason, have, adapter, self._own_budget(adapter).groups or 0)
+        return answers.own_waiting(reason, have, adapter, self.views.own_budget(adapter).groups or 0)
 
     def _reason(self, groups: Groups, told: str, adapter: str) -> str:
         """Choose the first reason that holds when a strategy says it cannot fill a batch."""
@@ -447,11 +307,10 @@ class Selector:
         if self._state.stale_since_batch(adapter):
             return "all_stale"
         if self.strategy.max_uses != 1:
-            live = len(self._rows_of(adapter)) if adapter else self._state.live_totals().groups
+            live = len(self.views.rows_of(adapter)) if adapter else self._state.live_totals().groups
             if live or self._used_up_by_last_batch(adapter):
                 return "reuse_exhausted"
-        silent = self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
-        return "no_producers" if silent and not self._book.out_of(adapter) else "no_groups"
+        return "no_producers" if self.silent(adapter) and not self._book.out_of(adapter) else "no_groups"
 
     def _used_up_by_last_batch(self, adapter: str) -> bool:
         """Say whether the newest batch used groups for the last time: there were groups, and reuse took them."""

@@ -13,7 +13,8 @@ from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRe
 from replaybuf.packing import MAX_RANKS
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.batches import Batches
-from replaybuf.service.door import Door, check_adapter
+from replaybuf.service.door import check_adapter
+from replaybuf.service.eviction import Eviction
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
 from replaybuf.strategy import Feedback
@@ -44,11 +45,11 @@ class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class Session:
     """What the attached trainer may change. Every call of an older epoch raises `Fenced`."""
 
-    def __init__(self, journal: Journal, selector: Selector, door: Door, batches: Batches) -> None:
+    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction, batches: Batches) -> None:
         self._journal = journal
         self._state = journal.state
         self._selector = selector
-        self._door = door
+        self._eviction = eviction
         self._batches = batches
 
     async def attach(self, request: AttachRequest) -> dict[str, Any]:
@@ -86,8 +87,8 @@ class Session:
                 )
                 await journal.append(rewind)
             self._batches.forget()
-            self._selector.rates.attached()
-        await self._door.evict_all()
+            self._selector.views.rates.attached()
+        await self._eviction.judge_all()
         await journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
         return {
@@ -163,7 +164,7 @@ class Session:
                     at_s=journal.clock(),
                 )
                 await journal.append(record)
-                self._selector.rates.acked(
+                self._selector.views.rates.acked(
                     journal.clock(),
                     waited_s=self._batches.waited_for_others_s,
                     stored=state.stored,

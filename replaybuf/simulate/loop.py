@@ -292,7 +292,7 @@ class Simulation:
         """Pack a batch as the service would for the trainer's ranks."""
         prompts = [group.prompt_index for group in record.groups if group.prompt_index is not None]
         lengths = np.concatenate([self._supply.lengths(p, self._attempts.get(p, 1)) for p in prompts])
-        seq_len, ranks = self.run.selector.seq_len, self._workload.ranks
+        seq_len, ranks = self.run.selector.views.seq_len, self._workload.ranks
         grid = pack(lengths, seq_len, ranks)
         costs = rollout_costs(lengths).tolist()
         loads = np.array([sum(costs[item] for row in rank for item in row) for rank in grid])

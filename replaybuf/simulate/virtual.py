@@ -146,8 +146,8 @@ class VirtualRun:
         indexes = entries["prompt_index"].tolist()
         self._brought.update(indexes)
         change = self.book.done(("", index) for index in indexes)
-        self.selector.rates.took(self.now_s - since_s for since_s in change.done_since_s)
-        self.selector.rates.stored(self.now_s, len(entries))
+        self.selector.views.rates.took(self.now_s - since_s for since_s in change.done_since_s)
+        self.selector.views.rates.stored(self.now_s, len(entries))
         self._evict(numbers)
 
     def _evict(self, only: Numbers | None = None) -> None:
@@ -225,7 +225,7 @@ class VirtualRun:
             version=version,
             strategy=config.strategy.name,
             options=config.strategy.options,
-            seed=self.selector.seed(step),
+            seed=self.selector.views.seed(step),
             tokens=sum(columns[4]),
             rollouts=int(index["rollouts"][rows].sum()),
             groups=held,
@@ -235,7 +235,7 @@ class VirtualRun:
         """Count the next unacked step as trained; `waited_s`: what it waited for others so far."""
         state = self.state
         self._apply(AckRecord(step=state.step, epoch=EPOCH))
-        self.selector.rates.acked(
+        self.selector.views.rates.acked(
             self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"]
         )
 

@@ -1,0 +1,192 @@
+"""What a strategy is told: the buffer, the groups it may use, speeds, budget, chance. Views of the state.
+
+The core's own bounds (staleness, uses, rows of `seq_len`) are applied here: what breaks them no strategy sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from replaybuf.config import RunConfig
+from replaybuf.errors import NotFound
+from replaybuf.flow import TicketBook
+from replaybuf.group import name_code
+from replaybuf.index import LIVE
+from replaybuf.known import LiveTotals
+from replaybuf.rates import Measured, Rates
+from replaybuf.service.built import Built, build
+from replaybuf.state import RunState
+from replaybuf.strategy import Budget, BufferView, Flow, Groups, Rows, Strategy
+
+SAMPLED_GROUPS = 256
+"""Means per group are those of the newest so many."""
+_HISTORY_BATCHES = 16
+_MEASURED = tuple(field.name for field in dataclasses.fields(Measured))
+
+
+class Views:
+    """Views of run `name` for its strategy, which they build; see `Selector` for where state, book and clock come from.
+
+    `rates` is fed by whoever sees groups and steps come.
+    """
+
+    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
+        self.rates = Rates(clock())
+        self._name = name
+        self._state = state
+        self._book = book
+        self._clock = clock
+        self._built: Built | None = None
+        self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
+        self._recent: tuple[int, tuple[int, ...]] = -1, ()
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration in force. Raises `NotFound` before there is one."""
+        if self._state.config is None:
+            raise NotFound(f"run {self._name} has no configuration yet", name="run", value=self._name)
+        return self._state.config
+
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """Strategy of the configuration in force."""
+        return self.plugins.strategy
+
+    @property
+    def plugins(self) -> Built:
+        """Plug-ins of the configuration in force."""
+        config = self.config
+        if self._built is None or self._built.config is not config:
+            self._built = build(config)
+        return self._built
+
+    @property
+    def seq_len(self) -> int:
+        """Room of a micro-batch: what the trainer attached with, or the configuration's."""
+        attached = self._state.attached
+        return attached.seq_len if attached else self.config.batch.seq_len
+
+    def tokens_per_group(self) -> float:
+        """Return the mean of the last groups; until the first: half-full rollouts, and no more than a batch holds."""
+        recent, batch = self._state.index["tokens"][-SAMPLED_GROUPS:], self.config.batch
+        if len(recent):
+            return max(1.0, float(recent.mean()))
+        prior = (self.config.group_size or 8) * batch.seq_len / 2
+        return min(prior, float(batch.tokens_per_batch or prior))
+
+    def flow(self) -> Flow:
+        """Tell what admission may go by."""
+        now_s = self._clock()
+        measured = self.rates.measured(now_s)
+        return Flow(
+            now_s=now_s,
+            tokens_per_group=self.tokens_per_group(),
+            max_tokens_live=self.config.limits.max_tokens_live,
+            **{name: getattr(measured, name) for name in _MEASURED},
+        )
+
+    def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
+        """Describe the buffer for a decision about the run's `step`; counts are of `groups`, live ones, or of all.
+
+        Of an adapter: its own steps, versions, groups and tickets, as if it had a buffer to itself.
+        """
+        if adapter:
+            return self._own_view(step, groups, adapter)
+        state, config = self._state, self.config
+        live = state.live_totals()
+        if groups is not None and len(groups) < live.groups:
+            live = LiveTotals.of(groups.tokens, groups.times_sampled)
+        return BufferView(
+            step=step,
+            version=config.version_of(step),
+            published_version=state.published[""],
+            steps_per_publish=config.steps_per_publish,
+            groups_live=live.groups,
+            tokens_live=live.tokens,
+            tickets_out=self._book.out,
+            budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
+            batches=self._last_batches(),
+            groups_stored=state.stored,
+            groups_used=state.uses,
+            groups_fresh=live.fresh,
+            uses_live=live.uses,
+            steps_done=state.step,
+        )
+
+    def _own_view(self, step: int, groups: Groups | None, adapter: str) -> BufferView:
+        state, config = self._state, self.config
+        shown = state.index.groups(self.rows_of(adapter)) if groups is None else groups
+        live, progress = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter)
+        return BufferView(
+            step=progress.step,
+            version=state.version_at(step, adapter),
+            published_version=state.published[adapter],
+            steps_per_publish=config.steps_per_publish_of(adapter),
+            groups_live=live.groups,
+            tokens_live=live.tokens,
+            tickets_out=self._book.out_of(adapter),
+            budget=Budget(config.batch.tokens_per_batch, progress.groups_per_batch, self.seq_len),
+            batches=tuple(state.groups_of(adapter, step) for step in sorted(state.batches)[-_HISTORY_BATCHES:]),
+            groups_stored=state.standing(adapter).stored,
+            groups_used=state.turns.used.get(adapter, 0),
+            groups_fresh=live.fresh,
+            uses_live=live.uses,
+            steps_done=state.own_step(state.step, adapter),
+            groups_given=progress.groups,
+        )
+
+    def rows_of(self, adapter: str) -> Rows:
+        """Return the rows of live groups of an adapter."""
+        live = self._state.index.live()
+        rows: Rows = live[self._state.index["adapter"][live] == name_code(adapter)]
+        return rows
+
+    def _last_batches(self) -> tuple[int, ...]:
+        entries, batches = self._state.entries, self._state.batches
+        if self._recent[0] != entries:
+            self._recent = entries, tuple(len(batches[step].numbers) for step in sorted(batches)[-_HISTORY_BATCHES:])
+        return self._recent[1]
+
+    def own_budget(self, adapter: str) -> Budget:
+        """Return the budget of a batch; of an adapter: of what its own batch still lacks."""
+        batch = self.config.batch
+        groups = batch.groups_per_batch
+        if adapter:
+            progress = self._state.progress_at(self._state.next_step, adapter)
+            groups = progress.groups_per_batch - progress.groups
+        return Budget(batch.tokens_per_batch, groups, self.seq_len)
+
+    def seed(self, step: int) -> list[int]:
+        """Seed of the generator that chooses `step`: (run seed, generation, step)."""
+        return [self.config.seed, self._state.generation, step]
+
+    def generator(self, step: int, adapter: str) -> np.random.Generator:
+        """Return the generator that chooses `step`, at its start: made once, however often the step is asked for.
+
+        That of an adapter is seeded with its code besides.
+        """
+        seed = self.seed(step) + ([name_code(adapter)] if adapter else [])
+        if self._drawing[0] != seed:
+            made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+            self._drawing = seed, made, made.bit_generator.state
+        _, rng, start = self._drawing
+        rng.bit_generator.state = start
+        return rng
+
+    def usable(self, step: int, adapter: str) -> Groups:
+        """Return the live groups, of an adapter, that the strategy's bounds and the trainer's rows allow at `step`."""
+        index, version = self._state.index, self._state.version_at(step, adapter)
+        fits = (index["state"] == LIVE) & (index["policy_version"] <= version)
+        if adapter:
+            fits &= index["adapter"] == name_code(adapter)
+        if self.strategy.max_staleness is not None:
+            fits &= index["policy_version"] >= version - self.strategy.max_staleness
+        if self.strategy.max_uses is not None:
+            fits &= index["times_sampled"] < self.strategy.max_uses
+        if self.config.batch.overlong == "reject":
+            fits &= index["longest_tokens"] <= self.seq_len
+        return index.groups(None if fits.all() else np.flatnonzero(fits))
