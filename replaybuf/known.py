@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -80,12 +81,14 @@ class LiveTotals(NamedTuple):
 class Standing:
     """Groups of one adapter that its rows in the index do not tell, or no longer: see conservation above.
 
-    `used`, `tokens_used` count all uses, as `groups_used` and `tokens_used` of the run.
+    `used`, `tokens_used`, `used_staleness` count all uses, as those of the run; so do `tallies`.
     """
 
     stored: int = 0
     used: int = 0
     tokens_used: int = 0
+    used_staleness: dict[int, int] = dataclasses.field(default_factory=dict)
+    tallies: Tallies = dataclasses.field(default_factory=Tallies)
     retired: int = 0
     evicted: dict[str, int] = dataclasses.field(default_factory=dict)
     dead_lettered: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -185,6 +188,8 @@ class Known:
         if self.tallied < self.stored:
             first = int(np.searchsorted(self.index["number"], self.tallied, "right"))
             self._tallies.store(self.index, slice(first, None))
+            for standing, its in self.by_adapter(np.arange(first, len(self.index))):
+                standing.tallies.store(self.index, its)
             self.tallied = self.stored
         return self._tallies
 
@@ -275,6 +280,12 @@ class Known:
         """Return the lowest version that rewinds after `generation` went back to; later ones of that time are lost."""
         gone_back = self.rewinds.get(adapter, [])
         return min((version for reached, version in gone_back if reached > generation), default=None)
+
+    def by_adapter(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[Standing, npt.NDArray[np.int64]]]:
+        """Part rows by their adapter, leaving out those without one."""
+        codes = self.index["adapter"][rows]
+        for code in np.unique(codes[codes != 0]).tolist():
+            yield self.standings.setdefault(code, Standing()), rows[codes == code]
 
     def standing(self, adapter: str) -> Standing:
         """Tell what the run has of an adapter besides its rows."""

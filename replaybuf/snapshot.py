@@ -131,6 +131,7 @@ def take(state: RunState) -> Snapshot:
     ]
     copied: dict[str, Any] = {name: getattr(state, name) for name in _COPIED}
     copied |= {name: dict(getattr(state, name)) for name in _COUNTERS}
+    tallies = copy.deepcopy(state.tallies)  # first: this counts new groups in the standings too
     return Snapshot(
         **copied,
         stored=state.stored,
@@ -145,7 +146,7 @@ def take(state: RunState) -> Snapshot:
         rewinds=dict(state.rewinds),
         turns=state.turns,
         standings=copy.deepcopy(state.standings),
-        tallies=copy.deepcopy(state.tallies),
+        tallies=tallies,
         failed_prompts=state.failed_prompts.bits,
         reasons=list(state.reasons),
         fates=bytes(state.fates),

@@ -8,8 +8,6 @@ does not matter: a record names groups by number. The fields that change here, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +32,7 @@ from replaybuf.ledger import (
     TicketRecord,
     TrimRecord,
 )
-from replaybuf.tallies import ages_ms
+from replaybuf.tallies import Tallies, ages_ms
 
 LOST_LINEAGE = "lost_lineage"
 BAD_INDEX_ENTRY = "bad_index_entry"
@@ -200,10 +198,15 @@ class RunState(Known):
         self.groups_used += len(numbers)
         self.uses += len(numbers)
         self.tokens_used += record.tokens
-        for standing, its in self._by_adapter(rows):
+        self.tallies.use(self.index, rows, record.at_s)
+        for standing, its in self.by_adapter(rows):
             standing.used += len(its)
             standing.tokens_used += int(self.index["tokens"][its].sum(dtype=np.int64))
-        self.tallies.use(self.index, rows, record.at_s)
+            standing.tallies.use(self.index, its, record.at_s)
+        if record.adapters:
+            for group in record.groups:
+                ages = self.standings[name_code(group.adapter)].used_staleness
+                ages[group.staleness] = ages.get(group.staleness, 0) + 1
         self._settle(rows)
 
     def _settle(self, rows: npt.NDArray[np.int64]) -> None:
@@ -236,17 +239,15 @@ class RunState(Known):
         for code in sorted({*codes.tolist()}):
             of_it = rows[codes == code]
             self.evicted[self.reasons[code]] += sign * len(of_it)
-            versions = self.index["evicted_version"][of_it]
-            ages = self.index["evicted_age_ms"][of_it]
-            self.tallies.drop(self.index, of_it, self.reasons[code], versions, ages, sign)
-            for standing, its in self._by_adapter(of_it):
+            self._tally_evicted(self.tallies, of_it, sign)
+            for standing, its in self.by_adapter(of_it):
+                self._tally_evicted(standing.tallies, its, sign)
                 standing.evicted[self.reasons[code]] = standing.evicted.get(self.reasons[code], 0) + sign * len(its)
 
-    def _by_adapter(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[Standing, npt.NDArray[np.int64]]]:
-        """Part rows by their adapter, leaving out those without one."""
-        codes = self.index["adapter"][rows]
-        for code in np.unique(codes[codes != 0]).tolist():
-            yield self.standings.setdefault(code, Standing()), rows[codes == code]
+    def _tally_evicted(self, tallies: Tallies, rows: npt.NDArray[np.int64], sign: int) -> None:
+        """Count rows of one reason as dropped, or take that back."""
+        versions, ages = self.index["evicted_version"][rows], self.index["evicted_age_ms"][rows]
+        tallies.drop(self.index, rows, self.reasons[int(self.index["reason"][rows[0]])], versions, ages, sign)
 
     def _restore(self, rows: npt.NDArray[np.int64]) -> None:
         """Undo evictions."""
@@ -264,8 +265,12 @@ class RunState(Known):
         self.index["reason"][rows] = self._code(reason)
         self.dead_lettered[reason] += len(rows)
         ages = ages_ms(self.index["arrival_s"][rows], at_s)
-        self.tallies.drop(self.index, rows, reason, self.versions_at(step, rows), ages)
-        for standing, its in self._by_adapter(rows):
+        versions = self.versions_at(step, rows)
+        self.tallies.drop(self.index, rows, reason, versions, ages)
+        for standing, its in self.by_adapter(rows):
+            of_its = self.index["adapter"][rows] == self.index["adapter"][its[0]]
+            own = versions if isinstance(versions, int) else versions[of_its]
+            standing.tallies.drop(self.index, its, reason, own, ages[of_its])
             standing.dead_lettered[reason] = standing.dead_lettered.get(reason, 0) + len(its)
 
     def _rewind(self, record: RewindRecord) -> None:
@@ -313,6 +318,8 @@ class RunState(Known):
             self.uses -= len(batch.numbers)
             self.index["times_sampled"][rows] -= 1
             self.tallies.unuse(self.index, rows)
+            for standing, its in self.by_adapter(rows):
+                standing.tallies.unuse(self.index, its)
             self.index["last_step"][rows] = NEVER
             for number, earlier in batch.earlier.items():
                 self.index["last_step"][self.index.rows_of([number])] = earlier
@@ -329,7 +336,7 @@ class RunState(Known):
             del self.voided[step]
         index = self.index
         used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest) & (index["evicted_at"] <= oldest)
-        for standing, its in self._by_adapter(np.flatnonzero(used_up)):
+        for standing, its in self.by_adapter(np.flatnonzero(used_up)):
             standing.retired += len(its)
         retired = self._free(np.flatnonzero(used_up), RETIRED)
         self.retired += len(retired)

@@ -107,7 +107,8 @@ def _adapter(told: dict[str, Any]) -> str:
     progress = told["progress"]
     return (
         f"next unacked step {told['step']}, published version {told['published_version']}, "
-        f"groups live {told['groups']['live']} ({told['tokens_live']} tokens), "
+        f"groups live {told['groups']['live']} ({told['tokens_live']} tokens), {told['tokens_used']} tokens used, "
+        f"staleness at use {_pairs(told['staleness'])}, "
         f"{progress['groups']} of {progress['groups_per_batch']} given to step {progress['step']}; "
         f"{_waiting(told['waiting'])}"
     )

@@ -241,7 +241,8 @@ class TicketMachine(RuleBasedStateMachine):
             assert sorted(book.prompts_at_hand()) == sorted([*out, *due])
             assert all(book.holds(self.ticket_of(key)) for key in out)
             assert not any(book.holds(self.ticket_of(key)) for key in due)
-            assert book.next_deadline_s() == min((p.deadline_s for p in out.values()), default=None)
+            assert {a: book.out_of(a) for a in ADAPTERS} == {a: sum(key[0] == a for key in out) for a in ADAPTERS}
+            assert all(book.may_expire(p.deadline_s) for p in out.values())
             assert book.counts == self.counts
             issued = {adapter: len(prompts) for adapter, prompts in self.prompts.items() if prompts}
             assert book.next_index == issued

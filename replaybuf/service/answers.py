@@ -16,7 +16,7 @@ from replaybuf.ledger import BatchRecord
 from replaybuf.service.assembly import Assembled, completed
 from replaybuf.state import RunState
 from replaybuf.strategy import REASONS
-from replaybuf.tallies import KINDS, Coverage, Histogram
+from replaybuf.tallies import KINDS, Coverage, Histogram, Tallies
 from replaybuf.turns import Progress
 
 BLOCKED_ON = {
@@ -112,9 +112,8 @@ class Counted(msgspec.Struct, frozen=True):
     coverage: Coverage
 
 
-def histograms(state: RunState) -> Histograms:
-    """Tell the tallies of a run."""
-    tallies = state.tallies
+def histograms(tallies: Tallies) -> Histograms:
+    """Tell the tallies of a run, or of one adapter."""
     return Histograms(
         times_sampled={str(times): uses for times, uses in sorted(tallies.reuse.items())},
         age_at_use_s=_buckets(tallies.age_at_use, 1000),
@@ -141,10 +140,11 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
 
 
 class AdapterHeld(msgspec.Struct, frozen=True):
-    """What the index has of one adapter: groups by state, tokens of the live ones."""
+    """What the index has of one adapter: groups by state, tokens of the live ones, what became of all."""
 
     groups: dict[str, Any]
     tokens_live: int
+    histograms: Histograms
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -159,9 +159,8 @@ class Held(msgspec.Struct, frozen=True):
 def held(state: RunState) -> Held:
     """Add up the index of a run: the one part of its state that takes longer the more groups there are."""
     names = sorted(state.config.adapters) if state.config else []
-    return Held(
-        group_counts(state), state.live_bytes(), histograms(state), {name: adapter_held(name, state) for name in names}
-    )
+    adapters = {name: adapter_held(name, state) for name in names}
+    return Held(group_counts(state), state.live_bytes(), histograms(state.tallies), adapters)
 
 
 def run_state(
@@ -224,14 +223,20 @@ def group_counts(state: RunState) -> dict[str, Any]:
 
 
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has of one adapter; `step` is its own next unacked one, `progress` that of its next batch."""
+    """What a run has of one adapter; `step` is its own next unacked one, `progress` that of its next batch.
+
+    `tokens_used`, `staleness`, `histograms`: of its uses so far, as the run's.
+    """
 
     step: int
     published_version: int
     weights_uri: str | None
     groups: dict[str, Any]
     tokens_live: int
+    tokens_used: int
     tickets_out: int
+    staleness: dict[str, int]
+    histograms: Histograms
     progress: Progress
     waiting: WaitingAnswer | None
 
@@ -249,19 +254,23 @@ def adapter_held(name: str, state: RunState) -> AdapterHeld:
         "evicted": {reason: number for reason, number in sorted(standing.evicted.items()) if number},
         "dead_lettered": sum(standing.dead_lettered.values()),
     }
-    return AdapterHeld(groups, int(index["tokens"][live].sum(dtype=np.int64)))
+    return AdapterHeld(groups, int(index["tokens"][live].sum(dtype=np.int64)), histograms(standing.tallies))
 
 
 def adapter_state(
     name: str, state: RunState, book: TicketBook, holds: AdapterHeld, waits: WaitingAnswer | None
 ) -> AdapterState:
     """Render what a run has of one adapter."""
+    standing = state.standing(name)
     return AdapterState(
         step=state.own_step(state.step, name),
         published_version=state.published[name],
         weights_uri=state.weights_uri[name],
         groups=holds.groups,
         tokens_live=holds.tokens_live,
+        tokens_used=standing.tokens_used,
+        staleness={str(age): number for age, number in sorted(standing.used_staleness.items())},
+        histograms=holds.histograms,
         tickets_out=book.out_of(name),
         progress=state.progress_at(state.next_step, name),
         waiting=waits,

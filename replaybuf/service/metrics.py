@@ -75,6 +75,7 @@ _ADAPTER_GAUGES = {
     "published_version": "Newest version of an adapter loaded by the engines",
     "step": "Next unacked step of an adapter, counted by its own batches",
     "groups_given": "Groups given to the own batch of an adapter that is not complete yet",
+    "groups_per_batch": "Groups of an own batch of an adapter",
 }
 
 _Told = Iterable[tuple[list[str], Histogram, int]]
@@ -190,7 +191,23 @@ class _RunCollector:
             "Stored groups of an adapter that were never used",
             labels=["run", "adapter", "reason"],
         )
+        staleness = CounterMetricFamily(
+            "replaybuf_adapter_groups_used_by_staleness",
+            "Groups of an adapter put into batches by staleness",
+            labels=["run", "adapter", "staleness"],
+        )
+        lengths = HistogramMetricFamily(
+            "replaybuf_adapter_rollout_tokens",
+            "Groups of an adapter by the mean tokens of their rollouts: stored, used (each use counted), dropped",
+            labels=["run", "adapter", "kind"],
+        )
+        waiting = GaugeMetricFamily(
+            "replaybuf_adapter_waiting",
+            "1 for the reason for which an adapter could give nothing to a batch now",
+            labels=["run", "adapter", "reason"],
+        )
         for run_name, run in runs:
+            waits = run.told.waits().adapters
             for adapter in sorted(run.journal.config.adapters):
                 holds, standing = run.told.held().adapters[adapter], run.state.standing(adapter)
                 progress = run.state.progress_at(run.state.next_step, adapter)
@@ -204,9 +221,16 @@ class _RunCollector:
                 gauges["published_version"].add_metric(labels, run.state.published[adapter])
                 gauges["step"].add_metric(labels, run.state.own_step(run.state.step, adapter))
                 gauges["groups_given"].add_metric(labels, progress.groups)
+                gauges["groups_per_batch"].add_metric(labels, progress.groups_per_batch)
+                for age, number in sorted(standing.used_staleness.items()):
+                    staleness.add_metric([*labels, str(age)], number)
+                for kind, tallied in standing.tallies.lengths.items():
+                    _add_histogram(lengths, [*labels, kind], tallied.mean, 1)
+                if told := waits[adapter]:
+                    waiting.add_metric([*labels, told.reason], 1)
                 for reason, number in sorted((Counter(standing.evicted) + Counter(standing.dead_lettered)).items()):
                     dropped.add_metric([*labels, reason], number)
-        yield from (*counters.values(), *gauges.values(), dropped)
+        yield from (*counters.values(), *gauges.values(), dropped, staleness, lengths, waiting)
 
     def _histograms(self, runs: Iterable[tuple[str, Run]]) -> Iterator[Metric]:
         prompts = GaugeMetricFamily(

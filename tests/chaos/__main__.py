@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 
 from tests.chaos.chaos import chaos
-from tests.chaos.cluster import RUNS
+from tests.chaos.runs import RUNS
 
 SECONDS_PER_KILL = 6.0
 START_S = 60.0
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="faults to survive: kills and stops")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", nargs="+", choices=list(RUNS), default=list(RUNS), help="runs to train; all")
+    parser.add_argument("--adapters", type=int, default=0, help="train one run more, which so many adapters share")
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
@@ -30,7 +31,7 @@ def main() -> None:
     if given.folder and given.folder.exists():
         parser.error(f"--folder {given.folder} exists; a run wants a new one")
     limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
-    report = chaos(given.kills, given.seed, limit_s, given.strategy, given.folder, Console())
+    report = chaos(given.kills, given.seed, limit_s, given.strategy, given.folder, Console(), given.adapters)
     if given.report:
         given.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     raise SystemExit(0 if report.good else 1)

@@ -29,7 +29,13 @@ END_TIMEOUT_S = 25.0
 
 
 def chaos(
-    kills: int, seed: int, time_limit_s: float, runs: Sequence[str], folder: Path | None, console: Console
+    kills: int,
+    seed: int,
+    time_limit_s: float,
+    runs: Sequence[str],
+    folder: Path | None,
+    console: Console,
+    adapters: int = 0,
 ) -> Report:
     """Run the cluster under fire for `kills` faults or `time_limit_s`, bring it to rest, judge what was seen.
 
@@ -39,7 +45,7 @@ def chaos(
     # A short path: the kernel bounds the one of a unix socket at 108 bytes.
     place = folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     started_s = now_s()
-    cluster = Cluster(place, seed, runs)
+    cluster = Cluster(place, seed, runs, adapters)
     try:
         ended = _under_fire(cluster, kills, seed, started_s + time_limit_s)
     finally:
@@ -95,7 +101,7 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
     for child in producers:
         child.wait_end(END_TIMEOUT_S)
     for run in cluster.runs:
-        rest = Rest(cluster.url, run, recorder, cluster.redis_url)
+        rest = Rest(cluster.url, run, recorder, cluster.redis_url, cluster.adapters_of(run))
         rest.drain()
         rest.close()
     trainers = [*cluster.trainers.values(), *cluster.replaced]
@@ -107,7 +113,7 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
 
 def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
     """Write down how every run stands, restart all servers, and look again; at last without them."""
-    rests = [Rest(cluster.url, run, recorder, cluster.redis_url) for run in cluster.runs]
+    rests = [Rest(cluster.url, run, recorder, cluster.redis_url, cluster.adapters_of(run)) for run in cluster.runs]
     seen = read_history(cluster.history)
     for rest in rests:
         rest.attach()

@@ -17,21 +17,21 @@ from replaybuf.ledger import (
     AttachRecord,
     BatchRecord,
     CheckpointRecord,
-    ConfigRecord,
     PolicyRecord,
     RewindRecord,
-    TicketRecord,
 )
 from replaybuf.strategy import REASONS
+from tests.chaos.adapter_checks import adapters_take_turns, rows_hold_one_adapter
 from tests.chaos.content import GROUP_SIZE, checksum, priority_of, source_of, tokens_of
 from tests.chaos.history import (
     OK,
     AnyEvent,
     BatchAsked,
+    Prompt,
     StateSeen,
     TrainerWrote,
 )
-from tests.chaos.ledger_walk import Known, walk
+from tests.chaos.ledger_walk import Known, known_at_end, walk
 from tests.chaos.run_history import RunHistory
 
 BLOCKED_ON = ("producers", "trainer", "operator", "nothing")
@@ -63,12 +63,12 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
     """1. What was answered (stored, attached, acked) survives kill -9 of every process, Redis included."""
     stored = run.stored_groups()
     trimmed = {sent.group_id for sent in run.sent_again if sent.outcome == "duplicate"}
-    ids = {group_id for group_id, _, _ in stored.values()} | trimmed
-    prompts = {prompt_index for _, prompt_index, _ in stored.values()}
+    ids = {group.group_id for group in stored.values()} | trimmed
+    prompts = {group.prompt for group in stored.values()}
     for sent in run.sent:
         if sent.outcome == "stored" and sent.group_id not in ids:
             yield f"group {sent.group_id} was answered stored and is not there"
-        if sent.outcome == "duplicate" and not (sent.group_id in ids or sent.prompt_index in prompts - {None}):
+        if sent.outcome == "duplicate" and not (sent.group_id in ids or sent.prompt in prompts - {None}):
             yield f"group {sent.group_id} was answered duplicate, and no such group is there"
     recorded = {("attach", record.epoch, 0) for _, record in run.ledger if isinstance(record, AttachRecord)}
     recorded |= {("ack", record.epoch, record.step) for _, record in run.ledger if isinstance(record, AckRecord)}
@@ -106,12 +106,12 @@ def append_is_idempotent(run: RunHistory) -> Iterator[str]:
         if count > 1:
             yield f"group {name} was answered stored {count} times"
     numbers: defaultdict[str, set[int]] = defaultdict(set)
-    for number, (group_id, _, _) in run.stored_groups().items():
-        numbers[group_id].add(number)
+    for number, group in run.stored_groups().items():
+        numbers[group.group_id].add(number)
     for group_id, of_id in numbers.items():
         if len(of_id) > 1:
             yield f"group {group_id} is stored {len(of_id)} times, as {sorted(of_id)}"
-    versions = {group_id: version for group_id, _, version in run.stored_groups().values()}
+    versions = {group.group_id: group.policy_version for group in run.stored_groups().values()}
     for sent in stored:
         if versions.get(sent.group_id, sent.policy_version) != sent.policy_version:
             there = versions[sent.group_id]
@@ -158,15 +158,17 @@ def staleness_is_bounded(run: RunHistory) -> Iterator[str]:
     stored = run.stored_groups()
     for entry, record, known in _assembled(run):
         for held in record.groups:
-            staleness = record.step // known.steps_per_publish - held.policy_version
+            staleness = known.version(record.step, held.adapter) - held.policy_version
             if staleness < 0 or (known.max_staleness is not None and staleness > known.max_staleness):
                 yield f"entry {entry}: group {held.group_id} has staleness {staleness} at step {record.step}"
             if held.staleness != staleness:
                 yield f"entry {entry}: group {held.group_id} has staleness {staleness}, written {held.staleness}"
-            if held.number in stored and stored[held.number][2] != held.policy_version:
+            if held.number in stored and stored[held.number].policy_version != held.policy_version:
                 yield f"entry {entry}: group {held.group_id} has another version than it was stored with"
+    adapters = {group.group_id: group.adapter for group in stored.values()}
     for asked, rollout in _rollouts(run):
-        if asked.body and rollout.staleness != asked.body.version - rollout.policy_version:
+        part = run.part(asked, adapters.get(rollout.group_id, ""))
+        if asked.body and rollout.staleness != (part or asked.body).version - rollout.policy_version:
             yield f"step {asked.step} was served with a wrong staleness for group {rollout.group_id}"
     yield from _unusable_and_live(run)
 
@@ -194,6 +196,7 @@ def groups_stay_whole(run: RunHistory) -> Iterator[str]:
             wanted = Counter({(group_id, number): 1 for group_id in held for number in range(GROUP_SIZE)})
             if there != wanted:
                 yield f"step {record.step}, {world} ranks: groups are not whole: {there - wanted} or {wanted - there}"
+    yield from rows_hold_one_adapter(run)
     for payload in run.payloads:
         for number, tokens in enumerate(payload.rollouts or []):
             if tokens != checksum(tokens_of(payload.group_id, payload.prompt_id, number)):
@@ -242,24 +245,23 @@ def the_old_are_fenced(run: RunHistory) -> Iterator[str]:
 
 def every_prompt_and_step_once(run: RunHistory) -> Iterator[str]:
     """9. Every prompt index gets one stored group or a recorded reason; resume neither skips nor repeats."""
-    stored = Counter(prompt_index for _, prompt_index, _ in run.stored_groups().values() if prompt_index is not None)
-    failed = {record.prompt_index for _, record in run.ledger if isinstance(record, TicketRecord)}
-    issued = {prompt_index for taken in run.tickets for _, prompt_index, _ in taken.tickets}
-    for prompt_index, count in stored.items():
+    stored = Counter(group.prompt for group in run.stored_groups().values() if group.prompt)
+    for prompt, count in stored.items():
         if count > 1:
-            yield f"prompt {prompt_index} is stored {count} times"
-    trimmed = {sent.prompt_index for sent in run.sent_again if sent.outcome == "duplicate"}
+            yield f"prompt {prompt} is stored {count} times"
+    trimmed = {sent.prompt for sent in run.sent_again if sent.outcome == "duplicate"}
     for sent in run.sent_again:
         if sent.outcome == "stored":
             yield f"group {sent.group_id} was not stored until it was sent again at rest"
     if any(drained.drained for drained in run.drained):  # every ticket has come to its end
-        missing = set(range(max(issued, default=-1) + 1)) - stored.keys() - failed - trimmed
+        missing = _up_to(run.issued()) - stored.keys() - run.failed() - trimmed
         if missing:
             yield f"prompts {sorted(missing)[:20]} were skipped ({len(missing)} in all)"
     yield from _issued_after_stored(run)
     for sent in run.sent:
         if sent.outcome == "rejected" and sent.reason not in LEGITIMATE_REJECTIONS:
             yield f"group {sent.group_id} of prompt {sent.prompt_index} was rejected as {sent.reason}"
+    yield from adapters_take_turns(run)
     for entry, record, known in walk(run.ledger):
         if isinstance(record, AckRecord) and (record.step != known.step or record.step not in known.standing):
             yield f"entry {entry}: step {record.step} is acked, the next one is {known.step}"
@@ -284,8 +286,9 @@ def rewind_restores(run: RunHistory) -> Iterator[str]:
         if isinstance(record, RewindRecord):
             if not known.oldest_step <= record.step <= known.step:
                 yield f"entry {entry}: rewind to {record.step} outside {known.oldest_step}..{known.step}"
-            if record.version != record.step // known.steps_per_publish or record.generation != known.generation + 1:
-                yield f"entry {entry}: rewind to version {record.version}, generation {record.generation}"
+            versions = {name: known.version(record.step, name) for name in known.own or ("",)}
+            if (record.versions or {"": record.version}) != versions or record.generation != known.generation + 1:
+                yield f"entry {entry}: rewind to versions {record.versions or record.version}, not {versions}"
         if isinstance(record, CheckpointRecord) and not known.oldest_step <= record.step <= known.step:
             yield f"entry {entry}: checkpoint {record.step} outside {known.oldest_step}..{known.step}"
     for attached in run.attached:
@@ -371,15 +374,12 @@ def _rollouts(run: RunHistory) -> Iterator[tuple[BatchAsked, Any]]:
 
 def _unusable_and_live(run: RunHistory) -> Iterator[str]:
     """Find groups that are live at the end although no step to come may use them."""
-    bound, per_publish = None, 1
-    for _, record, known in walk(run.ledger):
-        if not isinstance(record, ConfigRecord):
-            bound, per_publish = known.max_staleness, known.steps_per_publish
+    known = known_at_end(run.ledger)
     step = _settled(run)[-1].state["step"] if _settled(run) else 0
     for group in run.groups:
-        if group.last and group.state == "live" and bound is not None:
-            staleness = step // per_publish - group.policy_version
-            if staleness > bound:
+        if group.last and group.state == "live" and known.max_staleness is not None:
+            staleness = known.version(step, group.adapter) - group.policy_version
+            if staleness > known.max_staleness:
                 yield f"group {group.group_id} is live with staleness {staleness} at step {step}"
 
 
@@ -411,14 +411,22 @@ def _ledger_is_one(run: RunHistory) -> Iterator[str]:
 
 def _issued_after_stored(run: RunHistory) -> Iterator[str]:
     """Find tickets for a prompt whose group had been answered stored before they were asked for."""
-    stored_s: dict[int, float] = {}
+    stored_s: dict[Prompt, float] = {}
     for sent in run.sent:
-        if sent.prompt_index is not None and sent.outcome in ("stored", "duplicate"):
-            stored_s[sent.prompt_index] = min(sent.at_s, stored_s.get(sent.prompt_index, sent.at_s))
+        if sent.prompt and sent.outcome in ("stored", "duplicate"):
+            stored_s[sent.prompt] = min(sent.at_s, stored_s.get(sent.prompt, sent.at_s))
     for taken in run.tickets:
         for ticket, prompt_index, _ in taken.tickets:
-            if stored_s.get(prompt_index, taken.sent_s) < taken.sent_s:
+            if stored_s.get((taken.adapter, prompt_index), taken.sent_s) < taken.sent_s:
                 yield f"ticket {ticket} was issued after the group of prompt {prompt_index} had been stored"
+
+
+def _up_to(prompts: set[Prompt]) -> set[Prompt]:
+    """Name, of each adapter, all prompts up to the last of these."""
+    last: dict[str, int] = {}
+    for adapter, prompt_index in prompts:
+        last[adapter] = max(prompt_index, last.get(adapter, 0))
+    return {(adapter, index) for adapter, end in last.items() for index in range(end + 1)}
 
 
 def _record_after_attach(run: RunHistory, epoch: int) -> AnyRecord | None:

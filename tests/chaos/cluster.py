@@ -6,61 +6,35 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 
 from replaybuf.client import Client
-from tests.chaos.content import GENERATED, GROUP_SIZE, SPELLED, VOCAB_SIZE
+from tests.chaos.content import SPELLED
 from tests.chaos.processes import Child, free_port, python, read_address, valkey
+from tests.chaos.runs import ADAPTERS, KEEP, TICKET_TTL_S, config_of, policies_of
 from tests.generator.doubles import LETTERS, write_tokenizer
 
-TICKET_TTL_S = 2.0
 START_TIMEOUT_S = 40.0
 PROBE_TIMEOUT_S = 0.5
 WORDS = ("abc", "bacd", "dec", "fade", "cabbage")
 
 
-def _config(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "strategy": {"name": strategy, "options": options},
-        "batch": {"groups_per_batch": 4, "seq_len": 64},
-        "group_size": GROUP_SIZE,
-        "vocab_size": VOCAB_SIZE,
-        "tickets": {"ttl_s": TICKET_TTL_S, "max_attempts": 3},
-    }
-
-
-REPLAY = {
-    "max_uses": 3,
-    "max_staleness": 4,
-    "order": "prioritized",
-    "priority": "feedback",
-    "importance": 0.5,
-    "cooldown": 1,
-    "mix": {"a": 0.5, "b": 0.3, GENERATED: 0.2},
-}
-"""Everything that makes a group's uses depend on the history: priorities come with acks, and `c` is not in the mix."""
-RUNS = {
-    "one-step": _config("one-step-off-policy", {"max_staleness": 2}),
-    "on-policy": _config("on-policy", {}),
-    "replay": _config("replay", REPLAY),
-}
 SHORT_HISTORY = ("--history-groups", "40")
 """So little is kept of what is freed that both streams are trimmed under the faults, many times."""
-KEEP = {"one-step": 2, "on-policy": 3, "replay": 2}
-"""Checkpoints that each run's trainer keeps."""
 
 
 class Cluster:
     """Valkey, two servers, two producers, engine and generator, a trainer per run; data and logs in `folder`.
 
-    `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all.
+    `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all, and besides,
+    where `adapters` are asked for, the run that they share.
     """
 
-    def __init__(self, folder: Path, seed: int, runs: Sequence[str]) -> None:
-        self.runs = tuple(runs)
+    def __init__(self, folder: Path, seed: int, runs: Sequence[str], adapters: int = 0) -> None:
+        self.runs = (*([ADAPTERS] if adapters else []), *runs)
+        self._adapters = adapters
         self.history = folder / "history"
         self.history.mkdir(parents=True)
         self._folder, self._seed = folder, seed
@@ -82,6 +56,10 @@ class Cluster:
         """Name the run that `replaybuf generate` feeds."""
         return self.runs[-1]
 
+    def adapters_of(self, run: str) -> list[str]:
+        """Name the policies of a run: its adapters, or "" where it has none."""
+        return policies_of(run, self._adapters)
+
     @property
     def actors(self) -> list[Child]:
         """What makes load."""
@@ -102,7 +80,7 @@ class Cluster:
             self.wait_listening(url)
         for run in self.runs:
             with Client(self.url, run, timeout_s=10.0, retry_for_s=START_TIMEOUT_S) as client:
-                client.put_run(RUNS[run])
+                client.put_run(config_of(run, self._adapters))
         self.engine.start()
         self.generator = self._generator(read_address(self.engine, START_TIMEOUT_S))
         for actor in self.actors:
@@ -164,6 +142,7 @@ class Cluster:
             *("--history", str(self.history)),
             *("--seed", str(self._seed)),
             *("--ttl-s", str(TICKET_TTL_S)),
+            *("--adapters", str(self._adapters)),
         )
         return Child(name, "producer", command, self._folder)
 
@@ -178,6 +157,7 @@ class Cluster:
             *("--place", str(self._folder / f"place-{run}")),
             *("--seed", str(self._seed)),
             *("--keep", str(KEEP[run])),
+            *("--adapters", str(self._adapters)),
         )
         return Child(name, "trainer", command, self._folder)
 

@@ -32,7 +32,9 @@ def rollout_of(group_id: str, rollout: int) -> tuple[list[int], list[int]]:
     return prompt, completion
 
 
-def make_group(group_id: str, policy_version: int, *, named: bool, ticket: str | None = None) -> Group:
+def make_group(
+    group_id: str, policy_version: int, *, named: bool, ticket: str | None = None, adapter: str = ""
+) -> Group:
     """Build the group called `group_id`; `named` False leaves the naming to the service, by its ticket."""
     rollouts = [rollout_of(group_id, number) for number in range(GROUP_SIZE)]
     prompts, completions = zip(*rollouts, strict=True)
@@ -42,6 +44,7 @@ def make_group(group_id: str, policy_version: int, *, named: bool, ticket: str |
         group_id=group_id if named else None,
         ticket=ticket,
         prompt_id=f"chaos/{group_id}",
+        adapter=adapter,
         policy_version=policy_version,
         prompt_ids=np.concatenate([np.array(ids, np.int32) for ids in prompts]),
         prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),

@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 
 OK = "ok"
+Prompt = tuple[str, int]
+"""Adapter and prompt index."""
 UNAVAILABLE = ("unavailable", "not-leader", "no-room")
 """Outcomes that say: not now. Every other one is the answer of a service that decided."""
 
@@ -38,8 +40,9 @@ class Call(Event, frozen=True, kw_only=True):
 
 
 class TicketsTaken(Call, frozen=True):
-    """Tickets, as (ticket, prompt_index, attempt), or why there were none."""
+    """Tickets, as (ticket, prompt_index, attempt), of an adapter, or why there were none."""
 
+    adapter: str = ""
     tickets: list[tuple[str, int, int]] = []
     waiting: dict[str, Any] | None = None
 
@@ -56,7 +59,13 @@ class GroupSent(Call, frozen=True, kw_only=True):
     group_id: str
     prompt_index: int | None
     policy_version: int
+    adapter: str = ""
     reason: str | None = None
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """Which prompt it is the group of, if of any."""
+        return None if self.prompt_index is None else (self.adapter, self.prompt_index)
 
 
 class Attached(Call, frozen=True, kw_only=True):
@@ -71,7 +80,10 @@ class Attached(Call, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, array_like=True):
-    """One rollout of a batch body: `tokens` is the checksum of its token ids (`content.checksum`)."""
+    """One rollout of a batch body: `tokens` is the checksum of its token ids (`content.checksum`).
+
+    `micro_batch`: its row on its rank.
+    """
 
     group_id: str
     rollout: int
@@ -79,10 +91,11 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True):
     staleness: int
     times_sampled: int
     tokens: int
+    micro_batch: int = 0
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch body held."""
+    """What a batch body held: `adapters` by micro-batch, `completed` own steps by adapter."""
 
     sha256: str
     generation: int
@@ -91,6 +104,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     batch_groups: int
     rollouts: list[Rollout]
+    adapters: list[str] = []
+    completed: dict[str, int] = {}
 
 
 class BatchAsked(Call, frozen=True, kw_only=True):
@@ -105,11 +120,12 @@ class BatchAsked(Call, frozen=True, kw_only=True):
 
 
 class TrainerWrote(Call, frozen=True, kw_only=True):
-    """An `ack` or `checkpoint` of step `value`, or a `publish` of version `value`."""
+    """An `ack` or `checkpoint` of step `value`, or a `publish` of version `value`, of an adapter."""
 
     kind: str
     epoch: int
     value: int
+    adapter: str = ""
 
 
 class StateSeen(Call, frozen=True, kw_only=True):
@@ -141,6 +157,7 @@ class GroupSeen(Event, frozen=True, kw_only=True):
     group_id: str
     prompt_index: int | None
     policy_version: int
+    adapter: str = ""
     state: str
     last: bool = False
 

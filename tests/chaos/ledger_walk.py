@@ -13,7 +13,6 @@ from replaybuf.ledger import (
     BatchRecord,
     CheckpointRecord,
     ConfigRecord,
-    PolicyRecord,
     RewindRecord,
 )
 
@@ -23,27 +22,46 @@ class Known:
     """A run as the ledger has it: `standing` are the batches of the surviving history by step, `uses` by group number.
 
     `step` is the next unacked step, `next_step` the next one to assemble. `mix` names the sources of a strategy that
-    takes no other ones.
+    takes no other ones. `own`: of each adapter the groups of its own batch and its steps per publication; `before`: by
+    step, how many groups of each adapter the batches before it hold.
     """
 
     epoch: int = 0
     step: int = 0
     next_step: int = 0
     generation: int = 0
-    published: int = 0
     max_uses: int | None = 1
     max_staleness: int | None = None
     cooldown: int = 0
     mix: frozenset[str] = frozenset()
     steps_per_publish: int = 1
+    own: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     standing: dict[int, BatchRecord] = dataclasses.field(default_factory=dict)
     uses: Counter[int] = dataclasses.field(default_factory=Counter)
+    before: dict[int, Counter[str]] = dataclasses.field(default_factory=lambda: {0: Counter()})
     checkpoints: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def oldest_step(self) -> int:
         """Lowest step that may be resumed."""
         return self.checkpoints[0] if self.checkpoints else 0
+
+    def given(self, step: int, adapter: str) -> int:
+        """Count the groups of an adapter in the batches before `step`."""
+        return self.before[step][adapter]
+
+    def own_step(self, step: int, adapter: str) -> int:
+        """Tell which step of its own an adapter trains at the run's `step`; without adapters the same."""
+        return self.given(step, adapter) // self.own[adapter][0] if adapter else step
+
+    def version(self, step: int, adapter: str) -> int:
+        """Tell the version of a policy that the run's `step` trains."""
+        per_publish = self.own[adapter][1] if adapter else self.steps_per_publish
+        return self.own_step(step, adapter) // per_publish
+
+    def turn(self, step: int) -> str:
+        """Tell which adapter has the first turn at `step`; "" = the first of all, by name."""
+        return self.standing[step - 1].turn if step - 1 in self.standing else ""
 
     def rests_until(self, number: int) -> int:
         """Return the first step that may use a group again."""
@@ -56,6 +74,10 @@ class Known:
             case ConfigRecord():
                 self.max_uses = record.max_uses
                 self.steps_per_publish = record.config.get("steps_per_publish", 1)
+                self.own = {
+                    name: (spec["groups_per_batch"], spec.get("steps_per_publish") or self.steps_per_publish)
+                    for name, spec in sorted(record.config.get("adapters", {}).items())
+                }
                 strategy = record.config["strategy"]
                 self.max_staleness = _max_staleness(strategy)
                 self.cooldown = strategy["options"].get("cooldown", 0)
@@ -68,12 +90,12 @@ class Known:
                 self.standing[record.step] = record
                 self.uses.update(group.number for group in record.groups)
                 self.next_step = record.step + 1
+                earlier = self.before.get(record.step, Counter())
+                self.before[self.next_step] = earlier + Counter(group.adapter for group in record.groups)
             case AckRecord():
                 self.step = record.step + 1
             case CheckpointRecord():
                 self.checkpoints = sorted({*self.checkpoints, record.step})[-record.keep :]
-            case PolicyRecord():
-                self.published = record.version
 
     def _rewind(self, record: RewindRecord) -> None:
         if record.on_resume == "resample":
@@ -82,7 +104,6 @@ class Known:
         self.step = record.step
         self.next_step = max([record.step, *(step + 1 for step in self.standing)])
         self.generation = record.generation
-        self.published = record.version
         self.checkpoints = [step for step in self.checkpoints if step <= record.step]
 
 
@@ -92,6 +113,14 @@ def walk(ledger: Iterable[tuple[int, AnyRecord]]) -> Iterator[tuple[int, AnyReco
     for entry, record in ledger:
         yield entry, record, known
         known.learn(record)
+
+
+def known_at_end(ledger: Iterable[tuple[int, AnyRecord]]) -> Known:
+    """Tell what is known once every entry is taken in."""
+    known = Known()
+    for _, record in ledger:
+        known.learn(record)
+    return known
 
 
 def _max_staleness(strategy: dict[str, object]) -> int | None:

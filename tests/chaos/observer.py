@@ -97,6 +97,7 @@ class Follower:
             number=group["number"],
             group_id=group["group_id"],
             prompt_index=group["prompt_index"],
+            adapter=group["adapter"],
             policy_version=group["policy_version"],
             state=group["state"],
             last=last,

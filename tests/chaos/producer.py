@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -21,10 +22,12 @@ import msgspec
 
 from replaybuf.client import AppendResult, Client
 from replaybuf.errors import from_problem
+from replaybuf.flow import prompt_key
 from replaybuf.group import Group, group_to_json
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import make_group
 from tests.chaos.history import UNAVAILABLE, GroupSent, Recorder, TicketReturned, TicketsTaken, now_s
+from tests.chaos.runs import policies_of
 
 WORKERS = 2
 """Threads per run, sharing one client."""
@@ -45,9 +48,19 @@ class _Sent(msgspec.Struct):
 class Producer:
     """Feeds one run from one thread; `late` and `known` are what it may send later or again."""
 
-    def __init__(self, url: str, run: str, name: str, recorder: Recorder, rng: random.Random, ttl_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        name: str,
+        recorder: Recorder,
+        rng: random.Random,
+        ttl_s: float,
+        policies: Sequence[str] = ("",),
+    ) -> None:
         self._client = Client(url, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._run, self._name, self._recorder, self._rng, self._ttl_s = run, name, recorder, rng, ttl_s
+        self._policies = policies
         self._late: list[_Sent] = []
         self._known: deque[_Sent] = deque(maxlen=KEPT_GROUPS)
         self._count = itertools.count()
@@ -71,16 +84,18 @@ class Producer:
     # ------------------------------------------------------------------ groups
 
     def _from_tickets(self) -> list[_Sent]:
-        count = self._rng.randint(1, 4)
-        taken = observed(self._run, self._client, lambda: self._client.take_tickets(self._name, count, wait_ms=200))
+        count, adapter = self._rng.randint(1, 4), self._rng.choice(self._policies)
+        taken = observed(
+            self._run, self._client, lambda: self._client.take_tickets(self._name, count, adapter, wait_ms=200)
+        )
         if taken.result is None:
-            self._recorder.write(TicketsTaken(**taken.seen))
+            self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter))
             time.sleep(0.2)
             return []
         tickets = taken.result.tickets
         waiting = msgspec.to_builtins(taken.result.waiting)
         told = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
-        self._recorder.write(TicketsTaken(**taken.seen, tickets=told, waiting=waiting))
+        self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter, tickets=told, waiting=waiting))
         made = []
         for ticket in tickets:
             fate = self._rng.random()
@@ -88,9 +103,9 @@ class Producer:
                 self._give_back(ticket.ticket)
                 continue
             named = self._rng.random() < 0.1
-            name = self._own_name() if named else f"p{ticket.prompt_index}"
+            name = self._own_name() if named else prompt_key(adapter, ticket.prompt_index)
             version = max(0, taken.result.published_version - self._rng.choice((0, 0, 0, 1)))
-            group = make_group(name, version, named=named, ticket=ticket.ticket)
+            group = make_group(name, version, named=named, ticket=ticket.ticket, adapter=adapter)
             sent = _Sent(name, group, ticket.prompt_index)
             if fate < 0.12:  # too late: the ticket is out again by then
                 sent.due_s = now_s() + self._ttl_s * self._rng.uniform(1.0, 2.5)
@@ -102,8 +117,8 @@ class Producer:
     def _without_tickets(self) -> list[_Sent]:
         if not self._known or self._rng.random() > 0.05:
             return []
-        name = self._own_name()
-        return [_Sent(name, make_group(name, self._known[-1].group.policy_version, named=True), None)]
+        name, last = self._own_name(), self._known[-1].group
+        return [_Sent(name, make_group(name, last.policy_version, named=True, adapter=last.adapter), None)]
 
     def _own_name(self) -> str:
         return f"{self._name}-{os.getpid()}-{id(self) % 9973}-{next(self._count)}"
@@ -149,6 +164,7 @@ class Producer:
                 group_id=sent.name,
                 prompt_index=sent.prompt_index,
                 policy_version=sent.group.policy_version,
+                adapter=sent.group.adapter,
                 reason=result.reason if result else None,
             )
         )
@@ -170,6 +186,7 @@ def main() -> None:
     parser.add_argument("--history", required=True, type=Path)
     parser.add_argument("--seed", required=True)
     parser.add_argument("--ttl-s", required=True, type=float)
+    parser.add_argument("--adapters", type=int, default=0)
     given = parser.parse_args()
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -178,7 +195,7 @@ def main() -> None:
     threads = []
     for run, worker in itertools.product(given.run, range(WORKERS)):
         rng = random.Random(f"{given.seed} {given.name} {os.getpid()} {run} {worker}")
-        producer = Producer(given.url, run, given.name, recorder, rng, given.ttl_s)
+        producer = Producer(given.url, run, given.name, recorder, rng, given.ttl_s, policies_of(run, given.adapters))
         threads.append(threading.Thread(target=producer.work, args=(stopping,)))
     for thread in threads:
         thread.start()

@@ -10,8 +10,8 @@ import msgspec
 import redis
 
 from replaybuf.client import Client, Waiting
+from replaybuf.flow import prompt_key
 from replaybuf.group import Group
-from replaybuf.ledger import TicketRecord
 from replaybuf.service.answers import group_counts
 from replaybuf.service.journal import Journal
 from replaybuf.store import Store, keys
@@ -47,7 +47,8 @@ POLL_S = 0.2
 class Rest:
     """One run on its way to rest. Trainers still go on while `drain` works."""
 
-    def __init__(self, url: str, run: str, recorder: Recorder, redis_url: str) -> None:
+    def __init__(self, url: str, run: str, recorder: Recorder, redis_url: str, policies: Sequence[str] = ("",)) -> None:
+        self._policies = policies
         self._run, self._recorder, self._redis_url = run, recorder, redis_url
         self._client = Client(url, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._epoch = 0
@@ -64,7 +65,8 @@ class Rest:
         """
         ends_s = now_s() + DRAIN_TIMEOUT_S
         while (left := self._tickets_left()) and now_s() < ends_s:
-            self._append_due()
+            for adapter in self._policies:
+                self._append_due(adapter)
             time.sleep(POLL_S)
         stood = f"{left} tickets are left: {self._client.get_run()}" if left else ""
         self._recorder.write(Drained(at_s=now_s(), run=self._run, drained=not left, stood=stood))
@@ -73,17 +75,18 @@ class Rest:
         with redis.Redis.from_url(self._redis_url, socket_timeout=TIMEOUT_S) as storage:
             return int(storage.zcard(keys.tickets(self._run)))
 
-    def _append_due(self) -> None:
+    def _append_due(self, adapter: str) -> None:
         client = self._client
-        taken = observed(self._run, client, lambda: client.take_tickets("rest", 4, wait_ms=500))
+        taken = observed(self._run, client, lambda: client.take_tickets("rest", 4, adapter, wait_ms=500))
         tickets = taken.result.tickets if taken.result else []
         told = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
         waiting = msgspec.to_builtins(taken.result.waiting) if taken.result else None
-        self._recorder.write(TicketsTaken(**taken.seen, tickets=told, waiting=waiting))
+        self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter, tickets=told, waiting=waiting))
         for ticket in tickets:
-            name = f"p{ticket.prompt_index}"
+            name = prompt_key(adapter, ticket.prompt_index)
             version = taken.result.published_version if taken.result else 0
-            self._send(name, ticket.prompt_index, make_group(name, version, named=False, ticket=ticket.ticket))
+            group = make_group(name, version, named=False, ticket=ticket.ticket, adapter=adapter)
+            self._send(name, ticket.prompt_index, group)
 
     # ------------------------------------------------------------------ looking
 
@@ -131,15 +134,16 @@ class Rest:
         """Send groups again that are stored: some, and all that nobody has seen, as their history may be trimmed."""
         events = RunHistory([event for event in history if event.run == self._run])
         stored = events.stored_groups().values()
-        answered = {sent.group_id: sent.prompt_index for sent in events.sent if sent.outcome == "stored"}
-        ids, prompts = {group_id for group_id, _, _ in stored}, {prompt_index for _, prompt_index, _ in stored}
-        failed = {record.prompt_index for _, record in events.ledger if isinstance(record, TicketRecord)}
-        issued = {prompt_index for taken in events.tickets for _, prompt_index, _ in taken.tickets}
+        answered = {
+            sent.group_id: (sent.adapter, sent.prompt_index) for sent in events.sent if sent.outcome == "stored"
+        }
+        ids, prompts = {group.group_id for group in stored}, {group.prompt for group in stored}
+        unseen = events.issued() - prompts - events.failed()
         again = dict(list(answered.items())[:: len(answered) // SENT_AGAIN + 1])
-        again |= {name: prompt_index for name, prompt_index in answered.items() if name not in ids}
-        again |= {f"p{prompt_index}": prompt_index for prompt_index in issued - prompts - failed}
-        for name, prompt_index in again.items():
-            self._send(name, prompt_index, make_group(name, 0, named=True))
+        again |= {name: prompt for name, prompt in answered.items() if name not in ids}
+        again |= {prompt_key(*prompt): prompt for prompt in unseen}
+        for name, (adapter, prompt_index) in again.items():
+            self._send(name, prompt_index, make_group(name, 0, named=True, adapter=adapter))
 
     def _send(self, name: str, prompt_index: int | None, group: Group) -> bool:
         """Append a group; say whether it is stored now."""
@@ -152,6 +156,7 @@ class Rest:
                 group_id=name,
                 prompt_index=prompt_index,
                 policy_version=group.policy_version,
+                adapter=group.adapter,
                 reason=result.reason if result else None,
             )
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from replaybuf.ledger import AnyRecord, BatchRecord
+from replaybuf.ledger import AdapterStep, AnyRecord, BatchEntry, BatchRecord, TicketRecord
 from tests.chaos.history import (
     AnyEvent,
     Attached,
@@ -19,11 +20,30 @@ from tests.chaos.history import (
     GroupSent,
     LedgerSeen,
     PayloadRead,
+    Prompt,
     StateSeen,
     TicketsTaken,
     TrainerWrote,
     of_type,
 )
+
+
+class Stored(NamedTuple):
+    """A group that is stored, by all that was seen of it."""
+
+    group_id: str
+    adapter: str
+    prompt_index: int | None
+    policy_version: int
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """Which prompt it is the group of, if of any."""
+        return None if self.prompt_index is None else (self.adapter, self.prompt_index)
+
+
+def _stored(group: GroupSeen | BatchEntry) -> Stored:
+    return Stored(group.group_id, group.adapter, group.prompt_index, group.policy_version)
 
 
 class RunHistory:
@@ -58,10 +78,23 @@ class RunHistory:
         known = bisect.bisect_left(self._epochs, (instant_s, 0))
         return max((epoch for _, epoch in self._epochs[:known]), default=0)
 
-    def stored_groups(self) -> dict[int, tuple[str, int | None, int]]:
-        """Name every group that was seen, in a listing or in a batch, by number: (id, prompt index, version)."""
-        found = {group.number: (group.group_id, group.prompt_index, group.policy_version) for group in self.groups}
+    def part(self, asked: BatchAsked, adapter: str) -> AdapterStep | None:
+        """Tell the part of an adapter in the batch that was served; None where it has none."""
+        record = self.batches.get(asked.body.batch_id) if asked.body else None
+        return record.adapters.get(adapter) if record else None
+
+    def stored_groups(self) -> dict[int, Stored]:
+        """Name every group that was seen, in a listing or in a batch, by number."""
+        found = {one.number: _stored(one) for one in self.groups}
         for record in self.batches.values():
             for held in record.groups:
-                found.setdefault(held.number, (held.group_id, held.prompt_index, held.policy_version))
+                found.setdefault(held.number, _stored(held))
         return found
+
+    def issued(self) -> set[Prompt]:
+        """Name every prompt that had a ticket."""
+        return {(taken.adapter, prompt_index) for taken in self.tickets for _, prompt_index, _ in taken.tickets}
+
+    def failed(self) -> set[Prompt]:
+        """Name every prompt that is recorded as failed."""
+        return {(record.adapter, record.prompt_index) for _, record in self.ledger if isinstance(record, TicketRecord)}

@@ -15,7 +15,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from replaybuf.client import Client, Waiting
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, priority_of
 from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Body, Recorder, Rollout, TrainerWrote
+from tests.chaos.runs import adapters_of
 
 FENCED = 3
 """Exit code of a trainer whose run was taken."""
@@ -48,7 +49,16 @@ class TrainerActor:
     The file lags the service by at most one checkpoint, so what it names is always among the kept ones.
     """
 
-    def __init__(self, urls: str, run: str, place: Path, recorder: Recorder, rng: random.Random, keep: int) -> None:
+    def __init__(
+        self,
+        urls: str,
+        run: str,
+        place: Path,
+        recorder: Recorder,
+        rng: random.Random,
+        keep: int,
+        adapters: Mapping[str, Mapping[str, int]],
+    ) -> None:
         self._run, self._recorder, self._rng, self._keep = run, recorder, rng, keep
         self._place = place
         self._kept: tuple[int, ...] = ()
@@ -57,6 +67,7 @@ class TrainerActor:
         self._each = [Client(url, run, timeout_s=TIMEOUT_S) for url in urls.split(",")]
         self._epoch, self._step, self._world, self._look_ahead = 0, 0, 1, 0
         self._trained: list[str] = []
+        self._adapters, self._completed = adapters, dict[str, int]()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -103,7 +114,7 @@ class TrainerActor:
         """Go on writing with the epoch that is over."""
         for _ in range(ZOMBIE_TRIES):
             self._write("ack", self._epoch, self._step)
-            self._write("publish", self._epoch, self._step + 1)
+            self._write("publish", self._epoch, self._step + 1, next(iter(self._adapters), ""))
             self._write("checkpoint", self._epoch, self._step)
             time.sleep(self._rng.uniform(0.01, 0.1))
         return FENCED
@@ -135,13 +146,24 @@ class TrainerActor:
         if not self._write_until_answered("ack", step):
             return False
         self._step = step + 1
-        if not self._write_until_answered("publish", step + 1):
+        if not self._publish(step):
             return False
         if self._step % CHECKPOINT_EVERY_STEPS == 0 and not self._checkpoint():
             return False
         if self._epoch > 1 and self._rng.random() < 0.1:
-            self._write(self._rng.choice(("ack", "publish", "checkpoint")), self._epoch - 1, self._step)
+            kind = self._rng.choice(("ack", "publish", "checkpoint"))
+            self._write(kind, self._epoch - 1, self._step, next(iter(self._adapters), ""))
         return True
+
+    def _publish(self, step: int) -> bool:
+        """Announce what `step` trained: the next version, or that of each adapter whose own step it completed."""
+        if not self._adapters:
+            return self._write_until_answered("publish", step + 1)
+        versions = {
+            name: (own_step + 1) // self._adapters[name]["steps_per_publish"]
+            for name, own_step in self._completed.items()
+        }
+        return all(self._write_until_answered("publish", version, name) for name, version in versions.items())
 
     def _fetch(self, step: int, rank: int) -> bool:
         """Ask until the batch is there; say False where it never will be, or at the end."""
@@ -149,6 +171,7 @@ class TrainerActor:
             asked = self._ask(self._client, step, rank)
             if asked.body:
                 self._trained += [rollout.group_id for rollout in asked.body.rollouts]
+                self._completed = asked.body.completed
                 return True
             if asked.outcome != OK and asked.outcome not in UNAVAILABLE:
                 return False
@@ -185,25 +208,25 @@ class TrainerActor:
         self._recorder.write(asked)
         return asked
 
-    def _write_until_answered(self, kind: str, value: int) -> bool:
+    def _write_until_answered(self, kind: str, value: int, adapter: str = "") -> bool:
         """Write until the service decides; say whether it agreed."""
         while True:
-            outcome = self._write(kind, self._epoch, value)
+            outcome = self._write(kind, self._epoch, value, adapter)
             if outcome not in UNAVAILABLE:
                 return outcome == OK
             if self._stopping.wait(0.1):
                 return False
 
-    def _write(self, kind: str, epoch: int, value: int) -> str:
+    def _write(self, kind: str, epoch: int, value: int, adapter: str = "") -> str:
         client = self._client
         priorities = {group_id: priority_of(group_id, self._step) for group_id in self._trained}
         calls: dict[str, Callable[[], None]] = {
             "ack": lambda: client.ack(value, epoch, {"priorities": priorities}),
-            "publish": lambda: client.publish_policy(value, epoch),
+            "publish": lambda: client.publish_policy(value, epoch, adapter=adapter),
             "checkpoint": lambda: client.checkpoint(value, epoch, self._keep),
         }
         done = observed(self._run, client, calls[kind])
-        self._recorder.write(TrainerWrote(**done.seen, kind=kind, epoch=epoch, value=value))
+        self._recorder.write(TrainerWrote(**done.seen, kind=kind, epoch=epoch, value=value, adapter=adapter))
         return str(done.seen["outcome"])
 
 
@@ -219,12 +242,14 @@ def read_body(body: bytes) -> Body:
         version=meta.version,
         batch_groups=meta.batch_groups,
         rollouts=_rollouts(batch),
+        adapters=meta.adapters,
+        completed={} if meta.adapters_completed is msgspec.UNSET else meta.adapters_completed,
     )
 
 
 def _rollouts(batch: Batch) -> list[Rollout]:
     found = []
-    for row in batch.micro_batches:
+    for micro_batch, row in enumerate(batch.micro_batches):
         for number in range(len(row.rewards)):
             tokens = row.input_ids[row.cu_seqlens[number] : row.cu_seqlens[number + 1]]
             found.append(
@@ -235,6 +260,7 @@ def _rollouts(batch: Batch) -> list[Rollout]:
                     int(row.staleness[number]),
                     int(row.times_sampled[number]),
                     checksum(tokens.tolist()),
+                    micro_batch,
                 )
             )
     return found
@@ -250,10 +276,13 @@ def main() -> None:
     parser.add_argument("--place", required=True, type=Path)
     parser.add_argument("--seed", required=True)
     parser.add_argument("--keep", required=True, type=int)
+    parser.add_argument("--adapters", type=int, default=0)
     given = parser.parse_args()
     recorder = Recorder(given.history, given.name)
     rng = random.Random(f"{given.seed} {given.name} {os.getpid()}")
-    actor = TrainerActor(given.url, given.run, given.place, recorder, rng, given.keep)
+    actor = TrainerActor(
+        given.url, given.run, given.place, recorder, rng, given.keep, adapters_of(given.run, given.adapters)
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: actor.stop())
     code = actor.train()

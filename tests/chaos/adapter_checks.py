@@ -1,0 +1,67 @@
+"""What the checker asks of a run with adapters: rows of one adapter, turns and own steps as the ledger tells them.
+
+Of a run without adapters both find nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from replaybuf.ledger import BatchRecord
+from tests.chaos.ledger_walk import Known, known_at_end, walk
+from tests.chaos.run_history import RunHistory
+
+STARVED_BATCHES = 4
+"""Own batches of stored groups of which an adapter must have trained one, whatever was killed."""
+
+
+def rows_hold_one_adapter(run: RunHistory) -> Iterator[str]:
+    """A micro-batch holds rollouts of one adapter, the one that the body names."""
+    adapters = {group.group_id: group.adapter for group in run.stored_groups().values()}
+    for asked in run.bodies:
+        for rollout in asked.body.rollouts if asked.body else []:
+            named = asked.body.adapters[rollout.micro_batch] if asked.body and asked.body.adapters else ""
+            if named != adapters.get(rollout.group_id, named):
+                where = f"step {asked.step}, rank {asked.rank}, micro-batch {rollout.micro_batch}"
+                yield f"{where} is for {named!r} and holds group {rollout.group_id} of {adapters[rollout.group_id]!r}"
+
+
+def adapters_take_turns(run: RunHistory) -> Iterator[str]:
+    """Portions come in the order of turns, which no kill loses; each adapter has its own steps; none starves."""
+    for entry, record, known in walk(run.ledger):
+        if not isinstance(record, BatchRecord) or not known.own:
+            continue
+        told = {name: (part.step, part.version, part.groups, part.completed) for name, part in record.adapters.items()}
+        if told != (parts := dict(_parts(record, known))):
+            yield f"entry {entry}: step {record.step} has the parts {told}; by the batches before it {parts}"
+        order = _order(list(known.own), known.turn(record.step))
+        served = list(dict.fromkeys(group.adapter for group in record.groups))
+        if served != [name for name in order if name in served]:
+            yield f"entry {entry}: step {record.step} serves {served}; the turns were {order}"
+        if record.turn not in known.own:
+            yield f"entry {entry}: the turn behind step {record.step} is {record.turn!r}"
+    for asked in run.bodies:
+        whole = run.batches.get(asked.body.batch_id) if asked.body else None
+        done = {name: part.step for name, part in whole.adapters.items() if part.completed} if whole else {}
+        if asked.body and whole and asked.body.completed != done:
+            yield f"step {asked.step} was served as completing {asked.body.completed}; its record completes {done}"
+    known = known_at_end(run.ledger)
+    stored = Counter(group.adapter for group in run.stored_groups().values())
+    for name, (size, _) in known.own.items():
+        if stored[name] >= STARVED_BATCHES * size and not known.own_step(known.next_step, name):
+            yield f"adapter {name} has {stored[name]} groups stored and completed none of its batches of {size}"
+
+
+def _parts(record: BatchRecord, known: Known) -> Iterator[tuple[str, tuple[int, int, int, bool]]]:
+    """Work out, from the batches before it, the part of each adapter in a batch, as `AdapterStep` tells it."""
+    for name, groups in Counter(group.adapter for group in record.groups).items():
+        given = known.given(record.step, name)
+        step = known.own_step(record.step, name)
+        ends = (step + 1) * known.own[name][0]
+        yield name, (step, known.version(record.step, name), groups, given + groups == ends)
+
+
+def _order(names: list[str], turn: str) -> list[str]:
+    at = names.index(turn) if turn in names else 0
+    return names[at:] + names[:at]
