@@ -2,8 +2,9 @@
 
     python benchmarks/delivery.py --tokens 1000000 --ranks 8
 
-- Control: p50 and p99 of 300 `GET run` and ticket requests a round, one after the other on one connection: idle, while
-  bodies stream (at least 64 MB in all), and a bare server in the same two states.
+- Control: p50 and p99 of 300 `GET run` and ticket requests a round, one after the other on one connection, and of each
+  kind by itself: idle, while bodies stream (at least 64 MB in all), and a bare server in the same two states. A ticket
+  is on disk before it is answered; the bare server writes nothing.
 - Streaming: MB/s of those fetches against a bare uvicorn + starlette application in a process of its own that answers
   the same bytes to the same clients, in the same run.
 - Ready: seconds from the moment the trainer may ask for the next batch to the arrays of all its ranks, with time to
@@ -43,6 +44,9 @@ STEPS = 6
 ROUND_S = 1.0
 TRAINING_S = 3.0
 SERVICE, BARE = "service", "bare server"
+ALL, GET, TICKET = "control calls", "GET run alone", "tickets alone"
+KINDS = {kind: kind for kind in (ALL, GET, TICKET)}
+STREAMING = "while bodies stream"
 CONTROL_P99_MS = 5.0
 """Wanted of control calls while bodies stream, at most."""
 OUTCOMES = {"miss": "not prepared", "partial": "partly prepared", "hit": "prepared"}
@@ -107,19 +111,20 @@ def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace
                 idle = control_calls(base, path)
                 _, streaming = stream(base, own, given.streams, lambda base=base, path=path: control_calls(base, path))
                 rates[side].append(stream(base, own, given.streams, lambda: time.sleep(ROUND_S))[0])
-                for state, took in {"idle": idle, "while bodies stream": streaming}.items():
-                    cuts = statistics.quantiles(took, n=100)
-                    control[f"control calls, {state}: p50"][side].append(cuts[49])
-                    control[f"control calls, {state}: p99"][side].append(cuts[98])
+                for state, took in {"idle": idle, STREAMING: streaming}.items():
+                    for kind, name in {SERVICE: KINDS, BARE: dict.fromkeys(KINDS, ALL)}[side].items():
+                        cuts = statistics.quantiles(took[name], n=100)
+                        control[f"{kind}, {state}: p50"][side].append(cuts[49])
+                        control[f"{kind}, {state}: p99"][side].append(cuts[98])
     for what, found in control.items():
-        bound = [Target("median", "at most", CONTROL_P99_MS)] if "stream: p99" in what else []
+        bound = [Target("median", "at most", CONTROL_P99_MS)] if what == f"{ALL}, {STREAMING}: p99" else []
         told.take(what, found, unit="ms", targets={SERVICE: bound})
     told.take("bodies", rates, unit="MB/s")
 
 
-def control_calls(url: str, path: str | None = None) -> list[float]:
-    """Time state and ticket requests, or requests of a path, one after the other; in ms."""
-    took = []
+def control_calls(url: str, path: str | None = None) -> Sides:
+    """Time state and ticket requests, or requests of a path, one after the other; in ms, by kind and all together."""
+    took: Sides = defaultdict(list)
     with httpx.Client(base_url=url, timeout=30.0) as http:
         http.get(path or f"/v1/runs/{RUN}")
         for number in range(CONTROL_CALLS):
@@ -128,8 +133,8 @@ def control_calls(url: str, path: str | None = None) -> list[float]:
                 http.get(path or f"/v1/runs/{RUN}").raise_for_status()
             else:
                 http.post(f"/v1/runs/{RUN}/tickets", json={"producer": "bench", "count": 1}).raise_for_status()
-            took.append((time.perf_counter() - begun) * 1e3)
-    return took
+            took[GET if number % 2 else TICKET].append((time.perf_counter() - begun) * 1e3)
+    return took | {ALL: took[GET] + took[TICKET]}
 
 
 # ---------------------------------------------------------------------- streaming

@@ -185,13 +185,17 @@ class Known:
     @property
     def tallies(self) -> Tallies:
         """Everything that is counted of groups and prompts, up to now."""
+        self._tally_stored()
+        return self._tallies
+
+    def _tally_stored(self) -> None:
+        """Count the groups that came in since, many at a time."""
         if self.tallied < self.stored:
             first = int(np.searchsorted(self.index["number"], self.tallied, "right"))
             self._tallies.store(self.index, slice(first, None))
             for standing, its in self.by_adapter(np.arange(first, len(self.index))):
                 standing.tallies.store(self.index, its)
             self.tallied = self.stored
-        return self._tallies
 
     def resume_tallies(self, tallies: Tallies, tallied: int) -> None:
         """Go on counting from `tallies`, which hold the groups up to number `tallied`."""
@@ -288,7 +292,8 @@ class Known:
             yield self.standings.setdefault(code, Standing()), rows[codes == code]
 
     def standing(self, adapter: str) -> Standing:
-        """Tell what the run has of an adapter besides its rows."""
+        """Tell what the run has of an adapter besides its rows, up to now."""
+        self._tally_stored()
         return self.standings.get(name_code(adapter), Standing())
 
     def groups_of(self, adapter: str, step: int) -> int:

@@ -89,8 +89,8 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> N
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
     tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
     tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
-    tenants.append(group("dropped", tokens=9, adapter="a"))
-    tenants.attach(seq_len=8)
+    tenants.append(group("used", adapter="a"), group("dropped", tokens=9, adapter="a"))
+    assert tenants.batch(0, tenants.attach(seq_len=8)).status_code == 200
     tenants.http.close()
     described = rows(OPERATE, "Metrics")
     families = {

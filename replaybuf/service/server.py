@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -50,6 +51,9 @@ async def serve(options: ServeOptions) -> None:
             report = service.report
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
+            # What is there now stays: modules alone make a search through all objects hold the loop for tens of ms.
+            gc.collect()
+            gc.freeze()
             for url in listening:
                 print(f"listening on {url}", flush=True)
             await server.serve(sockets=list(listening.values()))

@@ -232,6 +232,14 @@ def test_metrics_tell_the_adapters_apart(run: RunClient) -> None:
         f'replaybuf_adapter_groups_stored_total{{adapter="math",run="{run.run}"}} 4.0',
         f'replaybuf_adapter_tokens_used_total{{adapter="math",run="{run.run}"}} 30.0',
         f'replaybuf_adapter_groups_given{{adapter="math",run="{run.run}"}} 3.0',
+        f'replaybuf_adapter_groups_per_batch{{adapter="math",run="{run.run}"}} 4.0',
         f'replaybuf_adapter_groups_live{{adapter="code",run="{run.run}"}} 0.0',
+        f'replaybuf_adapter_waiting{{adapter="code",reason="no_producers",run="{run.run}"}} 1.0',
+        f'replaybuf_adapter_groups_used_by_staleness_total{{adapter="math",run="{run.run}",staleness="0"}} 3.0',
+        f'replaybuf_adapter_rollout_tokens_count{{adapter="math",kind="stored",run="{run.run}"}} 4.0',
+        f'replaybuf_adapter_rollout_tokens_sum{{adapter="math",kind="used",run="{run.run}"}} 15.0',
     ):
-        assert line in text
+        assert line in text, line
+    math = run.state()["adapters"]["math"]
+    assert (math["tokens_used"], math["staleness"]) == (30, {"0": 3})
+    assert math["histograms"]["rollout_tokens"]["used"]["count"] == 3
