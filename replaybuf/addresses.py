@@ -19,7 +19,7 @@ def addresses_of(url: str) -> tuple[str, ...]:
     """Split `url` into addresses, without a slash at the end. Raises `Invalid` for what is none."""
     found = []
     for part in url.split(","):
-        path = _socket_path(part.strip())
+        path = socket_path(part.strip())
         if path.startswith("/"):
             found.append(_UNIX + path)
             continue
@@ -43,10 +43,10 @@ def base_url(address: str) -> str:
 
 def unix_mounts(addresses: Iterable[str], transport: Callable[[str], TransportT]) -> dict[str, TransportT | None]:
     """Say for `httpx.Client(mounts=)` which requests go to a unix socket; `transport` makes one from its path."""
-    return {base_url(address): transport(_socket_path(address)) for address in addresses if address.startswith(_UNIX)}
+    return {base_url(address): transport(socket_path(address)) for address in addresses if address.startswith(_UNIX)}
 
 
-def _socket_path(address: str) -> str:
+def socket_path(address: str) -> str:
     """Return the path of `unix:/PATH` and of `unix:///PATH`, or nothing."""
     path = address.removeprefix(_UNIX)
     return "" if path == address else "/" + path.lstrip("/") if path.startswith("/") else ""

@@ -46,6 +46,7 @@ from replaybuf.calls import (
 )
 from replaybuf.config import check_run_name
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.transport import mounts_of
 
 __all__ = [
     "Amount",
@@ -229,7 +230,7 @@ class Client:
     ) -> None:
         self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        mounts = unix_mounts(self._line.addresses, lambda path: httpx.HTTPTransport(uds=path, limits=_LIMITS))
+        mounts = mounts_of(self._line.addresses, _KEEPALIVE_S)
         self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS, mounts=mounts)
 
     @property
