@@ -4,24 +4,27 @@
 #   make demo [SEED=1] [STEPS=100] [ARGS=--overwrite]
 #   make test [ARGS="tests/service -k resume"] [JOBS=1]
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
+#   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
 #   make check                       lint, format, types, import rules
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
-#   make clean                       caches and build output; .venv, .venv-vllm and .replaybuf stay
+#   make clean                       caches and build output; .venv, .venv-vllm, .verifiers and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VERIFIERS ?= .verifiers
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VERIFIERS_STAMP := $(VERIFIERS)/.installed
 EXTRAS := trainer,demo,generate,dev
 JOBS ?= 4
 
-.PHONY: help install demo test test-vllm check bench chaos fuzz clean
+.PHONY: help install demo test test-vllm test-verifiers check bench chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +50,12 @@ test: $(STAMP)
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)
 
+test-verifiers: $(STAMP) $(VERIFIERS_STAMP)
+	VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest tests/verifiers --timeout 480 $(ARGS)
+
+$(VERIFIERS_STAMP): tests/verifiers/requirements.txt tests/verifiers/install.sh $(STAMP)
+	@tests/verifiers/install.sh $(BIN)/python $(VERIFIERS)
+
 $(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/install.sh
 	@tests/vllm/install.sh $(PYTHON) $(VLLM_VENV)
 
@@ -68,4 +77,4 @@ fuzz: $(STAMP)
 
 clean:
 	rm -rf dist build .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -95,5 +95,5 @@ def test_a_plug_in_that_does_not_import_is_told_with_its_cause() -> None:
 def test_the_built_ins_come_through_the_same_door() -> None:
     """In the installed distribution: strategies, environments and commands that its metadata promise."""
     assert {"on-policy", "one-step-off-policy"} <= set(names(STRATEGIES))
-    assert {"exact-match", "reasoning-gym"} <= set(names(ENVIRONMENTS))
+    assert {"exact-match", "reasoning-gym", "verifiers"} <= set(names(ENVIRONMENTS))
     assert {"train", "engine", "init-model"} <= set(names(COMMANDS))

@@ -41,7 +41,8 @@ import numpy.typing as npt
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder, Prompts
-from replaybuf.generator.sources import Endless, Source, open_source
+from replaybuf.generator.sources import GYM, Endless, Source, open_source
+from replaybuf.generator.tasksets import TASKSET
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class Supply:
 
     def __init__(self, prompts: str, encoder: Encoder) -> None:
         self._file = Path(prompts) if prompts.endswith(".toml") else None
-        name = Path(prompts).stem if not prompts.startswith("reasoning-gym:") else prompts.partition(":")[2]
+        name = prompts.partition(":")[2] if prompts.startswith((GYM, TASKSET)) else Path(prompts).stem
         self._plan = read_plan(self._file) if self._file else Plan(sources=[Source(prompts=prompts, name=name)])
         folder = self._file.parent if self._file else Path()
         self._sources = {source.name: open_source(source, encoder, folder) for source in self._plan.sources}

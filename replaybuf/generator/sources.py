@@ -1,4 +1,4 @@
-"""Where prompts come from: JSON lines, Parquet, `datasets` folders, reasoning-gym, any importable iterable.
+"""Where prompts come from: JSON lines, Parquet, `datasets` folders, reasoning-gym, verifiers, any importable iterable.
 
 A finite source is read once, at start, and every row of it is checked then. An endless one makes rows by number; what
 is wrong with a row costs the ticket that asked for it. Code of the user's that makes rows is trusted to be quick.
@@ -18,6 +18,7 @@ import msgspec
 from replaybuf.errors import Invalid, MissingExtra, PromptFault, ReplaybufError
 from replaybuf.generator.environments import METADATA_KEY, reasoning_gym
 from replaybuf.generator.prompts import Encoder, Prompt, PromptLine, new_prompt, new_prompts, raw_lines, refused
+from replaybuf.generator.tasksets import TASKSET, Tasks
 from replaybuf.plugins import is_object_path, load_object
 
 EXTRA = "prompts"
@@ -35,8 +36,9 @@ Row: TypeAlias = tuple[str, dict[str, Any]]
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One source of prompts, as a curriculum file or `--prompts` names it.
 
-    `prompts`: FILE.jsonl, FILE.parquet, a folder, reasoning-gym:DATASET or MODULE:FUNCTION. `columns`: field of a
-    prompt to the column it comes from, with dots into nested ones. `options` are the dataset's or the function's.
+    `prompts`: FILE.jsonl, FILE.parquet, a folder, reasoning-gym:DATASET, verifiers:TASKSET or MODULE:FUNCTION.
+    `columns`: field of a prompt to the column it comes from, with dots into nested ones. `options` are the dataset's,
+    the taskset's or the function's.
     `chat`: a text `prompt` becomes a user's message, after `system` where that is given.
     """
 
@@ -94,15 +96,31 @@ def open_source(source: Source, encoder: Encoder, folder: Path = Path()) -> list
     Raises `Invalid` naming the row for whatever could not become a prompt; `MissingExtra`.
     """
     spec = source.prompts
+    if spec.startswith(TASKSET):
+        return _open_taskset(source, encoder)
     if source.endless or (spec.startswith(GYM) and "size" not in source.options):
         if spec.startswith(GYM):
             return Endless(source, functools.partial(_gym_row, spec.removeprefix(GYM), source.options), encoder)
         if not is_object_path(spec):
-            raise Invalid(f"prompts {spec} is finite; endless is for {GYM}DATASET and MODULE:FUNCTION", name="endless")
+            raise _finite(spec)
         return Endless(source, _rows_by_number(spec, source.options), encoder)
     rows, strict = _rows(source, folder / spec)
     lines = ((where, to_line(source, where, row, strict=strict)) for where, row in rows)
     return new_prompts(source.name, lines, encoder, f"prompts {spec}")
+
+
+def _open_taskset(source: Source, encoder: Encoder) -> list[Prompt] | Endless:
+    tasks = Tasks(source.prompts.removeprefix(TASKSET), source.options)
+    if tasks.infinite:
+        return Endless(source, tasks.row, encoder)
+    if source.endless:
+        raise _finite(source.prompts)
+    lines = ((where, to_line(source, where, row)) for where, row in tasks.rows())
+    return new_prompts(source.name, lines, encoder, f"prompts {source.prompts}")
+
+
+def _finite(spec: str) -> Invalid:
+    return Invalid(f"prompts {spec} is finite; endless is for {GYM}DATASET and MODULE:FUNCTION", name="endless")
 
 
 def read_prompts(file: Path, encoder: Encoder) -> list[Prompt]:

@@ -1,0 +1,130 @@
+"""What a taskset must come to, whoever answers for it: the double of the process, or the process with verifiers.
+
+Subclass `TasksetContract` with a fixture `python`, which names the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from replaybuf.errors import Invalid, RewardFault
+from replaybuf.generator import taskset_process
+from replaybuf.generator.environments import Score
+from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.scoring import Scorer, Scores
+from replaybuf.generator.sources import Endless, Source, open_source
+from replaybuf.generator.taskset_process import PYTHON
+from replaybuf.generator.tasksets import PROCESS, Verifiers
+from tests.generator.doubles import TIMEOUT_S
+from tests.generator.test_sources import Letters
+
+HERE = Path(__file__).parent / "tasksets"
+WORD = "verifiers:backwards"
+
+
+def opened(prompts: str = WORD, **options: object) -> list[Prompt]:
+    """Read a finite taskset."""
+    found = open_source(Source(prompts=prompts, name="s", options=options), Letters())
+    assert isinstance(found, list)
+    return found
+
+
+class TasksetContract:
+    """Needs the tasksets of `tests/generator/tasksets`."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _process(cls, python: Path) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PYTHON, str(python))
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+            PROCESS.close()
+            yield
+            PROCESS.close()
+
+    def test_tasks_are_prompts_whose_ids_outlive_a_new_order(self) -> None:
+        """Also: chat messages, answer, place, and a process that is asked for blocks of rows."""
+        prompts = opened(words=["cab", "fed"])
+        assert [(prompt.text, prompt.answer) for prompt in prompts] == [("say>cab", "bac"), ("say>fed", "def")]
+        assert prompts[1].where == "prompts verifiers:backwards, row 2"
+        assert all(prompt.prompt_id.startswith("backwards/") for prompt in prompts)
+        turned = opened(words=["fed", "cab"])
+        assert [prompt.prompt_id for prompt in turned] == [prompt.prompt_id for prompt in reversed(prompts)]
+        many = opened(words=["a" * length for length in range(1, 300)])
+        assert [len(prompt.text) for prompt in many] == list(range(5, 304))
+
+    def test_a_taskset_that_never_ends_gives_any_row_by_its_number(self) -> None:
+        """Forward, back and forward again."""
+        found = open_source(Source(prompts="verifiers:endless_words", name="s"), Letters())
+        assert isinstance(found, Endless)
+        assert [found.at(place).text for place in (700, 2, 701)] == ["say>" + "a" * length for length in (701, 3, 702)]
+        assert found.at(2).prompt_id == "endless_words/a3"
+
+    @pytest.mark.parametrize(
+        ("prompts", "options", "named"),
+        [("verifiers:absent", {}, "taskset 'absent' does not load"), (WORD, {"wrods": []}, "wrods")],
+    )
+    def test_a_taskset_that_does_not_load_is_refused_by_name(
+        self, prompts: str, options: dict[str, object], named: str
+    ) -> None:
+        """Unknown, and with an option that it does not have."""
+        with pytest.raises(Invalid, match=named):
+            opened(prompts, **options)
+
+    def test_a_reply_is_scored_by_all_rewards_with_their_weights(self) -> None:
+        """Reasoning is apart from what was said; metrics are parts that count for nothing."""
+        (prompt, _) = opened()
+        made = Verifiers()
+        made.check(prompt)
+
+        async def main() -> list[Score]:
+            async with asyncio.timeout(8 * TIMEOUT_S):
+                replies = ("bac", "x", "<think>b, a</think>\nbac")
+                return await asyncio.gather(*(made.score(prompt, reply) for reply in replies))
+
+        right, wrong, thoughtful = asyncio.run(main())
+        assert right == Score(3.0, {"correct": 1.0, "kept": 1.0, "metrics.said": 3.0, "metrics.thought": 0.0})
+        assert (wrong.reward, wrong.parts["correct"]) == (1.0, 0.0)
+        assert (thoughtful.reward, thoughtful.parts["metrics.thought"]) == (3.0, 4.0)
+
+    def test_what_a_reward_does_costs_its_own_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It raises, is no number, waits (its process goes on), ends the process, holds it up (another takes over)."""
+        monkeypatch.setattr(taskset_process, "GRACE_S", 0.2)
+        (prompt, _) = opened()
+        made = Verifiers()
+        made.check(prompt)
+        quick, patient = Scorer(made, timeout_s=0.5), Scorer(made, timeout_s=8 * TIMEOUT_S)
+
+        async def scores(*replies: str, scorer: Scorer = patient) -> Scores:
+            return await scorer.score(prompt, replies)
+
+        async def reason(reply: str, scorer: Scorer = patient) -> str:
+            with pytest.raises(RewardFault) as caught:
+                await scores(reply, scorer=scorer)
+            return caught.value.reason
+
+        async def main() -> Sequence[object]:
+            first = await scores("pid")
+            raised, not_finite = await reason("raise"), await reason("nan")
+            beside = asyncio.create_task(reason("wait", quick))
+            assert (await scores("bac", "x")).rewards.tolist() == [3.0, 1.0]
+            waited, second = await beside, await scores("pid")
+            ended, third = await reason("exit"), await scores("pid")
+            held_up, fourth = await reason("block", quick), await scores("pid")
+            assert first.rewards.tolist() == second.rewards.tolist()
+            assert len({float(one.rewards[0]) for one in (second, third, fourth)}) == 3
+            return raised, not_finite, waited, ended, held_up
+
+        reasons = asyncio.run(main())
+        assert reasons == ("reward_raised", "reward_not_finite", "reward_timeout", "reward_raised", "reward_timeout")
+
+    def test_what_takes_more_than_a_reply_is_refused_by_name(self) -> None:
+        """Where the environment checks the prompts, at start."""
+        (prompt, _) = opened("verifiers:tools")
+        with pytest.raises(Invalid, match="taskset tools has tools; the environment verifiers scores single replies"):
+            Verifiers().check(prompt)

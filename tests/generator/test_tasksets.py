@@ -1,0 +1,101 @@
+"""Tasksets of verifiers over a double of their process; `make test-verifiers` has the same on verifiers itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.generator import taskset_worker
+from replaybuf.generator.taskset_process import PYTHON
+from replaybuf.generator.taskset_worker import ScoreReply, framed, thought_and_said
+from replaybuf.generator.tasksets import PROCESS, Verifiers
+from tests.generator import taskset_double
+from tests.generator.doubles import TIMEOUT_S, make_prompt
+from tests.generator.taskset_contract import TasksetContract, opened
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stand in for an interpreter that has verifiers: whatever it is to run, it runs the double."""
+    script = tmp_path_factory.mktemp("double") / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} {taskset_double.__file__}\n")
+    script.chmod(0o755)
+    return script
+
+
+class TestDouble(TasksetContract):
+    """The double."""
+
+
+@pytest.fixture
+def closed() -> Iterator[None]:
+    """No process before, and none after."""
+    PROCESS.close()
+    yield
+    PROCESS.close()
+
+
+@pytest.mark.usefixtures("closed")
+def test_without_verifiers_the_install_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the generator's own interpreter the extra, in another one the packages."""
+    (tmp_path / "verifiers.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv(PYTHON, raising=False)
+    with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[verifiers\]'"):
+        opened()
+    monkeypatch.setenv(PYTHON, sys.executable)
+    with pytest.raises(Invalid, match=r"not here'?\)?\. It needs: .* -m pip install 'verifiers>=0\.4,<0\.5' msgspec"):
+        opened()
+
+
+@pytest.mark.usefixtures("closed")
+@pytest.mark.parametrize("name", ["absent", "broken"])
+def test_an_interpreter_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "broken").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "broken").chmod(0o755)
+    monkeypatch.setenv(PYTHON, str(tmp_path / name))
+    with pytest.raises(Invalid, match=f"{tmp_path / name} does not run verifiers: ") as caught:
+        opened()
+    assert caught.value.name == PYTHON
+
+
+def test_a_prompt_from_elsewhere_is_refused() -> None:
+    with pytest.raises(Invalid, match=r"it takes prompts from verifiers:TASKSET"):
+        Verifiers().check(make_prompt())
+    with pytest.raises(Invalid, match=r"metadata\.verifiers: .*`task`"):
+        Verifiers().check(make_prompt(verifiers={"taskset": "x"}))
+
+
+def test_a_task_that_needs_more_than_its_prompt_is_refused() -> None:
+    task = {"taskset": "x", "task": {}, "needs": ["image"]}
+    with pytest.raises(Invalid, match=r"its task has image"):
+        Verifiers().check(make_prompt(verifiers=task))
+
+
+def test_the_process_ends_with_its_generator_in_the_middle_of_a_score(python: Path) -> None:
+    with subprocess.Popen([python, taskset_worker.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read(1)
+        score = ScoreReply(number=1, taskset="backwards", task={"answer": "x"}, reply="block")
+        process.stdin.write(framed(score))
+        process.stdin.close()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "thought", "said"),
+    [
+        ("a b", None, "a b"),
+        ("<think>\nhm\n</think>\n\na", "hm", "a"),
+        ("hm</think>a", "hm", "a"),
+        ("<think>hm", "hm", ""),
+        ("a <think> b", None, "a <think> b"),
+    ],
+)
+def test_reasoning_is_what_stands_before_the_closing_tag(reply: str, thought: str | None, said: str) -> None:
+    assert thought_and_said(reply) == (thought, said)

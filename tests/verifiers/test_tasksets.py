@@ -1,0 +1,98 @@
+"""verifiers passes the contract that the double of its process passes, and what it has beyond replies is seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replaybuf.errors import Invalid
+from replaybuf.generator.taskset_process import PYTHON
+from replaybuf.generator.tasksets import PROCESS, Verifiers
+from tests.generator.doubles import make_prompt
+from tests.generator.taskset_contract import HERE, TasksetContract, opened
+
+NEEDY = {
+    "contained": ("needs a container", "class T(WordTask):\n    NEEDS_CONTAINER = True"),
+    "prepared": ("has setup, which needs a runtime", "class T(WordTask):\n    async def setup(self, trace): ..."),
+    "finished": ("has finalize, which needs a runtime", "class T(WordTask):\n    async def finalize(self, trace): ..."),
+    "ran": ("has ran, which needs", "class T(WordTask):\n    @vf.reward\n    async def ran(self, runtime): return 1"),
+    "stopped": (
+        "has done, which decides about requests",
+        "class T(WordTask):\n    @vf.stop\n    def done(self, trace: vf.Trace): return True",
+    ),
+    "worthless": ("has no reward", "class T(vf.Task[WordData]): ..."),
+    "hidden": (
+        "leaves secret out of the data",
+        "from pydantic import Field\nclass D(WordData):\n    secret: str = Field('', exclude=True)\n"
+        "class T(WordTask, vf.Task[D]):\n    pass",
+    ),
+    "empty": ("holds no task", "class T(WordTask): ..."),
+    "peopled": (
+        "has an environment of its own, Peopled",
+        "class T(WordTask): ...\nclass C(vf.EnvConfig):\n    solver: vf.AgentConfig = vf.AgentConfig()\n"
+        "class Peopled(vf.Env[C]):\n    async def run(self, task, agents): ...\n__all__.append('Peopled')",
+    ),
+}
+MODULE = """
+import verifiers.v1 as vf
+from backwards import Backwards, BackwardsConfig, WordData, WordTask
+
+__all__ = ["Mine"]
+{task}
+
+
+class Mine(vf.Taskset[T, BackwardsConfig]):
+    def load(self):
+        for word in self.config.words:
+            yield T({data}, self.config.task)
+"""
+
+
+class TestVerifiers(TasksetContract):
+    """verifiers 0.4."""
+
+
+@pytest.fixture
+def folder(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a process with verifiers finds tasksets."""
+    monkeypatch.setenv(PYTHON, str(python))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE)]))
+    PROCESS.close()
+    yield tmp_path
+    PROCESS.close()
+
+
+def write(
+    folder: Path,
+    name: str,
+    *,
+    task: str = "class T(WordTask): ...",
+    data: str = "T.data_type()(prompt=word, answer='')",
+) -> None:
+    """Write a taskset."""
+    (folder / f"{name}.py").write_text(MODULE.format(task=task, data=data))
+
+
+def test_every_need_beyond_a_reply_is_refused_by_name(folder: Path) -> None:
+    """All in one process, which outlives every refusal."""
+    for name, (_, task) in NEEDY.items():
+        write(folder, name, task=task)
+    made = Verifiers()
+    for name, (told, _) in NEEDY.items():
+        options: dict[str, list[str]] = {"words": []} if name == "empty" else {}
+        with pytest.raises(Invalid, match=f"taskset {name} {told}"):
+            made.check(make_prompt(verifiers={"taskset": name, "options": options, "task": {}}))
+
+
+def test_a_row_that_no_reply_can_answer_is_named(folder: Path) -> None:
+    """A user who opens is refused where prompts are read, an image by the environment."""
+    write(folder, "opened_by_a_user", data="WordData(prompt=None, answer='x')")
+    write(folder, "in_an_image", data="WordData(prompt=word, answer='x', image='python:3.11')")
+    with pytest.raises(Invalid, match=r"prompts verifiers:opened_by_a_user, row 1: has no prompt: its user opens"):
+        opened("verifiers:opened_by_a_user")
+    (prompt, _) = opened("verifiers:in_an_image")
+    with pytest.raises(Invalid, match="its task has image"):
+        Verifiers().check(prompt)
