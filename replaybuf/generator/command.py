@@ -91,11 +91,12 @@ def generate(
         Address of an inference server: http://HOST:PORT (vLLM's API) or sglang+http://HOST:PORT (SGLang's own);
         several share the work.
     environment
-        What scores completions: exact-match, reasoning-gym, an installed one or your own MODULE:FUNCTION; several with
-        weights: NAME:1.0,MODULE:FUNCTION:0.5.
+        What scores completions: exact-match, reasoning-gym, verifiers, an installed one or your own MODULE:FUNCTION;
+        several with weights: NAME:1.0,MODULE:FUNCTION:0.5.
     prompts
         Where prompts come from: FILE.jsonl of {prompt_id?, prompt | messages | prompt_ids, answer?, metadata?},
-        FILE.parquet, a datasets folder, reasoning-gym:DATASET, MODULE:FUNCTION, or a curriculum of several, FILE.toml.
+        FILE.parquet, a datasets folder, reasoning-gym:DATASET, verifiers:TASKSET, MODULE:FUNCTION, or a curriculum of
+        several, FILE.toml.
     tokenizer
         Model folder with tokenizer.json.
     max_tokens

@@ -40,9 +40,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
+from replaybuf.generator.environments import TASKSET
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder, Prompts
 from replaybuf.generator.sources import GYM, Endless, Source, open_source
-from replaybuf.generator.tasksets import TASKSET
 
 logger = logging.getLogger(__name__)
 

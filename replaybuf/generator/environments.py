@@ -22,6 +22,8 @@ from replaybuf.generator.prompts import Prompt, refused
 
 EXTRA = "demo"
 METADATA_KEY = "reasoning_gym"
+TASKSET = "verifiers:"
+"""What `--prompts` names a taskset of verifiers by."""
 _WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 
 
@@ -182,6 +184,12 @@ class ReasoningGym:
 
 def load_environment(name: str) -> Environment:
     """Build the environment registered as `name`. Raises `Invalid` naming the installed ones, `MissingExtra`."""
+    if name.startswith(TASKSET):
+        raise Invalid(
+            f"environment is {name!r}; prompts name the taskset: --prompts {name} --environment verifiers",
+            name="environment",
+            value=name,
+        )
     if plugins.is_object_path(name):
         return _environment_of(plugins.load_object(name), name)
     environment: Environment = plugins.load(plugins.ENVIRONMENTS, name)()

@@ -37,8 +37,8 @@ T = TypeVar("T", bound=Answer)
 EXTRA = "verifiers"
 PYTHON = "REPLAYBUF_VERIFIERS_PYTHON"
 """Environment variable that names the interpreter verifiers is installed in; the generator's own by default."""
-START_S = 120.0
-"""A process that is not ready by then never will be; importing verifiers alone takes 5 s of one core."""
+START_S = 300.0
+"""A process that is not ready by then never will be."""
 GRACE_S = 5.0
 """A request that was cancelled and goes on for longer holds up all others, so its process is killed."""
 _END_S = 5.0

@@ -14,13 +14,15 @@ import pytest
 
 from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator import taskset_process
-from replaybuf.generator.environments import Score
+from replaybuf.generator.environments import Reward, Score
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer, Scores
 from replaybuf.generator.sources import Endless, Source, open_source
 from replaybuf.generator.taskset_process import PYTHON
 from replaybuf.generator.tasksets import PROCESS, Verifiers
-from tests.generator.doubles import TIMEOUT_S
+from tests.conftest import RunClient
+from tests.generator.doubles import TIMEOUT_S, write_tokenizer
+from tests.generator.test_command import generated, put
 from tests.generator.test_sources import Letters
 
 HERE = Path(__file__).parent / "tasksets"
@@ -98,7 +100,8 @@ class TasksetContract:
         (prompt, _) = opened()
         made = Verifiers()
         made.check(prompt)
-        quick, patient = Scorer(made, timeout_s=0.5), Scorer(made, timeout_s=8 * TIMEOUT_S)
+        rewards = [Reward("verifiers", made)]
+        quick, patient = Scorer(rewards, timeout_s=0.5), Scorer(rewards, timeout_s=8 * TIMEOUT_S)
 
         async def scores(*replies: str, scorer: Scorer = patient) -> Scores:
             return await scorer.score(prompt, replies)
@@ -128,3 +131,20 @@ class TasksetContract:
         (prompt, _) = opened("verifiers:tools")
         with pytest.raises(Invalid, match="taskset tools has tools; the environment verifiers scores single replies"):
             Verifiers().check(prompt)
+
+    def test_generate_stores_what_the_taskset_says(self, tmp_path: Path, run: RunClient) -> None:
+        """Two epochs of it, beside another reward, which compares with the answer in a task's data."""
+        put(run, tickets={"prompts": 4})
+        write_tokenizer(tmp_path / "model", chat_template="{{ messages[1].content }}")  # the engine spells it backwards
+        groups = generated(tmp_path, run, prompts=WORD, environment="verifiers:0.5,exact-match")
+        assert sorted(group["prompt_id"] for group in groups) == sorted(2 * [prompt.prompt_id for prompt in opened()])
+        for rollout in (rollout for group in groups for rollout in group["rollouts"]):
+            assert rollout["reward"] == 2.5
+            assert rollout["rewards"] == {
+                "verifiers": 3.0,
+                "verifiers.correct": 1.0,
+                "verifiers.kept": 1.0,
+                "verifiers.metrics.said": 3.0,
+                "verifiers.metrics.thought": 0.0,
+                "exact-match": 1.0,
+            }

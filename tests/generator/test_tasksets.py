@@ -11,6 +11,7 @@ import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator import taskset_worker
+from replaybuf.generator.environments import load_rewards
 from replaybuf.generator.taskset_process import PYTHON
 from replaybuf.generator.taskset_worker import ScoreReply, framed, thought_and_said
 from replaybuf.generator.tasksets import PROCESS, Verifiers
@@ -69,6 +70,11 @@ def test_a_prompt_from_elsewhere_is_refused() -> None:
         Verifiers().check(make_prompt())
     with pytest.raises(Invalid, match=r"metadata\.verifiers: .*`task`"):
         Verifiers().check(make_prompt(verifiers={"taskset": "x"}))
+
+
+def test_a_taskset_named_as_an_environment_is_told_where_it_goes() -> None:
+    with pytest.raises(Invalid, match="--prompts verifiers:gsm8k --environment verifiers"):
+        load_rewards("verifiers:gsm8k")
 
 
 def test_a_task_that_needs_more_than_its_prompt_is_refused() -> None:
