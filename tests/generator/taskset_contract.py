@@ -95,7 +95,7 @@ class TasksetContract:
         assert (thoughtful.reward, thoughtful.parts["metrics.thought"]) == (3.0, 4.0)
 
     def test_what_a_reward_does_costs_its_own_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It raises, is no number, waits (its process goes on), ends the process, holds it up (another takes over)."""
+        """It raises, is no number, waits (is given up), ends the process, holds it up (another takes over)."""
         monkeypatch.setattr(taskset_process, "GRACE_S", 0.2)
         (prompt, _) = opened()
         made = Verifiers()
@@ -116,7 +116,9 @@ class TasksetContract:
             raised, not_finite = await reason("raise"), await reason("nan")
             beside = asyncio.create_task(reason("wait", quick))
             assert (await scores("bac", "x")).rewards.tolist() == [3.0, 1.0]
-            waited, second = await beside, await scores("pid")
+            waited = await beside
+            assert (await scores("given up")).parts["correct"].tolist() == [1.0]
+            second = await scores("pid")
             ended, third = await reason("exit"), await scores("pid")
             held_up, fourth = await reason("block", quick), await scores("pid")
             assert first.rewards.tolist() == second.rewards.tolist()

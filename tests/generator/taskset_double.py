@@ -12,6 +12,9 @@ from typing import Any
 
 from replaybuf.generator.taskset_worker import Scored, TaskRow, Unfit, run, thought_and_said
 
+GIVEN_UP: list[str] = []
+"""Of every reward that was cancelled."""
+
 
 class Words:
     """The tasksets, as far as tests tell."""
@@ -43,7 +46,12 @@ class Words:
             case "nan":
                 correct = float("nan")
             case "wait":
-                await asyncio.Event().wait()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    GIVEN_UP.append(said)
+            case "given up":
+                correct = float(len(GIVEN_UP))
             case "block":
                 time.sleep(3600)  # noqa: ASYNC251 - as a reward must not
             case "exit":

@@ -10,6 +10,8 @@ import verifiers.v1 as vf
 
 __all__ = ["Backwards"]
 
+GIVEN_UP = []
+
 
 class WordData(vf.TaskData):
     """A word."""
@@ -29,7 +31,12 @@ class WordTask(vf.Task[WordData]):
             case "nan":
                 return float("nan")
             case "wait":
-                await asyncio.Event().wait()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    GIVEN_UP.append(task.answer)
+            case "given up":
+                return float(len(GIVEN_UP))
             case "block":
                 time.sleep(3600)  # noqa: ASYNC251 - as a reward must not
             case "exit":
