@@ -301,9 +301,11 @@ def _check_spans(group: Group) -> Rejection | None:
         return Rejection("bad_version_spans", "version_spans is empty; they cover each completion once")
     order = np.lexsort((spans[:, 2], spans[:, 0]))
     spans = spans[order]
-    starts_rollout = np.r_[True, spans[1:, 0] != spans[:-1, 0]]
-    ends_rollout = np.r_[starts_rollout[1:], True]
-    expected_start = np.where(starts_rollout, 0, np.r_[0, spans[:-1, 3]])
+    starts_rollout = np.ones(len(spans), np.bool_)
+    np.not_equal(spans[1:, 0], spans[:-1, 0], out=starts_rollout[1:])
+    ends_rollout = np.append(starts_rollout[1:], True)
+    expected_start = np.zeros(len(spans), np.int32)
+    np.copyto(expected_start[1:], spans[:-1, 3], where=~starts_rollout[1:])
     covered = (
         np.array_equal(spans[starts_rollout, 0], np.arange(group.rollouts))
         and bool((spans[:, 2] == expected_start).all())

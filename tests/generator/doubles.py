@@ -148,7 +148,8 @@ class EngineDouble:
 
     Requests with `prompt_logprobs` are answered by `given_logprob`.
 
-    `labels`: say `weight_versions` per choice; `weight_info` None: that call is 404.
+    `labels`: say `weight_versions` per choice; `weight_info` None: that call is 404; `connections`: from where requests
+    came.
     """
 
     def __init__(self, *, version: int | str = 0, labels: bool = True, model: str = "tiny") -> None:
@@ -160,6 +161,7 @@ class EngineDouble:
         self.gauges: tuple[int, int] | None = None
         self.max_model_len: int | None = 64
         self.requests: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
         self.calls: list[str] = []
         self.script: deque[Script] = deque()
         self.always: Script | None = None
@@ -202,6 +204,7 @@ class EngineDouble:
 
     async def _completions(self, request: Request) -> Response:
         self.calls.append("completions")
+        self.connections.add(request.client)
         body = await request.json()
         self.requests.append(body)
         script = self.script.popleft() if self.script else self.always

@@ -645,7 +645,7 @@ def test_a_prompt_that_cannot_be_made_costs_its_own_ticket(tmp_path: Path) -> No
     async def main() -> None:
         async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=3), prompts=Gappy()) as w:
             await w.run()
-            assert [group.prompt_index for group in w.service.groups] == [0, 2]
+            assert sorted(group.prompt_index or 0 for group in w.service.groups) == [0, 2]
             assert w.service.returned == [("t1", "prompt_raised: no first")]
 
     run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.engines import Sample, Sampling, VllmEngine
-from tests.generator.doubles import EngineDouble, Script, fail, reply
+from tests.generator.doubles import EngineDouble, Gate, Script, fail, reply
 
 PROMPT = np.array([2, 0, 1], np.int32)
 SAMPLING = Sampling(n=2, max_tokens=5, temperature=0.7, stop_token_ids=(28,))
@@ -241,20 +242,25 @@ def test_a_server_that_is_not_there_is_away() -> None:
             await engine.generate(PROMPT, SAMPLING)
         assert caught.value.reason == "engine_away"
         assert not await engine.healthy()
+        await engine.aclose()
 
     asyncio.run(main())
 
 
 def test_requests_at_the_same_time_use_connections_of_their_own_and_give_them_back() -> None:
-    double = EngineDouble()
+    double, gate = EngineDouble(), Gate()
 
-    async def together(engine: VllmEngine) -> int:
-        await asyncio.gather(*(engine.generate(PROMPT, SAMPLING) for _ in range(5)))
+    async def together(engine: VllmEngine) -> None:
+        double.always = gate
+        sampling = [asyncio.create_task(engine.generate(PROMPT, SAMPLING)) for _ in range(5)]
+        await gate.requests(5)
+        gate.open.set()
+        await asyncio.gather(*sampling)
         for _ in range(3):
             await engine.generate(PROMPT, SAMPLING)
-        return len(engine._wire._idle)
 
-    assert with_engine(double, together) == 5
+    with_engine(double, together)
+    assert len(double.connections) == 5
 
 
 def test_the_model_and_its_context_are_learnt_from_the_server() -> None:
@@ -285,9 +291,29 @@ def test_health_follows_the_server() -> None:
     assert with_engine(double, look) == (True, False)
 
 
-def test_an_address_without_a_scheme_is_refused() -> None:
-    with pytest.raises(Invalid, match="engine is 'localhost:8000'"):
-        VllmEngine("localhost:8000", timeout_s=1)
+def test_a_server_is_asked_through_the_proxy_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reached() -> bool:
+        engine = VllmEngine("http://engine.example:8000", timeout_s=5)
+        try:
+            return await engine.healthy()
+        finally:
+            await engine.aclose()
+
+    async def main() -> tuple[bool, list[str]]:
+        async with EngineDouble().up() as proxy:
+            monkeypatch.setenv("http_proxy", proxy.url)
+            through = await reached()
+            monkeypatch.setenv("no_proxy", "engine.example")
+            await reached()
+            return through, proxy.calls
+
+    assert asyncio.run(main()) == (True, ["health"])
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "http://:8000", "http://engine:port", "http://[::1"])
+def test_an_address_without_scheme_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(Invalid, match=re.escape(f"engine is '{address}'")):
+        VllmEngine(address, timeout_s=1)
 
 
 def test_a_reset_connection_is_not_used_again() -> None:

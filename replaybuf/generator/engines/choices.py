@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -39,18 +39,13 @@ class Choice:
     spans: list[Span] | None = None
 
     def flaw(self) -> str | None:
-        """Say what makes this choice unusable; None where nothing does."""
+        """Say what makes this choice unusable, beside its numbers; None where nothing does."""
         tokens = len(self.token_ids)
         if not tokens and self.finish_reason != ABORTED:
             return "a choice without token_ids"
         if len(self.logprobs) != tokens:
             return f"{len(self.logprobs)} logprobs for {tokens} tokens"
-        if not tokens:
-            return None
-        low, high = min(self.logprobs), max(self.logprobs)
-        if not ABSENT_LOGPROB < low <= high <= _TOLERANCE:
-            return f"logprobs from {low:g} to {high:g}; each must be above {ABSENT_LOGPROB:g} and at most 0"
-        if self.spans is not None and _covered(self.spans) != tokens:
+        if tokens and self.spans is not None and _covered(self.spans) != tokens:
             return f"weight_versions {[(span.start, span.end) for span in self.spans]} for {tokens} tokens"
         return None
 
@@ -88,11 +83,17 @@ class Columns:
 
 
 def columns(choices: Sequence[Choice]) -> Columns:
-    """Join choices."""
+    """Join choices. Raises `ValueError` where a logprob is none."""
+    logprobs = _joined([choice.logprobs for choice in choices], "d")
+    if len(logprobs):
+        low, high = logprobs.min(), logprobs.max()
+        if not ABSENT_LOGPROB < low <= high <= _TOLERANCE:
+            needed = f"each must be above {ABSENT_LOGPROB:g} and at most 0"
+            raise ValueError(f"logprobs from {low:g} to {high:g}; {needed}")
     return Columns(
-        completion_ids=_joined([choice.token_ids for choice in choices], np.int32),
+        completion_ids=_joined([choice.token_ids for choice in choices], "i"),
         completion_lengths=np.array([len(choice.token_ids) for choice in choices], np.int32),
-        inference_logprobs=_joined([choice.logprobs for choice in choices], np.float32),
+        inference_logprobs=logprobs.astype(np.float32),
         finish_reasons=tuple(choice.finish_reason for choice in choices),
     )
 
@@ -117,6 +118,7 @@ def _covered(spans: Sequence[Span]) -> int:
     return end
 
 
-def _joined(lists: Sequence[Sequence[float]], dtype: type[np.generic]) -> Any:
-    count = sum(len(values) for values in lists)
-    return np.fromiter(itertools.chain.from_iterable(lists), dtype, count)
+def _joined(lists: Sequence[Sequence[float]], code: str) -> Any:
+    # A third of the time of `np.fromiter` over all of them: there are thousands of numbers in a group.
+    packed = [struct.pack(f"={len(values)}{code}", *values) for values in lists]
+    return np.frombuffer(b"".join(packed), code)

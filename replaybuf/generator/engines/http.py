@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
-from replaybuf.generator.engines.choices import Choice, columns, in_order, stamped
+from replaybuf.generator.engines.choices import Choice, Columns, columns, in_order, stamped
 from replaybuf.generator.engines.load import Load, read_load
 from replaybuf.generator.engines.protocol import Sample, Sampling
 from replaybuf.generator.engines.wire import NOT_FOUND, Wire
@@ -81,8 +81,7 @@ class HttpEngine(abc.ABC):
         """Sample completions; see `Engine.generate`."""
         before = None if self._labels_choices else await self.loaded_version()
         answer = await self._complete(prompt_ids.tolist(), sampling)
-        choices = self._checked(answer.choices, sampling.n)
-        joined = columns(choices)
+        choices, joined = self._checked(answer.choices, sampling.n)
         metadata = self._metadata(answer, sampling)
         spans, exact = self._labels(choices), True
         if spans is None:
@@ -114,10 +113,10 @@ class HttpEngine(abc.ABC):
     async def load(self) -> Load | None:
         """Ask how many rollouts run and wait; None where the server does not tell. Raises `EngineFault`."""
         reply = await self._wire.send("GET", "/metrics", answers=(NOT_FOUND,))
-        if reply.status_code == NOT_FOUND:
+        if reply.status == NOT_FOUND:
             return None
         try:
-            return read_load(reply.text, *self._GAUGES)
+            return read_load(reply.content.decode(), *self._GAUGES)
         except ValueError as error:
             raise self._wire.bad_answer(f"metrics that are no numbers: {error}") from error
 
@@ -150,12 +149,15 @@ class HttpEngine(abc.ABC):
 
     # ------------------------------------------------------------------ reading
 
-    def _checked(self, choices: Sequence[Choice], n: int) -> list[Choice]:
+    def _checked(self, choices: Sequence[Choice], n: int) -> tuple[list[Choice], Columns]:
         ordered, flaw = in_order(choices, n)
         flaw = flaw or next(filter(None, (choice.flaw() for choice in ordered)), None)
         if flaw is not None:
             raise self._wire.bad_answer(flaw)
-        return ordered
+        try:
+            return ordered, columns(ordered)
+        except ValueError as error:
+            raise self._wire.bad_answer(str(error)) from None
 
     def _labels(self, choices: Sequence[Choice]) -> Int32s | None:
         """Read the server's own version spans; None where it gives none."""

@@ -34,7 +34,7 @@ class Sampling:
 
     def record(self) -> dict[str, Any]:
         """Return what goes into a group's metadata; no seed where none was given."""
-        fields = dataclasses.asdict(self)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.seed is None:
             del fields["seed"]
         return fields
@@ -74,8 +74,8 @@ class Sample:
     @property
     def completions(self) -> list[list[int]]:
         """Token ids of each completion."""
-        ends = np.cumsum(self.completion_lengths)
-        return [ids.tolist() for ids in np.split(self.completion_ids, ends[:-1])]
+        ids, ends = self.completion_ids.tolist(), np.cumsum(self.completion_lengths).tolist()
+        return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Engine(Protocol):

@@ -38,7 +38,7 @@ class _Meta(msgspec.Struct):
 
 class _Output(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
 
 
 _OUTPUTS: Any = list[_Output] | _Output
@@ -91,7 +91,7 @@ class SglangEngine(HttpEngine):
     async def _weight_label(self) -> int | str | None:
         for path in _MODEL_INFO:
             reply = await self._wire.send("GET", path, answers=(NOT_FOUND,))
-            if reply.status_code != NOT_FOUND:
+            if reply.status != NOT_FOUND:
                 return self._wire.decoded(reply, _ModelInfo).weight_version
         return None
 

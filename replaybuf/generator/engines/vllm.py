@@ -100,7 +100,7 @@ class VllmEngine(HttpEngine):
         await super().prepare()
         # The call exists where it refuses the method, and asking so costs no token.
         reply = await self._wire.send("GET", TOKENS, answers=(NOT_FOUND, METHOD_NOT_ALLOWED))
-        self._offers_tokens = reply.status_code == METHOD_NOT_ALLOWED
+        self._offers_tokens = reply.status == METHOD_NOT_ALLOWED
 
     async def logprobs_of(self, sequences: Sequence[Int32s]) -> list[Float32s]:
         """Return the logprob of every token after those before it: for each sequence int32 [T], float32 [T] in nats.
@@ -139,7 +139,7 @@ class VllmEngine(HttpEngine):
 
     async def _weight_label(self) -> int | str | None:
         reply = await self._wire.send("GET", "/weight_info", answers=(NOT_FOUND,))
-        if reply.status_code == NOT_FOUND:
+        if reply.status == NOT_FOUND:
             return None
         return self._wire.decoded(reply, _WeightInfo).weight_version
 
@@ -151,7 +151,7 @@ class VllmEngine(HttpEngine):
         )
         content = msgspec.json.encode(question)
         reply = await self._wire.send("POST", TOKENS, content, timeout_s=self._timeout_s, answers=(NOT_FOUND,))
-        if reply.status_code == NOT_FOUND:
+        if reply.status == NOT_FOUND:
             self._offers_tokens = self._labels_choices = False
             detail = f"engine {self.url} no longer offers {TOKENS}, or not for model {self.model!r}"
             raise EngineAway("engine_restarted", detail, name="engine", value=self.url)
