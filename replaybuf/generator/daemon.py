@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,11 +205,13 @@ class Daemon:
     # ------------------------------------------------------------------ tickets
 
     async def _take_tickets(self) -> None:
-        flight = self._flight
+        flight, clock, last_s = self._flight, asyncio.get_running_loop().time, -math.inf
         while not (flight.stopping or flight.no_more_tickets):
             await flight.until(lambda: flight.stopping or self._room > 0)
+            await flight.gather(lambda: self._room, lambda: self.limit, last_s)
             if not flight.stopping and await self._engine_up():
                 await self._take_some()
+                last_s = clock()
         flight.no_more_tickets = True
         await flight.wake()
 

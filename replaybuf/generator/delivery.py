@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -88,10 +89,12 @@ class Delivery:
 
     async def append_ready(self) -> None:
         """Loop: append what is ready, together. Ends where a stop comes while the service is away."""
-        going = True
+        flight, clock, going, last_s = self._flight, asyncio.get_running_loop().time, True, -math.inf
         while going:
-            await self._flight.until(lambda: bool(self._ready))
+            await flight.until(lambda: bool(self._ready))
+            await flight.gather(lambda: len(self._ready), lambda: len(flight.works), last_s)
             going = await self._append([self._ready.popleft() for _ in range(min(len(self._ready), APPEND_GROUPS))])
+            last_s = clock()
 
     async def _append(self, works: list[Work]) -> bool:
         """Append groups, however long the service is away; say False where a stop came first."""
@@ -107,8 +110,14 @@ class Delivery:
             return await self._append_singly(works, error)
         if results is None:
             return False
-        for work, result in zip(works, results, strict=True):
-            await self._settle(work, result)
+        settled = list(zip(works, results, strict=True))
+        there = [(work, result) for work, result in settled if result.status != "rejected"]
+        for work, result in there:
+            self._count(work, result)
+        await flight.forget([work for work, _ in there])
+        for work, result in settled:
+            if result.status == "rejected":
+                await self._refused(work, result)
         return True
 
     async def _append_singly(self, works: list[Work], error: ReplaybufError) -> bool:
@@ -121,23 +130,22 @@ class Delivery:
                 return False
         return True
 
-    async def _settle(self, work: Work, result: AppendResult) -> None:
+    def _count(self, work: Work, result: AppendResult) -> None:
         progress = self._flight.progress
-        if result.status == "rejected" and result.reason == ABOVE_PUBLISHED:
+        if result.status == "stored":
+            progress.stored(work.scored, asyncio.get_running_loop().time() - work.taken_at_s)
+        else:
+            progress.duplicates += 1
+
+    async def _refused(self, work: Work, result: AppendResult) -> None:
+        if result.reason == ABOVE_PUBLISHED:
             # It was published when it was sent, so the run has been rewound: only that lowers a version.
             how = f"version {work.scored.policy_version_max} is not published any more"
             await self._flight.give_back(work, LOST_LINEAGE, how)
-        elif result.status == "rejected" and result.reason == LOST_LINEAGE:
+        elif result.reason == LOST_LINEAGE:
             await self._flight.give_back(work, LOST_LINEAGE, result.detail or "")
-        elif result.status == "rejected":
-            await self._flight.give_back(work, f"rejected_{result.reason}", result.detail or "")
         else:
-            if result.status == "stored":
-                took_s = asyncio.get_running_loop().time() - work.taken_at_s
-                progress.stored(work.scored, took_s)
-            else:
-                progress.duplicates += 1
-            await self._flight.forget([work])
+            await self._flight.give_back(work, f"rejected_{result.reason}", result.detail or "")
 
     # ------------------------------------------------------------------ policy
 

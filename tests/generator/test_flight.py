@@ -1,0 +1,97 @@
+"""Calls about many groups: what waits for company, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from replaybuf.client import AsyncClient
+from replaybuf.generator import flight as flights
+from replaybuf.generator.flight import Flight
+from tests.generator.doubles import TIMEOUT_S
+
+
+def gathering(
+    main: Callable[[Flight, Callable[[int], Coroutine[Any, Any, None]]], Coroutine[Any, Any, None]], slots: int = 64
+) -> list[int]:
+    """Gather among `slots` right after a call; `main` says how many are there. Returns how many it ended with."""
+    there = [1]
+    ended: list[int] = []
+
+    async def run() -> None:
+        async with AsyncClient("http://127.0.0.1:1", "r") as client:
+            flight = Flight(client)
+
+            async def gather() -> None:
+                await flight.gather(lambda: there[0], lambda: slots, asyncio.get_running_loop().time())
+                ended.append(there[0])
+
+            async def count(number: int) -> None:
+                there[0] = number
+                await flight.wake()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(gather())
+            await asyncio.sleep(0)
+            await main(flight, count)
+            async with asyncio.timeout(TIMEOUT_S):
+                await task
+
+    asyncio.run(run())
+    return ended
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the pause between two calls so long that a test which waits for its end fails."""
+    monkeypatch.setattr(flights, "GATHER_S", 10 * TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_comes_right_after_a_call_waits_until_an_eighth_is_there() -> None:
+    async def main(flight: Flight, count: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        await count(7)
+        await count(8)
+        await count(9)
+
+    assert gathering(main) == [8]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_stop_is_not_held_up_by_what_waits_for_company() -> None:
+    async def main(flight: Flight, count: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        await count(2)
+        await flight.stop()
+
+    assert gathering(main) == [2]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("slots", [1, 8])
+def test_where_slots_are_few_nothing_waits_for_company(slots: int) -> None:
+    async def main(flight: Flight, count: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        pass
+
+    assert gathering(main, slots) == [1]
+
+
+def test_what_stays_alone_goes_after_a_moment() -> None:
+    async def main(flight: Flight, count: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        pass
+
+    assert gathering(main) == [1]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_call_long_after_the_last_one_waits_for_nothing() -> None:
+    async def main() -> None:
+        async with AsyncClient("http://127.0.0.1:1", "r") as client:
+            long_ago_s = asyncio.get_running_loop().time() - 2 * flights.GATHER_S
+            async with asyncio.timeout(TIMEOUT_S):
+                await Flight(client).gather(lambda: 1, lambda: 64, long_ago_s)
+
+    asyncio.run(main())
