@@ -6,7 +6,9 @@
 rollouts of 256 tokens (`null_engine.py`), decodes and scores them (exact-match) and appends groups; all over HTTP, each
 a process of its own, groups durably stored (`appendfsync always`). Counted is the processor time, user and system, of
 all threads of the generator, per rollout that the service has stored, from a warm start on; the figure per second is
-its inverse: what one generator does where it has a core to itself. Sides: the two calls of vLLM.
+its inverse: what one generator does where it has a core to itself. Sides: the two calls of vLLM. The floor is a client
+that asks the engine for the same completions and drops the answers (`bare_client.py`), by aiohttp and by httpx; and one
+that decodes JSON and texts, which nobody is spared.
 """
 
 from __future__ import annotations
@@ -25,13 +27,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from measured import Measured
+from measured import Measured, Target
 from null_engine import COMPLETIONS, TOKENS, VOCABULARY
 from served import Served
 
 from replaybuf.client import Client
 
 SIDES = {TOKENS: (), COMPLETIONS: ("--completions",)}
+FLOORS = {
+    f"bare aiohttp, decodes {TOKENS}": (TOKENS, "aiohttp", True),
+    f"bare aiohttp, decodes {COMPLETIONS}": (COMPLETIONS, "aiohttp", True),
+    "bare aiohttp": (TOKENS, "aiohttp", False),
+    "bare httpx": (TOKENS, "httpx", False),
+}
+WANTED = 2000.0
+"""Rollouts of 256 tokens per second of processor time."""
+NULL_ENGINE, BARE_CLIENT = (Path(__file__).parent / f"{name}.py" for name in ("null_engine", "bare_client"))
 WARM_ROLLOUTS = 2000
 POLL_S = 0.05
 TIMEOUT_S = 300.0
@@ -47,8 +58,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a rollout")
     parser.add_argument("--inflight", type=int, default=64, help="groups at the same time")
     given = parser.parse_args()
-    packages = ["httpx", "httpcore", "msgspec", "numpy", "tokenizers", "uvloop"]
-    told = Measured("generator", reference=COMPLETIONS, packages=packages, settings=vars(given))
+    packages = ["aiohttp", "httpx", "msgspec", "numpy", "tokenizers", "uvloop"]
+    told = Measured("generator", reference="bare aiohttp", packages=packages, settings=vars(given))
     cost: dict[str, list[float]] = defaultdict(list)
     rate: dict[str, list[float]] = defaultdict(list)
     wall: dict[str, list[float]] = defaultdict(list)
@@ -60,8 +71,11 @@ def main() -> None:
                 cost[side].append(cpu_s / rollouts * 1e6)
                 rate[side].append(rollouts / cpu_s)
                 wall[side].append(rollouts / took_s)
+            for floor, how in FLOORS.items():
+                cost[floor].append(floor_us(Path(name), *how, given))
     told.take("processor time of the generator per rollout", cost, unit="us")
-    told.take("rollouts per second of its processor time", rate, unit="1/s")
+    wanted = {side: [Target("median", "at least", WANTED)] for side in SIDES}
+    told.take("rollouts per second of its processor time", rate, unit="1/s", targets=wanted)
     told.take("rollouts stored per second by the clock, all processes on this machine", wall, unit="1/s")
     told.save()
 
@@ -78,9 +92,7 @@ def measure(
                 "group_size": given.group_size,
             }
         )
-        sizes = ("--rollouts", str(given.group_size), "--tokens", str(given.tokens))
-        engine = stack.enter_context(process([str(Path(__file__).parent / "null_engine.py"), *sizes, *options]))
-        url = listening(engine)
+        url = stack.enter_context(null_engine(given, options))
         generator = stack.enter_context(
             process(["-m", "replaybuf.cli", "--log-level", "error", *generate(folder, served.url, run, url, given)])
         )
@@ -89,6 +101,18 @@ def measure(
         cpu_s, begun_s = spent_s(watched), time.perf_counter()
         last = reach(client, generator, first + given.rollouts // given.group_size)
         return spent_s(watched) - cpu_s, time.perf_counter() - begun_s, (last - first) * given.group_size
+
+
+def floor_us(folder: Path, path: str, client: str, decodes: bool, given: argparse.Namespace) -> float:
+    """Return the microseconds of processor per rollout that asking the engine alone costs a client."""
+    with null_engine(given, SIDES[path]) as url:
+        options = {"client": client, "requests": given.rollouts // given.group_size, "inflight": given.inflight}
+        options |= {"group-size": given.group_size, "tokens": given.tokens}
+        options |= {"tokenizer": folder / "model"} if decodes else {}
+        words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        command = [sys.executable, str(BARE_CLIENT), url, path, *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
+    return float(done.stdout) / given.group_size * 1e6
 
 
 def generate(folder: Path, service: str, run: str, engine: str, given: argparse.Namespace) -> list[str]:
@@ -135,6 +159,14 @@ def process(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
             started.wait()
         if started.stdout is not None:
             started.stdout.close()
+
+
+@contextlib.contextmanager
+def null_engine(given: argparse.Namespace, options: tuple[str, ...]) -> Iterator[str]:
+    """Run an engine that answers at once; yields its address."""
+    sizes = ("--rollouts", str(given.group_size), "--tokens", str(given.tokens))
+    with process([str(NULL_ENGINE), *sizes, *options]) as engine:
+        yield listening(engine)
 
 
 def listening(engine: subprocess.Popen[str]) -> str:

@@ -1,0 +1,121 @@
+"""Memory over an hour's worth of work: a generator, its service and Redis, while a trainer uses what is generated.
+
+    python benchmarks/generator_soak.py                    # 108,000 rollouts of 256 tokens
+
+An hour of a fleet that samples 30 rollouts, 7,680 tokens, a second: 108,000 rollouts, as fast as this machine goes,
+with the engine, service and generator of `generator.py`. The trainer fetches, acks and checkpoints, keeping the newest
+checkpoint alone, so what is stored stays bounded. Memory is read at ten points; the line through all but the first two
+tells what grows. A tokenizer, 1,000 prompts and histories that fill up once are there by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import psutil
+from generator import SIDES, TIMEOUT_S, generate, null_engine, process, reach, write_model
+from measured import Measured, Target
+from null_engine import TOKENS
+from served import Served
+
+from replaybuf.client import Client, Waiting
+
+RUN = "soak"
+ROLLOUTS_PER_S = 30
+SAMPLES = 10
+WARM_SAMPLES = 2
+NEVER = 1 << 30
+MB = 1e6
+MOST_GROWTH_MB = 5.0
+
+
+class Trainer(threading.Thread):
+    """Uses every batch and trains nothing; `fault` is what ended it, None where `stop` did."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(name="trainer", daemon=True)
+        self.stop = threading.Event()
+        self.steps = 0
+        self.fault: Exception | None = None
+        self._client = Client(url, RUN)
+        self._epoch = self._client.attach(resume_step=0).epoch
+
+    def run(self) -> None:
+        """Fetch, ack and checkpoint, one batch after another."""
+        try:
+            with self._client as client:
+                while not self.stop.is_set():
+                    if not isinstance(client.fetch_batch(self.steps, self._epoch, 0, wait_ms=500), Waiting):
+                        client.ack(self.steps, self._epoch)
+                        self.steps += 1
+                        client.checkpoint(self.steps, self._epoch, keep=1)
+        except Exception as error:  # noqa: BLE001 - told by whoever waits for groups
+            self.fault = error
+
+
+def main() -> None:
+    """Run, and print the memory at each point and what it grew by."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=3600 * ROLLOUTS_PER_S)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="of a rollout")
+    parser.add_argument("--inflight", type=int, default=64, help="groups at the same time")
+    parser.add_argument("--groups-per-batch", type=int, default=128)
+    parser.add_argument("--call", choices=SIDES, default=TOKENS)
+    given = parser.parse_args()
+    packages = ["aiohttp", "httpx", "msgspec", "numpy", "tokenizers", "uvloop"]
+    told = Measured("generator_soak", reference="", packages=packages, settings=vars(given))
+    with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as name, Served(Path(name) / "data") as served:
+        write_model(Path(name))
+        at, memory = soak(Path(name), served, given)
+    told.take("resident memory at ten points", memory, unit="MB")
+    grew = {side: [growth(at, values)] for side, values in memory.items()}
+    wanted = {"generator": [Target("median", "at most", MOST_GROWTH_MB)]}
+    told.take("growth over the run, by the line through the last eight", grew, unit="MB", targets=wanted)
+    told.save()
+
+
+def soak(folder: Path, served: Served, given: argparse.Namespace) -> tuple[list[int], dict[str, list[float]]]:
+    """Generate and train; return the rollouts stored at each point, and the memory there in MB by process."""
+    at: list[int] = []
+    memory: dict[str, list[float]] = defaultdict(list)
+    with Client(served.url, RUN) as client, null_engine(given, SIDES[given.call]) as url:
+        # The engine has one version for ever, so the trainer publishes none: every step is one of version 0.
+        batch = {"groups_per_batch": given.groups_per_batch, "tokens_per_batch": None, "seq_len": 4096}
+        client.put_run({"batch": batch, "group_size": given.group_size, "steps_per_publish": NEVER})
+        trainer = Trainer(served.url)
+        trainer.start()
+        words = ["-m", "replaybuf.cli", "--log-level", "error", *generate(folder, served.url, RUN, url, given)]
+        begun_s = time.monotonic()
+        with process(words) as generator:
+            watched = psutil.Process(generator.pid)
+            for point in range(1, SAMPLES + 1):
+                wanted = given.rollouts * point // SAMPLES // given.group_size
+                at.append(reach(client, generator, wanted) * given.group_size)
+                if trainer.fault is not None:
+                    raise trainer.fault
+                memory["generator"].append(watched.memory_info().rss / MB)
+                memory["service"].append(served.rss_bytes / MB)
+                with served.redis() as redis:
+                    memory["Redis"].append(redis.info("memory")["used_memory"] / MB)
+                figures = "  ".join(f"{side} {values[-1]:.1f} MB" for side, values in memory.items())
+                print(f"{at[-1]:>8,} rollouts, {time.monotonic() - begun_s:.0f} s  {figures}", flush=True)
+        trainer.stop.set()
+        trainer.join(TIMEOUT_S)
+    return at, dict(memory)
+
+
+def growth(at: list[int], memory: list[float]) -> float:
+    """Return by how much a line through the points behind the warm-up rises over the whole run."""
+    slope, _ = np.polyfit(at[WARM_SAMPLES:], memory[WARM_SAMPLES:], 1)
+    return float(slope) * at[-1]
+
+
+if __name__ == "__main__":
+    main()
