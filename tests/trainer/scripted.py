@@ -93,6 +93,7 @@ class ScriptedEngines:
     """Stands where the publisher stands, and writes what is loaded into the service's events."""
 
     events: list[str]
+    reloads = 0
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -100,6 +101,9 @@ class ScriptedEngines:
         """Load what is there."""
         load_model(folder)
         self.events.append(f"load {version}")
+
+    def watch(self, confirm: Any) -> None:
+        """Watch nothing: nothing is ever started anew."""
 
     def close(self) -> None:
         """End."""

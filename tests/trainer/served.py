@@ -76,6 +76,11 @@ class ServedEngine:
         line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(name))
         return float(line.rpartition(" ")[2])
 
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
     def version(self) -> str:
         """Read the label of the present weights."""
         label: str = self.http.get("/weight_info").json()["weight_version"]
@@ -83,13 +88,14 @@ class ServedEngine:
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[ServedEngine]:
-    """Serve a model folder on a free port until the block ends."""
+def served(folder: Path, port: int = 0) -> Iterator[ServedEngine]:
+    """Serve a model folder until the block ends; port 0 takes a free one."""
     model = load_model(folder)
     worker = Worker(model, max_rows=256, threads=1)
     shared = Engine(worker, character_tokenizer(), name=NAME, eos_token_id=2, context_tokens=256)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.bind(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", port))
     config = uvicorn.Config(application(shared), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -21,7 +21,7 @@ import pytest
 
 from replaybuf.generator.publication import OnPublish
 from replaybuf_trainer.model import load_model
-from replaybuf_trainer.weights import EnginePublisher
+from replaybuf_trainer.publisher import EnginePublisher
 from tests.conftest import RunClient
 from tests.trainer.served import oracle
 from tests.vllm.served import BLOCK_TOKENS

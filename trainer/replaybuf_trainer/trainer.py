@@ -35,7 +35,8 @@ from replaybuf_trainer.checkpoint import (
 )
 from replaybuf_trainer.loss import Objective, Tally, rows_loss
 from replaybuf_trainer.model import load_model, shape_of
-from replaybuf_trainer.weights import EnginePublisher, keep_newest, save_model
+from replaybuf_trainer.publisher import EnginePublisher
+from replaybuf_trainer.weights import keep_newest, save_model
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +96,10 @@ class Trainer:
         """
         try:
             reader = self._start()
-        except Stopped:
-            return 0
-        try:
             with reader:
                 return self._train(reader)
+        except Stopped:  # before there was a step to take
+            return 0
         finally:
             self._engines.close()
 
@@ -163,6 +163,7 @@ class Trainer:
         self._epoch = attached.epoch
         logger.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
         self._load_engines()
+        self._engines.watch(self._confirm)
         how = ReaderOptions(
             poll_s=options.poll_s,
             wait_ms=options.wait_ms,
@@ -208,10 +209,14 @@ class Trainer:
         options = self._options
         folder = options.weights_dir / f"v{self._version:06d}"
         save_model(self._model, options.model, folder)
-        self._engines.publish(folder, self._version)
+        self._retried(lambda: self._engines.publish(folder, self._version))
         uri = folder.resolve().as_uri()
         self._retried(lambda: self._client.publish_policy(self._version, self._epoch, weights_uri=uri))
         keep_newest(options.weights_dir, "v*", KEPT_WEIGHTS)
+
+    def _confirm(self, version: int) -> None:
+        """Announce a version that is published already, which changes nothing. Raises `Fenced` for an older epoch."""
+        self._client.publish_policy(version, self._epoch)
 
     def _checkpoint(self) -> None:
         options = self._options
@@ -231,7 +236,7 @@ class Trainer:
     # ------------------------------------------------------------------ waiting and telling
 
     def _retried(self, call: Callable[[], T]) -> T:
-        """Repeat a call while the service is away, for `service_timeout_s` at most."""
+        """Repeat a call while the service, or every engine, is away, for `service_timeout_s` at most."""
         deadline = time.monotonic() + self._options.service_timeout_s
         pause_s = 0.1
         while True:
@@ -242,7 +247,7 @@ class Trainer:
                     raise Stopped from error
                 if time.monotonic() > deadline:
                     raise
-                logger.warning("waiting for the service: %s", error.detail)
+                logger.warning("trying again: %s", error.detail)
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
 
@@ -271,6 +276,7 @@ class Trainer:
             "wait_reasons": dict(reader.waited_s),
             "train_s": self._train_s,
             "publish_s": publish_s,
+            "engine_reloads": self._engines.reloads,
             "step_s": step_s,
             "tokens_per_s": batch.meta.tokens / step_s,
         }

@@ -1,0 +1,295 @@
+"""The calls that load weights into engines, and the watch that loads them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaybuf.errors import Fenced, ServiceUnavailable
+from replaybuf.generator.publication import OnPublish
+from replaybuf_trainer.model import load_model
+from replaybuf_trainer.publisher import EnginePublisher
+from replaybuf_trainer.weights import save_model
+from tests.trainer.served import ServedEngine, oracle, served
+from tests.waiting import eventually
+
+WORD = [70, 88, 79, 79, 68, 33]
+TIMEOUT_S = 20.0
+
+
+class Calls(BaseHTTPRequestHandler):
+    """An engine that writes down what it is asked and answers as the test scripted it."""
+
+    protocol_version = "HTTP/1.1"
+    engine: ScriptedEngine
+
+    def do_POST(self) -> None:
+        """Answer with the next scripted status of this path, else 200; status 0 drops the connection."""
+        length = int(self.headers.get("content-length") or 0)
+        asked = json.loads(self.rfile.read(length)) if length else None
+        self.engine.seen.append((self.path, asked))
+        scripted = self.engine.answers.get(self.path.partition("?")[0], [])
+        status = scripted.pop(0) if scripted else 200
+        if status == 0:
+            self.close_connection = True
+            return
+        if self.path == "/update_weight_version":
+            self.engine.version = asked["new_version"]
+        self._send(status, b'{"error": "tensor 7 is broken"}' if status != 200 else b"{}")
+
+    def do_GET(self) -> None:
+        """Tell the version."""
+        self.engine.seen.append((self.path, None))
+        self._send(200, json.dumps({"weight_version": self.engine.version}).encode())
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+class ScriptedEngine:
+    """A server of `Calls`: `answers` are statuses by path, `seen` the calls in order, `version` what it tells."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+        self.answers: dict[str, list[int]] = {}
+        self.version = "default"
+        handler = type("Handler", (Calls,), {"engine": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths called, in order."""
+        return [path for path, _ in self.seen]
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptedEngine]:
+    """A scripted engine."""
+    engine = ScriptedEngine()
+    engine.thread.start()
+    yield engine
+    engine.server.shutdown()
+    engine.server.server_close()
+    engine.thread.join()
+
+
+@pytest.fixture
+def publisher(scripted: ScriptedEngine) -> Iterator[EnginePublisher]:
+    """A publisher to the scripted engine; the address has a slash at its end, as users write it."""
+    made = EnginePublisher([f"{scripted.url}/"], timeout_s=5.0)
+    yield made
+    made.close()
+
+
+def test_an_engine_is_frozen_loaded_labelled_and_resumed(
+    scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
+) -> None:
+    """In this order, so that no token is sampled by new weights under the old label."""
+    publisher.publish(tmp_path, 12)
+    assert scripted.seen == [
+        ("/pause?mode=keep", None),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}),
+        ("/update_weight_version", {"new_version": "12"}),
+        ("/resume", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("on_publish", "mode"),
+    [("drain", "wait"), ("in-flight", "keep"), ("abort-and-resume", "abort"), ("abort", "abort")],
+)
+def test_the_policy_decides_what_becomes_of_running_completions(
+    scripted: ScriptedEngine, tmp_path: Path, on_publish: OnPublish, mode: str
+) -> None:
+    """They finish first, are frozen, or are cut off."""
+    publisher = EnginePublisher([scripted.url], timeout_s=5.0, on_publish=on_publish)
+    publisher.publish(tmp_path, 12)
+    publisher.close()
+    assert scripted.paths[0] == f"/pause?mode={mode}" and scripted.paths[-1] == "/resume"
+
+
+def test_refused_weights_name_engine_status_and_answer(
+    scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
+) -> None:
+    """The engine goes on with what it has, and does not get the new label."""
+    scripted.answers["/collective_rpc"] = [500, 500]
+    with pytest.raises(ServiceUnavailable) as raised:
+        publisher.publish(tmp_path, 12)
+    for word in (scripted.url, "/collective_rpc", "500", "tensor 7 is broken"):
+        assert word in raised.value.detail
+    assert "/update_weight_version" not in scripted.paths
+    assert scripted.paths[-1] == "/resume"
+
+
+def test_one_refusal_is_tried_again(scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path) -> None:
+    """A single 500 does not end the training."""
+    scripted.answers["/collective_rpc"] = [500]
+    publisher.publish(tmp_path, 12)
+    assert scripted.paths[-2:] == ["/update_weight_version", "/resume"]
+
+
+def test_a_dropped_connection_is_tried_again_on_a_new_one(
+    scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
+) -> None:
+    """An engine resets kept-alive connections after an error."""
+    scripted.answers["/collective_rpc"] = [0]
+    publisher.publish(tmp_path, 12)
+    assert scripted.paths.count("/collective_rpc") == 2
+    assert scripted.paths[-1] == "/resume"
+
+
+def test_an_engine_that_is_gone_is_named(tmp_path: Path) -> None:
+    """With its address and the call it did not answer."""
+    publisher = EnginePublisher(["http://127.0.0.1:9"], timeout_s=1.0)
+    with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:9 does not answer"):
+        publisher.publish(tmp_path, 1)
+    publisher.close()
+
+
+def test_published_weights_are_what_the_engine_samples_from(engine: ServedEngine, models: Path, tmp_path: Path) -> None:
+    """Save, publish, sample: the logprobs are those of the model that was saved, under its version."""
+    model = load_model(models / "a")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    folder = tmp_path / "v000004"
+    save_model(model, models / "a", folder)
+    publisher = EnginePublisher([engine.url], timeout_s=20.0)
+    publisher.publish(folder, 4)
+    publisher.close()
+    choice = engine.complete(WORD, max_tokens=12)[0]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(oracle(model, WORD, choice["token_ids"]), abs=1e-4)
+    assert choice["weight_versions"][0]["version"] == engine.version() == "4"
+    assert not engine.http.get("/is_paused").json()["is_paused"]
+
+
+# ---------------------------------------------------------------------- the watch
+
+
+class Asked:
+    """Stands for the service that is asked whether the run is still this trainer's; it `answers` None or raises."""
+
+    def __init__(self, *faults: Exception) -> None:
+        self.versions: list[int] = []
+        self._faults = list(faults)
+
+    def __call__(self, version: int) -> None:
+        """Answer."""
+        self.versions.append(version)
+        if self._faults:
+            raise self._faults.pop(0)
+
+
+@contextlib.contextmanager
+def watching(*urls: str) -> Iterator[EnginePublisher]:
+    """A publisher that is closed in the end."""
+    made = EnginePublisher(urls, timeout_s=TIMEOUT_S)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replaybuf_trainer.publisher.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("replaybuf_trainer.publisher.RETRY_CEILING_S", 0.01)
+
+
+def test_an_engine_that_was_started_anew_gets_the_weights_published_last(models: Path) -> None:
+    """Without a new publication, and they are what it samples from."""
+    asked = Asked()
+    with contextlib.ExitStack() as first:
+        port = first.enter_context(served(models / "a")).port
+        with watching(f"http://127.0.0.1:{port}") as publisher:
+            publisher.publish(models / "b", 4)
+            publisher.watch(asked, 0.01)
+            first.close()
+            with served(models / "a", port) as engine:
+                eventually(engine.version, TIMEOUT_S, lambda version: version == "4")
+                choice = engine.complete(WORD, max_tokens=12)[0]
+                eventually(lambda: publisher.reloads, TIMEOUT_S)
+    expected = oracle(load_model(models / "b"), WORD, choice["token_ids"])
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert publisher.reloads == 1 and asked.versions == [4]
+
+
+def test_an_engine_that_has_what_was_published_is_left_alone(scripted: ScriptedEngine, tmp_path: Path) -> None:
+    """It is asked for its version and for nothing else."""
+    asked = Asked()
+    with watching(scripted.url) as publisher:
+        publisher.publish(tmp_path, 3)
+        publisher.watch(asked, 0.01)
+        eventually(lambda: scripted.paths.count("/weight_info") >= 3, TIMEOUT_S)
+    assert scripted.paths.count("/collective_rpc") == 1 and asked.versions == []
+
+
+def test_a_publication_goes_on_without_an_engine_that_is_away_which_is_loaded_when_it_is_back(
+    engine: ServedEngine, models: Path
+) -> None:
+    """One engine of several that dies does not end the training."""
+    with served(models / "a") as gone:
+        port = gone.port
+    asked = Asked()
+    with watching(f"http://127.0.0.1:{port}", engine.url) as publisher:
+        publisher.publish(models / "b", 1)
+        assert engine.version() == "1"
+        publisher.publish(models / "a", 2)
+        publisher.watch(asked, 0.01)
+        with served(models / "b", port) as back:
+            eventually(back.version, TIMEOUT_S, lambda version: version == "2")
+
+
+def test_an_engine_that_refuses_its_weights_is_tried_again(
+    scripted: ScriptedEngine, engine: ServedEngine, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names it, the version it lacks and why."""
+    asked = Asked()
+    scripted.answers["/collective_rpc"] = [500, 500, 500, 500]
+    with watching(scripted.url, engine.url) as publisher:
+        publisher.publish(models / "b", 5)
+        publisher.watch(asked, 0.01)
+        eventually(lambda: scripted.version, TIMEOUT_S, lambda version: version == "5")
+    assert f"engine {scripted.url} lacks version 5" in caplog.text and "tensor 7 is broken" in caplog.text
+
+
+def test_a_trainer_that_lost_the_run_loads_nothing_any_more(
+    scripted: ScriptedEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights that the engine has now may be those of the trainer that has the run."""
+    asked = Asked(Fenced("epoch is 3; the run has 4"))
+    with watching(scripted.url) as publisher:
+        publisher.publish(tmp_path, 3)
+        scripted.version = "2"
+        publisher.watch(asked, 0.01)
+        eventually(lambda: "no longer watched" in caplog.text, TIMEOUT_S)
+    assert scripted.paths.count("/collective_rpc") == 1
+
+
+def test_while_the_service_cannot_say_whose_the_run_is_nothing_is_loaded(
+    scripted: ScriptedEngine, tmp_path: Path
+) -> None:
+    """It is asked again, and loaded then."""
+    asked = Asked(ServiceUnavailable("away"), ServiceUnavailable("away"))
+    with watching(scripted.url) as publisher:
+        publisher.publish(tmp_path, 3)
+        scripted.version = "2"
+        publisher.watch(asked, 0.01)
+        eventually(lambda: publisher.reloads, TIMEOUT_S)
+    assert asked.versions == [3, 3, 3] and scripted.paths.count("/collective_rpc") == 2
