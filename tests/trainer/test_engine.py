@@ -136,6 +136,18 @@ def test_an_answer_has_the_shape_of_vllms(shared_engine: ServedEngine) -> None:
     }
 
 
+def test_several_prompts_are_answered_one_after_the_other(shared_engine: ServedEngine) -> None:
+    """Each as often as asked for, numbered through; usage counts every prompt once."""
+    prompts = [WORD, WORD[:2]]
+    response = shared_engine.post(
+        "/v1/completions", {"prompt": prompts, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    )
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["prompt_token_ids"] for choice in choices] == [WORD, WORD, WORD[:2], WORD[:2]]
+    assert response.json()["usage"]["prompt_tokens"] == 8
+
+
 def test_figures_are_counted(engine: ServedEngine) -> None:
     """The counter of tokens is the sum of what was answered; nothing runs or waits afterwards."""
     choices = engine.complete(WORD, n=5, max_tokens=7)
@@ -153,6 +165,10 @@ def test_figures_are_counted(engine: ServedEngine) -> None:
         ({"prompt": [3] * 250, "max_tokens": 20}, ["250", "20", "256"]),
         ({"prompt": [3, 98]}, ["97"]),
         ({"prompt": [3, -1]}, ["prompt"]),
+        ({"prompt": [[3, 4], [3, 98]]}, ["97"]),
+        ({"prompt": [[3, 4], 5]}, ["mixes"]),
+        ({"prompt": [[3]] * 600, "n": 2}, ["600", "2", "1024"]),
+        ({"prompt": WORD, "prompt_logprobs": 3}, ["prompt_logprobs"]),
         ({"prompt": []}, ["prompt"]),
         ({"prompt": WORD, "n": 0}, ["n"]),
         ({"prompt": WORD, "temperature": -1}, ["temperature"]),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
+from tests.trainer.reference_contract import ReferenceContract
 from tests.trainer.served import ServedEngine
 
 
@@ -22,3 +24,11 @@ class TestTinyEngine(EngineContract):
     async def serve(self) -> AsyncIterator[Subject]:
         """Lend the engine of this test."""
         yield ServedOverVllmApi(self.engine.url, vocab_size=98, prompt=[70, 88, 79, 79, 68, 33])
+
+
+class TestTinyEngineAsReference(ReferenceContract):
+    """By prompt_logprobs of /v1/completions."""
+
+    @pytest.fixture(autouse=True)
+    def _served(self, shared_engine: ServedEngine, models: Path) -> None:
+        self.url, self.folder, self.other = shared_engine.url, models / "a", models / "b"

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replaybuf.errors import ServiceUnavailable
-from replaybuf.generator.publication import OnPublish
 from replaybuf_trainer.model import load_model
-from replaybuf_trainer.weights import keep_newest, save_model, whole_folder
-from tests.trainer.served import ServedEngine, oracle
+from replaybuf_trainer.weights import keep_newest, whole_folder
+from tests.trainer.served import oracle
 
 WORD = [70, 88, 79, 79, 68, 33]
 

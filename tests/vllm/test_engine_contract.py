@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from replaybuf_trainer.publisher import EnginePublisher
 from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
+from tests.trainer.reference_contract import TIMEOUT_S, ReferenceContract
 from tests.vllm.served import VOCAB_SIZE
 
 
@@ -22,3 +25,14 @@ class TestVllm(EngineContract):
     async def serve(self) -> AsyncIterator[Subject]:
         """Lend the one vLLM there is."""
         yield ServedOverVllmApi(self.url, vocab_size=VOCAB_SIZE, prompt=[70, 88, 79, 79, 68, 33])
+
+
+class TestVllmAsReference(ReferenceContract):
+    """By prompt_logprobs of /v1/completions."""
+
+    @pytest.fixture(autouse=True)
+    def _served(self, vllm: str, versions: list[Path]) -> None:
+        publisher = EnginePublisher([vllm], TIMEOUT_S)
+        publisher.publish(versions[0], 0)
+        publisher.close()
+        self.url, self.folder, self.other = vllm, versions[0], versions[1]

@@ -34,6 +34,7 @@ DISTINCT_TOKENS = 4
 """A rollout of fewer tokens may come by chance so near to what another version would have given it."""
 STEPS, GROUPS, GROUP_SIZE, MAX_TOKENS = 6, 4, 4, 96
 END_TIMEOUT_S = 60.0
+METRICS = "generate.jsonl"
 WORDS = ("buffer", "replay", "policy", "rollout", "ticket")
 
 Floats = npt.NDArray[np.float64]
@@ -70,6 +71,7 @@ def generating(
         "tokenizer": str(tokenizer),
         "max-tokens": str(MAX_TOKENS),
         "on-publish": on_publish,
+        "metrics-file": str(folder / METRICS),
         # Few, and room for more: when four groups are ready and weights are loaded, the next ones are in flight.
         "max-inflight-groups": "3",
     }
@@ -121,6 +123,13 @@ def generated(
     return [run.get(f"groups/{name}").json() for name in names]
 
 
+def outcomes(folder: Path) -> dict[str, int]:
+    """Return how the generator's requests to vLLM ended, by its last report."""
+    (engine,) = json.loads((folder / METRICS).read_text().splitlines()[-1])["engines"]
+    ended: dict[str, int] = engine["outcomes"]
+    return ended
+
+
 def stamped(rollout: dict[str, Any], logprobs: Oracle, shift: int = 0) -> Floats:
     """Return what the stamped versions, each `shift` later, give the tokens they are stamped on."""
     parts = [logprobs(rollout, version + shift)[start:end] for version, start, end in rollout["version_spans"]]
@@ -151,7 +160,7 @@ def error_of(rollout: dict[str, Any], expected: Floats) -> float:
     return float(np.abs(np.array(rollout["inference_logprobs"]) - expected).max())
 
 
-@pytest.mark.parametrize("on_publish", ["drain", "abort-and-resume"])
+@pytest.mark.parametrize("on_publish", ["drain", "abort-and-resume", "abort"])
 def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
     on_publish: OnPublish, vllm: str, versions: list[Path], logprobs: Oracle, run: RunClient, tmp_path: Path
 ) -> None:
@@ -161,6 +170,10 @@ def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
     assert len(served) >= 3, "weights must have changed under the run"
     if on_publish == "abort-and-resume":
         assert any(len(rollout["version_spans"]) > 1 for rollout in rollouts), "some must have been cut off"
+    else:
+        assert all(len(rollout["version_spans"]) == 1 for rollout in rollouts)
+    if on_publish == "abort":
+        assert outcomes(tmp_path)["engine_aborted"] > 0, "some must have been cut off"
     checked = 0
     for rollout in rollouts:
         assert error_of(rollout, stamped(rollout, logprobs)) < BOUND

@@ -109,12 +109,14 @@ class _Engine:
         self.behind, self._pause_s, self._look_at_s = None, 0.0, 0.0
 
     def fell_behind(self, fault: ServiceUnavailable, version: int) -> None:
-        """Take in that it does not have them, say so, and pause before the next try."""
+        """Take in that it does not have them, and pause before the next look; say so, unless the last one just did."""
         self.behind = fault
+        if not self.due:
+            return
         self._pause_s = min(max(2 * self._pause_s, WATCH_EVERY_S), RETRY_CEILING_S)
         self._look_at_s = time.monotonic() + self._pause_s
         logger.warning(
-            "engine %s lacks version %d and samples nothing for the run; next try in %g s: %s",
+            "engine %s lacks version %d and samples nothing for the run; looked at again in %g s: %s",
             self.url,
             version,
             self._pause_s,

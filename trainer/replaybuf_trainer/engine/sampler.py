@@ -18,7 +18,8 @@ class Row:
     """One completion in the making.
 
     `versions` names, per token, the weights that sampled it; `uniforms` are the random numbers it will use, one per
-    token, so that a seeded row does not depend on what else is in its batch.
+    token, so that a seeded row does not depend on what else is in its batch. `prompt_logprobs`: of every prompt token
+    but the first, in nats, where `score_prompt` asks for them.
     """
 
     prompt_ids: list[int]
@@ -30,6 +31,8 @@ class Row:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    score_prompt: bool = False
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
 class _Recorder:
@@ -112,11 +115,20 @@ class Wave:
             past_key_values=recorded,
             use_cache=False,
         ).last_hidden_state
+        self._score_prompts(hidden, ids, prompt_of_row)
         last = hidden[torch.arange(len(prompts)), lengths - 1]
         self._positions = lengths[prompt_of_row].clone()
         self._slots = _Slots(recorded, prompt_of_row, width + max(row.max_tokens for row in rows))
         logits: torch.Tensor = self._model.lm_head(last)[prompt_of_row]
         return logits
+
+    def _score_prompts(self, hidden: torch.Tensor, ids: torch.Tensor, prompt_of_row: torch.Tensor) -> None:
+        """Fill in the logprobs of prompts; `hidden` [P, T, H] and `ids` [P, T] of the distinct ones."""
+        for row, prompt in zip(self.active, prompt_of_row.tolist(), strict=True):
+            if row.score_prompt:
+                length = len(row.prompt_ids)
+                logprobs = torch.log_softmax(self._model.lm_head(hidden[prompt, : length - 1]).float(), -1)
+                row.prompt_logprobs = logprobs.gather(1, ids[prompt, 1:length, None]).squeeze(1).tolist()
 
     def step(self, version: int) -> None:
         """Sample one token per active row with the model's present weights, labelled `version`.

@@ -1,7 +1,8 @@
 """The HTTP side of the engine: completions as vLLM answers them, weights and pauses as its RL endpoints do.
 
 Differences from vLLM, on purpose: every choice of `/v1/completions` carries `weight_versions` (vLLM has them on its
-token endpoint from 0.32 on), and broken weights are refused with 500 while the old ones go on serving.
+token endpoint from 0.32 on), `prompt_logprobs` tells each token's own logprob alone, and broken weights are refused
+with 500 while the old ones go on serving.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ _numbers = itertools.count()
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """What `POST /v1/completions` takes; parameters of vLLM that are not listed are ignored."""
+    """What `POST /v1/completions` takes; parameters of vLLM that are not listed are ignored.
 
-    prompt: list[int] | str
+    `prompt`: a text, token ids, or several prompts of token ids, each completed `n` times.
+    """
+
+    prompt: list[int | list[int]] | str
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=LARGEST_N)] = 1
     max_tokens: Annotated[int, Meta(ge=1)] = 16
@@ -42,6 +46,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     seed: int | None = None
     stop_token_ids: list[int] = []
     logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
     return_token_ids: bool = False
     top_p: Annotated[float, Meta(ge=1, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=0)] = 0
@@ -74,12 +79,42 @@ class Engine:
         self.random = np.random.default_rng()
 
     def rows(self, asked: CompletionRequest) -> list[Row]:
-        """Make the rows of a request. Raises `Invalid` for a prompt or parameter out of bounds."""
-        prompt = self.tokenizer.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        room = self.context_tokens - asked.max_tokens
+        """Make the rows of a request, `n` for every prompt. Raises `Invalid` for what is out of bounds."""
+        prompts = self._prompts(asked.prompt)
+        for prompt in prompts:
+            self._check_prompt(prompt, asked.max_tokens)
+        count = len(prompts) * asked.n
+        if count > LARGEST_N:
+            raise Invalid(
+                f"{len(prompts)} prompts, {asked.n} completions each; at most {LARGEST_N} in one request",
+                name="n",
+                value=count,
+                bound=LARGEST_N,
+            )
+        if asked.stream:
+            raise Invalid("stream is true; this engine answers whole completions", name="stream", value=True)
+        stop = frozenset({self.eos_token_id, *asked.stop_token_ids})
+        uniforms = self._uniforms(asked, count)
+        scored = asked.prompt_logprobs is not None
+        return [
+            Row(prompts[i // asked.n], asked.max_tokens, asked.temperature, stop, uniforms[i], score_prompt=scored)
+            for i in range(count)
+        ]
+
+    def _prompts(self, given: list[int | list[int]] | str) -> list[list[int]]:
+        if isinstance(given, str):
+            return [self.tokenizer.encode(given)]
+        ids = [token for token in given if isinstance(token, int)]
+        several = [prompt for prompt in given if not isinstance(prompt, int)]
+        if ids and several:
+            raise Invalid("prompt mixes token ids and lists of them", name="prompt")
+        return several or [ids]
+
+    def _check_prompt(self, prompt: list[int], max_tokens: int) -> None:
+        room = self.context_tokens - max_tokens
         if not prompt or len(prompt) > room:
             raise Invalid(
-                f"prompt has {len(prompt)} tokens; with max_tokens {asked.max_tokens} it may have 1 to {room}, the "
+                f"prompt has {len(prompt)} tokens; with max_tokens {max_tokens} it may have 1 to {room}, the "
                 f"model's context is {self.context_tokens}",
                 name="prompt",
                 value=len(prompt),
@@ -89,17 +124,12 @@ class Engine:
             raise Invalid(
                 f"prompt holds a token outside 0..{self.vocabulary - 1}", name="prompt", bound=self.vocabulary
             )
-        if asked.stream:
-            raise Invalid("stream is true; this engine answers whole completions", name="stream", value=True)
-        stop = frozenset({self.eos_token_id, *asked.stop_token_ids})
-        uniforms = self._uniforms(asked)
-        return [Row(prompt, asked.max_tokens, asked.temperature, stop, uniforms[i]) for i in range(asked.n)]
 
-    def _uniforms(self, asked: CompletionRequest) -> Any:
+    def _uniforms(self, asked: CompletionRequest, count: int) -> Any:
         source = self.random
         if asked.seed is not None:
             source = np.random.Generator(np.random.Philox(key=asked.seed & ((1 << 64) - 1)))
-        return source.random((asked.n, asked.max_tokens))
+        return source.random((count, asked.max_tokens))
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -132,7 +162,7 @@ async def _completions(request: Request) -> Response:
     await asyncio.wrap_future(engine.worker.submit(rows))
     choices = [_choice(engine, asked, number, row) for number, row in enumerate(rows)]
     generated = sum(len(row.token_ids) for row in rows)
-    prompt_tokens = len(rows[0].prompt_ids)
+    prompt_tokens = sum(len(row.prompt_ids) for row in rows[:: asked.n])
     return _json(
         {
             "id": f"cmpl-{next(_numbers)}",
@@ -161,6 +191,12 @@ def _choice(engine: Engine, asked: CompletionRequest, number: int, row: Row) -> 
     if asked.logprobs is not None:
         tokens = engine.tokenizer.convert_ids_to_tokens(row.token_ids)
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": row.logprobs, "top_logprobs": None, "text_offset": []}
+    if asked.prompt_logprobs is not None:
+        own = [
+            {str(token): {"logprob": value}}
+            for token, value in zip(row.prompt_ids[1:], row.prompt_logprobs, strict=True)
+        ]
+        choice["prompt_logprobs"] = [None, *own]
     if asked.return_token_ids:
         choice |= {"token_ids": row.token_ids, "prompt_token_ids": row.prompt_ids}
     return choice

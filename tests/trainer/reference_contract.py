@@ -1,0 +1,107 @@
+"""What a server must do that is asked for logprobs of given tokens (`--ref-engine`), the tiny engine or a real vLLM."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replaybuf.errors import EngineFault
+from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.logprobs import EngineStage, LogprobOptions, open_stages
+from replaybuf.generator.stages import Rollout
+from replaybuf.group import Float32s, Int32s
+from replaybuf_trainer.logprobs import PackedLogprobs
+
+BOUND = 1e-3
+"""In nats, between float32 here and float32 there; the weights of another version differ by more."""
+TIMEOUT_S = 120.0
+
+
+class ReferenceContract(abc.ABC):
+    """Logprobs of given tokens are those of the model that is served."""
+
+    url: str
+    folder: Path
+    """The model that is served: a causal language model of transformers."""
+    other: Path
+    """One with the same shape and other weights."""
+    vocab_size = 98
+
+    def test_they_are_those_of_torch_on_packed_rows_and_not_those_of_other_weights(self) -> None:
+        """For lengths from one token to the whole context, prompts that are shared, and again from a warm cache."""
+
+        async def main(stage: EngineStage) -> None:
+            random = np.random.default_rng(0)
+            shared = self.ids(random, 120)
+            longest = stage.max_tokens or 0
+            lengths = ((1, 1), (5, 40), (100, longest - 100))
+            rollouts = [rollout_of(self.ids(random, sum(both)), both[0]) for both in lengths]
+            rollouts += [rollout_of(np.concatenate([shared, self.ids(random, 30)]), 120) for _ in range(4)]
+            expected = PackedLogprobs(self.folder).logprobs(rollouts)
+            for _ in range(2):
+                found = await stage.compute(rollouts)
+                assert [len(values) for values in found] == [len(one.completion_ids) for one in rollouts]
+                assert largest_difference(found, expected) < BOUND
+            assert largest_difference(found, PackedLogprobs(self.other).logprobs(rollouts)) > 10 * BOUND
+
+        self.run(main)
+
+    def test_of_tokens_that_it_sampled_itself_they_are_those_it_sampled_them_with(self) -> None:
+        """So reference and inference logprobs compare, whatever was asked for beside them."""
+
+        async def main(stage: EngineStage) -> None:
+            prompt = self.ids(np.random.default_rng(1), 40)
+            engine = VllmEngine(self.url, timeout_s=TIMEOUT_S)
+            made = await engine.generate(prompt, Sampling(n=4, max_tokens=30))
+            await engine.aclose()
+            given = [rollout_of(np.concatenate([prompt, np.array(ids, np.int32)]), 40) for ids in made.completions]
+            found = await stage.compute(given)
+            sampled = np.split(made.inference_logprobs, np.cumsum(made.completion_lengths)[:-1])
+            assert largest_difference(found, sampled) < BOUND
+
+        self.run(main)
+
+    def test_a_rollout_longer_than_it_says_is_refused_and_the_next_one_is_computed(self) -> None:
+        """vLLM generates a token behind it, whether anybody wants it or not, and needs room for it."""
+
+        async def main(stage: EngineStage) -> None:
+            longest = stage.max_tokens or 0
+            with pytest.raises(EngineFault) as caught:
+                await stage.compute([rollout_of(self.ids(np.random.default_rng(2), longest + 1), 100)])
+            assert type(caught.value) is EngineFault and caught.value.reason == "engine_refused"
+            (values,) = await stage.compute([rollout_of(self.ids(np.random.default_rng(2), longest), 100)])
+            assert len(values) == longest - 100
+
+        self.run(main)
+
+    def ids(self, random: np.random.Generator, tokens: int) -> Int32s:
+        """Draw ordinary token ids, int32 [tokens]."""
+        return random.integers(3, self.vocab_size, tokens, np.int32)
+
+    def run(self, main: Callable[[EngineStage], Awaitable[None]]) -> None:
+        """Run a test on a stage that asks the server."""
+
+        async def opened() -> None:
+            async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
+                options = LogprobOptions(ref_engine=self.url)
+                (stage,) = await open_stages(options, stack, policy=(), timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
+                assert isinstance(stage, EngineStage)
+                await main(stage)
+
+        asyncio.run(opened())
+
+
+def rollout_of(ids: Int32s, prompt_tokens: int) -> Rollout:
+    """Split token ids; all of the completion is sampled."""
+    return Rollout(ids[:prompt_tokens], ids[prompt_tokens:], np.ones(len(ids) - prompt_tokens, np.bool_))
+
+
+def largest_difference(found: Sequence[Float32s], expected: Sequence[Float32s]) -> float:
+    """Return the largest difference of any token, in nats."""
+    return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,109 @@
+"""A run whose only engine is started anew while the trainer waits for a batch: neither can go on without the other."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from replaybuf.client import AsyncClient, Client
+from replaybuf.generator.daemon import Daemon, DaemonOptions
+from replaybuf.generator.engines import Sampling, VllmEngine
+from replaybuf.generator.environments import ExactMatch
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.prompts import Prompts
+from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.group import group_to_json
+from replaybuf_trainer.trainer import Trainer, TrainOptions
+from tests.conftest import RunClient
+from tests.generator.doubles import make_prompt
+from tests.trainer.batches import group_of, rollouts
+from tests.trainer.served import served
+from tests.waiting import eventually
+
+TIMEOUT_S = 60.0
+STEPS, BEFORE = 4, 2
+"""Steps of the run, and those that are trained before the engine is started anew."""
+
+
+@contextlib.contextmanager
+def training(run: RunClient, engine: str, folder: Path, model: Path, held: threading.Event) -> Iterator[Trainer]:
+    """Train beside the block, to the end of the run. An engine is loaded again only once `held` is set."""
+
+    class Held(Trainer):
+        def _confirm(self, version: int) -> None:
+            assert held.wait(TIMEOUT_S)
+            super()._confirm(version)
+
+    options = TrainOptions(
+        url=str(run.http.base_url),
+        run=run.run,
+        model=model,
+        engines=(engine,),
+        checkpoint_dir=folder / "checkpoints",
+        weights_dir=folder / "weights",
+        metrics_file=folder / "train.jsonl",
+        poll_s=0.05,
+    )
+    with Client(options.url, options.run) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        trainer = Held(options, client)
+        steps = threads.submit(trainer.train)
+        try:
+            yield trainer
+            assert steps.result(TIMEOUT_S) == STEPS
+        finally:
+            trainer.stop()
+
+
+async def generate(run: RunClient, engine: str, model: Path, held: threading.Event) -> str | None:
+    """Generate to the end of the run; return what was waited for when the engine was found out."""
+    tokenizer = Tokenizer(model)
+    prompts = [make_prompt(word, answer=word[::-1]) for word in ("abc", "abd", "bcd")]
+    async with AsyncClient(str(run.http.base_url), run.run) as client, asyncio.timeout(TIMEOUT_S):
+        fleet = Fleet([VllmEngine(engine, timeout_s=TIMEOUT_S)])
+        await fleet.prepare(TIMEOUT_S)
+        scorer = Scorer(ExactMatch(), timeout_s=TIMEOUT_S)
+        options = DaemonOptions(producer="me", sampling=Sampling(n=4, max_tokens=8), poll_wait_ms=100)
+        daemon = Daemon(client, fleet, scorer, Prompts(prompts, shuffle=False), tokenizer, options)
+        stop = asyncio.Event()
+        running = asyncio.create_task(daemon.run(stop))
+        while fleet.waiting is None:  # noqa: ASYNC110 - nobody is told of it
+            await asyncio.sleep(0.01)
+        waiting = daemon.waiting
+        held.set()
+        await running
+        await fleet.aclose()
+        return waiting
+
+
+def test_a_run_whose_only_engine_is_started_anew_goes_on_with_the_weights_of_before(
+    run: RunClient, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The generator says what it waits for, the trainer what it does, and no token of other weights is stored."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 64}, max_steps=STEPS)
+    for number in range(BEFORE):
+        group = group_of(rollouts(4, seed=number), group_id=f"g{number}", prompt_id=f"p{number}")
+        assert run.append(msgspec.to_builtins(group_to_json(group)))[0]["status"] == "stored"
+    held = threading.Event()
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        engine = first.enter_context(served(models / "a"))
+        with training(run, engine.url, tmp_path, models / "a", held):
+            eventually(lambda: run.state()["published_version"], TIMEOUT_S, lambda version: version == BEFORE)
+            first.close()
+            anew = second.enter_context(served(models / "a", engine.port))
+            assert anew.version() == "0"
+            assert asyncio.run(generate(run, anew.url, models / "a", held)) == "engine_stale"
+    assert run.state()["state"] == "finished"
+    groups = run.get("groups").json()["groups"]
+    oldest = [group["policy_version"] for group in groups if not group["group_id"].startswith("g")]
+    assert len(oldest) >= STEPS - BEFORE and min(oldest) == BEFORE
+    assert f"engine {engine.url} does not have version {BEFORE}, it is loaded again" in caplog.text
+    assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])["engine_reloads"] == 1
