@@ -28,7 +28,8 @@ def show(url: str, run: str | None, token: str | None, console: Console) -> None
     if not runs:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
-        console.print(_table(state, ready["leaders"].get(state["run"])))
+        kept = _ask(address, f"/v1/runs/{state['run']}/evaluations", token)["evaluations"]
+        console.print(_table(state, ready["leaders"].get(state["run"]), kept))
 
 
 def _server(ready: dict[str, Any]) -> list[str]:
@@ -70,7 +71,7 @@ def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
     return answer_of(response, dict[str, Any])
 
 
-def _table(state: dict[str, Any], leader: str | None) -> Table:
+def _table(state: dict[str, Any], leader: str | None, evaluations: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=f"run {state['run']}", title_justify="left", show_header=False)
     paused = f" ({state['paused_reason']})" if state["paused_reason"] else ""
     groups, tickets = state["groups"], state["tickets"]
@@ -95,6 +96,7 @@ def _table(state: dict[str, Any], leader: str | None) -> Table:
         ("age when dropped", _drop_ages(state["histograms"]["dropped"])),
         ("prompts", _prompts(state["coverage"])),
         *((f"adapter {name}", _adapter(told)) for name, told in state["adapters"].items()),
+        *((f"evaluation {name}", _evaluation(told)) for name, told in _last_evaluations(evaluations).items()),
         ("epoch, generation", f"{state['epoch']}, {state['generation']}"),
         ("durability", state["durability"]),
         ("led by", leader or "nobody, or a server not known yet"),
@@ -111,6 +113,20 @@ def _adapter(told: dict[str, Any]) -> str:
         f"staleness at use {_pairs(told['staleness'])}, "
         f"{progress['groups']} of {progress['groups_per_batch']} given to step {progress['step']}; "
         f"{_waiting(told['waiting'])}"
+    )
+
+
+def _last_evaluations(evaluations: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the last result of each held-out set by its name, with the adapter where there is one."""
+    return {" ".join(filter(None, (one["name"], one["adapter"]))): one for one in evaluations}
+
+
+def _evaluation(told: dict[str, Any]) -> str:
+    error = "" if told["standard_error"] is None else f" ± {told['standard_error']:.3f}"
+    versions = ", ".join(str(version) for version in told["versions"])
+    return (
+        f"version {versions}: reward {told['reward_mean']:.3f}{error} over {told['rollouts']} completions, "
+        f"{told['failed']} prompts failed"
     )
 
 

@@ -82,6 +82,11 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
     assert "too_few_groups" in shown
     assert "stored 5.0, used -, dropped -" in shown and "issued 0, stored 0, trained 0, dropped 0" in shown
+    evaluation = {"name": "held-out", "version": 3, "versions": [3, 4], "reward_mean": 0.5, "rollouts": 20, "failed": 1}
+    assert run.post("evaluations", **evaluation | {"reward_mean": 0.25, "version": 2}).status_code == 200
+    assert run.post("evaluations", **evaluation).status_code == 200
+    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    assert "evaluation held-out" in shown and "version 3, 4: reward 0.500" in shown and "0.250" not in shown
     shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
     assert "too_few_groups" in shown, "a server that is away is passed over"
     assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1

@@ -37,6 +37,7 @@ from replaybuf.generator.publication import SUPERSEDED
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
+from replaybuf.generator.staleness import StalenessBound
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,10 @@ class Daemon:
         options: DaemonOptions,
         stages: Sequence[Stage] = (),
         schedule: Schedule | None = None,
+        staleness: StalenessBound | None = None,
     ) -> None:
         self._schedule = schedule
+        self._staleness = staleness
         self._engine = engine
         self._scorer = scorer
         self._prompts = prompts
@@ -169,6 +172,11 @@ class Daemon:
         await self._flight.wake()
 
     @property
+    def stages(self) -> dict[str, tuple[ServerStatus, ...]]:
+        """How the servers of every stage are doing, by column."""
+        return {} if self._stages is None else self._stages.status()
+
+    @property
     def waiting(self) -> str | None:
         """Say why less is going on than could."""
         if self._flight.away:
@@ -191,6 +199,8 @@ class Daemon:
                 if self._schedule is not None:
                     evaluating = self._schedule.follow(flight, self._engine, lambda: delivery.published)
                     background.append(self._tasks.create_task(evaluating))
+                if self._staleness is not None:
+                    background.append(self._tasks.create_task(self._staleness.follow(flight, self._engine)))
                 await flight.until(lambda: flight.stopping or flight.done)
                 if not flight.done:
                     await flight.until(lambda: flight.done, FINISH_S)
@@ -375,7 +385,7 @@ class Daemon:
             self._tell_status()
 
     def _tell_status(self) -> None:
-        status = self.progress.line(time.time(), self.waiting, self._engine.status())
+        status = self.progress.line(time.time(), self.waiting, self.engines, self.stages)
         log_status(status)
         if self._options.metrics_file is not None:
             append_status(self._options.metrics_file, status)

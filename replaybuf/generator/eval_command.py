@@ -18,11 +18,8 @@ from rich.table import Table
 from replaybuf.client import AsyncClient
 from replaybuf.errors import Invalid
 from replaybuf.generator.engines import open_engine
-from replaybuf.generator.environments import load_rewards
-from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.preflight import check_least, held_out_prompts
-from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.preflight import check_least, held_out_set
 from replaybuf.generator.tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
@@ -103,18 +100,16 @@ def evaluate_command(
         "max_inflight_prompts": max_inflight_prompts,
     }.items():
         check_least(option, value, 1)
-    model_folder = Tokenizer(tokenizer)
-    rewards = load_rewards(environment)
-    held_out = HeldOut(
-        name=name or Path(prompts).stem,
-        prompts=held_out_prompts(prompts, model_folder, rewards),
-        scorer=Scorer(rewards, timeout_s=reward_timeout_s),
-        tokenizer=model_folder,
+    held_out = held_out_set(
+        prompts,
+        environment,
+        Tokenizer(tokenizer),
         max_tokens=max_tokens,
         temperature=temperature,
         samples=samples,
+        reward_timeout_s=reward_timeout_s,
+        name=name,
         max_inflight_prompts=max_inflight_prompts,
-        stop_token_ids=model_folder.stop_token_ids,
     )
     wanted, key = model or adapter or None, engine_api_key
     fleet = Fleet([open_engine(address, timeout_s=engine_timeout_s, model=wanted, api_key=key) for address in engine])

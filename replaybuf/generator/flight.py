@@ -65,8 +65,7 @@ class Work:
 class Flight:
     """Tickets in flight by their text, and one condition on which everybody waits for changes of them.
 
-    `stopping`: an end was asked for; `no_more_tickets`: none is to be taken any more; `away`: why the last call was not
-    answered, `service_away` or `data_lost`.
+    `stopping`: an end was asked for; `no_more_tickets`: none is to be taken any more.
     """
 
     def __init__(self, client: AsyncClient, patience_s: float = PATIENCE_S) -> None:
@@ -76,8 +75,13 @@ class Flight:
         self.works: dict[str, Work] = {}
         self.stopping = False
         self.no_more_tickets = False
-        self.away: str | None = None
+        self._away: dict[str, str] = {}
         self._changed = asyncio.Condition()
+
+    @property
+    def away(self) -> str | None:
+        """Why a call is being repeated: `service_away`, `no_room` or `data_lost`; None where none is."""
+        return next(iter(self._away.values()), None)
 
     @property
     def done(self) -> bool:
@@ -130,17 +134,24 @@ class Flight:
             except UnsupportedServer:
                 raise
             except NoRoom as error:
-                self.away, absence = "service_away", None
+                self._away[what], absence = "no_room", None
                 pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
-                logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
+                logger.warning(
+                    "the service has no room (%s) until the trainer uses groups; %d are in flight here, next try in "
+                    "%.1f s: %s",
+                    what,
+                    len(self.works),
+                    pause_s,
+                    error,
+                )
             except (ServiceUnavailable, NotLeader, DataLost) as error:
                 absence = absence or _Absence(what, self._patience_s)
-                self.away = absence.of(error, len(self.works))
+                self._away[what] = absence.of(error, len(self.works))
                 pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
                 if not absence.lost:
                     logger.warning("waiting %.1f s for the service (%s): %s", pause_s, what, error)
             else:
-                self.away = None
+                self._away.pop(what, None)
                 return result
             if await self.until(lambda: self.stopping, pause_s):
                 return None

@@ -19,6 +19,7 @@ from replaybuf import plugins
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid, ReplaybufError
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.stages import Column, Rollout
 from replaybuf.generator.threads import Worker
 from replaybuf.group import Float32s
@@ -121,6 +122,10 @@ class EngineStage:
         """Return as soon as a server is up; see `Stage.wait_ready`."""
         await self._fleet.wait_ready(timeout_s)
 
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Return how every server is doing."""
+        return self._fleet.status()
+
     async def aclose(self) -> None:
         """Stop probing and close the connections."""
         await self._fleet.aclose()
@@ -185,6 +190,10 @@ class ModelStage:
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return: it is there."""
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Return nothing: it has no servers."""
+        return ()
 
 
 LogprobStage = EngineStage | ModelStage

@@ -63,6 +63,7 @@ class _DaemonCollector(Collector):
             yield from self._counted(self._daemon.progress)
             yield from self._standing(self._daemon)
             yield from self._engines(self._daemon.engines)
+            yield from self._stage_engines(self._daemon.stages)
 
     def _counted(self, progress: Progress) -> Iterator[Metric]:
         for name, (text, count) in _COUNTERS.items():
@@ -119,6 +120,20 @@ class _DaemonCollector(Collector):
                 if (value := read(engine)) is not None:
                     gauge.add_metric([self._run, engine.url], value)
             yield gauge
+
+    def _stage_engines(self, stages: dict[str, tuple[ServerStatus, ...]]) -> Iterator[Metric]:
+        labels = ["run", "stage", "engine"]
+        requests = CounterMetricFamily(
+            _name("stage_requests"), "Requests to engines of stages that ended", labels=[*labels, "outcome"]
+        )
+        up = GaugeMetricFamily(_name("stage_engine_up"), "1 while the engine of a stage gets requests", labels=labels)
+        for stage, engines in stages.items():
+            for engine in engines:
+                up.add_metric([self._run, stage, engine.url], float(engine.fault is None))
+                for outcome, number in sorted(engine.outcomes.items()):
+                    requests.add_metric([self._run, stage, engine.url, outcome], number)
+        yield requests
+        yield up
 
 
 def _name(name: str) -> str:

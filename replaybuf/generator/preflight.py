@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from replaybuf import plugins
 from replaybuf.advantages import check_estimator
@@ -12,8 +13,10 @@ from replaybuf.calls import RunFacts, facts_of
 from replaybuf.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.curriculum import Supply
-from replaybuf.generator.environments import Reward, check_prompts
+from replaybuf.generator.environments import check_prompts, load_rewards
+from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -128,13 +131,38 @@ def check_vocabulary(facts: RunFacts, tokenizer: Tokenizer) -> None:
             )
 
 
-def held_out_prompts(prompts: str, tokenizer: Tokenizer, rewards: Sequence[Reward]) -> list[Prompt]:
-    """Read the prompts of an evaluation. Raises `Invalid` where they never end, or the environment cannot score one."""
+def held_out_set(
+    prompts: str,
+    environment: str,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    temperature: float,
+    samples: int,
+    reward_timeout_s: float,
+    name: str | None = None,
+    max_inflight_prompts: int = 32,
+) -> HeldOut:
+    """Read the prompts of an evaluation and what scores them; it is called after its file where it has no name.
+
+    Raises `Invalid` where the prompts never end, or the environment cannot score one.
+    """
     supply = Supply(prompts, tokenizer)
     if not supply.finite:
         raise Invalid(f"prompts {prompts!r} never end; an evaluation needs an end", name="prompts", value=prompts)
+    rewards = load_rewards(environment)
     check_prompts(rewards, supply.known)
-    return supply.known
+    return HeldOut(
+        name=name or Path(prompts).stem,
+        prompts=supply.known,
+        scorer=Scorer(rewards, timeout_s=reward_timeout_s),
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        samples=samples,
+        max_inflight_prompts=max_inflight_prompts,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
 
 
 def warn_of_overlap(held_out: Iterable[Prompt], training: Iterable[Prompt]) -> None:

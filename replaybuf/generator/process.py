@@ -19,7 +19,6 @@ from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, Server, open_engine
 from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
 from replaybuf.generator.episodes import Episodes
-from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.logprobs import LogprobOptions, open_stages
 from replaybuf.generator.metrics import exposition
@@ -28,7 +27,7 @@ from replaybuf.generator.preflight import (
     check_fit,
     check_group_size,
     check_vocabulary,
-    held_out_prompts,
+    held_out_set,
     max_staleness,
     wait_for_run,
     warn_of_overlap,
@@ -38,6 +37,7 @@ from replaybuf.generator.reward_pool import RewardPool
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.scrape import scraped
+from replaybuf.generator.staleness import StalenessBound
 from replaybuf.generator.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ async def _prepared(
         scoring = Scorer(rewards, timeout_s=options.reward_timeout_s)
     schedule = None
     if options.eval_prompts is not None:
-        schedule = _schedule(options, tokenizer)
+        schedule = _schedule(options, options.eval_prompts, tokenizer)
         warn_of_overlap(schedule.held_out.prompts, read)
         check_fit(
             facts,
@@ -296,22 +296,20 @@ async def _prepared(
         ),
         stages,
         schedule=schedule,
+        staleness=StalenessBound(facts),
     )
 
 
-def _schedule(options: GenerateOptions, tokenizer: Tokenizer) -> Schedule:
+def _schedule(options: GenerateOptions, prompts: str, tokenizer: Tokenizer) -> Schedule:
     """Read the held-out prompts. Raises `Invalid`."""
-    rewards = load_rewards(options.eval_environment or options.environment)
-    prompts = options.eval_prompts or ""
-    held_out = HeldOut(
-        name=Path(prompts).stem,
-        prompts=held_out_prompts(prompts, tokenizer, rewards),
-        scorer=Scorer(rewards, timeout_s=options.reward_timeout_s),
-        tokenizer=tokenizer,
+    held_out = held_out_set(
+        prompts,
+        options.eval_environment or options.environment,
+        tokenizer,
         max_tokens=options.max_tokens,
         temperature=options.eval_temperature,
         samples=options.eval_samples,
-        stop_token_ids=tokenizer.stop_token_ids,
+        reward_timeout_s=options.reward_timeout_s,
     )
     return Schedule(held_out, options.eval_every, adapter=options.adapter, producer=options.producer)
 

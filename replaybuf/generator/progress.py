@@ -30,8 +30,8 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
     `given_back` tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why less is going on than
-    could, None where nothing is waited for; `engines`: how each server is doing; `evaluations`: last result by held-out
-    set.
+    could, None where nothing is waited for; `engines`: how each server is doing, `stages` those of the stages by
+    column; `evaluations`: last result by held-out set.
     """
 
     time: float
@@ -45,6 +45,7 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
     duplicates: int
     given_back: dict[str, int]
     engines: tuple[ServerStatus, ...] = ()
+    stages: dict[str, tuple[ServerStatus, ...]] = {}
     evaluations: dict[str, EvaluationLine] = {}
 
 
@@ -99,7 +100,13 @@ class Progress:
         """Take in what an evaluation came to."""
         self.evaluations[result["name"]] = msgspec.convert(result, EvaluationLine)
 
-    def line(self, now_s: float, waiting: str | None, engines: tuple[ServerStatus, ...] = ()) -> StatusLine:
+    def line(
+        self,
+        now_s: float,
+        waiting: str | None,
+        engines: tuple[ServerStatus, ...] = (),
+        stages: dict[str, tuple[ServerStatus, ...]] | None = None,
+    ) -> StatusLine:
         """Return the numbers, and start the next interval. `now_s` in seconds since the epoch."""
         seconds = max(now_s - self._last_s, 1e-9)
         rollouts, tokens = self.rollouts - self._last_rollouts, self.generated_tokens - self._last_tokens
@@ -115,6 +122,7 @@ class Progress:
             duplicates=self.duplicates,
             given_back=dict(self.given_back),
             engines=engines,
+            stages=stages or {},
             evaluations=dict(self.evaluations),
         )
         self._last_s, self._last_rollouts, self._last_tokens = now_s, self.rollouts, self.generated_tokens

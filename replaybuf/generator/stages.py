@@ -16,6 +16,7 @@ import numpy as np
 
 from replaybuf.aggregation import Aggregator, Window, chunks
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
+from replaybuf.generator.member import ServerStatus
 from replaybuf.group import Bools, Float32s, Group, Int32s
 
 Column: TypeAlias = Literal["ref_logprobs", "teacher_logprobs"]
@@ -54,6 +55,9 @@ class Stage(Protocol):
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as it can compute. Raises `EngineAway` after `timeout_s` seconds."""
 
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Return how each of its servers is doing; none where it has none."""
+
 
 class Stages:
     """Runs stages over groups as whole windows fill.
@@ -77,6 +81,10 @@ class Stages:
                 self.away = _named(stage, error).reason
                 raise
         self.away = None
+
+    def status(self) -> dict[str, tuple[ServerStatus, ...]]:
+        """Return how the servers of every stage are doing, by its column."""
+        return {stage.column: stage.status() for stage in self._stages}
 
     def add(self, group: Group) -> tuple[list[Group], Window[Rollout]] | None:
         """Take in one group; return what is to be completed now, for `complete`."""

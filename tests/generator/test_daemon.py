@@ -37,10 +37,12 @@ from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.logprobs import EngineStage
+from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.stages import Rollout, Stage
+from replaybuf.generator.staleness import StalenessBound
 from replaybuf.group import Admissible, Float32s, Group, check_group
 from tests.generator.doubles import (
     TIMEOUT_S,
@@ -94,6 +96,7 @@ async def world(
     stages: Sequence[Stage] = (),
     prompts: PromptOrder | None = None,
     schedule: Schedule | None = None,
+    staleness: StalenessBound | None = None,
     serve: bool = True,
     **options: Any,
 ) -> AsyncIterator[World]:
@@ -114,6 +117,7 @@ async def world(
             DaemonOptions(**given | options),
             stages,
             schedule,
+            staleness,
         )
         made = World(engine, service, daemon, asyncio.Event())
         try:
@@ -304,6 +308,9 @@ def test_stages_complete_groups_before_they_are_appended(tmp_path: Path) -> None
 
         async def wait_ready(self, timeout_s: float) -> None:
             """It is there."""
+
+        def status(self) -> tuple[ServerStatus, ...]:
+            return ()
 
     async def main() -> None:
         async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=5), stages=[Reference()]) as w:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,7 @@ from replaybuf.generator.environments import Score
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.scrape import scraped
 from tests.generator.doubles import Broken, EngineDouble, Gate, ServiceDouble, fail
-from tests.generator.test_daemon import run, world
+from tests.generator.test_daemon import reference, run, world
 
 
 def samples(text: bytes) -> dict[str, float]:
@@ -69,6 +70,28 @@ def test_what_goes_on_is_told_while_it_goes_on(tmp_path: Path) -> None:
             assert "sampled_version" not in told
             gate.open.set()
             await w.end()
+
+    run(main())
+
+
+def test_the_engines_of_stages_are_told_with_their_stage(tmp_path: Path) -> None:
+    """In the metrics, and as the policy's are in every line of the metrics file."""
+    file = tmp_path / "generate.jsonl"
+
+    async def main() -> None:
+        async with (
+            EngineDouble().up() as judge,
+            reference(judge) as stage,
+            world(tmp_path, EngineDouble(), ServiceDouble(prompts=2), stages=[stage], metrics_file=file) as w,
+        ):
+            judge.script.append(fail(400))
+            await w.run()
+            told = samples(exposition("r", w.daemon))
+            assert told["stage_engine_up{stage=ref_logprobs}"] == 1
+            assert told["stage_requests_total{outcome=ok,stage=ref_logprobs}"] == 1
+            assert told["stage_requests_total{outcome=engine_refused,stage=ref_logprobs}"] == 1
+            (line,) = json.loads(file.read_text().splitlines()[-1])["stages"]["ref_logprobs"]
+            assert (line["url"], line["state"], line["fault"]) == (judge.url, "up", None)
 
     run(main())
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
+from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.stages import Column, Rollout, Stage, Stages
 from replaybuf.group import Admissible, Float32s, Group, check_group
 from tests import builders
@@ -38,6 +39,9 @@ class Sums:
     async def wait_ready(self, timeout_s: float) -> None:
         if self.fault is not None:
             raise self.fault
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        return ()
 
     async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
         self.seen.append(len(rollouts))

@@ -34,7 +34,7 @@ class Calls(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer with the next scripted status of this path, else 200; status 0 drops the connection."""
         length = int(self.headers.get("content-length") or 0)
-        asked = json.loads(self.rfile.read(length)) if length else None
+        asked: Any = json.loads(self.rfile.read(length)) if length else None
         self.engine.seen.append((self.path, asked))
         scripted = self.engine.answers.get(self.path.partition("?")[0], [])
         status = scripted.pop(0) if scripted else 200

@@ -1,0 +1,84 @@
+"""The bound on staleness follows the run's strategy while generators run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaybuf.calls import RunFacts, StrategyFacts
+from replaybuf.errors import ServiceUnavailable
+from replaybuf.generator import staleness as staleness_module
+from replaybuf.generator.staleness import StalenessBound
+from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
+from tests.generator.test_daemon import run, sampled_by, until, world
+
+NAME = "one-step-off-policy"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness_module, "LOOK_EVERY_S", 0.01)
+
+
+def strategy(max_staleness: int) -> dict[str, Any]:
+    return {"name": NAME, "options": {"max_staleness": max_staleness}}
+
+
+def bound(max_staleness: int) -> StalenessBound:
+    """A bound of a generator that started when the run's was this."""
+    return StalenessBound(RunFacts(strategy=StrategyFacts(NAME, {"max_staleness": max_staleness})))
+
+
+@pytest.mark.parametrize(("then", "kept"), [(1, False), (4, True)])
+def test_a_group_in_flight_is_judged_by_the_bound_that_the_run_has_by_then(
+    tmp_path: Path, then: int, kept: bool
+) -> None:
+    """It is three versions old when it comes; the bound was 2 at the start."""
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(version=3), ServiceDouble(prompts=1, strategy=strategy(2))
+        service.published, engine.always = 3, sampled_by(3, gate)
+        async with world(tmp_path, engine, service, staleness=bound(2), max_staleness=2) as w:
+            w.start()
+            await gate.requests(1)
+            service.config["strategy"] = strategy(then)
+            fleet = w.daemon._engine
+            await until(lambda: fleet.max_staleness == then)
+            engine.version = 6
+            await service.change(published=6)
+            await until(lambda: w.daemon.published == 6)
+            gate.open.set()
+            if kept:
+                await service.until(lambda: bool(service.groups))
+            else:
+                await until(lambda: bool(w.daemon.progress.given_back))
+            w.stop.set()
+            await w.end()
+            assert w.daemon.progress.given_back == ({} if kept else {"superseded": 1})
+
+    run(main())
+
+
+def test_a_strategy_that_is_not_installed_here_bounds_nothing_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        service = ServiceDouble(strategy={"name": "elsewhere", "options": {}})
+        service.open = 0
+        # The service is away once: the bound is that of before until it answers.
+        service.faults["run"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0)])
+        async with world(tmp_path, EngineDouble(), service, staleness=bound(2), max_staleness=2) as w:
+            w.start()
+            fleet = w.daemon._engine
+            await until(lambda: fleet.max_staleness is None)
+            for _ in range(5):
+                await asyncio.sleep(staleness_module.LOOK_EVERY_S)
+            w.stop.set()
+            await w.end()
+
+    run(main())
+    assert caplog.text.count("staleness of groups in flight is not watched") == 1
