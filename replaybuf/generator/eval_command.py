@@ -19,7 +19,7 @@ from replaybuf.client import AsyncClient
 from replaybuf.errors import Invalid
 from replaybuf.generator.engines import open_engine
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.preflight import check_least, held_out_set
+from replaybuf.generator.preflight import check_least, check_tokenizer, held_out_set
 from replaybuf.generator.tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
@@ -100,10 +100,11 @@ def evaluate_command(
         "max_inflight_prompts": max_inflight_prompts,
     }.items():
         check_least(option, value, 1)
+    model_folder = Tokenizer(tokenizer)
     held_out = held_out_set(
         prompts,
         environment,
-        Tokenizer(tokenizer),
+        model_folder,
         max_tokens=max_tokens,
         temperature=temperature,
         samples=samples,
@@ -112,12 +113,14 @@ def evaluate_command(
         max_inflight_prompts=max_inflight_prompts,
     )
     wanted, key = model or adapter or None, engine_api_key
-    fleet = Fleet([open_engine(address, timeout_s=engine_timeout_s, model=wanted, api_key=key) for address in engine])
+    servers = [open_engine(address, timeout_s=engine_timeout_s, model=wanted, api_key=key) for address in engine]
+    fleet = Fleet(servers)
 
     async def evaluated() -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(fleet.aclose)
             await fleet.prepare(start_timeout_s)
+            await check_tokenizer(servers, model_folder, held_out.prompts)
             result = await held_out.evaluate(fleet)
             result |= {"adapter": adapter, "producer": f"{socket.gethostname()}-{os.getpid()}"}
             if url is not None and run is not None:

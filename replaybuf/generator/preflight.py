@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from replaybuf import plugins
@@ -13,6 +13,7 @@ from replaybuf.calls import RunFacts, facts_of
 from replaybuf.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.curriculum import Supply
+from replaybuf.generator.engines import Server
 from replaybuf.generator.environments import check_prompts, load_rewards
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
@@ -20,6 +21,8 @@ from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_COMPARED_PROMPTS = 16
 
 
 async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
@@ -128,6 +131,26 @@ def check_vocabulary(facts: RunFacts, tokenizer: Tokenizer) -> None:
                 name="tokenizer",
                 value=tokenizer.vocab_size,
                 bound=bound,
+            )
+
+
+async def check_tokenizer(servers: Sequence[Server], tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Refuse a tokenizer that encodes prompts otherwise than that of a server does. Raises `Invalid`.
+
+    Special tokens are left out; one that a server puts first all the same is passed over.
+    """
+    text = "".join(prompt.text for prompt in prompts[:_COMPARED_PROMPTS])
+    ours = tokenizer.encode(text, add_special_tokens=False)
+    for server in servers:
+        theirs = await server.tokenized(text)
+        if theirs is not None and ours not in (theirs, theirs[1:]):
+            at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+            raise Invalid(
+                f"tokenizer {tokenizer.folder} is not that of model {server.model!r} at {server.url}: it encodes the "
+                f"first prompts to {len(ours)} tokens, the server to {len(theirs)}, and they differ from token {at} on",
+                name="tokenizer",
+                value=str(tokenizer.folder),
+                bound=server.url,
             )
 
 

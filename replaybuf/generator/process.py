@@ -26,6 +26,7 @@ from replaybuf.generator.preflight import (
     check_adapter,
     check_fit,
     check_group_size,
+    check_tokenizer,
     check_vocabulary,
     held_out_set,
     max_staleness,
@@ -239,6 +240,7 @@ async def _prepared(
     group_size = check_group_size(options.group_size, facts)
     engine.max_staleness = max_staleness(facts)
     await engine.prepare(options.start_timeout_s)
+    await check_tokenizer(servers, tokenizer, read)
     stages = await open_stages(
         options.logprobs,
         stack,

@@ -91,6 +91,7 @@ async def world(
     *,
     environment: Environment | None = None,
     reward_timeout_s: float = TIMEOUT_S,
+    engine_timeout_s: float = TIMEOUT_S,
     patience_s: float = TIMEOUT_S,
     max_staleness: int | None = None,
     stages: Sequence[Stage] = (),
@@ -107,7 +108,8 @@ async def world(
         if serve:
             await stack.enter_async_context(service.up())
         client = await stack.enter_async_context(AsyncClient(service.url, "r", timeout_s=TIMEOUT_S))
-        fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], patience_s=patience_s, max_staleness=max_staleness)
+        server = VllmEngine(engine.url, timeout_s=engine_timeout_s)
+        fleet = Fleet([server], patience_s=patience_s, max_staleness=max_staleness)
         daemon = Daemon(
             client,
             fleet,

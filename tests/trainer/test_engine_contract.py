@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
-from tests.trainer.reference_contract import ReferenceContract
+from tests.trainer.model_contract import ModelContract
 from tests.trainer.served import ServedEngine
 
 
@@ -26,8 +26,8 @@ class TestTinyEngine(EngineContract):
         yield ServedOverVllmApi(self.engine.url, vocab_size=98, prompt=[70, 88, 79, 79, 68, 33])
 
 
-class TestTinyEngineAsReference(ReferenceContract):
-    """By prompt_logprobs of /v1/completions."""
+class TestTinyEnginesModel(ModelContract):
+    """By prompt_logprobs of /v1/completions, and /tokenize."""
 
     @pytest.fixture(autouse=True)
     def _served(self, shared_engine: ServedEngine, models: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from replaybuf_trainer.publisher import EnginePublisher
 from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
-from tests.trainer.reference_contract import TIMEOUT_S, ReferenceContract
+from tests.trainer.model_contract import TIMEOUT_S, ModelContract
 from tests.vllm.served import VOCAB_SIZE
 
 
@@ -27,8 +27,8 @@ class TestVllm(EngineContract):
         yield ServedOverVllmApi(self.url, vocab_size=VOCAB_SIZE, prompt=[70, 88, 79, 79, 68, 33])
 
 
-class TestVllmAsReference(ReferenceContract):
-    """By prompt_logprobs of /v1/completions."""
+class TestVllmsModel(ModelContract):
+    """By prompt_logprobs of /v1/completions, and /tokenize."""
 
     @pytest.fixture(autouse=True)
     def _served(self, vllm: str, versions: list[Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from replaybuf.generator.engines.load import Load, read_load
 from replaybuf.generator.engines.protocol import Sample, Sampling
 from replaybuf.generator.engines.wire import NOT_FOUND, Wire
 from replaybuf.group import Int32s
+
+logger = logging.getLogger(__name__)
 
 INITIAL_WEIGHTS = "default"
 """What vLLM and SGLang call their weights until a version is set: those they were started with, version 0."""
@@ -30,6 +33,10 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +111,15 @@ class HttpEngine(abc.ABC):
         except EngineFault:
             return False
         return True
+
+    async def tokenized(self, text: str) -> list[int] | None:
+        """Ask for the token ids of a text by the server's own tokenizer; see `Server.tokenized`."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            return (await self._wire.ask("POST", "/tokenize", _Tokenized, body)).tokens
+        except EngineFault as fault:
+            logger.info("tokenizers are not compared: %s", fault)
+            return None
 
     async def loaded_version(self) -> int | None:
         """Ask for the policy version loaded now. Raises `EngineUnfit` where the label is no number."""

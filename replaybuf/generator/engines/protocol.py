@@ -106,6 +106,9 @@ class Server(Engine, Protocol):
     async def loaded_version(self) -> int | None:
         """Ask for the policy version of the weights loaded now; None where the server does not tell."""
 
+    async def tokenized(self, text: str) -> list[int] | None:
+        """Encode a text by the server's own tokenizer, without special tokens; None where it does not tell."""
+
     async def load(self) -> Load | None:
         """Ask how many rollouts run and wait there; None where the server does not tell. Raises `EngineFault`."""
 

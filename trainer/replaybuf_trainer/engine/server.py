@@ -53,6 +53,14 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     stream: bool = False
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """A text to encode."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
 class RpcRequest(msgspec.Struct, frozen=True):
     """A call to every worker; `reload_weights` is the one there is."""
 
@@ -141,6 +149,10 @@ def _error(status: int, message: str, parameter: str | None = None) -> Response:
     return _json({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
+def _no_such_model(engine: Engine, model: str | None) -> Response:
+    return _error(404, f"model {model!r} does not exist; this server has {engine.name!r}", "model")
+
+
 async def _read(request: Request, shape: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await request.body(), type=shape)
@@ -157,7 +169,7 @@ async def _completions(request: Request) -> Response:
     engine = _engine(request)
     asked: CompletionRequest = await _read(request, CompletionRequest)
     if asked.model not in (None, engine.name):
-        return _error(404, f"model {asked.model!r} does not exist; this server has {engine.name!r}", "model")
+        return _no_such_model(engine, asked.model)
     rows = engine.rows(asked)
     await asyncio.wrap_future(engine.worker.submit(rows))
     choices = [_choice(engine, asked, number, row) for number, row in enumerate(rows)]
@@ -177,6 +189,15 @@ async def _completions(request: Request) -> Response:
             },
         }
     )
+
+
+async def _tokenize(request: Request) -> Response:
+    engine = _engine(request)
+    asked: TokenizeRequest = await _read(request, TokenizeRequest)
+    if asked.model not in (None, engine.name):
+        return _no_such_model(engine, asked.model)
+    tokens = engine.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+    return _json({"count": len(tokens), "max_model_len": engine.context_tokens, "tokens": tokens})
 
 
 def _choice(engine: Engine, asked: CompletionRequest, number: int, row: Row) -> dict[str, Any]:
@@ -295,6 +316,7 @@ def application(engine: Engine) -> Starlette:
         routes=[
             Route("/v1/completions", _completions, methods=["POST"]),
             Route("/v1/models", _models),
+            Route("/tokenize", _tokenize, methods=["POST"]),
             Route("/health", _health),
             Route("/metrics", _metrics),
             Route("/pause", _pause, methods=["POST"]),

@@ -1,9 +1,14 @@
-"""What a server must do that is asked for logprobs of given tokens (`--ref-engine`), the tiny engine or a real vLLM."""
+"""What a server must do with its model folder: logprobs of given tokens (`--ref-engine`), and the folder's tokenizer.
+
+The tiny engine and a real vLLM pass it.
+"""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import json
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,20 +16,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replaybuf.errors import EngineFault
+from replaybuf.errors import EngineFault, Invalid
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.logprobs import EngineStage, LogprobOptions, open_stages
+from replaybuf.generator.preflight import check_tokenizer
 from replaybuf.generator.stages import Rollout
+from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf.group import Float32s, Int32s
 from replaybuf_trainer.logprobs import PackedLogprobs
+from tests.generator.doubles import make_prompt
 
 BOUND = 1e-3
 """In nats, between float32 here and float32 there; the weights of another version differ by more."""
 TIMEOUT_S = 120.0
 
 
-class ReferenceContract(abc.ABC):
-    """Logprobs of given tokens are those of the model that is served."""
+class ModelContract(abc.ABC):
+    """Logprobs of given tokens are those of the model that is served; its tokenizer is that of the folder."""
 
     url: str
     folder: Path
@@ -33,7 +41,7 @@ class ReferenceContract(abc.ABC):
     """One with the same shape and other weights."""
     vocab_size = 98
 
-    def test_they_are_those_of_torch_on_packed_rows_and_not_those_of_other_weights(self) -> None:
+    def test_logprobs_are_those_of_torch_on_packed_rows_and_not_those_of_other_weights(self) -> None:
         """For lengths from one token to the whole context, prompts that are shared, and again from a warm cache."""
 
         async def main(stage: EngineStage) -> None:
@@ -52,7 +60,7 @@ class ReferenceContract(abc.ABC):
 
         self.run(main)
 
-    def test_of_tokens_that_it_sampled_itself_they_are_those_it_sampled_them_with(self) -> None:
+    def test_logprobs_of_tokens_that_it_sampled_itself_are_those_it_sampled_them_with(self) -> None:
         """So reference and inference logprobs compare, whatever was asked for beside them."""
 
         async def main(stage: EngineStage) -> None:
@@ -79,6 +87,26 @@ class ReferenceContract(abc.ABC):
             assert len(values) == longest - 100
 
         self.run(main)
+
+    def test_a_tokenizer_that_is_not_the_models_is_refused_with_its_folder(self, tmp_path: Path) -> None:
+        """One of the same size, in which two letters changed places."""
+        own, swapped = Tokenizer(self.folder), tmp_path / "swapped"
+        shutil.copytree(self.folder, swapped, ignore=shutil.ignore_patterns("*.safetensors"))
+        described = json.loads((swapped / "tokenizer.json").read_text())
+        letters = described["model"]["vocab"]
+        letters["a"], letters["b"] = letters["b"], letters["a"]
+        (swapped / "tokenizer.json").write_text(json.dumps(described))
+        prompts = [make_prompt("cdcd"), make_prompt("dab")]
+
+        async def main() -> None:
+            server = VllmEngine(self.url, timeout_s=TIMEOUT_S)
+            await server.prepare()
+            await check_tokenizer([server], own, prompts)
+            with pytest.raises(Invalid, match=rf"{swapped} is not that of model 'policy' at {self.url}: .* token 5 on"):
+                await check_tokenizer([server], Tokenizer(swapped), prompts)
+            await server.aclose()
+
+        asyncio.run(main())
 
     def ids(self, random: np.random.Generator, tokens: int) -> Int32s:
         """Draw ordinary token ids, int32 [tokens]."""
