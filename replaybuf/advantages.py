@@ -2,14 +2,15 @@
 
 A registry by the name that the run configuration's `advantage` holds. All are pure functions
 `rewards float64 [n], tokens float64 [n] -> advantages float64 [n]`, `tokens` the sampled tokens of each rollout. Every
-token of a rollout gets the rollout's advantage: a group has no column for advantages per token, so process rewards
-enter as the sum or mean that an environment makes of them. With r the rewards, T the tokens, of n rollouts:
+token of a rollout gets the rollout's advantage, but with process rewards, of which `process_advantages` makes one per
+token. With r the rewards, T the tokens, of n rollouts:
 
 ==============  ====================================  =======================================
 `grpo`          (r - mean(r)) / (std(r) + 1e-6)       sum over rollouts is 0
 `dr-grpo`       r - mean(r)                           sum over rollouts is 0
 `rloo`          r_i - mean of the other rewards       sum over rollouts is 0
 `rloo-length`   rloo_i * mean(T) / T_i                sum over all tokens is 0
+`process`       `grpo`; with steps, one per token     sum over all steps is 0
 ==============  ====================================  =======================================
 
 All give exact zeros where all rewards are equal: such a group teaches nothing, and is flagged, not dropped.
@@ -17,12 +18,16 @@ All give exact zeros where all rewards are equal: such a group teaches nothing, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from replaybuf.errors import Invalid
-from replaybuf.group import Float64s, Group
+from replaybuf.group import Float32s, Float64s, Group, Int32s
+
+Step: TypeAlias = tuple[int, float]
+"""Where a step of a rollout ends, and its reward."""
 
 GRPO_EPSILON = 1e-6
 """Keeps the division finite where a group's rewards hardly differ; in units of reward."""
@@ -73,9 +78,38 @@ def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
     return levelled
 
 
+def process_advantages(steps: Sequence[Sequence[Step]], lengths: Int32s) -> Float32s:
+    """Compute advantages per completion token, float32 [C], from the rewards of the steps of each of n rollouts.
+
+    `steps[i]`: (one past the last token of the step, its reward), ends in 1..`lengths[i]`, in any order. The rewards of
+    all steps of the group are normalised together, and a token has the sum of those of the steps that it is in or comes
+    before: Shao et al. 2024, "DeepSeekMath", section 4.1.3 (process supervision); standard deviation and epsilon as in
+    `grpo`, which this is where every rollout has one step at its end. Tokens behind the last step have 0. All are 0
+    where all rewards are equal. Raises `Invalid` where there is no step, an end is out of range, or as `advantages`.
+    """
+    normalised = iter(advantages("grpo", np.array([reward for rollout in steps for _, reward in rollout], np.float64)))
+    columns: list[Float64s] = []
+    for number, (rollout, length) in enumerate(zip(steps, lengths.tolist(), strict=True)):
+        ending = np.zeros(length, np.float64)
+        for end, _ in rollout:
+            if not 1 <= end <= length:
+                raise Invalid(
+                    f"a step of rollout {number} ends at token {end}; its completion has {length}",
+                    name="steps",
+                    value=end,
+                    bound=length,
+                )
+            ending[end - 1] += next(normalised)
+        columns.append(ending[::-1].cumsum()[::-1])
+    return np.concatenate(columns).astype(np.float32)
+
+
+PROCESS = "process"
+"""The estimator that heeds steps; without any, the reward is the reward of one step at the end."""
 ESTIMATORS: dict[str, Callable[[Float64s, Float64s], Float64s]] = {
     "dr-grpo": dr_grpo,
     "grpo": grpo,
+    PROCESS: grpo,
     "rloo": rloo,
     "rloo-length": rloo_length,
 }

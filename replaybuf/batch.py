@@ -317,7 +317,9 @@ def _fill_tokens(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank:
         for name, values in logprobs.items():
             column = getattr(group, name)
             values += (blank.zeros[:p], blank.zeros[:c] if column is None else column[completion])
-        if group.advantages is not None:
+        if group.token_advantages is not None:
+            out["advantages"][end + p : end + tokens] = group.token_advantages[completion]
+        elif group.advantages is not None:
             out["advantages"][end + p : end + tokens] = group.advantages[segment.rollout]
         end += tokens
     np.concatenate(ids, out=out["input_ids"])

@@ -51,6 +51,7 @@ KINDS = {
     "inference_logprobs": _kind("<f4", "completion token"),
     "ref_logprobs": _kind("<f4", "completion token"),
     "teacher_logprobs": _kind("<f4", "completion token"),
+    "token_advantages": _kind("<f4", "completion token"),
     "prompt_lengths": _kind("<i4", "rollout"),
     "completion_lengths": _kind("<i4", "rollout"),
     "rewards": _kind("<f8", "rollout"),
@@ -61,7 +62,7 @@ KINDS = {
 """Columns by name, those with a value per token first; beside them stand the parts of the rewards, `rewards.<name>`."""
 PART_PREFIX = "rewards."
 PER_TOKEN = frozenset(name for name, kind in KINDS.items() if kind.per.endswith("token"))
-_REQUIRED = KINDS.keys() - {"ref_logprobs", "teacher_logprobs", "advantages"}
+_REQUIRED = KINDS.keys() - {"ref_logprobs", "teacher_logprobs", "token_advantages", "advantages"}
 _LENGTH_BYTES, _SPAN_BYTES = KINDS["prompt_lengths"].value_bytes, KINDS["version_spans"].value_bytes
 _COMPRESSED = frozenset({"prompt_ids", "completion_ids", "completion_mask"})
 """What a producer compresses: logprobs are noise to zstd."""

@@ -29,6 +29,7 @@ from replaybuf.columns import (
     ALIGNMENT_BYTES,
     KINDS,
     PART_PREFIX,
+    PER_TOKEN,
     Column,
     columns_of,
     compressed,
@@ -108,7 +109,7 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
         raise _too_large("frame", end + saved, LARGEST_FRAME_BYTES)
     gap = bytes(start - _PREFIX.size - len(header))
     pieces[0] = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, gap))
-    large = 2 * (4 + (group.ref_logprobs is not None) + (group.teacher_logprobs is not None))
+    large = 2 * sum(name in PER_TOKEN for name in arrays)
     pieces[large:] = [b"".join(pieces[large:])]  # columns per token stand first; what is left is small
     crc = 0
     for piece in pieces:
@@ -148,6 +149,7 @@ def decode_frame(
         inference_logprobs=arrays["inference_logprobs"],
         ref_logprobs=arrays.get("ref_logprobs"),
         teacher_logprobs=arrays.get("teacher_logprobs"),
+        token_advantages=arrays.get("token_advantages"),
         rewards=arrays["rewards"],
         advantages=arrays.get("advantages"),
         reward_parts={n.removeprefix(PART_PREFIX): a for n, a in arrays.items() if n not in KINDS},

@@ -45,6 +45,7 @@ class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     completion_mask: list[int] | None = None
     ref_logprobs: list[float] | None = None
     teacher_logprobs: list[float] | None = None
+    token_advantages: list[float] | None = None
     rewards: dict[str, float] = {}
     advantage: float | None = None
     version_spans: list[tuple[int, int, int]] | None = None
@@ -73,6 +74,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     - `completion_mask` bool [C]: False = token not sampled by the policy (tool or environment text)
     - `inference_logprobs`, `ref_logprobs`, `teacher_logprobs` float32 [C], nats
     - `rewards`, `advantages` float64 [n]; `reward_parts` float64 [n] by name
+    - `token_advantages` float32 [C]: train on these, where they are there, instead of one for the whole rollout
     - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
     - `temperatures` float32 [n], `finish_reasons` one per rollout
     """
@@ -92,6 +94,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     finish_reasons: tuple[str | None, ...]
     ref_logprobs: Float32s | None = None
     teacher_logprobs: Float32s | None = None
+    token_advantages: Float32s | None = None
     advantages: Float64s | None = None
     reward_parts: dict[str, Float64s] = {}
     ticket: str | None = None
@@ -172,6 +175,7 @@ def group_from_json(wire: GroupJson) -> Group:
         inference_logprobs=_flat([r.inference_logprobs for r in rollouts]),
         ref_logprobs=_optional("ref_logprobs", [r.ref_logprobs for r in rollouts]),
         teacher_logprobs=_optional("teacher_logprobs", [r.teacher_logprobs for r in rollouts]),
+        token_advantages=_optional("token_advantages", [r.token_advantages for r in rollouts]),
         rewards=np.array([r.reward for r in rollouts], np.float64),
         advantages=np.array([r.advantage for r in rollouts], np.float64) if rollouts and all(has_advantage) else None,
         reward_parts={name: np.array([r.rewards[name] for r in rollouts], np.float64) for name in names},
@@ -200,10 +204,9 @@ def group_to_json(group: Group) -> GroupJson:
                 completion_ids=group.completion_ids[completion].tolist(),
                 completion_mask=group.completion_mask[completion].astype(np.int32).tolist(),
                 inference_logprobs=group.inference_logprobs[completion].tolist(),
-                ref_logprobs=None if group.ref_logprobs is None else group.ref_logprobs[completion].tolist(),
-                teacher_logprobs=None
-                if group.teacher_logprobs is None
-                else group.teacher_logprobs[completion].tolist(),
+                ref_logprobs=_listed(group.ref_logprobs, completion),
+                teacher_logprobs=_listed(group.teacher_logprobs, completion),
+                token_advantages=_listed(group.token_advantages, completion),
                 reward=float(group.rewards[number]),
                 rewards={name: float(part[number]) for name, part in group.reward_parts.items()},
                 advantage=None if group.advantages is None else float(group.advantages[number]),
@@ -222,6 +225,10 @@ def group_to_json(group: Group) -> GroupJson:
         rollouts=rollouts,
         metadata=group.metadata,
     )
+
+
+def _listed(column: Float32s | None, completion: slice) -> list[float] | None:
+    return None if column is None else column[completion].tolist()
 
 
 def check_group(group: Group, bounds: Admissible) -> Rejection | None:
@@ -288,8 +295,9 @@ def _check_numbers(group: Group) -> Rejection | None:
     for name, values in [("reward", group.rewards), *((f"rewards.{k}", v) for k, v in group.reward_parts.items())]:
         if not (np.abs(values) <= LARGEST_SCORE).all():
             return Rejection("non_finite_rewards", f"{name} holds NaN, infinity or a value beyond float32")
-    if group.advantages is not None and not (np.abs(group.advantages) <= LARGEST_SCORE).all():
-        return Rejection("non_finite_advantages", "advantage holds NaN, infinity or a value beyond float32")
+    for name, given in (("advantage", group.advantages), ("token_advantages", group.token_advantages)):
+        if given is not None and not (np.abs(given) <= LARGEST_SCORE).all():
+            return Rejection("non_finite_advantages", f"{name} holds NaN, infinity or a value beyond float32")
     if not (np.isfinite(group.temperatures).all() and (group.temperatures >= 0).all()):
         return Rejection("bad_temperature", "temperature holds a negative or non-finite value; 0 or more is needed")
     return None
@@ -341,7 +349,7 @@ def _refused(reason: str, name: str, value: object, bound: str) -> GroupRejected
 
 def _check_lengths(number: int, rollout: RolloutJson) -> None:
     expected = len(rollout.completion_ids)
-    for name in ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs"):
+    for name in ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs", "token_advantages"):
         values = getattr(rollout, name)
         if values is not None and len(values) != expected:
             raise _refused(
@@ -428,6 +436,7 @@ def truncate(group: Group, seq_len: int) -> Group:
         inference_logprobs=group.inference_logprobs[keep],
         ref_logprobs=taken(group.ref_logprobs),
         teacher_logprobs=taken(group.teacher_logprobs),
+        token_advantages=taken(group.token_advantages),
         version_spans=spans,
         finish_reasons=tuple("length" if c else r for c, r in zip(cut.tolist(), group.finish_reasons, strict=True)),
     )

@@ -67,7 +67,11 @@ FINISH_REASONS = st.sampled_from([None, "stop", "length", "abort"])
 METADATA = st.dictionaries(
     TEXTS,
     st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | TEXTS,
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**53), 2**53)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | TEXTS,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
         max_leaves=6,
     ),
@@ -88,7 +92,7 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
     """Draw a group on the wire that any run without bounds takes, every field used at one time or another."""
     version = draw(st.integers(0, 5))
     size = draw(st.integers(1, 4))
-    given = {name: draw(st.booleans()) for name in ("mask", "ref", "teacher", "advantage", "spans")}
+    given = {name: draw(st.booleans()) for name in ("mask", "ref", "teacher", "advantage", "by_token", "spans")}
     parts = draw(st.lists(TEXTS, max_size=2, unique=True))
     rollouts = []
     for _ in range(size):
@@ -105,6 +109,7 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
                 inference_logprobs=per_token(LOGPROBS),
                 ref_logprobs=per_token(LOGPROBS, "ref"),
                 teacher_logprobs=per_token(LOGPROBS, "teacher"),
+                token_advantages=per_token(st.floats(-1e6, 1e6, width=32), "by_token"),
                 reward=draw(SCORES),
                 rewards={name: draw(SCORES) for name in parts},
                 advantage=draw(SCORES) if given["advantage"] else None,
@@ -139,6 +144,7 @@ COLUMNS = (
     "inference_logprobs",
     "ref_logprobs",
     "teacher_logprobs",
+    "token_advantages",
     "rewards",
     "advantages",
     "version_spans",

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.advantages import ESTIMATORS, GRPO_EPSILON, advantages, check_estimator, group_advantages
+from replaybuf.advantages import (
+    ESTIMATORS,
+    GRPO_EPSILON,
+    Step,
+    advantages,
+    check_estimator,
+    group_advantages,
+    process_advantages,
+)
 from replaybuf.errors import Invalid
 from replaybuf.group import Float64s, GroupJson, RolloutJson, group_from_json
 
@@ -71,7 +79,7 @@ def test_equal_rewards_give_exact_zeros(name: str) -> None:
 
 
 def test_an_unknown_estimator_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(Invalid, match=r"advantage is 'ppo'; valid: dr-grpo, grpo, rloo, rloo-length"):
+    with pytest.raises(Invalid, match=r"advantage is 'ppo'; valid: dr-grpo, grpo, process, rloo, rloo-length"):
         check_estimator("ppo")
 
 
@@ -128,3 +136,55 @@ def test_rloo_is_what_its_definition_says(rewards: Float64s) -> None:
 @given(REWARDS)
 def test_grpo_advantages_are_bounded_by_the_group_size(rewards: Float64s) -> None:
     assert np.abs(advantages("grpo", rewards)).max() <= np.sqrt(len(rewards)) * (1 + 1e-9)
+
+
+# ---------------------------------------------------------------------- process rewards
+
+STEPS = st.lists(
+    st.integers(1, 12).flatmap(
+        lambda length: st.tuples(
+            st.lists(st.tuples(st.integers(1, length), st.floats(-10, 10)), max_size=4), st.just(length)
+        )
+    ),
+    min_size=1,
+    max_size=5,
+).filter(lambda rollouts: any(steps for steps, _ in rollouts))
+"""Rollouts of a group: the steps of each, and its tokens."""
+
+
+@given(STEPS)
+def test_a_token_has_the_normalised_rewards_of_the_steps_that_it_is_in_or_before(
+    rollouts: list[tuple[list[Step], int]],
+) -> None:
+    """DeepSeekMath, section 4.1.3, written out token by token."""
+    steps, lengths = [steps for steps, _ in rollouts], np.array([length for _, length in rollouts], np.int32)
+    every = np.array([reward for taken in steps for _, reward in taken])
+    mean, spread = every.mean(), every.std()
+    flat = (every == every[0]).all()
+    expected = [
+        0.0 if flat else sum((reward - mean) / (spread + GRPO_EPSILON) for end, reward in taken if end > token)
+        for taken, length in rollouts
+        for token in range(length)
+    ]
+    found = process_advantages(steps, lengths)
+    assert found.dtype == np.float32
+    assert found == pytest.approx(np.array(expected), rel=1e-4, abs=1e-4)
+
+
+@given(REWARDS)
+def test_one_step_at_the_end_of_every_rollout_is_grpo(rewards: Float64s) -> None:
+    lengths = np.arange(1, len(rewards) + 1, dtype=np.int32)
+    steps = [[(int(length), float(reward))] for length, reward in zip(lengths, rewards, strict=True)]
+    expected = np.repeat(advantages("grpo", rewards), lengths)
+    assert process_advantages(steps, lengths) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("end", [0, 4, -1])
+def test_a_step_that_ends_outside_its_completion_is_refused(end: int) -> None:
+    with pytest.raises(Invalid, match=rf"a step of rollout 1 ends at token {end}; its completion has 3"):
+        process_advantages([[(2, 1.0)], [(end, 0.0)]], np.array([2, 3], np.int32))
+
+
+def test_steps_without_any_reward_are_refused() -> None:
+    with pytest.raises(Invalid, match="rewards is empty"):
+        process_advantages([[], []], np.array([2, 3], np.int32))

@@ -108,7 +108,8 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         tokens["position_ids"] += range(length)
         tokens["loss_mask"] += mask
         advantage = np.float32(0.0 if one.advantage is None else one.advantage)
-        tokens["advantages"] += [0.0] * prompt + [bit * advantage for bit in mask[prompt:]]
+        by_token = [0.0] * prompt + (one.token_advantages or [advantage] * len(one.completion_ids))
+        tokens["advantages"] += [bit * value for bit, value in zip(mask, by_token, strict=True)]
         for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):
             values = [0.0] * prompt + list(getattr(one, name) or [0.0] * len(one.completion_ids))
             tokens[name] += [bit * value for bit, value in zip(mask, values, strict=True)]

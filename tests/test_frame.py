@@ -30,6 +30,7 @@ def sample() -> Group:
                 completion_mask=[1, 0, 1],
                 ref_logprobs=[-1.0] * 3,
                 teacher_logprobs=[-2.0] * 3,
+                token_advantages=[0.5] * 3,
                 advantage=float(k),
                 rewards={"correct": 1.0},
                 finish_reason="stop",

@@ -27,7 +27,13 @@ from replaybuf.group import (
 from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, steady, wire_group, wire_groups
 
 NAN, INF = math.nan, math.inf
-FIELDS_PER_TOKEN = ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs")
+FIELDS_PER_TOKEN = (
+    "completion_mask",
+    "inference_logprobs",
+    "ref_logprobs",
+    "teacher_logprobs",
+    "token_advantages",
+)
 
 
 def reason_of(made: Group, **bounds: Any) -> str | None:
@@ -101,6 +107,7 @@ def test_lists_of_another_length_are_refused_with_their_name(name: str, length: 
         ("partial_advantages", {"advantage": 0.5}, {}),
         ("length_mismatch", {"ref_logprobs": [-1.0] * 3}, {}),
         ("length_mismatch", {"teacher_logprobs": [-1.0] * 3}, {}),
+        ("length_mismatch", {"token_advantages": [-1.0] * 3}, {}),
         ("length_mismatch", {"rewards": {"correct": 1.0}}, {}),
         ("length_mismatch", {"rewards": {"correct": 1.0}}, {"rewards": {"style": 1.0}}),
         ("bad_mask", {}, {"completion_mask": [0, 1, 2]}),
@@ -201,6 +208,8 @@ def test_logprobs_of_other_models_are_held_to_the_same_rule(name: str, value: fl
 def test_an_advantage_that_no_float32_holds_is_refused(bad: float) -> None:
     """Times a mask of 0 it would be NaN in the trainer's loss."""
     assert reason_of(group(rollout(advantage=0.0), rollout(advantage=bad))) == "non_finite_advantages"
+    by_token = [rollout(token_advantages=[0.0, value, 0.0]) for value in (0.5, bad)]
+    assert reason_of(group(*by_token)) == "non_finite_advantages"
 
 
 @pytest.mark.parametrize(

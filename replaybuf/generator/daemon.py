@@ -38,6 +38,7 @@ from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
+from replaybuf.generator.steps import by_text
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
@@ -316,10 +317,11 @@ class Daemon:
         self._scoring += 1
         began_s = clock()
         try:
-            return await scorer.score(prompt, self._tokenizer.decode(sample.completions))
+            scores = await scorer.score(prompt, self._tokenizer.decode(sample.completions))
         finally:
             self._scoring -= 1
             self.progress.reward_s.add(clock() - began_s)
+        return by_text(prompt, scores, sample.completions, self._tokenizer) if scores.steps else scores
 
     def _sampling(self, ticket: Ticket) -> Sampling:
         options = self._options

@@ -29,10 +29,15 @@ _WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """Reward of one completion, and what it is made of by name; the same names for every completion of a group."""
+    """Reward of one completion, and what it is made of by name; the same names for every completion of a group.
+
+    `steps`, for the estimator `process`: one past the last character of each step in the completion's text, and the
+    step's reward; in an episode the number of the turn, from 1, instead.
+    """
 
     reward: float
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 class Environment(Protocol):

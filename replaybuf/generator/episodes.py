@@ -27,6 +27,7 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.scoring import Scores, columns_of
+from replaybuf.generator.steps import by_turn
 from replaybuf.generator.threads import LoopThread
 from replaybuf.group import Bools, Int32s
 
@@ -40,11 +41,11 @@ MAX_TURNS = "max_turns"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Played:
-    """One rollout: `mask` bool [T], True where the policy sampled."""
+    """One rollout: `mask` bool [T], True where the policy sampled; `turn_ends`: tokens to the end of each turn."""
 
     piece: Piece
     mask: Bools
-    turns: int
+    turn_ends: list[int]
     score: Score
 
 
@@ -81,39 +82,44 @@ class Episodes:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         played = [task.result() for task in playing]
-        sample = joined([one.piece for one in played], first.metadata | {"turns": [one.turns for one in played]})
+        turns = [len(one.turn_ends) for one in played]
+        sample = joined([one.piece for one in played], first.metadata | {"turns": turns})
         mask = np.concatenate([one.mask for one in played])
-        return dataclasses.replace(sample, completion_mask=mask), columns_of(prompt, [one.score for one in played])
+        scores = columns_of(prompt, [one.score for one in played])
+        if scores.steps:
+            scores = by_turn(prompt, scores, [one.turn_ends for one in played])
+        return dataclasses.replace(sample, completion_mask=mask), scores
 
     async def _played(self, prompt: Prompt, sampling: Sampling, rollout: int, begun: Piece) -> _Played:
         episode: Episode = await self._told(prompt, "environment", self._started(prompt))
         try:
-            piece, mask, turns = await self._turns(prompt, sampling, rollout, begun, episode)
+            piece, mask, turn_ends = await self._turns(prompt, sampling, rollout, begun, episode)
             score = await self._told(prompt, "reward", _scored(episode))
         finally:
             closing = self._loop.start(_closed(episode, prompt, self._timeout_s))
         # Not waited for where the rollout failed or the generator ends: nothing depends on it then.
         await asyncio.wrap_future(closing)
-        return _Played(piece, mask, turns, score)
+        return _Played(piece, mask, turn_ends, score)
 
     async def _turns(
         self, prompt: Prompt, sampling: Sampling, rollout: int, piece: Piece, episode: Episode
-    ) -> tuple[Piece, Bools, int]:
-        mask, turns, turn = np.ones(len(piece), np.bool_), 1, piece
+    ) -> tuple[Piece, Bools, list[int]]:
+        mask, turn_ends, turn = np.ones(len(piece), np.bool_), [len(piece)], piece
         while turn.finish_reason != LENGTH:
             reply = await self._told(prompt, "environment", episode.step(self._turn(turn)))
             if reply is None:
                 break
             answer = self._answer(prompt, reply, int(piece.spans[-1, 0]))
-            if turns == self._max_turns:
-                return dataclasses.replace(piece, finish_reason=MAX_TURNS), mask, turns
+            if len(turn_ends) == self._max_turns:
+                return dataclasses.replace(piece, finish_reason=MAX_TURNS), mask, turn_ends
             if len(piece) + len(answer) >= sampling.max_tokens:
-                return dataclasses.replace(piece, finish_reason=LENGTH), mask, turns
+                return dataclasses.replace(piece, finish_reason=LENGTH), mask, turn_ends
             piece = piece.followed_by(answer)
             turn = await self._next(prompt.token_ids, sampling, rollout, piece)
-            piece, turns = piece.followed_by(turn), turns + 1
+            piece = piece.followed_by(turn)
+            turn_ends.append(len(piece))
             mask = np.concatenate([mask, np.zeros(len(answer), np.bool_), np.ones(len(turn), np.bool_)])
-        return piece, mask, turns
+        return piece, mask, turn_ends
 
     async def _next(self, prompt_ids: Int32s, sampling: Sampling, rollout: int, piece: Piece) -> Piece:
         self._engine.check_use(int(piece.spans[0, 0]))

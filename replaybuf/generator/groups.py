@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.advantages import group_advantages, zero_variance
+from replaybuf.advantages import PROCESS, group_advantages, process_advantages, zero_variance
 from replaybuf.client import Ticket
 from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.engines import Sample
@@ -52,9 +52,20 @@ def new_group(
         metadata=metadata | _source_of(prompt) | prompt.recorded | sample.metadata | _flags(scores),
     )
     try:
+        if advantage == PROCESS and scores.steps:
+            return _with_process(group, scores)
         return msgspec.structs.replace(group, advantages=group_advantages(advantage, group))
     except Invalid as error:
         raise RewardFault("reward_too_large", error.detail, name=error.name, value=error.value) from error
+
+
+def _with_process(group: Group, scores: Scores) -> Group:
+    """Add advantages per token; that of a rollout, by which strategies choose, is their mean over sampled tokens."""
+    by_token = process_advantages(scores.steps, group.completion_lengths)
+    starts = np.cumsum(group.completion_lengths) - group.completion_lengths
+    sums = np.add.reduceat(np.where(group.completion_mask, by_token, 0.0), starts)
+    sampled = np.add.reduceat(group.completion_mask.astype(np.float64), starts)
+    return msgspec.structs.replace(group, token_advantages=by_token, advantages=sums / np.maximum(sampled, 1.0))
 
 
 def _source_of(prompt: Prompt) -> dict[str, Any]:
@@ -63,5 +74,6 @@ def _source_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def _flags(scores: Scores) -> dict[str, Any]:
-    """Flag a group whose advantages are all 0: it teaches nothing, but whether it goes is a filter's to decide."""
-    return {"zero_variance": True} if zero_variance(scores.rewards) else {}
+    """Flag a group of equal rewards, steps included: whether it goes is a filter's to decide."""
+    rewards = [scores.rewards, np.array([reward for taken in scores.steps for _, reward in taken])]
+    return {"zero_variance": True} if all(zero_variance(some) for some in rewards if len(some)) else {}

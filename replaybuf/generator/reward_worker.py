@@ -53,7 +53,8 @@ async def _answered(scorer: Scorer, job: Job) -> Answer:
         scores = await scorer.score(prompt, job.completions)
     except RewardFault as fault:
         return Answer(reason=fault.reason, detail=fault.detail)
-    return Answer(rewards=scores.rewards.tolist(), parts={name: part.tolist() for name, part in scores.parts.items()})
+    parts = {name: part.tolist() for name, part in scores.parts.items()}
+    return Answer(rewards=scores.rewards.tolist(), parts=parts, steps=scores.steps)
 
 
 def _read(jobs: BinaryIO, waiting: queue.SimpleQueue[Job]) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from replaybuf.advantages import Step
 from replaybuf.errors import Invalid, ReplaybufError, RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.prompts import Prompt
@@ -23,10 +24,15 @@ MAX_STUCK = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Scores of a group: `rewards` float64 [n], `parts` float64 [n] by name."""
+    """Scores of a group: `rewards` float64 [n], `parts` float64 [n] by name.
+
+    `steps`: those of each completion, none where no completion has any; their ends are counted as in `Score` until
+    `replaybuf.generator.steps` makes tokens of them.
+    """
 
     rewards: Float64s
     parts: dict[str, Float64s]
+    steps: tuple[tuple[Step, ...], ...] = ()
 
 
 class Scoring(Protocol):
@@ -111,7 +117,19 @@ class Scorer:
             total = np.array([reward.weight for reward in self._rewards]) @ np.array([c.rewards for c in columns])
         if not np.isfinite(total).all():
             raise reward_fault("reward_not_finite", prompt, f"is not finite: the weighted sum holds {total.tolist()}")
-        return Scores(total, parts)
+        return Scores(total, parts, self._joined_steps(scored))
+
+    def _joined_steps(self, scored: list[list[Score]]) -> tuple[tuple[Step, ...], ...]:
+        """Weigh the steps of all rewards: the estimator is linear in them but for the division by their spread."""
+        steps = tuple(
+            tuple(
+                (end, reward.weight * value)
+                for reward, score in zip(self._rewards, of_one, strict=True)
+                for end, value in score.steps
+            )
+            for of_one in zip(*scored, strict=True)
+        )
+        return steps if any(steps) else ()
 
 
 async def _gathered(
@@ -136,10 +154,12 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
     if any(score.parts.keys() != scores[0].parts.keys() for score in scores):
         raise reward_fault("reward_parts_differ", prompt, "has different parts per completion")
     parts = {name: np.array([score.parts[name] for score in scores], np.float64) for name in names}
-    for name, values in {"reward": rewards, **parts}.items():
+    steps = tuple(score.steps for score in scores)
+    of_steps = np.array([reward for taken in steps for _, reward in taken], np.float64)
+    for name, values in {"reward": rewards, **parts, "steps": of_steps}.items():
         if not np.isfinite(values).all():
             raise reward_fault("reward_not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
-    return Scores(rewards, parts)
+    return Scores(rewards, parts, steps if any(steps) else ())
 
 
 def reward_fault(reason: str, prompt: Prompt, what: str) -> RewardFault:

@@ -123,6 +123,7 @@ def sample(tokens: int = 3) -> Group:
                 inference_logprobs=[-0.5] * tokens,
                 ref_logprobs=[-1.0] * tokens,
                 teacher_logprobs=[-2.0] * tokens,
+                token_advantages=[0.5] * tokens,
                 advantage=float(number),
                 rewards={"correct": 1.0},
                 version_spans=[(0, 0, 1), (1, 1, tokens)],

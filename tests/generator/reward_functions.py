@@ -69,3 +69,8 @@ class Broken:
 
     def __init__(self) -> None:
         raise RuntimeError(f"no licence on {sys.platform}")
+
+
+def halves(prompt: Prompt, completion: str) -> Score:
+    """Reward the first half as a step, and the second not."""
+    return Score(0.5, steps=((len(completion) // 2, 1.0), (len(completion), 0.0)))
