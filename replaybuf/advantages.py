@@ -10,7 +10,7 @@ token. With r the rewards, T the tokens, of n rollouts:
 `dr-grpo`       r - mean(r)                           sum over rollouts is 0
 `rloo`          r_i - mean of the other rewards       sum over rollouts is 0
 `rloo-length`   rloo_i * mean(T) / T_i                sum over all tokens is 0
-`process`       `grpo`; with steps, one per token     sum over all steps is 0
+`process`       `grpo`, or one per token, see below   sum over process rewards is 0
 ==============  ====================================  =======================================
 
 All give exact zeros where all rewards are equal: such a group teaches nothing, and is flagged, not dropped.
@@ -26,8 +26,8 @@ import numpy as np
 from replaybuf.errors import Invalid
 from replaybuf.group import Float32s, Float64s, Group, Int32s
 
-Step: TypeAlias = tuple[int, float]
-"""Where a step of a rollout ends, and its reward."""
+ProcessReward: TypeAlias = tuple[int, float]
+"""Reward of a stretch of a completion: where the stretch ends, and the reward."""
 
 GRPO_EPSILON = 1e-6
 """Keeps the division finite where a group's rewards hardly differ; in units of reward."""
@@ -78,24 +78,26 @@ def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
     return levelled
 
 
-def process_advantages(steps: Sequence[Sequence[Step]], lengths: Int32s) -> Float32s:
-    """Compute advantages per completion token, float32 [C], from the rewards of the steps of each of n rollouts.
+def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int32s) -> Float32s:
+    """Compute advantages per completion token, float32 [C], from the process rewards of each of n rollouts.
 
-    `steps[i]`: (one past the last token of the step, its reward), ends in 1..`lengths[i]`, in any order. The rewards of
-    all steps of the group are normalised together, and a token has the sum of those of the steps that it is in or comes
-    before: Shao et al. 2024, "DeepSeekMath", section 4.1.3 (process supervision); standard deviation and epsilon as in
-    `grpo`, which this is where every rollout has one step at its end. Tokens behind the last step have 0. All are 0
-    where all rewards are equal. Raises `Invalid` where there is no step, an end is out of range, or as `advantages`.
+    `rewards[i]`: (one past the last token of the stretch, its reward), ends in 1..`lengths[i]`, in any order. All
+    rewards of the group are normalised together, and a token has the sum of those that end at it or later: Shao et al.
+    2024, "DeepSeekMath", section 4.1.3 (process supervision); standard deviation and epsilon as in `grpo`, which this
+    is where every rollout has one reward at its end. Tokens behind the last end have 0, and all where all rewards are
+    equal. Raises `Invalid` where there is no reward, an end is out of range, or as `advantages`.
     """
-    normalised = iter(advantages("grpo", np.array([reward for rollout in steps for _, reward in rollout], np.float64)))
+    normalised = iter(
+        advantages("grpo", np.array([reward for rollout in rewards for _, reward in rollout], np.float64))
+    )
     columns: list[Float64s] = []
-    for number, (rollout, length) in enumerate(zip(steps, lengths.tolist(), strict=True)):
+    for number, (rollout, length) in enumerate(zip(rewards, lengths.tolist(), strict=True)):
         ending = np.zeros(length, np.float64)
         for end, _ in rollout:
             if not 1 <= end <= length:
                 raise Invalid(
-                    f"a step of rollout {number} ends at token {end}; its completion has {length}",
-                    name="steps",
+                    f"a process reward of rollout {number} ends at token {end}; its completion has {length}",
+                    name="process_rewards",
                     value=end,
                     bound=length,
                 )
@@ -105,7 +107,7 @@ def process_advantages(steps: Sequence[Sequence[Step]], lengths: Int32s) -> Floa
 
 
 PROCESS = "process"
-"""The estimator that heeds steps; without any, the reward is the reward of one step at the end."""
+"""The estimator that heeds process rewards; without any, the reward counts as one at the end."""
 ESTIMATORS: dict[str, Callable[[Float64s, Float64s], Float64s]] = {
     "dr-grpo": dr_grpo,
     "grpo": grpo,

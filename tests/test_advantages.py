@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from replaybuf.advantages import (
     ESTIMATORS,
     GRPO_EPSILON,
-    Step,
+    ProcessReward,
     advantages,
     check_estimator,
     group_advantages,
@@ -140,7 +140,7 @@ def test_grpo_advantages_are_bounded_by_the_group_size(rewards: Float64s) -> Non
 
 # ---------------------------------------------------------------------- process rewards
 
-STEPS = st.lists(
+PROCESSES = st.lists(
     st.integers(1, 12).flatmap(
         lambda length: st.tuples(
             st.lists(st.tuples(st.integers(1, length), st.floats(-10, 10)), max_size=4), st.just(length)
@@ -148,17 +148,17 @@ STEPS = st.lists(
     ),
     min_size=1,
     max_size=5,
-).filter(lambda rollouts: any(steps for steps, _ in rollouts))
-"""Rollouts of a group: the steps of each, and its tokens."""
+).filter(lambda rollouts: any(taken for taken, _ in rollouts))
+"""Rollouts of a group: the process rewards of each, and its tokens."""
 
 
-@given(STEPS)
-def test_a_token_has_the_normalised_rewards_of_the_steps_that_it_is_in_or_before(
-    rollouts: list[tuple[list[Step], int]],
+@given(PROCESSES)
+def test_a_token_has_the_normalised_process_rewards_that_end_at_it_or_later(
+    rollouts: list[tuple[list[ProcessReward], int]],
 ) -> None:
     """DeepSeekMath, section 4.1.3, written out token by token."""
-    steps, lengths = [steps for steps, _ in rollouts], np.array([length for _, length in rollouts], np.int32)
-    every = np.array([reward for taken in steps for _, reward in taken])
+    lengths = np.array([length for _, length in rollouts], np.int32)
+    every = np.array([reward for taken, _ in rollouts for _, reward in taken])
     mean, spread = every.mean(), every.std()
     flat = (every == every[0]).all()
     expected = [
@@ -166,25 +166,25 @@ def test_a_token_has_the_normalised_rewards_of_the_steps_that_it_is_in_or_before
         for taken, length in rollouts
         for token in range(length)
     ]
-    found = process_advantages(steps, lengths)
+    found = process_advantages([taken for taken, _ in rollouts], lengths)
     assert found.dtype == np.float32
     assert found == pytest.approx(np.array(expected), rel=1e-4, abs=1e-4)
 
 
 @given(REWARDS)
-def test_one_step_at_the_end_of_every_rollout_is_grpo(rewards: Float64s) -> None:
+def test_one_process_reward_at_the_end_of_every_rollout_is_grpo(rewards: Float64s) -> None:
     lengths = np.arange(1, len(rewards) + 1, dtype=np.int32)
-    steps = [[(int(length), float(reward))] for length, reward in zip(lengths, rewards, strict=True)]
+    given = [[(int(length), float(reward))] for length, reward in zip(lengths, rewards, strict=True)]
     expected = np.repeat(advantages("grpo", rewards), lengths)
-    assert process_advantages(steps, lengths) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert process_advantages(given, lengths) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("end", [0, 4, -1])
-def test_a_step_that_ends_outside_its_completion_is_refused(end: int) -> None:
-    with pytest.raises(Invalid, match=rf"a step of rollout 1 ends at token {end}; its completion has 3"):
+def test_a_process_reward_that_ends_outside_its_completion_is_refused(end: int) -> None:
+    with pytest.raises(Invalid, match=rf"a process reward of rollout 1 ends at token {end}; its completion has 3"):
         process_advantages([[(2, 1.0)], [(end, 0.0)]], np.array([2, 3], np.int32))
 
 
-def test_steps_without_any_reward_are_refused() -> None:
+def test_no_process_rewards_are_refused() -> None:
     with pytest.raises(Invalid, match="rewards is empty"):
         process_advantages([[], []], np.array([2, 3], np.int32))

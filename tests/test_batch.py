@@ -107,7 +107,7 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         tokens["input_ids"] += one.prompt_ids + one.completion_ids
         tokens["position_ids"] += range(length)
         tokens["loss_mask"] += mask
-        advantage = np.float32(0.0 if one.advantage is None else one.advantage)
+        advantage = float(np.float32(0.0 if one.advantage is None else one.advantage))
         by_token = [0.0] * prompt + (one.token_advantages or [advantage] * len(one.completion_ids))
         tokens["advantages"] += [bit * value for bit, value in zip(mask, by_token, strict=True)]
         for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):

@@ -31,6 +31,7 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.flight import PATIENCE_S, Flight, Work
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.process_rewards import by_text
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.generator.publication import SUPERSEDED
@@ -38,7 +39,6 @@ from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.generator.steps import by_text
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ class Daemon:
         finally:
             self._scoring -= 1
             self.progress.reward_s.add(clock() - began_s)
-        return by_text(prompt, scores, sample.completions, self._tokenizer) if scores.steps else scores
+        return by_text(prompt, scores, sample.completions, self._tokenizer) if scores.process_rewards else scores
 
     def _sampling(self, ticket: Ticket) -> Sampling:
         options = self._options

@@ -31,13 +31,13 @@ _WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 class Score:
     """Reward of one completion, and what it is made of by name; the same names for every completion of a group.
 
-    `steps`, for the estimator `process`: one past the last character of each step in the completion's text, and the
-    step's reward; in an episode the number of the turn, from 1, instead.
+    `process_rewards`, for the estimator `process`: rewards of stretches of the completion, each with where it ends: one
+    past its last character in the completion's text, or in an episode the number of the turn, from 1.
     """
 
     reward: float
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    steps: tuple[tuple[int, float], ...] = ()
+    process_rewards: tuple[tuple[int, float], ...] = ()
 
 
 class Environment(Protocol):

@@ -24,10 +24,10 @@ from replaybuf.errors import RewardFault
 from replaybuf.generator.engines import Sample, Sampling
 from replaybuf.generator.environments import Episode, MultiTurnEnvironment, Score, Turn, score_of
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.process_rewards import by_turn
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.scoring import Scores, columns_of
-from replaybuf.generator.steps import by_turn
 from replaybuf.generator.threads import LoopThread
 from replaybuf.group import Bools, Int32s
 
@@ -86,7 +86,7 @@ class Episodes:
         sample = joined([one.piece for one in played], first.metadata | {"turns": turns})
         mask = np.concatenate([one.mask for one in played])
         scores = columns_of(prompt, [one.score for one in played])
-        if scores.steps:
+        if scores.process_rewards:
             scores = by_turn(prompt, scores, [one.turn_ends for one in played])
         return dataclasses.replace(sample, completion_mask=mask), scores
 

@@ -52,7 +52,7 @@ def new_group(
         metadata=metadata | _source_of(prompt) | prompt.recorded | sample.metadata | _flags(scores),
     )
     try:
-        if advantage == PROCESS and scores.steps:
+        if advantage == PROCESS and scores.process_rewards:
             return _with_process(group, scores)
         return msgspec.structs.replace(group, advantages=group_advantages(advantage, group))
     except Invalid as error:
@@ -61,7 +61,7 @@ def new_group(
 
 def _with_process(group: Group, scores: Scores) -> Group:
     """Add advantages per token; that of a rollout, by which strategies choose, is their mean over sampled tokens."""
-    by_token = process_advantages(scores.steps, group.completion_lengths)
+    by_token = process_advantages(scores.process_rewards, group.completion_lengths)
     starts = np.cumsum(group.completion_lengths) - group.completion_lengths
     sums = np.add.reduceat(np.where(group.completion_mask, by_token, 0.0), starts)
     sampled = np.add.reduceat(group.completion_mask.astype(np.float64), starts)
@@ -74,6 +74,6 @@ def _source_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def _flags(scores: Scores) -> dict[str, Any]:
-    """Flag a group of equal rewards, steps included: whether it goes is a filter's to decide."""
-    rewards = [scores.rewards, np.array([reward for taken in scores.steps for _, reward in taken])]
+    """Flag a group of equal rewards, process rewards included: whether it goes is a filter's to decide."""
+    rewards = [scores.rewards, np.array([reward for given in scores.process_rewards for _, reward in given])]
     return {"zero_variance": True} if all(zero_variance(some) for some in rewards if len(some)) else {}

@@ -50,7 +50,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     rewards: list[float] = []
     parts: dict[str, list[float]] = {}
-    steps: tuple[tuple[tuple[int, float], ...], ...] = ()
+    process_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
     reason: str | None = None
     detail: str = ""
 
@@ -116,7 +116,7 @@ class RewardPool:
         if answer.reason is not None:
             raise RewardFault(answer.reason, answer.detail, name="reward", value=prompt.prompt_id)
         parts = {name: np.array(values, np.float64) for name, values in answer.parts.items()}
-        return Scores(np.array(answer.rewards, np.float64), parts, answer.steps)
+        return Scores(np.array(answer.rewards, np.float64), parts, answer.process_rewards)
 
     async def _add(self) -> None:
         self._free.put_nowait(await self._started())

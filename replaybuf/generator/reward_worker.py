@@ -54,7 +54,7 @@ async def _answered(scorer: Scorer, job: Job) -> Answer:
     except RewardFault as fault:
         return Answer(reason=fault.reason, detail=fault.detail)
     parts = {name: part.tolist() for name, part in scores.parts.items()}
-    return Answer(rewards=scores.rewards.tolist(), parts=parts, steps=scores.steps)
+    return Answer(rewards=scores.rewards.tolist(), parts=parts, process_rewards=scores.process_rewards)
 
 
 def _read(jobs: BinaryIO, waiting: queue.SimpleQueue[Job]) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from replaybuf.advantages import Step
+from replaybuf.advantages import ProcessReward
 from replaybuf.errors import Invalid, ReplaybufError, RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.prompts import Prompt
@@ -26,13 +26,13 @@ MAX_STUCK = 16
 class Scores:
     """Scores of a group: `rewards` float64 [n], `parts` float64 [n] by name.
 
-    `steps`: those of each completion, none where no completion has any; their ends are counted as in `Score` until
-    `replaybuf.generator.steps` makes tokens of them.
+    `process_rewards`: those of each completion, none where no completion has any; their ends are counted as in `Score`
+    until `replaybuf.generator.process_rewards` makes tokens of them.
     """
 
     rewards: Float64s
     parts: dict[str, Float64s]
-    steps: tuple[tuple[Step, ...], ...] = ()
+    process_rewards: tuple[tuple[ProcessReward, ...], ...] = ()
 
 
 class Scoring(Protocol):
@@ -117,19 +117,19 @@ class Scorer:
             total = np.array([reward.weight for reward in self._rewards]) @ np.array([c.rewards for c in columns])
         if not np.isfinite(total).all():
             raise reward_fault("reward_not_finite", prompt, f"is not finite: the weighted sum holds {total.tolist()}")
-        return Scores(total, parts, self._joined_steps(scored))
+        return Scores(total, parts, self._joined_process(scored))
 
-    def _joined_steps(self, scored: list[list[Score]]) -> tuple[tuple[Step, ...], ...]:
-        """Weigh the steps of all rewards: the estimator is linear in them but for the division by their spread."""
-        steps = tuple(
+    def _joined_process(self, scored: list[list[Score]]) -> tuple[tuple[ProcessReward, ...], ...]:
+        """Weigh the process rewards of all rewards, which add up where they end at the same place."""
+        joined = tuple(
             tuple(
                 (end, reward.weight * value)
                 for reward, score in zip(self._rewards, of_one, strict=True)
-                for end, value in score.steps
+                for end, value in score.process_rewards
             )
             for of_one in zip(*scored, strict=True)
         )
-        return steps if any(steps) else ()
+        return joined if any(joined) else ()
 
 
 async def _gathered(
@@ -154,12 +154,12 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
     if any(score.parts.keys() != scores[0].parts.keys() for score in scores):
         raise reward_fault("reward_parts_differ", prompt, "has different parts per completion")
     parts = {name: np.array([score.parts[name] for score in scores], np.float64) for name in names}
-    steps = tuple(score.steps for score in scores)
-    of_steps = np.array([reward for taken in steps for _, reward in taken], np.float64)
-    for name, values in {"reward": rewards, **parts, "steps": of_steps}.items():
+    process = tuple(score.process_rewards for score in scores)
+    of_process = np.array([reward for given in process for _, reward in given], np.float64)
+    for name, values in {"reward": rewards, **parts, "process_rewards": of_process}.items():
         if not np.isfinite(values).all():
             raise reward_fault("reward_not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
-    return Scores(rewards, parts, steps if any(steps) else ())
+    return Scores(rewards, parts, process if any(process) else ())
 
 
 def reward_fault(reason: str, prompt: Prompt, what: str) -> RewardFault:

@@ -72,5 +72,5 @@ class Broken:
 
 
 def halves(prompt: Prompt, completion: str) -> Score:
-    """Reward the first half as a step, and the second not."""
-    return Score(0.5, steps=((len(completion) // 2, 1.0), (len(completion), 0.0)))
+    """Reward the first half, and not the second."""
+    return Score(0.5, process_rewards=((len(completion) // 2, 1.0), (len(completion), 0.0)))

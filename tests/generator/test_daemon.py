@@ -128,6 +128,19 @@ async def world(
             await fleet.aclose()
 
 
+@contextlib.asynccontextmanager
+async def gated(
+    folder: Path, service: ServiceDouble, requests: int, **options: Any
+) -> AsyncIterator[tuple[World, Gate]]:
+    """A world that has begun, and whose engine has so many requests and answers none until the gate opens."""
+    gate, engine = Gate(), EngineDouble()
+    engine.always = gate
+    async with world(folder, engine, service, **options) as w:
+        w.start()
+        await gate.requests(requests)
+        yield w, gate
+
+
 def sampled_by(version: int, gate: Gate | None = None) -> Script:
     """Script: the usual answer of this version, whatever the engine has by then."""
 
@@ -251,11 +264,8 @@ def test_the_runs_estimator_computes_the_advantages(tmp_path: Path) -> None:
 
 def test_no_more_groups_are_in_flight_than_allowed(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=9)
-        engine.always = gate
-        async with world(tmp_path, engine, service, max_inflight_groups=3) as w:
-            w.start()
-            await gate.requests(3)
+        service = ServiceDouble(prompts=9)
+        async with gated(tmp_path, service, 3, max_inflight_groups=3) as (w, gate):
             assert service.asked[0] == {"producer": "me", "count": 3, "adapter": "", "wait_ms": 100}
             gate.open.set()
             await w.end()
@@ -286,12 +296,9 @@ def test_groups_are_compressed_where_the_options_say_so(
 
 def test_groups_that_are_ready_together_go_in_one_append(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=8)
+        service = ServiceDouble(prompts=8)
         service.faults["groups"] = deque([NoRoom("full", retry_after_s=0.2)])
-        engine.always = gate
-        async with world(tmp_path, engine, service) as w:
-            w.start()
-            await gate.requests(8)
+        async with gated(tmp_path, service, 8) as (w, gate):
             gate.open.set()
             await w.end()
             assert len(service.appended) < 8
@@ -422,12 +429,9 @@ def test_it_goes_on_while_a_ticket_of_somebody_else_may_come_back(tmp_path: Path
 
 def test_a_run_that_finishes_ends_it_and_what_is_in_flight_is_still_brought(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
-        engine.always = gate
+        service = ServiceDouble()
         service.open = 2
-        async with world(tmp_path, engine, service) as w:
-            w.start()
-            await gate.requests(2)
+        async with gated(tmp_path, service, 2) as (w, gate):
             service.faults["tickets"] = deque([RunFinished("max_steps is reached")])
             await service.until(lambda: not service.faults["tickets"])
             gate.open.set()
@@ -451,12 +455,9 @@ def test_groups_that_come_after_the_end_of_the_run_are_dropped(tmp_path: Path) -
 
 def test_a_stop_lets_what_is_nearly_done_finish(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
-        engine.always = gate
+        service = ServiceDouble()
         service.open = 2
-        async with world(tmp_path, engine, service) as w:
-            w.start()
-            await gate.requests(2)
+        async with gated(tmp_path, service, 2) as (w, gate):
             w.stop.set()
             gate.open.set()
             await w.end()
@@ -470,12 +471,9 @@ def test_a_stop_gives_back_what_does_not_finish_in_time(tmp_path: Path, monkeypa
     monkeypatch.setattr(daemon_module, "FINISH_S", 0.1)
 
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
-        engine.always = gate
+        service = ServiceDouble()
         service.open = 3
-        async with world(tmp_path, engine, service) as w:
-            w.start()
-            await gate.requests(3)
+        async with gated(tmp_path, service, 3) as (w, gate):
             w.stop.set()
             await w.end()
             assert sorted(service.returned) == [(f"t{i}", "shutdown: the producer ends") for i in range(3)]
@@ -779,12 +777,9 @@ def test_engines_without_gauges_get_as_many_groups_as_allowed(tmp_path: Path, mo
     monkeypatch.setattr(daemon_module, "_LOAD_EVERY_S", 0.01)
 
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
-        engine.always = gate
-        async with world(tmp_path, engine, service, max_inflight_groups=5, min_inflight_groups=1) as w:
-            w.start()
-            await gate.requests(5)
-            await until(lambda: engine.calls.count("metrics") > 2)
+        service = ServiceDouble()
+        async with gated(tmp_path, service, 5, max_inflight_groups=5, min_inflight_groups=1) as (w, gate):
+            await until(lambda: w.engine.calls.count("metrics") > 2)
             assert w.daemon.limit == 5
             w.stop.set()
             gate.open.set()
@@ -795,11 +790,8 @@ def test_engines_without_gauges_get_as_many_groups_as_allowed(tmp_path: Path, mo
 
 def test_other_bounds_and_another_temperature_count_from_the_next_ticket_on(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=3)
-        engine.always = gate
-        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
-            w.start()
-            await gate.requests(1)
+        service = ServiceDouble(prompts=3)
+        async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
             await w.daemon.reconfigure(temperature=0.5, max_inflight_groups=3)
             await gate.requests(2)
             with pytest.raises(Invalid, match="min_inflight_groups is 4; needed is 1 to max_inflight_groups, 3"):
@@ -985,14 +977,11 @@ def test_a_refused_group_is_given_back_with_the_services_reason(
 
 def test_an_append_that_is_refused_as_a_whole_is_sent_group_by_group(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=4)
+        service = ServiceDouble(prompts=4)
         # Away first, so that all four are ready together; then too large as a whole, and the first also alone.
         faults: list[ReplaybufError] = [NoRoom("full", retry_after_s=0.3), TooLarge("body"), TooLarge("group")]
         service.faults["groups"] = deque(faults)
-        engine.always = gate
-        async with world(tmp_path, engine, service) as w:
-            w.start()
-            await gate.requests(4)
+        async with gated(tmp_path, service, 4) as (w, gate):
             gate.open.set()
             await w.end()
             assert len(service.groups) + len(service.returned) == 4

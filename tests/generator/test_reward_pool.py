@@ -58,9 +58,12 @@ def test_a_process_scores_the_whole_prompt_with_several_rewards() -> None:
     pooled(main, environment=f"{HERE}:told,{HERE}:waited:0.5")
 
 
-def test_steps_come_from_a_process_too() -> None:
+def test_process_rewards_come_from_a_process_too() -> None:
     async def main(pool: RewardPool) -> None:
-        assert (await pool.score(PROMPT, ["abcd", "ab"])).steps == (((2, 1.0), (4, 0.0)), ((1, 1.0), (2, 0.0)))
+        assert (await pool.score(PROMPT, ["abcd", "ab"])).process_rewards == (
+            ((2, 1.0), (4, 0.0)),
+            ((1, 1.0), (2, 0.0)),
+        )
 
     pooled(main, environment=f"{HERE}:halves")
 

@@ -14,8 +14,8 @@ from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.environments import Score
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.scrape import scraped
-from tests.generator.doubles import Broken, EngineDouble, Gate, ServiceDouble, fail
-from tests.generator.test_daemon import reference, run, world
+from tests.generator.doubles import Broken, EngineDouble, ServiceDouble, fail
+from tests.generator.test_daemon import gated, reference, run, world
 
 
 def samples(text: bytes) -> dict[str, float]:
@@ -60,11 +60,8 @@ def test_what_was_generated_is_counted_by_outcome_and_reason(tmp_path: Path) -> 
 
 def test_what_goes_on_is_told_while_it_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=2)
-        engine.always = gate
-        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
-            w.start()
-            await gate.requests(1)
+        service = ServiceDouble(prompts=2)
+        async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
             told = samples(exposition("r", w.daemon))
             assert (told["groups_inflight"], told["groups_generating"], told["engine_requests"]) == (1, 1, 1)
             assert "sampled_version" not in told

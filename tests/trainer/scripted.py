@@ -42,19 +42,19 @@ class ScriptedService:
 
     def get_run(self) -> dict[str, Any]:
         """Tell the configuration."""
-        self._called("get_run")
+        self.called("get_run")
         return {"config": {"steps_per_publish": self.steps_per_publish, "adapters": {}}}
 
     def attach(self, *, resume_step: int, **_: Any) -> Attached:
         """Attach where asked for."""
-        self._called("attach", f"attach {resume_step}")
+        self.called("attach", f"attach {resume_step}")
         self._acked = resume_step
         return Attached(epoch=EPOCH, step=resume_step)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | Waiting:
         """Answer as scripted, then with the batch."""
         assert (epoch, dp_rank) == (EPOCH, 0)
-        self._called("fetch", f"fetch {step}")
+        self.called("fetch", f"fetch {step}")
         self.fetching.set()
         if self.answers[step]:
             answer = self.answers[step].pop(0)
@@ -67,22 +67,23 @@ class ScriptedService:
 
     def ack(self, step: int, epoch: int, feedback: Any = None) -> None:
         """Take acks in order."""
-        self._called("ack", f"ack {step}")
+        self.called("ack", f"ack {step}")
         assert (step, epoch) == (self._acked, EPOCH)
         self._acked += 1
 
     def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None) -> None:
         """Refuse what the service would refuse: a version above that of the next unacked step."""
-        self._called("publish", f"publish {version}")
+        self.called("publish", f"publish {version}")
         assert version <= self._acked // self.steps_per_publish
         assert weights_uri is not None and weights_uri.startswith("file:///")
 
     def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> None:
         """Take a checkpoint that is on disk by now."""
-        self._called("checkpoint", f"checkpoint {step}")
+        self.called("checkpoint", f"checkpoint {step}")
         assert latest_checkpoint(self._checkpoints) == self._checkpoints / f"step-{step:06d}"
 
-    def _called(self, call: str, event: str = "") -> None:
+    def called(self, call: str, event: str = "") -> None:
+        """Write a call down; raise the next fault of its kind first."""
         if self.faults[call]:
             raise self.faults[call].pop(0)
         self.events.append(event or call)
@@ -92,7 +93,7 @@ class ScriptedService:
 class ScriptedEngines:
     """Stands where the publisher stands, and writes what is loaded into the service's events."""
 
-    events: list[str]
+    service: ScriptedService
     reloads = 0
 
     def __init__(self, *_: Any) -> None: ...
@@ -100,7 +101,7 @@ class ScriptedEngines:
     def publish(self, folder: Path, version: int) -> None:
         """Load what is there."""
         load_model(folder)
-        self.events.append(f"load {version}")
+        self.service.called("load", f"load {version}")
 
     def watch(self, confirm: Any) -> None:
         """Watch nothing: nothing is ever started anew."""

@@ -40,7 +40,7 @@ LEAVE_S = 4.0
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedService:
     """A scripted service, and engines that write into the same events."""
     made = ScriptedService(tmp_path / "checkpoints")
-    engines = type("Engines", (ScriptedEngines,), {"events": made.events})
+    engines = type("Engines", (ScriptedEngines,), {"service": made})
     monkeypatch.setattr(trainer_module, "EnginePublisher", engines)
     return made
 
@@ -184,6 +184,16 @@ def test_a_service_that_comes_back_in_time_is_waited_for(
     acks = [event for event in scripted.events if event.startswith("ack")]
     assert acks == [f"ack {step}" for step in range(STEPS)]
     assert scripted.events.count("fetch 2") == 2
+
+
+def test_engines_that_all_come_back_in_time_are_waited_for(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """A publication that no engine took is made again, and announced once."""
+    scripted.faults["load"] = [ServiceUnavailable("engine http://e does not answer /pause")] * 2
+    assert trainer_of(scripted, options(tmp_path, models)).train() == STEPS
+    loaded = [event for event in scripted.events if event.startswith(("load", "publish"))]
+    assert loaded == [f"{what} {version}" for version in range(STEPS + 1) for what in ("load", "publish")]
 
 
 def test_a_service_that_stays_away_ends_the_training(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:

@@ -1,4 +1,4 @@
-"""Steps of completions: from where an environment says that they end to the tokens that they end with."""
+"""Process rewards: from where an environment says that a stretch of a completion ends to the token there."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from replaybuf.advantages import Step
+from replaybuf.advantages import ProcessReward
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.scoring import Scores, reward_fault
 
 
 def by_text(prompt: Prompt, scores: Scores, completions: Sequence[Sequence[int]], tokenizer: Encoder) -> Scores:
-    """Count the ends of steps in tokens where they are counted in characters of the completions' texts.
+    """Count the ends of process rewards in tokens where they are counted in characters of the completions' texts.
 
-    A step ends with the token that completes its last character; one that ends with the text ends with the completion,
-    so that the end of sequence is part of it. Raises `RewardFault` for an end that is not in the text.
+    A stretch ends with the token that completes its last character; one that ends with the text ends with the
+    completion, so that the end of sequence is part of it. Raises `RewardFault` for an end that is not in the text.
     """
     texts = [_Prefixes(ids, tokenizer) for ids in completions]
     return _counted(prompt, scores, [(len(text), "characters", text.token) for text in texts])
 
 
 def by_turn(prompt: Prompt, scores: Scores, turn_ends: Sequence[Sequence[int]]) -> Scores:
-    """Count the ends of steps in tokens where they are numbers of turns; `turn_ends` of each rollout, in tokens.
+    """Count the ends in tokens where they are numbers of turns; `turn_ends` of each rollout, in tokens.
 
     Raises `RewardFault` for a turn that was not taken.
     """
@@ -53,11 +53,11 @@ class _Prefixes:
 
 def _counted(prompt: Prompt, scores: Scores, rollouts: Sequence[tuple[int, str, Callable[[int], int]]]) -> Scores:
     """Translate the ends, each in 1..bound, of every rollout: (bound, its unit, translation)."""
-    steps: list[tuple[Step, ...]] = []
-    for taken, (bound, unit, token_of) in zip(scores.steps, rollouts, strict=True):
+    found: list[tuple[ProcessReward, ...]] = []
+    for taken, (bound, unit, token_of) in zip(scores.process_rewards, rollouts, strict=True):
         wrong = next((end for end, _ in taken if not 1 <= end <= bound), None)
         if wrong is not None:
-            what = f"has a step that ends at {wrong}; the completion has {bound} {unit}"
-            raise reward_fault("reward_bad_steps", prompt, what)
-        steps.append(tuple((token_of(end), reward) for end, reward in taken))
-    return dataclasses.replace(scores, steps=tuple(steps))
+            what = f"has a process reward that ends at {wrong}; the completion has {bound} {unit}"
+            raise reward_fault("reward_bad_end", prompt, what)
+        found.append(tuple((token_of(end), reward) for end, reward in taken))
+    return dataclasses.replace(scores, process_rewards=tuple(found))

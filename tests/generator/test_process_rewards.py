@@ -1,4 +1,4 @@
-"""Process rewards: from what an environment says of the steps of a completion to advantages per token."""
+"""Process rewards: from what an environment says of stretches of a completion to advantages per token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from replaybuf.errors import RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
+from replaybuf.generator.process_rewards import by_text, by_turn
 from replaybuf.generator.scoring import Scorer, Scores
-from replaybuf.generator.steps import by_text, by_turn
 from replaybuf.group import Group
 from tests.generator.doubles import LETTERS, TIMEOUT_S, Broken, EngineDouble, ServiceDouble, make_prompt, make_tokenizer
 from tests.generator.test_daemon import run, world
@@ -27,29 +27,33 @@ def ids(text: str) -> list[int]:
     return [LETTERS.index(letter) for letter in text]
 
 
-def scores(*steps: Sequence[tuple[int, float]]) -> Scores:
-    return Scores(np.zeros(len(steps)), {}, tuple(tuple(taken) for taken in steps))
+def scores(*given: Sequence[tuple[int, float]]) -> Scores:
+    return Scores(np.zeros(len(given)), {}, tuple(tuple(one) for one in given))
 
 
-def test_a_step_ends_with_the_token_of_its_last_character_and_the_last_one_with_the_completion(tmp_path: Path) -> None:
-    """The end of sequence belongs to the step after which the policy stopped."""
+def test_a_stretch_ends_with_the_token_of_its_last_character_and_the_last_one_with_the_completion(
+    tmp_path: Path,
+) -> None:
+    """The end of sequence belongs to the stretch after which the policy stopped."""
     completions = [[*ids("ab cd"), END], ids("abc"), ids("a")]
     counted = by_text(
         make_prompt(), scores([(2, 1.0), (5, 0.0)], [(1, 0.5)], []), completions, make_tokenizer(tmp_path)
     )
-    assert counted.steps == (((2, 1.0), (6, 0.0)), ((1, 0.5),), ())
+    assert counted.process_rewards == (((2, 1.0), (6, 0.0)), ((1, 0.5),), ())
 
 
 @pytest.mark.parametrize("end", [0, 4])
-def test_a_step_that_ends_outside_the_text_is_a_fault_of_the_reward(tmp_path: Path, end: int) -> None:
-    with pytest.raises(RewardFault, match=rf"has a step that ends at {end}; the completion has 3 characters") as caught:
+def test_a_stretch_that_ends_outside_the_text_is_a_fault_of_the_reward(tmp_path: Path, end: int) -> None:
+    with pytest.raises(
+        RewardFault, match=rf"has a process reward that ends at {end}; the completion has 3 characters"
+    ) as caught:
         by_text(make_prompt(), scores([(end, 1.0)]), [ids("abc")], make_tokenizer(tmp_path))
-    assert caught.value.reason == "reward_bad_steps"
+    assert caught.value.reason == "reward_bad_end"
 
 
 def test_a_turn_that_was_not_taken_is_a_fault_of_the_reward() -> None:
-    assert by_turn(make_prompt(), scores([(2, 1.0), (1, 0.0)]), [[3, 9]]).steps == (((9, 1.0), (3, 0.0)),)
-    with pytest.raises(RewardFault, match="has a step that ends at 3; the completion has 2 turns"):
+    assert by_turn(make_prompt(), scores([(2, 1.0), (1, 0.0)]), [[3, 9]]).process_rewards == (((9, 1.0), (3, 0.0)),)
+    with pytest.raises(RewardFault, match="has a process reward that ends at 3; the completion has 2 turns"):
         by_turn(make_prompt(), scores([(3, 1.0)]), [[3, 9]])
 
 
@@ -69,43 +73,43 @@ def stored(tmp_path: Path, environment: Environment, **options: Any) -> Group:
 
 
 def graded() -> Environment:
-    """Give the first two rollouts a good first step, and every one a bad second."""
+    """Give the first two rollouts a good first stretch, and every one a bad second."""
     good = iter([True, True, False, False])
-    return Broken(lambda prompt, text: Score(1.0, steps=((1, float(next(good))), (3, 0.0))))
+    return Broken(lambda prompt, text: Score(1.0, process_rewards=((1, float(next(good))), (3, 0.0))))
 
 
 def test_a_run_with_process_advantages_stores_one_per_token(tmp_path: Path) -> None:
-    """Step rewards 1, 0, 1, 0, 0, 0, 0, 0: mean 1/4, deviation 0.433; the mean over its tokens is the rollout's own."""
+    """Rewards 1, 0, 1, 0, 0, 0, 0, 0: mean 1/4, deviation 0.433; the mean over its tokens is the rollout's own."""
     group = stored(tmp_path, graded(), advantage="process")
     high, low = 0.75 / 0.4330127, -0.25 / 0.4330127
     assert group.token_advantages is not None and group.advantages is not None
     good, bad = [high + low, low, low], [2 * low, low, low]
     assert group.token_advantages.tolist() == pytest.approx([*good, *good, *bad, *bad], abs=1e-5)
     assert group.advantages.tolist() == pytest.approx([sum(one) / 3 for one in (good, good, bad, bad)], abs=1e-5)
-    assert "zero_variance" not in group.metadata, "rewards are equal, those of steps are not"
+    assert "zero_variance" not in group.metadata, "rewards are equal, process rewards are not"
 
 
-def test_another_estimator_passes_steps_over(tmp_path: Path) -> None:
+def test_another_estimator_passes_process_rewards_over(tmp_path: Path) -> None:
     group = stored(tmp_path, graded())
     assert group.token_advantages is None and group.advantages is not None and not group.advantages.any()
 
 
-def test_steps_of_an_episode_are_its_turns(tmp_path: Path) -> None:
+def test_the_stretches_of_an_episode_are_its_turns(tmp_path: Path) -> None:
     async def answers(number: int, turn: Any) -> str | None:
         return "xy" if number == 0 else None
 
-    environment = Scripted(answers, Score(1.0, steps=((1, 0.25), (2, 0.75))))
+    environment = Scripted(answers, Score(1.0, process_rewards=((1, 0.25), (2, 0.75))))
     sample, scored = play(tmp_path, Speaking("abc", "de"), environment)
     assert sample.completion_lengths.tolist() == [7]
-    assert scored.steps == (((3, 0.25), (7, 0.75)),)
+    assert scored.process_rewards == (((3, 0.25), (7, 0.75)),)
 
 
-def test_steps_of_several_rewards_count_by_weight() -> None:
+def test_process_rewards_of_several_rewards_count_by_weight() -> None:
     async def main() -> None:
-        halves = Broken(lambda prompt, text: Score(1.0, steps=((len(text) // 2, 1.0), (len(text), 0.0))))
+        halves = Broken(lambda prompt, text: Score(1.0, process_rewards=((len(text) // 2, 1.0), (len(text), 0.0))))
         whole = Broken(lambda prompt, text: Score(0.0))
         scorer = Scorer([Reward("halves", halves, 2.0), Reward("whole", whole)], timeout_s=TIMEOUT_S)
-        assert (await scorer.score(make_prompt(), ["abcd", "ab"])).steps == (
+        assert (await scorer.score(make_prompt(), ["abcd", "ab"])).process_rewards == (
             ((2, 2.0), (4, 0.0)),
             ((1, 2.0), (2, 0.0)),
         )
