@@ -137,11 +137,10 @@ class Flight:
                 self._away[what], absence = "no_room", None
                 pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
                 logger.warning(
-                    "the service has no room (%s) until the trainer uses groups; %d are in flight here, next try in "
-                    "%.1f s: %s",
+                    "waiting %.1f s for room in the service (%s), which the trainer makes; %d groups are in flight: %s",
+                    pause_s,
                     what,
                     len(self.works),
-                    pause_s,
                     error,
                 )
             except (ServiceUnavailable, NotLeader, DataLost) as error:

@@ -686,7 +686,7 @@ def test_groups_are_kept_while_the_service_is_away(tmp_path: Path, caplog: pytes
             assert service.returned == []
 
     run(main())
-    assert "waiting" in caplog.text and "for the service (append): full" in caplog.text
+    assert "for the service (append): restarting" in caplog.text and "for room in the service (append)" in caplog.text
 
 
 def lost() -> DataLost:

@@ -54,7 +54,7 @@ def test_a_service_without_room_is_told_as_such_until_it_takes_the_groups(caplog
         assert made.away is None
 
     run(main())
-    assert caplog.text.count("the service has no room (append) until the trainer uses groups") == 3
+    assert caplog.text.count("s for room in the service (append), which the trainer makes; 0 groups are in flight") == 3
     assert "max_tokens_live is 5" in caplog.text
 
 
