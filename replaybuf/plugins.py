@@ -6,16 +6,19 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from replaybuf.errors import Invalid
-from replaybuf.strategy import Filter, Strategy, check_options
+
+if TYPE_CHECKING:  # the command line asks for names alone, and starts without numpy
+    from replaybuf.strategy import Filter, Strategy
 
 STRATEGIES = "replaybuf.strategies"
 FILTERS = "replaybuf.filters"
@@ -24,14 +27,23 @@ COMMANDS = "replaybuf.commands"
 LOGPROBS = "replaybuf.logprobs"
 
 
+@functools.cache
+def installed() -> EntryPoints:
+    """Return what all installed distributions register; reading it takes tens of milliseconds, so it is kept."""
+    return entry_points()
+
+
 def names(group: str) -> list[str]:
     """List the names that installed distributions register in an entry-point group."""
-    return sorted(entry_points(group=group).names)
+    return sorted(installed().select(group=group).names)
 
 
 def find(group: str, name: str) -> EntryPoint:
     """Return one entry point. Raises `Invalid` naming it and the installed ones."""
-    found = entry_points(group=group, name=name)
+    found = installed().select(group=group, name=name)
+    if not found:
+        installed.cache_clear()  # it may have been installed since
+        found = installed().select(group=group, name=name)
     if not found:
         kind = group.rpartition(".")[2].removesuffix("s").replace("ie", "y")
         raise Invalid(
@@ -88,6 +100,8 @@ def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
 
     Raises `Invalid` for an unknown name, a bad option, a class that does not build, bounds that are none.
     """
+    from replaybuf.strategy import Strategy
+
     strategy: Strategy[Any] = _build(STRATEGIES, name, options, Strategy)
     with reported(name):
         promised = (
@@ -112,11 +126,15 @@ def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
 
     Raises `Invalid` for an unknown name, a bad option, a class that does not build.
     """
+    from replaybuf.strategy import Filter
+
     found: Filter[Any] = _build(FILTERS, name, options, Filter)
     return found
 
 
 def _build(group: str, name: str, options: dict[str, Any], base: type[Strategy[Any]] | type[Filter[Any]]) -> Any:
+    from replaybuf.options import check_options
+
     cls, kind = load(group, name), base.__name__.lower()
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise Invalid(f"{kind} {name!r} is {cls!r}; it must be a subclass of {base.__name__}", name=kind, value=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -32,7 +33,7 @@ class Mine(Strategy[MineOptions]):
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let two strategies and a broken one be installed, and nothing else."""
     found = EntryPoints(
         [
@@ -47,6 +48,25 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         return found.select(**selection)
 
     monkeypatch.setattr(plugins, "entry_points", entry_points)
+    plugins.installed.cache_clear()
+    yield
+    plugins.installed.cache_clear()
+
+
+def test_what_is_installed_while_the_process_runs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed is read once; a name that is not among it is looked for anew."""
+    found: list[EntryPoint] = []
+    monkeypatch.setattr(plugins, "entry_points", lambda: EntryPoints(found))
+    plugins.installed.cache_clear()
+    try:
+        with pytest.raises(Invalid, match="installed: none"):
+            find(STRATEGIES, "mine")
+        found.append(EntryPoint("mine", "tests.test_plugins:Mine", STRATEGIES))
+        assert load(STRATEGIES, "mine") is Mine
+        found.clear()
+        assert names(STRATEGIES) == ["mine"]
+    finally:
+        plugins.installed.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
