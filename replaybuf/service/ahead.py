@@ -131,14 +131,15 @@ class Ahead:
 
     async def work(self) -> None:
         """Prepare what can be, if anything has changed since; then return. Raises nothing that goes wrong with it."""
+        seen = (self._journal.changes, self._state.entries, self._journal.leading, self._served_epoch)
+        if self._seen == seen:
+            return  # so with most runs, twenty times a second
+        self._seen = seen
         if not self._wanted():
             self.drop()
-            self._seen = None
             return
-        seen = (self._journal.changes, self._key())
-        if self._seen == seen or (self._ready and self._ready.batch and self._ready.key == self._key()):
+        if self._ready and self._ready.batch and self._ready.key == self._key():
             return
-        self._seen = seen
         try:
             await self._prepare()
         except ReplaybufError as error:

@@ -28,7 +28,7 @@ from replaybuf.service.eviction import Eviction
 from replaybuf.service.journal import Journal
 from replaybuf.service.judge import Incoming, Judge
 from replaybuf.service.selector import Selector
-from replaybuf.store import Appended, IndexChunk, ToAppend, keys
+from replaybuf.store import Appended, Book, IndexChunk, ToAppend, keys
 from replaybuf.store.entries import EntryStrings
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,17 @@ class Door:
 
     async def look(self) -> None:
         """Take in what storage holds of tickets and refusals."""
-        journal = self._journal
-        counts = await journal.store.counts(journal.name)
+        self.read((await self._journal.store.books([self._journal.name]))[0])
+
+    def read(self, book: Book) -> None:
+        """Take in what storage held of tickets and refusals when `book` was read."""
+        counts = book.counts
         refused = {k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")}
         self.duplicates = counts.get("duplicate", 0)
         self.rejected.clear()
         self.rejected.update(refused)
-        self._book.restore(await journal.store.tickets(journal.name), counts)
-        journal.freed(counts.get("freed_through", 0))
+        self._book.restore(book.tickets, counts)
+        self._journal.freed(counts.get("freed_through", 0))
 
     async def restore(self) -> None:
         """Take in the tickets as storage holds them, less those whose prompt has come to its end."""

@@ -51,7 +51,8 @@ class Journal:
     """State, ledger and waiters of run `name`.
 
     Roles: following -> `taking_over` -> `leading` -> `follow`, or an append that a newer leader refuses -> following.
-    `token` is the fencing token of a leader; `leader_url` is where the leader answers, as far as it is known.
+    `token` is the fencing token of a leader; `leader_url` is where the leader answers, as far as it is known. `terms`
+    counts how often this server set out to lead.
     `lost` is set while Redis holds less than what was acknowledged. `arrived` are groups folded and not yet settled.
     """
 
@@ -63,6 +64,7 @@ class Journal:
         self.token: str | None = None
         self.leading = False
         self.leader_url: str | None = None
+        self.terms = 0
         self.lost: DataLost | None = None
         self.arrived: deque[IndexChunk] = deque()
         self.closed = False
@@ -100,6 +102,7 @@ class Journal:
         The token fences every older leader, so what is read first is all there is.
         """
         async with self._deciding:
+            self.terms += 1
             self.token = token
             try:
                 await self.catch_up()
@@ -109,12 +112,6 @@ class Journal:
             finally:
                 if not self.leading:
                     self.token = None
-
-    @contextlib.asynccontextmanager
-    async def staying(self) -> AsyncIterator[bool]:
-        """Keep this server from taking over, and from deciding, while the body runs; tells whether it follows."""
-        async with self._deciding:
-            yield not self.leading
 
     def follow(self, leader_url: str | None) -> None:
         """Decide no more."""
@@ -136,12 +133,15 @@ class Journal:
             raise
 
     async def check_kept(self) -> None:
-        """Raise `DataLost` where Redis ends before what it acknowledged; take that back once it is whole again.
+        """Ask Redis where the streams end, and raise what `check_ends` raises."""
+        known = self.ends  # first: what is acknowledged while we ask may not be in the answer
+        self.check_ends(known, await self.store.ends(self.name))
+
+    def check_ends(self, known: Ends, ends: Ends) -> None:
+        """Raise `DataLost` where Redis `ends` before what was `known` of it; take that back once it is whole again.
 
         Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
         """
-        known = self.ends  # first: what is acknowledged while we ask may not be in the answer
-        ends = await self.store.ends(self.name)
         if ends.entry < known.entry or ends.group < known.group:
             if ends.entry and self.store.wanted.level == "relaxed":
                 raise LedgerGap(

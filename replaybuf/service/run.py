@@ -27,7 +27,7 @@ from replaybuf.service.session import Session
 from replaybuf.service.told import Told
 from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState
-from replaybuf.store import Store
+from replaybuf.store import Book, Store
 from replaybuf.strategy import Strategy
 
 
@@ -105,12 +105,10 @@ class Run:
         """Take in what is new in the streams."""
         await (self.door.pull() if self.journal.leading else self.door.follow())
 
-    async def watch(self) -> None:
-        """Raise `DataLost` where Redis was emptied; as a follower look at what the leader keeps beside the streams."""
-        await self.journal.check_kept()
-        async with self.journal.staying() as following:
-            if following:  # a leader's book is ahead of what was read before it led
-                await self.door.look()
+    def look(self, book: Book, term: int) -> None:
+        """Take in, as a follower, what the leader keeps beside the streams; `term` was ours when `book` was read."""
+        if not self.journal.leading and self.journal.terms == term:  # a leader's book is ahead of what was read before
+            self.door.read(book)
 
     async def tick(self) -> None:
         """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""

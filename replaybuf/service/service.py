@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -24,7 +25,8 @@ import msgspec
 from replaybuf.config import RunConfig, check_run_name
 from replaybuf.errors import Conflict, DataLost, Invalid, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
 from replaybuf.history import KEPT_GROUPS
-from replaybuf.service.lease import LEASE_S
+from replaybuf.service.leadership import Leadership
+from replaybuf.service.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run import Run
 from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
 from replaybuf.store.durability import Level
@@ -83,9 +85,10 @@ class Service:
         self.url = url
         self.runs: dict[str, Run] = {}
         # Random, not the process id: a container that starts again has the same one as before.
-        self.holder = f"{secrets.token_hex(8)}@{url}"
+        self._holder = f"{secrets.token_hex(8)}@{url}"
         self.report: ServerReport | None = None
         self.trouble: str | None = None
+        self._leadership = Leadership(store, self._holder, url)
         self._embedded = embedded
         self._history_groups = history_groups
         self._clock = clock
@@ -112,7 +115,7 @@ class Service:
         run = await self.run(name)
         if run.journal.leading and run.lease.ended():
             # We were held up, by a stop of the process or by Redis: another server may lead by now.
-            await self._seek(run)
+            await self._leadership.seek(run)
         return run
 
     async def led(self, name: str) -> Run:
@@ -126,7 +129,7 @@ class Service:
         check_run_name(name)
         async with self._opening:
             if await self._open(name) is None:
-                lease = await self.store.lead(name, self.holder, LEASE_S, force=self._embedded)
+                lease = await self.store.lead(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
                 run = await Run.create(name, self.store, lease.token, config, self._clock)
@@ -157,7 +160,7 @@ class Service:
         self._add(run)
         state, seconds = run.state, time.monotonic() - started
         logger.info("run loaded run=%s groups=%d step=%d seconds=%.2f", name, state.stored, state.step, seconds)
-        await self._seek(run, force=self._embedded)
+        await self._leadership.seek(run, force=self._embedded)
         return run
 
     def _add(self, run: Run) -> None:
@@ -165,34 +168,6 @@ class Service:
         run.trimming.kept_groups = self._history_groups
         self.runs[run.name] = run
         self._added.set()
-
-    # ------------------------------------------------------------------ who leads
-
-    async def _seek(self, run: Run, *, force: bool = False) -> None:
-        """Renew our lease on a run, take it where it is free, or learn who holds it."""
-        async with run.lease.seeking:
-            if run.journal.leading and not run.lease.due():
-                return  # somebody else has sought it while we waited
-            asked_s = run.lease.now_s()
-            lease = await self.store.lead(run.name, self.holder, LEASE_S, force=force)
-            if lease.token is None:
-                if run.journal.leading:
-                    logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
-                run.journal.follow(lease.holder.partition("@")[2] or None)
-                await run.journal.notify()
-            elif not run.journal.leading or lease.token != run.journal.token:
-                run.journal.follow(self.url)
-                await run.lead(lease.token)
-                logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
-            run.lease.until(lease.left_s, asked_s)
-
-    async def _hold(self) -> None:
-        """Renew the leases that are ours, take those that ended, then wait for the next one that is due."""
-        for run in list(self.runs.values()):
-            if run.lease.due():
-                await self._work(run, lambda run=run: self._seek(run))  # type: ignore[misc]
-        due_s = min((run.lease.due_in_s() for run in self.runs.values()), default=TICK_S)
-        await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
 
     # ------------------------------------------------------------------ life
 
@@ -207,7 +182,7 @@ class Service:
             await run.close()
         with contextlib.suppress(ServiceUnavailable):
             for run in self.runs.values():
-                await self.store.resign(run.name, self.holder)
+                await self.store.resign(run.name, self._holder)
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -243,11 +218,12 @@ class Service:
                 await asyncio.sleep(TROUBLE_PAUSE_S)
             await asyncio.sleep(period_s)
 
-    async def _work(self, run: Run, work: Callable[[], Awaitable[None]]) -> None:
+    async def _work(self, run: Run, work: Callable[[], Awaitable[None] | None]) -> None:
         """Do something for one run, so that its own trouble is not the others'."""
         lost_before = run.journal.lost
         try:
-            await work()
+            if going_on := work():
+                await going_on
             if lost_before and run.journal.lost is None:
                 logger.warning("redis has the data of the run again run=%s", run.name)
         except NotLeader as error:
@@ -255,12 +231,23 @@ class Service:
         except LedgerGap as error:
             # The leader trimmed what this follower had not read, or a relaxed Redis forgot what it had: start over.
             logger.warning("run is read anew run=%s: %s", run.name, error.detail)
-            self.runs.pop(run.name, None)
+            if self.runs.get(run.name) is run:
+                del self.runs[run.name]
             await run.close()
         except DataLost as error:
             run.journal.lose(error)
             run.journal.follow(None)
             await run.journal.notify()
+
+    async def _hold(self) -> None:
+        """Renew the leases that are ours, take those that ended, then wait for the next one that is due."""
+        won = await self._leadership.renew([run for run in self.runs.values() if run.lease.due(TOGETHER_S)])
+        for run in won:
+            await self._work(run, functools.partial(self._leadership.seek, run))
+            if any(led.journal.leading and led.lease.due() for led in self.runs.values()):
+                break  # what we lead is renewed first; the lease on the others is ours meanwhile
+        due_s = min((run.lease.due_in_s() for run in self.runs.values()), default=TICK_S)
+        await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
 
     async def _follow(self) -> None:
         """Take in what is new in the streams: what producers wrote directly, and what the leader decided."""
@@ -286,8 +273,15 @@ class Service:
             await self._work(run, run.tick)
 
     async def _watch(self) -> None:
-        for run in list(self.runs.values()):
-            await self._work(run, run.watch)
+        """See whether Redis kept what it acknowledged; as a follower, what leaders keep beside the streams."""
+        runs = list(self.runs.values())
+        known = [run.journal.ends for run in runs]  # first: what is acknowledged while we ask may not be in the answer
+        for run, before, now in zip(runs, known, await self.store.ends_of([run.name for run in runs]), strict=True):
+            await self._work(run, functools.partial(run.journal.check_ends, before, now))
+        followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
+        books = await self.store.books([run.name for run, _ in followed])
+        for (run, term), book in zip(followed, books, strict=True):
+            await self._work(run, functools.partial(run.look, book, term))
         await self._discover()
 
     async def _prepare(self) -> None:
@@ -297,8 +291,9 @@ class Service:
 
     async def _discover(self) -> None:
         for name in await self.store.runs():
-            async with self._opening:
-                await self._open(name)
+            if name not in self.runs:
+                async with self._opening:
+                    await self._open(name)
 
     async def _measure(self) -> None:
         before, self.report = self.report, await self.store.report()

@@ -8,9 +8,11 @@ from replaybuf.store.leases import Lease
 from replaybuf.store.ledger import Ends
 from replaybuf.store.redis import Store
 from replaybuf.store.server import ServerReport
+from replaybuf.store.tickets import Book
 
 __all__ = [
     "Appended",
+    "Book",
     "EmbeddedServer",
     "Ends",
     "IndexChunk",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from replaybuf.errors import Conflict
@@ -64,11 +64,19 @@ class LedgerCommands(Connection):
 
     async def ends(self, run: str) -> Ends:
         """Say where the streams of a run end."""
+        return (await self.ends_of([run]))[0]
+
+    async def ends_of(self, runs: Sequence[str]) -> list[Ends]:
+        """Do what `ends` does for each of these runs, in one round trip."""
         pipe = self._redis.pipeline(transaction=False)
-        pipe.xrevrange(keys.ledger(run), count=1)
-        pipe.hget(keys.counts(run), "stored")
-        newest, stored = await self._guard(pipe.execute())
-        return Ends(int(newest[0][0].partition(b"-")[0]) if newest else 0, int(stored or 0))
+        for run in runs:
+            pipe.xrevrange(keys.ledger(run), count=1)
+            pipe.hget(keys.counts(run), "stored")
+        replies = await self._guard(pipe.execute())
+        return [
+            Ends(int(newest[0][0].partition(b"-")[0]) if newest else 0, int(stored or 0))
+            for newest, stored in zip(replies[::2], replies[1::2], strict=True)
+        ]
 
     async def confirmed_ends(self, run: str) -> Ends | None:
         """Say how far the streams of a run are durable; None where everything that can be read is. Raises `NotDurable`.

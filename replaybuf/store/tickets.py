@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.trouble import fenced
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Book:
+    """The counters of a run, and its tickets that are out or to be issued again, with deadlines in s (0 = again)."""
+
+    counts: dict[str, int]
+    tickets: list[tuple[str, float]]
+
+
 class TicketCommands(Connection):
     """What is done with tickets and counters: read, and changed all or nothing."""
 
-    async def tickets(self, run: str) -> list[tuple[str, float]]:
-        """List the tickets that are out or to be issued again, with their deadlines in seconds (0 = again)."""
-        raw = await self._guard(self._redis.zrange(keys.tickets(run), 0, -1, withscores=True))
-        return [(text(ticket), float(deadline) / 1000) for ticket, deadline in raw]
+    async def books(self, runs: Sequence[str]) -> list[Book]:
+        """Read counters and tickets of each of these runs, in one round trip."""
+        pipe = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipe.hgetall(keys.counts(run))
+            pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
+        replies = await self._guard(pipe.execute())
+        return [
+            Book(_counts(counts), [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets])
+            for counts, tickets in zip(replies[::2], replies[1::2], strict=True)
+        ]
 
     async def change_tickets(
         self,
@@ -44,8 +61,7 @@ class TicketCommands(Connection):
 
     async def counts(self, run: str) -> dict[str, int]:
         """Read the run's counters."""
-        raw = await self._guard(self._redis.hgetall(keys.counts(run)))
-        return {text(name): int(value) for name, value in raw.items()}
+        return _counts(await self._guard(self._redis.hgetall(keys.counts(run))))
 
     async def count(self, run: str, raised: Mapping[str, int]) -> None:
         """Raise counters."""
@@ -55,3 +71,7 @@ class TicketCommands(Connection):
     async def set_count(self, run: str, name: str, value: int) -> None:
         """Set a counter."""
         await self._call("rb_count", [keys.counts(run)], [0, name, value])
+
+
+def _counts(raw: Any) -> dict[str, int]:
+    return {text(name): int(value) for name, value in raw.items()}

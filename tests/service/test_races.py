@@ -26,7 +26,6 @@ from tests.builders import rollout, wire_group
 
 _names = itertools.count()
 LEASE_S = 60.0
-OVERTAKING_S = 0.3
 
 
 def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None]]) -> None:
@@ -102,41 +101,40 @@ def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: Embed
     on_a_run(server, work)
 
 
-def test_a_follower_that_looks_does_not_take_over_before_it_has_seen_all(server: EmbeddedServer) -> None:
-    """Else what it read as a follower would replace the book of tickets that it keeps as leader."""
+@pytest.mark.parametrize("leads_when_it_looks", [True, False])
+def test_what_a_follower_saw_does_not_replace_the_book_of_tickets_it_keeps_as_leader(
+    server: EmbeddedServer, leads_when_it_looks: bool
+) -> None:
+    """It read the book, then took over and issued a ticket: what was read is older, also where the lead is lost."""
 
     async def work(store: Store, leader: Run) -> None:
         follower = await Run.load(leader.name, store, time.time)
         assert follower is not None
-        looking, go_on = asyncio.Event(), asyncio.Event()
-        tickets = store.tickets
-
-        async def slow_tickets(run: str) -> Any:
-            found = await tickets(run)
-            if not looking.is_set():
-                looking.set()
-                await go_on.wait()
-            return found
-
-        store.tickets = slow_tickets  # type: ignore[method-assign]
-        watching = asyncio.create_task(follower.watch())
-        await looking.wait()
+        (book,), term = await store.books([leader.name]), follower.journal.terms
         await store.resign(leader.name, "here")
         token = (await store.lead(leader.name, "there", LEASE_S)).token
-        leading = asyncio.create_task(follower.lead(str(token)))
-        taking = asyncio.create_task(_take_once_leading(follower, leading))
-        await asyncio.wait({taking}, timeout=OVERTAKING_S)  # what is not held back ends within it
-        go_on.set()
-        await asyncio.gather(watching, leading, taking)
-        assert follower.book.out == 1
-        assert follower.book.next_index == {"": 1}
+        await follower.lead(str(token))
+        assert len((await follower.door.take_tickets("me", 1, "", 0.0))["tickets"]) == 1
+        if not leads_when_it_looks:
+            follower.journal.follow(None)
+        follower.look(book, term)
+        assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
 
     on_a_run(server, work)
 
 
-async def _take_once_leading(run: Run, leading: asyncio.Task[None]) -> None:
-    await leading
-    assert len((await run.door.take_tickets("me", 1, "", 0.0))["tickets"]) == 1
+def test_a_follower_takes_the_book_of_tickets_as_it_was_read(server: EmbeddedServer) -> None:
+    """A ticket that the leader issued is out for the follower too."""
+
+    async def work(store: Store, leader: Run) -> None:
+        follower = await Run.load(leader.name, store, time.time)
+        assert follower is not None
+        await leader.door.take_tickets("me", 1, "", 0.0)
+        (book,) = await store.books([leader.name])
+        follower.look(book, follower.journal.terms)
+        assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
+
+    on_a_run(server, work)
 
 
 def test_groups_written_to_redis_are_seen_at_once_in_a_run_that_was_just_made(

@@ -1,0 +1,122 @@
+"""When a server asks for a lease, and how it asks for many at once: its parts in this process, on a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+
+from replaybuf.config import BatchSpec, RunConfig
+from replaybuf.service.leadership import Leadership
+from replaybuf.service.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, Lease
+from replaybuf.service.run import Run
+from replaybuf.store import EmbeddedServer, Store
+
+_names = itertools.count()
+
+
+class Clock:
+    """A clock that is put forward by hand."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_lease_is_renewed_after_a_third_of_it_and_a_little_earlier_with_others() -> None:
+    """From the moment it was asked for; a lease never asked for is due at once."""
+    clock = Clock()
+    lease = Lease(clock)
+    assert lease.due() and lease.ended()
+    lease.until(LEASE_S, asked_s=99.5)
+    assert (lease.due(), lease.due(TOGETHER_S), lease.ended()) == (False, False, False)
+    assert abs(lease.due_in_s() - (RENEWAL_S - 0.5)) < 1e-9
+    clock.now_s = 99.5 + RENEWAL_S - TOGETHER_S
+    assert (lease.due(), lease.due(TOGETHER_S)) == (False, True)
+    clock.now_s = 99.5 + RENEWAL_S
+    assert lease.due()
+    clock.now_s = 99.5 + LEASE_S
+    assert lease.ended()
+
+
+def test_the_end_of_anothers_lease_is_awaited_exactly() -> None:
+    """Asked for earlier it would be held still, and asked for again and again until it ends."""
+    clock = Clock()
+    lease = Lease(clock)
+    lease.until(0.1)
+    assert abs(lease.due_in_s() - (0.1 + MARGIN_S)) < 1e-9
+    assert not lease.due(TOGETHER_S)
+    clock.now_s += 0.1 + MARGIN_S
+    assert lease.due()
+
+
+def led_here(server: EmbeddedServer, work: Callable[[Store, Leadership, list[Run]], Awaitable[None]]) -> None:
+    """Do `work` on three runs led by the holder "here", whose leases are due."""
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        try:
+            runs = []
+            for name in (f"lease-{next(_names)}" for _ in range(3)):
+                token = (await store.lead(name, "1@here", LEASE_S)).token
+                runs.append(
+                    await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1)), time.time)
+                )
+            await work(store, Leadership(store, "1@here", "here"), runs)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> None:
+    """Each one from the moment of asking; the tokens stay."""
+
+    async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
+        sent = []
+        ask = store.lead_all
+
+        async def counted(names: list[str], holder: str, ttl_s: float) -> object:
+            sent.append(names)
+            return await ask(names, holder, ttl_s)
+
+        store.lead_all = counted  # type: ignore[assignment,method-assign]
+        tokens = [run.journal.token for run in runs]
+        assert await leadership.renew(runs) == []
+        assert sent == [[run.name for run in runs]]
+        assert not any(run.lease.due() for run in runs)
+        assert [run.journal.token for run in runs] == tokens
+
+    led_here(server, work)
+
+
+def test_among_many_a_lost_lease_is_followed_and_a_free_one_is_told_to_be_taken_over(server: EmbeddedServer) -> None:
+    """The others go on; taking over is left to `seek`, as it takes long."""
+
+    async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
+        kept, lost, freed = runs
+        await store.lead(lost.name, "2@there", LEASE_S, force=True)
+        await store.resign(freed.name, "1@here")
+        assert await leadership.renew(runs) == [freed]
+        assert (kept.journal.leading, lost.journal.leading) == (True, False)
+        assert lost.journal.leader_url == "there"
+        assert freed.lease.due() and not freed.lease.seeking.locked()
+        old = freed.journal.token
+        await leadership.seek(freed)
+        assert freed.journal.leading and freed.journal.token not in (None, old)
+        assert not freed.lease.due()
+
+    led_here(server, work)
+
+
+def test_a_run_that_is_being_sought_is_not_asked_about_twice(server: EmbeddedServer) -> None:
+    """Two answers on their way could be heeded in the wrong order."""
+
+    async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
+        async with runs[0].lease.seeking:
+            assert await leadership.renew(runs) == []
+        assert [run.lease.due() for run in runs] == [True, False, False]
+
+    led_here(server, work)
