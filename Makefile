@@ -23,6 +23,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
 EXTRAS := trainer,demo,generate,dev
 JOBS ?= 4
+# Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-vllm test-verifiers check bench chaos fuzz clean
 .DEFAULT_GOAL := help

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import re
-import subprocess
-import sys
+import unittest.mock
 from collections.abc import Iterator
+
+from replaybuf.cli import main
 
 
 def calls(text: str) -> Iterator[tuple[str, set[str]]]:
@@ -22,10 +25,14 @@ def calls(text: str) -> Iterator[tuple[str, set[str]]]:
 @functools.cache
 def options_of(command: str) -> frozenset[str]:
     """Ask the command line for the options of a command; none where there is no such command."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "replaybuf.cli", *command.split(), "--help"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    return frozenset(re.findall(r"--[a-z][a-z-]*", shown.stdout)) if shown.returncode == 0 else frozenset()
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as shown,
+        contextlib.redirect_stderr(io.StringIO()),
+        unittest.mock.patch.dict(os.environ, COLUMNS="200"),
+    ):
+        try:
+            main([*command.split(), "--help"])
+        except SystemExit as ended:
+            if ended.code:
+                return frozenset()
+    return frozenset(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))

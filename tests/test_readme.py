@@ -14,6 +14,12 @@ from tests.conftest import ServeProcess
 
 README = Path(__file__).parents[1] / "README.md"
 LONGEST_EXAMPLE_LINES = 12
+PATIENCE = """
+import functools, httpx
+for call in ("put", "post", "get"):
+    setattr(httpx, call, functools.partial(getattr(httpx, call), timeout=30.0))
+"""
+"""Run before the example: httpx waits 5 s, which on a loaded machine is too short for a first batch."""
 
 
 def example() -> str:
@@ -26,7 +32,7 @@ def example() -> str:
 def run_example(url: str) -> str:
     """Run the example verbatim against a service; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example()],
+        [sys.executable, "-W", "error", "-c", PATIENCE + example()],
         env=os.environ | {"REPLAYBUF_URL": url},
         capture_output=True,
         text=True,
