@@ -56,7 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_is_installed_while_the_process_runs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is installed is read once; a name that is not among it is looked for anew."""
     found: list[EntryPoint] = []
-    monkeypatch.setattr(plugins, "entry_points", lambda: EntryPoints(found))
+    monkeypatch.setattr(plugins, "entry_points", lambda **selection: EntryPoints(found).select(**selection))
     plugins.installed.cache_clear()
     try:
         with pytest.raises(Invalid, match="installed: none"):

@@ -83,7 +83,7 @@ def test_after_a_doubled_reply_every_call_tells_the_truth_or_nothing(proxy: Faul
         told += [[chunk async for chunk in store.read_ledger(run, 0)]]
         told += [
             (await store.counts(run))["stored"],
-            await store.books([run]),
+            (await store.books([run]))[0].tickets,
             await store.numbers_of(run, ["b", "a", "c"]),
         ]
         return told
