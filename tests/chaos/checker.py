@@ -25,7 +25,9 @@ from tests.chaos.adapter_checks import adapters_take_turns, rows_hold_one_adapte
 from tests.chaos.content import GROUP_SIZE, checksum, priority_of, source_of, tokens_of
 from tests.chaos.history import (
     OK,
+    UNAVAILABLE,
     AnyEvent,
+    Attached,
     BatchAsked,
     Prompt,
     StateSeen,
@@ -275,7 +277,7 @@ def every_prompt_and_step_once(run: RunHistory) -> Iterator[str]:
 def rewind_restores(run: RunHistory) -> Iterator[str]:
     """10. Attaching at step k restores the history to k; nothing that a kept checkpoint may need is deleted."""
     for attached in run.attached:
-        if attached.outcome in ("wrong-step", "conflict", "gone"):
+        if attached.outcome in ("wrong-step", "conflict", "gone") and _is_kept(run, attached):
             yield f"attach at kept checkpoint {attached.resume_step} was refused: {attached.outcome}"
         if attached.epoch and attached.step != attached.resume_step and attached.resume_step is not None:
             yield f"attach at {attached.resume_step} was answered step {attached.step}"
@@ -295,6 +297,24 @@ def rewind_restores(run: RunHistory) -> Iterator[str]:
         follows = _record_after_attach(run, attached.epoch)
         if attached.epoch and isinstance(follows, RewindRecord) and follows.on_resume != attached.on_resume:
             yield f"epoch {attached.epoch} asked for {attached.on_resume} and got {follows.on_resume}"
+
+
+def _is_kept(run: RunHistory, attached: Attached) -> bool:
+    """Say whether the checkpoint must still be there. Another trainer that is not fenced yet may have gone on, and
+    dropped it: where `keep` later ones can have taken effect since somebody resumed there or before.
+    """
+    step = attached.resume_step or 0
+    keep = max((record.keep for _, record in run.ledger if isinstance(record, CheckpointRecord)), default=1)
+    since_s = max(
+        (a.at_s for a in run.attached if a.epoch and a.step <= step and a.at_s < attached.sent_s), default=0.0
+    )
+    later = {
+        call.value
+        for call in run.wrote
+        if call.kind == "checkpoint" and call.value > step and since_s < call.at_s and call.sent_s < attached.at_s
+        if call.outcome in (OK, *UNAVAILABLE)
+    }
+    return len(later) < keep
 
 
 def no_silent_wait(run: RunHistory) -> Iterator[str]:

@@ -622,6 +622,16 @@ def test_every_guarantee_is_broken_at_least_once() -> None:
     assert [check.__doc__ and int(check.__doc__.partition(".")[0]) for check in GUARANTEES] == list(range(1, 12))
 
 
+@pytest.mark.parametrize(("outcome", "told_of"), [("ok", False), ("unavailable", False), ("fenced", True)])
+def test_a_checkpoint_may_be_gone_where_a_trainer_that_was_not_fenced_yet_went_on(outcome: str, told_of: bool) -> None:
+    """One checkpoint is kept; a later one, told while another trainer came up, may have dropped it."""
+    history = correct()
+    history.append(wrote("checkpoint", 2, 1, 18.0, outcome))
+    a_kept_checkpoint_is_refused(history)
+    found = check(sorted(history, key=lambda event: event.at_s))
+    assert any("attach at kept checkpoint 1 was refused" in violation.what for violation in found) is told_of
+
+
 def test_runs_are_judged_each_by_itself() -> None:
     """The same ids in two runs are two groups."""
     history = correct()

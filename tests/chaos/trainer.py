@@ -104,6 +104,8 @@ class TrainerActor:
         told: dict[str, Any] = {"resume_step": resume_step, "on_resume": on_resume, "world": self._world}
         if done.result is None:
             self._recorder.write(Attached(**done.seen, **told))
+            if done.seen["outcome"] == "wrong-step":  # nothing took effect, and the trainer before has gone on since
+                self._place_file().unlink()
             return False
         got = done.result
         self._recorder.write(Attached(**done.seen, **told, epoch=got.epoch, step=got.step, generation=got.generation))
@@ -125,8 +127,11 @@ class TrainerActor:
         self._number = int(found[-1].stem.rpartition("-")[2]) if found else 0
         return msgspec.json.decode(found[-1].read_bytes(), type=Place) if found else Place()
 
+    def _place_file(self) -> Path:
+        return self._place.with_name(f"{self._place.name}-{self._number:06d}.json")
+
     def _write_place(self, place: Place) -> None:
-        path = self._place.with_name(f"{self._place.name}-{self._number:06d}.json")
+        path = self._place_file()
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_bytes(msgspec.json.encode(place))
         scratch.rename(path)
