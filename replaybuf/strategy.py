@@ -275,7 +275,7 @@ class Strategy(ABC, Generic[OptionsT]):
         """Name the groups that no later batch may use."""
         if self.max_staleness is None:
             return Evictions()
-        stale = groups.row[groups.policy_version < buffer.version - self.max_staleness]
+        stale = groups.row[np.flatnonzero(groups.policy_version < buffer.version - self.max_staleness)]
         return Evictions(tuple(stale.tolist()), ("too_stale",) * len(stale))
 
     @abstractmethod
