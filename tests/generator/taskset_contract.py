@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator import taskset_process
 from replaybuf.generator.environments import Reward, Score
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scorer, Scores
+from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.sources import Endless, Source, open_source
 from replaybuf.generator.taskset_process import PYTHON
 from replaybuf.generator.tasksets import PROCESS, Verifiers
@@ -24,6 +24,7 @@ from tests.conftest import RunClient
 from tests.generator.doubles import TIMEOUT_S, write_tokenizer
 from tests.generator.test_command import generated, put
 from tests.generator.test_sources import Letters
+from tests.waiting import POLL_S
 
 HERE = Path(__file__).parent / "tasksets"
 WORD = "verifiers:backwards"
@@ -94,39 +95,51 @@ class TasksetContract:
         assert (wrong.reward, wrong.parts["correct"]) == (1.0, 0.0)
         assert (thoughtful.reward, thoughtful.parts["metrics.thought"]) == (3.0, 4.0)
 
-    def test_what_a_reward_does_costs_its_own_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_a_reward_does_costs_its_own_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It raises, is no number, waits (is given up), ends the process, holds it up (another takes over)."""
-        monkeypatch.setattr(taskset_process, "GRACE_S", 0.2)
         (prompt, _) = opened()
         made = Verifiers()
         made.check(prompt)
-        rewards = [Reward("verifiers", made)]
-        quick, patient = Scorer(rewards, timeout_s=0.5), Scorer(rewards, timeout_s=8 * TIMEOUT_S)
+        scorer = Scorer([Reward("verifiers", made)], timeout_s=8 * TIMEOUT_S)
 
-        async def scores(*replies: str, scorer: Scorer = patient) -> Scores:
-            return await scorer.score(prompt, replies)
+        async def correct(reply: str) -> float:
+            return float((await scorer.score(prompt, [reply])).parts["correct"][0])
 
-        async def reason(reply: str, scorer: Scorer = patient) -> str:
+        async def reason(reply: str) -> str:
             with pytest.raises(RewardFault) as caught:
-                await scores(reply, scorer=scorer)
+                await correct(reply)
             return caught.value.reason
 
-        async def main() -> Sequence[object]:
-            first = await scores("pid")
-            raised, not_finite = await reason("raise"), await reason("nan")
-            beside = asyncio.create_task(reason("wait", quick))
-            assert (await scores("bac", "x")).rewards.tolist() == [3.0, 1.0]
-            waited = await beside
-            assert (await scores("given up")).parts["correct"].tolist() == [1.0]
-            second = await scores("pid")
-            ended, third = await reason("exit"), await scores("pid")
-            held_up, fourth = await reason("block", quick), await scores("pid")
-            assert first.rewards.tolist() == second.rewards.tolist()
-            assert len({float(one.rewards[0]) for one in (second, third, fourth)}) == 3
-            return raised, not_finite, waited, ended, held_up
+        async def begun(what: str) -> asyncio.Task[float]:
+            """Return once the reward runs: cancelled before that, it would be no case of its own."""
+            sign = tmp_path / what
+            task = asyncio.create_task(correct(f"{what} {sign}"))
+            async with asyncio.timeout(8 * TIMEOUT_S):
+                while not sign.exists():  # noqa: ASYNC110 - another process makes it
+                    await asyncio.sleep(POLL_S)
+            return task
 
-        reasons = asyncio.run(main())
-        assert reasons == ("reward_raised", "reward_not_finite", "reward_timeout", "reward_raised", "reward_timeout")
+        async def cancelled(task: asyncio.Task[float]) -> None:
+            task.cancel()
+            await asyncio.wait([task], timeout=TIMEOUT_S)
+            assert task.cancelled()
+
+        async def main() -> None:
+            first = await correct("pid")
+            assert (await reason("raise"), await reason("nan")) == ("reward_raised", "reward_not_finite")
+            waiting = await begun("wait")
+            assert (await scorer.score(prompt, ["bac", "x"])).rewards.tolist() == [3.0, 1.0]
+            await cancelled(waiting)
+            assert await correct("given up") == 1.0
+            assert await correct("pid") == first
+            assert await reason("exit") == "reward_raised"
+            second = await correct("pid")
+            holding_up = await begun("block")
+            monkeypatch.setattr(taskset_process, "GRACE_S", 0.2)
+            await cancelled(holding_up)
+            assert len({first, second, await correct("pid")}) == 3
+
+        asyncio.run(main())
 
     def test_what_takes_more_than_a_reply_is_refused_by_name(self) -> None:
         """Where the environment checks the prompts, at start."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from replaybuf.generator.taskset_worker import Scored, TaskRow, Unfit, run, thought_and_said
@@ -40,23 +41,25 @@ class Words:
         """Do what the reply asks for, as `tests/generator/tasksets/backwards.py`."""
         thought, said = thought_and_said(reply)
         correct = float(said == data["answer"])
-        match said:
-            case "raise":
+        match said.split():
+            case ["raise"]:
                 raise ValueError("no parse")
-            case "nan":
+            case ["nan"]:
                 correct = float("nan")
-            case "wait":
+            case ["wait", sign]:
                 try:
+                    Path(sign).touch()
                     await asyncio.Event().wait()
                 finally:
                     GIVEN_UP.append(said)
-            case "given up":
+            case ["given", "up"]:
                 correct = float(len(GIVEN_UP))
-            case "block":
+            case ["block", sign]:
+                Path(sign).touch()
                 time.sleep(3600)  # noqa: ASYNC251 - as a reward must not
-            case "exit":
+            case ["exit"]:
                 os._exit(3)
-            case "pid":
+            case ["pid"]:
                 correct = float(os.getpid())
         metrics = {"said": float(len(said)), "thought": float(len(thought or ""))}
         return Scored(number=number, reward=2 * correct + 1, rewards={"correct": correct, "kept": 1.0}, metrics=metrics)

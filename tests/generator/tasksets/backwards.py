@@ -5,6 +5,7 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 
 import verifiers.v1 as vf
 
@@ -25,23 +26,25 @@ class WordTask(vf.Task[WordData]):
     @vf.reward(weight=2.0)
     async def correct(self, task, trace):
         """Whether the reply is the word backwards; or what the reply asks for."""
-        match trace.last_reply:
-            case "raise":
+        match trace.last_reply.split():
+            case ["raise"]:
                 raise ValueError("no parse")
-            case "nan":
+            case ["nan"]:
                 return float("nan")
-            case "wait":
+            case ["wait", sign]:
                 try:
+                    Path(sign).touch()
                     await asyncio.Event().wait()
                 finally:
                     GIVEN_UP.append(task.answer)
-            case "given up":
+            case ["given", "up"]:
                 return float(len(GIVEN_UP))
-            case "block":
+            case ["block", sign]:
+                Path(sign).touch()
                 time.sleep(3600)  # noqa: ASYNC251 - as a reward must not
-            case "exit":
+            case ["exit"]:
                 os._exit(3)
-            case "pid":
+            case ["pid"]:
                 return float(os.getpid())
         return float(trace.last_reply == task.answer)
 
