@@ -23,7 +23,8 @@ from replaybuf import __version__
 from replaybuf.client import Client, Waiting
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.group import Group
-from replaybuf.plan import Plan, build_body, open_frame, portions
+from replaybuf.plan import Plan, build_body, open_frame
+from replaybuf.portions import portions
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,11 @@ class DirectBodies:
         return build_body(plan, self._groups(plan))
 
     def _groups(self, plan: Plan) -> list[Group]:
-        crcs = {planned.payload_key: planned.crc32c for planned in plan.groups}
-        groups: dict[str, Group] = {}
-        for keys in portions({planned.payload_key: planned.frame_bytes for planned in plan.groups}):
+        groups = []
+        for portion in portions(plan.groups, lambda planned: planned.frame_bytes):
             pipe = self._redis.pipeline(transaction=False)
-            for key in keys:
-                pipe.get(key)
-            for key, frame in zip(keys, pipe.execute(), strict=True):
-                groups[key] = open_frame(key, frame, crcs[key])
-        return [groups[planned.payload_key] for planned in plan.groups]
+            for planned in portion:
+                pipe.get(planned.payload_key)
+            for planned, frame in zip(portion, pipe.execute(), strict=True):
+                groups.append(open_frame(planned.payload_key, frame, planned.crc32c))
+        return groups

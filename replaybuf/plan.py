@@ -6,7 +6,7 @@ fetches its frames from Redis itself (`replaybuf.direct`): the bytes are the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,8 +16,6 @@ from replaybuf.frame import decode_frame, stored_checksum
 from replaybuf.group import Group, truncate
 
 MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
-READ_CHUNK_BYTES = 8 << 20
-"""Replies of Redis above 8 MiB halve the parser's speed and hold up other calls."""
 
 
 class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,17 +82,3 @@ def open_frame(payload_key: str, frame: bytes | None, crc32c: int) -> Group:
     if stored_checksum(frame) != crc32c:
         raise BrokenFrame(f"payload {payload_key} is not the frame of its index entry", name="bad_checksum")
     return group
-
-
-def portions(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Cut payload keys with these sizes in bytes into portions of at most `READ_CHUNK_BYTES`, or of one key."""
-    portion: list[str] = []
-    room = READ_CHUNK_BYTES
-    for key, size in sizes.items():
-        if portion and size > room:
-            yield portion
-            portion, room = [], READ_CHUNK_BYTES
-        portion.append(key)
-        room -= size
-    if portion:
-        yield portion

@@ -21,6 +21,7 @@ from replaybuf.errors import (
 )
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.ledger import TicketRecord
+from replaybuf.portions import portions
 from replaybuf.room import Load, fitting
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 ADOPTED_AT_ONCE = 2_000
 """Payloads that a new leader makes permanent per tick."""
+APPENDED_AT_ONCE = 64
+"""Groups that are stored at once. Between two portions, and between judging two groups, others have the event loop: a
+body of thousands of groups must not make a trainer wait, nor let the lease run out."""
 
 
 class Door:
@@ -104,11 +108,24 @@ class Door:
     # ------------------------------------------------------------------ groups
 
     async def append(self, incoming: Sequence[Incoming]) -> list[dict[str, Any]]:
-        """Store groups; one result each. Raises `TooLarge`, `InvalidGroups` where none could enter, `NoRoom`."""
+        """Store groups, portion after portion; one result each.
+
+        Raises `TooLarge`, `InvalidGroups` where none could enter, `NoRoom`, before which some may be stored.
+        """
+        results: list[dict[str, Any]] = []
+        for portion in portions(incoming, _nbytes, APPENDED_AT_ONCE):
+            results += await self._append(portion)
+        # Last: where there is no room, all is sent again, and counted then.
+        await self._count_rejected(Counter(result["reason"] for result in results if result["status"] == "rejected"))
+        if all(result["status"] == "rejected" for result in results):
+            raise self._refusal(results)
+        return results
+
+    async def _append(self, portion: Sequence[Incoming]) -> list[dict[str, Any]]:
         self._journal.check_leading()
-        results: list[dict[str, Any]] = [{} for _ in incoming]
+        results: list[dict[str, Any]] = [{} for _ in portion]
         ready: list[tuple[int, ToAppend]] = []
-        for position, item in enumerate(incoming):
+        for position, item in enumerate(portion):
             try:
                 ready.append((position, self.judge.admit(item)))
             except GroupRejected as rejection:
@@ -118,11 +135,8 @@ class Door:
                     "reason": rejection.reason,
                     "detail": rejection.detail,
                 }
+            await asyncio.sleep(0)
         fits, refusal = self._fitting([item for _, item in ready])
-        if refusal is None:  # else all is sent again, and counted then
-            await self._count_rejected(Counter(result["reason"] for result in results if result))
-            if not ready:
-                raise self._refusal(results)
         if fits:
             appended = await self._enter([item for _, item in ready[:fits]])
             for (position, _), outcome in zip(ready, appended, strict=False):
@@ -379,6 +393,10 @@ def check_adapter(adapter: str, config: RunConfig) -> None:
         told = f"the run has adapters {sorted(config.adapters)}" if config.adapters else "the run has no adapters"
         known = sorted(config.adapters)
         raise Invalid(f"adapter is {adapter!r}; {told}", name="adapter", value=adapter, bound=known)
+
+
+def _nbytes(item: Incoming) -> int:
+    return item.group.nbytes if item.group else 0
 
 
 def _load(item: ToAppend) -> Load:

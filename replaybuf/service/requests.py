@@ -5,6 +5,8 @@ Raises `TooLarge`, `UnsupportedMedia`, `Malformed` for what does not decode, `In
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -131,34 +133,51 @@ def page(request: Request) -> tuple[int, int]:
 
 
 async def read_groups(request: Request, max_group_bytes: int) -> list[Incoming]:
-    """Read the groups of an append, as JSON or as frames; `decode_groups` tells the limits."""
+    """Read the groups of an append, as JSON or as frames; `decode_groups` tells the limits.
+
+    Others have the event loop between two groups, however many there are.
+    """
     kind = media_type(request, {"application/json", MEDIA_TYPE})
-    return decode_groups(kind, await read_body(request, LARGEST_BODY_BYTES), max_group_bytes)
+    incoming = []
+    for item in decode_groups(kind, await read_body(request, LARGEST_BODY_BYTES), max_group_bytes):
+        incoming.append(item)
+        await asyncio.sleep(0)
+    return incoming
 
 
-def decode_groups(kind: str, body: bytes, max_group_bytes: int) -> list[Incoming]:
-    """Decode the groups in a body of media type `kind`; one that cannot be is told by its rejection.
+def decode_groups(kind: str, body: bytes, max_group_bytes: int) -> Iterator[Incoming]:
+    """Decode the groups in a body of media type `kind`, one by one; one that cannot be is told by its rejection.
 
     A frame that would have more than `max_group_bytes` with all columns raw is too large, and so is one that, with
     those before it, would have more than a body may. Raises `Malformed` where the body falls apart.
     """
     if kind != MEDIA_TYPE:
-        return [_from_json(wire) for wire in _groups_in(body)]
-    incoming = []
+        yield from map(_from_json, _groups_in(body))
+        return
     room = LARGEST_BODY_BYTES
-    for frame in split_frames(body):
-        incoming.append(_from_frame(frame, min(max_group_bytes, room)))
-        group = incoming[-1].group
-        room -= group.nbytes if group else 0
-    return incoming
+    for frame in list(split_frames(body)):
+        item = _from_frame(frame, min(max_group_bytes, room))
+        room -= item.group.nbytes if item.group else 0
+        yield item
 
 
-def _groups_in(body: bytes) -> list[GroupJson]:
+def _groups_in(body: bytes) -> Iterator[GroupJson]:
+    """Decode one group after the other; where one does not decode, decoding all in full tells what is wrong."""
+    done = 0
     try:
-        several = "groups" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        several = "groups" in fields
+        if fields.keys() == {"groups"}:
+            for piece in msgspec.json.decode(fields["groups"], type=list[msgspec.Raw]):
+                yield msgspec.json.decode(piece, type=GroupJson)
+                done += 1
+            return
     except (msgspec.DecodeError, ValueError, RecursionError):
-        several = b'"groups"' in body  # not strict JSON (NaN, or broken); decoding in full tells what is wrong
-    return decode_json(body, GroupsRequest).groups if several else [decode_json(body, GroupJson)]
+        several = b'"groups"' in body  # it may not be strict JSON (NaN)
+    if several:
+        yield from decode_json(body, GroupsRequest).groups[done:]
+    else:
+        yield decode_json(body, GroupJson)
 
 
 def _from_json(wire: GroupJson) -> Incoming:

@@ -11,7 +11,7 @@ import numpy as np
 from replaybuf.errors import NoRoom
 from replaybuf.group import Group
 from replaybuf.index import entry_of
-from replaybuf.plan import portions
+from replaybuf.portions import portions
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.entries import (
@@ -200,7 +200,7 @@ class GroupCommands(Connection):
 
     async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
         """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
-        return [frame for portion in portions(sizes) for frame in await self._get(portion)]
+        return [frame for portion in portions(sizes, sizes.__getitem__) for frame in await self._get(portion)]
 
     async def _get(self, payload_keys: list[str]) -> list[bytes | None]:
         # GETs, not MGET: payloads of a cluster lie in different slots.

@@ -48,7 +48,7 @@ def body(data: bytes) -> None:
         for one in split_frames(data):
             judge_frame(bytes(one))
     with contextlib.suppress(Malformed):
-        decode_groups(MEDIA_TYPE, data, LARGEST_BYTES)
+        list(decode_groups(MEDIA_TYPE, data, LARGEST_BYTES))
 
 
 def json(data: bytes) -> None:

@@ -16,7 +16,7 @@ from replaybuf.client import Client
 from replaybuf.direct import DirectBodies
 from replaybuf.errors import Fenced, Invalid, Malformed, RunFinished
 from replaybuf.group import Group, GroupJson, group_from_json
-from replaybuf.plan import MEDIA_TYPE, READ_CHUNK_BYTES, Plan, portions
+from replaybuf.plan import MEDIA_TYPE, Plan
 from replaybuf.reader import BatchReader, ReaderOptions
 from tests.conftest import RunClient, ServeProcess, group
 from tests.valkeys import Valkey
@@ -276,21 +276,3 @@ def test_a_url_that_is_none_is_refused_without_telling_its_password(client: Clie
     with pytest.raises(Invalid, match="redis_url") as caught:
         DirectBodies(client, "http://user:secret@host")
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([], []),
-        ([1, 2], [2]),
-        ([READ_CHUNK_BYTES, 1], [1, 1]),
-        ([READ_CHUNK_BYTES - 1, 1, 1], [2, 1]),
-        ([1, READ_CHUNK_BYTES + 1, 1], [1, 1, 1]),
-    ],
-)
-def test_frames_are_fetched_in_portions_that_redis_answers_well(sizes: list[int], expected: list[int]) -> None:
-    """A portion has one key, or at most `READ_CHUNK_BYTES`; order and keys stay."""
-    keys = {f"k{number}": size for number, size in enumerate(sizes)}
-    cut = list(portions(keys))
-    assert [len(portion) for portion in cut] == expected
-    assert list(itertools.chain(*cut)) == list(keys)

@@ -8,16 +8,20 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
+from starlette.requests import Request
 
 from replaybuf.config import BatchSpec, RunConfig
 from replaybuf.errors import Fenced
-from replaybuf.frame import encode_frame, stored_checksum
+from replaybuf.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.group import group_from_json
 from replaybuf.service import service
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.bodies import Part
+from replaybuf.service.door import APPENDED_AT_ONCE
 from replaybuf.service.judge import Incoming
+from replaybuf.service.requests import read_groups
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.service.session import AttachRequest
@@ -170,3 +174,46 @@ async def eventually_stored(run: Run) -> None:
         return True if run.state.stored else run.selector.explain("no_groups")
 
     assert await run.journal.until(stored, 10.0) is True
+
+
+def test_an_append_of_many_groups_lets_others_in_between(server: EmbeddedServer) -> None:
+    """However many one body brings, a trainer that asks meanwhile waits for a portion of them at most."""
+
+    async def work(store: Store, run: Run) -> None:
+        seen = []
+
+        async def watch() -> None:
+            while True:
+                seen.append(run.state.stored)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        await append(run, *(f"g{number}" for number in range(10 * APPENDED_AT_ONCE)))
+        watching.cancel()
+        seen.append(run.state.stored)
+        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= APPENDED_AT_ONCE
+
+    on_a_run(server, work)
+
+
+@pytest.mark.parametrize("kind", ["application/json", MEDIA_TYPE])
+def test_a_body_of_many_groups_is_decoded_one_by_one(kind: str) -> None:
+    """Others have the event loop after each."""
+    wires = [wire_group(rollout(), group_id=f"g{number}") for number in range(100)]
+    frames = b"".join(encode_frame(group_from_json(wire)) for wire in wires)
+    body = frames if kind == MEDIA_TYPE else msgspec.json.encode({"groups": wires})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def main() -> None:
+        request = Request({"type": "http", "headers": [(b"content-type", kind.encode())]}, receive)
+        reading = asyncio.create_task(read_groups(request, 1 << 20))
+        turns = 0
+        while not reading.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert [item.group.group_id for item in reading.result() if item.group] == [wire.group_id for wire in wires]
+        assert turns >= len(wires)
+
+    asyncio.run(main())
