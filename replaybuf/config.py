@@ -1,29 +1,27 @@
-"""The configuration of a run, as `PUT /v1/runs/{run}` takes it, and strict decoding of JSON bodies."""
+"""The configuration of a run, as `PUT /v1/runs/{run}` takes it."""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from replaybuf.errors import Invalid, Malformed, NotFound
+from replaybuf.errors import Invalid, NotFound
 from replaybuf.group import name_code
-
-T = TypeVar("T")
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Without `/` and `:`, which end an adapter's name in tickets, group ids and counters."""
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MIN_TOKENS_PER_ROLLOUT = 2
 """One prompt token and one completion token: no rollout is shorter."""
 
 LARGEST_INTEGER = 2**53 - 1
 """Largest whole number that every JSON reader keeps exactly; it also fits every column and record."""
 LONGEST_S = 366 * 86400.0
+MOST_ADAPTERS = 256
+"""Each is asked why it waits whenever a state is told: about a millisecond of the service."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
@@ -98,7 +96,7 @@ class RunConfig(Spec, frozen=True):
     advantage: str = "grpo"
     tickets: TicketSpec = TicketSpec()
     limits: Limits = Limits()
-    adapters: dict[str, AdapterSpec] = {}
+    adapters: Annotated[dict[str, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -245,65 +243,6 @@ def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:
         return [] if left == right else [prefix.removesuffix(".")]
 
     return walk("", msgspec.to_builtins(old), msgspec.to_builtins(new))
-
-
-def decode_json(body: bytes, shape: type[T]) -> T:
-    """Decode a JSON body strictly.
-
-    Raises `Malformed` where it is not JSON or has another shape, `Invalid` where a number or text is outside its bound.
-    NaN and infinities are taken as what they are (outside the JSON standard, but what Python's encoder writes), so that
-    the check that follows can name them.
-    """
-    try:
-        return msgspec.json.decode(body, type=shape)
-    except msgspec.ValidationError as error:
-        raise _explained(error, body) from None
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        value = _loads(body)
-    try:
-        return msgspec.convert(value, shape)
-    except msgspec.ValidationError as error:
-        raise _explained(error, body) from None
-
-
-def convert(value: Any, shape: type[T], where: str) -> T:
-    """Convert decoded values to `shape`. Raises `Invalid` naming the field, below `where`, that does not fit."""
-    try:
-        return msgspec.convert(value, shape)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        name = where + path.rstrip("`")
-        raise Invalid(f"{name}: {message}", name=name, value=value, bound=message) from None
-
-
-def _loads(body: bytes) -> Any:
-    """Parse JSON as Python does. Raises `Malformed`, also for half a surrogate pair, which no UTF-8 text can hold."""
-    try:
-        value = json.loads(body.decode())
-        if _SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"body is not JSON: {error}", name="body", value=_excerpt(body), bound="JSON") from None
-    return value
-
-
-def _explained(error: msgspec.ValidationError, body: bytes) -> Invalid | Malformed:
-    message, _, path = str(error).partition(" - at `$")
-    name = path.rstrip("`").lstrip(".") or "body"
-    value = _loads(body)  # what follows the fault may not even be JSON
-    for part in re.findall(r"[^.\[\]]+", name) if name != "body" else []:
-        if isinstance(value, dict):
-            value = value.get(part)
-        elif isinstance(value, list) and part.isdigit():
-            value = value[int(part)] if int(part) < len(value) else None  # a name given twice: JSON keeps the last
-    shown = value if isinstance(value, str | int | float | None) else type(value).__name__
-    kind = Invalid if re.search(r"[<>]=? |matching regex|Invalid enum", message) else Malformed
-    told = "body" if name == "body" else f"{name} is {shown!r}"
-    return kind(f"{told}: {message}", name=name, value=shown, bound=message)
-
-
-def _excerpt(body: bytes) -> str:
-    return body[:80].decode("utf-8", "replace")
 
 
 def known(name: str, value: str, valid: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from replaybuf.config import decode_json
+from replaybuf.decoding import decode_json
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
 from replaybuf.group import GroupJson, group_from_json

@@ -10,7 +10,8 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from replaybuf.config import BatchSpec, RunConfig, StrategySpec, decode_json
+from replaybuf.config import BatchSpec, RunConfig, StrategySpec
+from replaybuf.decoding import decode_json
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.plugins import option_pairs
 from replaybuf.service.built import resolve_config
