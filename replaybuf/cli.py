@@ -6,11 +6,15 @@ Order: file, environment, flags; the later wins. `replaybuf serve --port 9000` i
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import logging
 import os
 import sys
 import tomllib
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -214,12 +218,37 @@ def strategies_check(target: str, /, *, option: Annotated[list[str], Parameter(n
         sys.exit(1)
 
 
-app.command("replaybuf.generator.command:generate", name="generate")
-app.command("replaybuf.generator.eval_command:evaluate_command", name="eval")
-app.command("replaybuf.demo.command:demo", name="demo")
-app.command("replaybuf.simulate.command:simulate", name="simulate")
-for _name in plugins.names(plugins.COMMANDS):
-    app.command(plugins.find(plugins.COMMANDS, _name).value, name=_name)
+_ON_DEMAND = {
+    "generate": "replaybuf.generator.command:generate",
+    "eval": "replaybuf.generator.eval_command:evaluate_command",
+    "demo": "replaybuf.demo.command:demo",
+    "simulate": "replaybuf.simulate.command:simulate",
+}
+"""Commands that are imported when they are run, as those of plug-ins: numpy and more come with them."""
+
+
+def _mount_on_demand(arguments: Sequence[str]) -> None:
+    """Mount what is imported when it is run. Where no command is named all are listed, so summaries are read then."""
+    paths = _ON_DEMAND | {name: plugins.find(plugins.COMMANDS, name).value for name in plugins.names(plugins.COMMANDS)}
+    overview = {*app, *paths}.isdisjoint(argument for argument in arguments if not argument.startswith("-"))
+    for name, path in paths.items():
+        if name in app:
+            del app[name]
+        app.command(path, name=name, help=_summary(path) if overview else None)
+
+
+def _summary(path: str) -> str | None:
+    """Read the first line of what documents MODULE:FUNCTION, without importing the module."""
+    module, _, function = path.partition(":")
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:  # a plug-in that lacks something: told when it is run
+        return None
+    source = found.loader.get_source(module) if found and isinstance(found.loader, InspectLoader) else None
+    for node in ast.parse(source or "").body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return None
 
 
 @app.meta.default
@@ -282,7 +311,9 @@ def _run(main: object) -> object:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors end with one message on standard error and exit code 1."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        _mount_on_demand(arguments)
         app.meta(arguments)
     except ReplaybufError as error:
         print(f"replaybuf: {error.detail}", file=sys.stderr)

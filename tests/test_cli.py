@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,11 +27,14 @@ def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProces
     )
 
 
-def test_help_names_every_command() -> None:
-    """A newcomer sees what there is."""
-    shown = replaybuf("--help").stdout
-    for command in ("serve", "generate", "train", "demo", "status", "doctor", "token"):
-        assert command in shown
+def test_help_tells_what_every_command_does() -> None:
+    """A newcomer sees what there is, also of what is imported only when it is run."""
+    shown = replaybuf("--help", COLUMNS="200").stdout
+    told = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
+    commands = {"serve", "status", "doctor", "token", "strategies", "generate", "eval", "simulate", "demo"}
+    assert told.keys() == commands | {"engine", "init-model", "train"}
+    assert told["generate"].startswith("Generate scored groups of rollouts")
+    assert told["generate"] in replaybuf(COLUMNS="200").stdout
 
 
 @pytest.mark.parametrize(
