@@ -23,12 +23,14 @@ from replaybuf.generator.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _COMPARED_PROMPTS = 16
+_TELL_EVERY_S = 10.0
 
 
 async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
     """Wait until the service answers and the run exists. Raises the last error after `timeout_s` seconds."""
     clock = asyncio.get_running_loop().time
     ends_s = clock() + timeout_s
+    told, told_s = "", 0.0
     for pause_s in Backoff(first_s=0.2, ceiling_s=2.0).pauses_s():
         try:
             return facts_of(await client.get_run())
@@ -37,7 +39,9 @@ async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
         except (NotFound, ServiceUnavailable) as error:
             if clock() + pause_s > ends_s:
                 raise _too_late(error, timeout_s) from error
-            logger.warning("waiting for the run: %s", error)
+            if told != str(error) or clock() > told_s + _TELL_EVERY_S:
+                told, told_s = str(error), clock()
+                logger.warning("waiting for the run, for %.0f s at most: %s", ends_s - told_s, error)
         await asyncio.sleep(pause_s)
     raise ReplaybufError("pauses never end")  # what the type checker cannot see
 
@@ -72,12 +76,17 @@ def max_staleness(facts: RunFacts) -> int | None:
 def check_group_size(asked: int | None, facts: RunFacts) -> int:
     """Return how many rollouts a group has. Raises `Invalid` where nobody says it or the run says another number."""
     size = asked if asked is not None else facts.group_size
-    if size is None or size < 1 or facts.group_size not in (None, size):
+    if size is None:
+        raise Invalid(
+            "group_size is not given, and the run has none", name="group_size", value=None, bound="at least 1"
+        )
+    check_least("group_size", size, 1)
+    if facts.group_size not in (None, size):
         raise Invalid(
             f"group size is {asked}; the run's group_size is {facts.group_size}",
             name="group_size",
             value=asked,
-            bound=facts.group_size or "at least 1",
+            bound=facts.group_size,
         )
     return size
 

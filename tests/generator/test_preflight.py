@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,24 @@ def test_a_run_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -
             return await wait_for_run(client, TIMEOUT_S)
 
     assert asyncio.run(main()).group_size == 8
-    assert "waiting for the run: run 'r' is not known" in caplog.text
+    assert re.search(r"waiting for the run, for \d+ s at most: run 'r' is not known", caplog.text)
+
+
+def test_a_run_that_is_waited_for_is_told_once_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """And again after a while: not with every try."""
+
+    async def main() -> None:
+        service = ServiceDouble(group_size=8)
+        faults = [ServiceUnavailable("starting")] * 3 + [NotFound("run 'r' is not known")] * 2
+        service.faults["run"] = deque(faults)
+        async with service.up(), AsyncClient(service.url, "r") as client:
+            await wait_for_run(client, TIMEOUT_S)
+
+    asyncio.run(main())
+    assert [record.message.partition(": ")[2] for record in caplog.records if "waiting for" in record.message] == [
+        "starting",
+        "run 'r' is not known",
+    ]
 
 
 def test_a_service_that_does_not_come_is_named() -> None:
@@ -51,9 +69,16 @@ def test_the_group_size_is_the_callers_or_the_runs(asked: int | None, configured
     assert check_group_size(asked, facts(group_size=configured)) == size
 
 
-@pytest.mark.parametrize(("asked", "configured"), [(4, 8), (None, None), (0, None)])
-def test_a_group_size_that_no_group_could_have_is_refused(asked: int | None, configured: int | None) -> None:
-    with pytest.raises(Invalid, match=rf"group size is {asked}; the run's group_size is {configured}"):
+@pytest.mark.parametrize(
+    ("asked", "configured", "told"),
+    [
+        (4, 8, "group size is 4; the run's group_size is 8"),
+        (None, None, "group_size is not given, and the run has none"),
+        (0, None, "group_size is 0; at least 1 is needed"),
+    ],
+)
+def test_a_group_size_that_no_group_could_have_is_refused(asked: int | None, configured: int | None, told: str) -> None:
+    with pytest.raises(Invalid, match=told):
         check_group_size(asked, facts(group_size=configured))
 
 
