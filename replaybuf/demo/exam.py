@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 from replaybuf.demo.folder import Folder
 from replaybuf.generator.engines import VllmEngine
-from replaybuf.generator.environments import Environment, Score, check_prompts, load_environment
+from replaybuf.generator.environments import Environment, Score, check_prompts, load_environment, score_of
 from replaybuf.generator.evaluation import EvaluationResult, evaluate
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer
@@ -30,7 +30,7 @@ class FullMarks:
 
     def score(self, prompt: Prompt, completion_text: str) -> Score:
         """Score without partial credit."""
-        return Score(float(self._environment.score(prompt, completion_text).reward >= FULL_MARKS))
+        return Score(float(score_of(self._environment.score(prompt, completion_text)).reward >= FULL_MARKS))
 
 
 class Exam:

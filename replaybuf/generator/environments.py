@@ -3,7 +3,7 @@
 An environment is a class built without arguments. `score` may be called from several threads at once, or is a coroutine
 function, of which many run in one thread; it runs under a time bound (`replaybuf.generator.scoring`), and whatever it
 raises costs that group alone. MODULE:NAME names one without packaging, and a function will do: it takes a `Prompt` and
-the completion's text, and returns a number or a `Score`.
+the completion's text. A score is a `Score`, or a number where it is nothing but the reward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Environment(Protocol):
     def check(self, prompt: Prompt) -> None:
         """Raise `Invalid` where `prompt` lacks what scoring it needs. Called once per prompt, at start."""
 
-    def score(self, prompt: Prompt, completion_text: str) -> Score:
+    def score(self, prompt: Prompt, completion_text: str) -> Score | float:
         """Score one completion, decoded without special tokens."""
 
 
@@ -56,7 +56,7 @@ class AsyncEnvironment(Protocol):
     def check(self, prompt: Prompt) -> None:
         """Raise `Invalid` where `prompt` lacks what scoring it needs. Called once per prompt, at start."""
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score | float:
         """Score one completion, decoded without special tokens."""
 
 
@@ -103,29 +103,29 @@ class Reward:
 class FunctionReward:
     """The environment that a function makes."""
 
-    def __init__(self, function: Callable[[Prompt, str], Any]) -> None:
+    def __init__(self, function: Callable[[Prompt, str], Score | float]) -> None:
         self._function = function
 
     def check(self, prompt: Prompt) -> None:
         """Take any prompt."""
 
-    def score(self, prompt: Prompt, completion_text: str) -> Score:
+    def score(self, prompt: Prompt, completion_text: str) -> Score | float:
         """Ask the function."""
-        return score_of(self._function(prompt, completion_text))
+        return self._function(prompt, completion_text)
 
 
 class AsyncFunctionReward:
     """The environment that a coroutine function makes."""
 
-    def __init__(self, function: Callable[[Prompt, str], Awaitable[Any]]) -> None:
+    def __init__(self, function: Callable[[Prompt, str], Awaitable[Score | float]]) -> None:
         self._function = function
 
     def check(self, prompt: Prompt) -> None:
         """Take any prompt."""
 
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
+    async def score(self, prompt: Prompt, completion_text: str) -> Score | float:
         """Ask the function."""
-        return score_of(await self._function(prompt, completion_text))
+        return await self._function(prompt, completion_text)
 
 
 class ExactMatch:

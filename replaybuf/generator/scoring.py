@@ -13,7 +13,7 @@ import numpy as np
 
 from replaybuf.advantages import ProcessReward
 from replaybuf.errors import Invalid, ReplaybufError, RewardFault
-from replaybuf.generator.environments import Environment, Reward, Score
+from replaybuf.generator.environments import Environment, Reward, Score, score_of
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
 from replaybuf.group import Float64s
@@ -101,9 +101,9 @@ class Scorer:
         if inspect.iscoroutinefunction(reward.environment.score):
             self._loop = self._loop or LoopThread()
             return self._loop.start(_gathered(reward.environment.score, prompt, completions))
-        score: Callable[[Prompt, str], Score] = reward.environment.score  # type: ignore[assignment]
+        score: Callable[[Prompt, str], Score | float] = reward.environment.score  # type: ignore[assignment]
         worker = self._idle.pop() if self._idle else Worker(self._idle)
-        return worker.do(lambda: [score(prompt, text) for text in completions])
+        return worker.do(lambda: [score_of(score(prompt, text)) for text in completions])
 
     def _joined(self, prompt: Prompt, scored: list[list[Score]]) -> Scores:
         columns = [columns_of(prompt, scores) for scores in scored]
@@ -133,7 +133,7 @@ class Scorer:
 
 
 async def _gathered(
-    score: Callable[[Prompt, str], Awaitable[Score]], prompt: Prompt, completions: Sequence[str]
+    score: Callable[[Prompt, str], Awaitable[Score | float]], prompt: Prompt, completions: Sequence[str]
 ) -> list[Score]:
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -143,8 +143,8 @@ async def _gathered(
     return [task.result() for task in running]
 
 
-async def _awaited(score: Awaitable[Score]) -> Score:
-    return await score
+async def _awaited(score: Awaitable[Score | float]) -> Score:
+    return score_of(await score)
 
 
 def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:

@@ -29,6 +29,11 @@ def test_scores_come_back_as_columns_with_their_parts() -> None:
     assert {name: part.tolist() for name, part in scores.parts.items()} == {"length": [3.0, 1.0]}
 
 
+def test_an_environment_may_give_numbers() -> None:
+    """Of a class as of a function, where there is nothing beside the reward."""
+    assert score(Broken(lambda prompt, text: len(text)), "cba", "c").rewards.tolist() == [3.0, 1.0]
+
+
 def fault(environment: Any, **options: float) -> RewardFault:
     with pytest.raises(RewardFault, match="reward of prompt 'abc'") as caught:
         score(environment, "x", "y", **options)
@@ -55,7 +60,7 @@ def test_a_reward_that_is_not_finite_is_a_fault(value: float) -> None:
     assert fault(Broken(lambda prompt, text: Score(0.0, {"part": value}))).reason == "reward_not_finite"
 
 
-@pytest.mark.parametrize("made", [None, 1.0, Score("high"), Score(0.0, {"part": "high"})])  # type: ignore[arg-type,dict-item]
+@pytest.mark.parametrize("made", [None, "high", Score("high"), Score(0.0, {"part": "high"})])  # type: ignore[arg-type,dict-item]
 def test_a_reward_that_is_no_number_is_a_fault(made: Any) -> None:
     assert fault(Broken(lambda prompt, text: made)).reason == "reward_raised"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator.environments import check_prompts, load_environment
+from replaybuf.generator.environments import check_prompts, load_environment, score_of
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.sources import read_prompts
 from replaybuf.generator.tokenizer import Tokenizer
@@ -110,9 +110,9 @@ def test_generator_and_environment_take_the_problems(made: Path, name: str, spli
     for prompt in prompts[:50]:
         assert prompt.prompt_id.startswith(f"spell_backward/{split}/")
         assert prompt.text == f"{(prompt.answer or '')[::-1]}>"
-        assert environment.score(prompt, prompt.answer or "").reward == 1.0
-        assert environment.score(prompt, f"{prompt.answer}x").reward < 1.0
-        assert environment.score(prompt, "").reward == 0.0
+        assert score_of(environment.score(prompt, prompt.answer or "")).reward == 1.0
+        assert score_of(environment.score(prompt, f"{prompt.answer}x")).reward < 1.0
+        assert score_of(environment.score(prompt, "")).reward == 0.0
 
 
 def test_the_same_seed_makes_the_same_folder_and_says_openly_how(
