@@ -246,7 +246,7 @@ class Daemon:
         try:
             answer = await flight.patiently(
                 "tickets",
-                lambda: flight.client.take_tickets(options.producer, count, options.adapter, options.poll_wait_ms),
+                lambda: flight.take_tickets(options.producer, count, options.adapter, options.poll_wait_ms),
             )
         except RunFinished:
             flight.no_more_tickets = True
@@ -271,8 +271,7 @@ class Daemon:
             await flight.until(lambda: flight.stopping, waiting.retry_after_s)
 
     def _start(self, ticket: Ticket) -> None:
-        work = Work(ticket, asyncio.get_running_loop().time() + ticket.expires_in_s)
-        self._flight.works[ticket.ticket] = work
+        work = self._flight.hold(ticket)
         if not self._flight.stopping:  # else it came with the last answer, and goes back with the rest
             self._generating += 1
             work.task = self._tasks.create_task(self._make(work))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from replaybuf.client import AsyncClient, Backoff, Ticket
+from replaybuf.client import AsyncClient, Backoff, Ticket, Tickets
 from replaybuf.errors import (
     DataLost,
     NoRoom,
@@ -154,6 +155,28 @@ class Flight:
                 return result
             if await self.until(lambda: self.stopping, pause_s):
                 return None
+
+    async def take_tickets(self, producer: str, count: int, adapter: str, wait_ms: int) -> Tickets:
+        """Ask for tickets, once.
+
+        Cut off, it waits for the answer all the same, `GIVE_BACK_S` at most: nobody else knows the tickets it brings,
+        which go back with the rest.
+        """
+        asking = asyncio.ensure_future(self.client.take_tickets(producer, count, adapter, wait_ms))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ReplaybufError, TimeoutError):
+                async with asyncio.timeout(GIVE_BACK_S):
+                    for ticket in (await asking).tickets:
+                        self.hold(ticket)
+            raise
+
+    def hold(self, ticket: Ticket) -> Work:
+        """Count a ticket as in flight from now on."""
+        work = Work(ticket, asyncio.get_running_loop().time() + ticket.expires_in_s)
+        self.works[ticket.ticket] = work
+        return work
 
     # ------------------------------------------------------------------ ends
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from replaybuf.config import RunConfig
@@ -39,6 +39,10 @@ ADOPTED_AT_ONCE = 2_000
 APPENDED_AT_ONCE = 64
 """Groups that are stored at once. Between two portions, and between judging two groups, others have the event loop: a
 body of thousands of groups must not make a trainer wait, nor let the lease run out."""
+
+
+async def _never() -> bool:
+    return False
 
 
 class Door:
@@ -244,13 +248,18 @@ class Door:
 
     # ------------------------------------------------------------------ tickets
 
-    async def take_tickets(self, producer: str, count: int, adapter: str, wait_s: float) -> dict[str, Any]:
-        """Issue up to `count` tickets, waiting up to `wait_s` for the first; where there is none, say why."""
+    async def take_tickets(
+        self, producer: str, count: int, adapter: str, wait_s: float, gone: Callable[[], Awaitable[bool]] = _never
+    ) -> dict[str, Any]:
+        """Issue up to `count` tickets, waiting up to `wait_s` for the first; where there is none, say why.
+
+        `gone`: whether the caller went away meanwhile. Tickets it never heard of would be out until they expire.
+        """
         journal = self._journal
         if count < 1:
             raise Invalid(f"count is {count}; at least 1 is needed", name="count", value=count, bound=1)
         check_adapter(adapter, journal.config)
-        outcome = await journal.until(lambda: self._issue(adapter, count), wait_s)
+        outcome = await journal.until(lambda: self._issue(adapter, count, gone), wait_s)
         self._selector.last_asked_s[adapter] = journal.clock()
         answer: dict[str, Any] = {"tickets": [], "published_version": journal.state.published[adapter]}
         if isinstance(outcome, WaitingAnswer):
@@ -267,7 +276,9 @@ class Door:
         ]
         return answer
 
-    async def _issue(self, adapter: str, count: int) -> TicketChange | WaitingAnswer:
+    async def _issue(
+        self, adapter: str, count: int, gone: Callable[[], Awaitable[bool]]
+    ) -> TicketChange | WaitingAnswer:
         journal, book = self._journal, self._book
         self._selector.last_asked_s[adapter] = journal.clock()
         try:
@@ -281,7 +292,7 @@ class Door:
                     blocked_on = "producers" if book.out_of(adapter) else "nothing"
                     return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
                 capacity = self._selector.capacity(adapter)
-                if capacity < 1:
+                if capacity < 1 or await gone():
                     return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
                 change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
                 await self._keep(change)

@@ -124,7 +124,9 @@ async def patch_run(request: Request) -> Response:
 async def post_tickets(request: Request) -> Response:
     run = await _led(request)
     asked = await read_json(request, TicketRequest)
-    return json_response(await run.door.take_tickets(asked.producer, asked.count, asked.adapter, asked.wait_ms / 1000))
+    wait_s = asked.wait_ms / 1000
+    gone = request.is_disconnected
+    return json_response(await run.door.take_tickets(asked.producer, asked.count, asked.adapter, wait_s, gone))
 
 
 async def delete_ticket(request: Request) -> Response:

@@ -612,7 +612,8 @@ def test_an_engine_that_fails_every_group_ends_it_with_the_reason(
             with pytest.raises(BaseExceptionGroup) as caught:
                 await w.run()
             assert "5 groups in a row failed; the last: engine" in str(the_error(caught))
-            assert len(service.returned) == 5
+            assert sum(reason.startswith("engine_bad_answer") for _, reason in service.returned) == 5
+            assert not service.out  # of the call that was under way, too
 
     run(main())
 

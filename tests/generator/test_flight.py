@@ -11,7 +11,7 @@ import pytest
 from replaybuf.client import AsyncClient
 from replaybuf.generator import flight as flights
 from replaybuf.generator.flight import Flight
-from tests.generator.doubles import TIMEOUT_S
+from tests.generator.doubles import TIMEOUT_S, ServiceDouble
 
 
 def gathering(
@@ -93,5 +93,45 @@ def test_a_call_long_after_the_last_one_waits_for_nothing() -> None:
             long_ago_s = asyncio.get_running_loop().time() - 2 * flights.GATHER_S
             async with asyncio.timeout(TIMEOUT_S):
                 await Flight(client).gather(lambda: 1, lambda: 64, long_ago_s)
+
+    asyncio.run(main())
+
+
+def test_tickets_that_come_after_a_call_was_cut_off_are_known() -> None:
+    """A fault elsewhere ends the generator while it asks: what the service issued meanwhile has to go back."""
+
+    async def main() -> list[str]:
+        service = ServiceDouble()
+        await service.change(open=0)
+        async with service.up(), AsyncClient(service.url, "r") as client:
+            flight = Flight(client)
+            asking = asyncio.create_task(flight.take_tickets("p", 3, "", 60_000))
+            assert await service.until(lambda: bool(service.asked))
+            asking.cancel()
+            await asyncio.sleep(0)
+            await service.change(open=3)
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            return list(flight.works)
+
+    assert asyncio.run(main()) == ["t0", "t1", "t2"]
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "GIVE_BACK_S", 0.05)
+
+    async def main() -> None:
+        service = ServiceDouble()
+        await service.change(open=0)
+        async with service.up(), AsyncClient(service.url, "r") as client:
+            flight = Flight(client)
+            asking = asyncio.create_task(flight.take_tickets("p", 3, "", 60_000))
+            assert await service.until(lambda: bool(service.asked))
+            asking.cancel()
+            async with asyncio.timeout(TIMEOUT_S):
+                with pytest.raises(asyncio.CancelledError):
+                    await asking
+            assert not flight.works
+            await service.change(open=3)
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,19 @@ def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunC
     assert run.state()["tickets"] == {"issued": 3, "out": 1, "expired": 0, "returned": 2, "failed": 1}
     failures = [record for record in run.get("ledger").json()["records"] if record["type"] == "TICKET"]
     assert [(record["prompt_index"], record["reason"]) for record in failures] == [(0, "engine")]
+
+
+def test_a_caller_that_is_gone_gets_no_ticket(run: RunClient) -> None:
+    """It was killed while it waited: nobody would honour what is issued to it until that expires."""
+    run.put(batch={"groups_per_batch": 1})
+    first, _ = take(run, 2)
+    body = b'{"producer": "killed", "count": 1, "wait_ms": 20000}'
+    head = f"POST {run.path}/tickets HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((run.http.base_url.host, run.http.base_url.port or 80)) as killed:
+        killed.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    give_back(run, first, "engine")
+    assert len(take(run, 1)) == 1
+    assert run.state()["tickets"]["issued"] == 3
 
 
 def give_back(run: RunClient, ticket: str, reason: str) -> int:
