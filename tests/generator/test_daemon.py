@@ -633,7 +633,7 @@ def test_a_reward_that_raises_hangs_or_is_nan_gives_its_ticket_back_and_the_run_
 
     async def main() -> None:
         service = ServiceDouble(prompts=4)
-        async with world(tmp_path, EngineDouble(), service, environment=Broken(score), reward_timeout_s=0.1) as w:
+        async with world(tmp_path, EngineDouble(), service, environment=Broken(score), reward_timeout_s=1.0) as w:
             await w.run()
             reasons = {ticket: said.partition(":")[0] for ticket, said in service.returned}
             assert reasons == {"t0": "reward_raised", "t1": "reward_timeout", "t2": "reward_not_finite"}

@@ -178,7 +178,7 @@ def test_what_an_environment_does_wrong_is_a_fault_of_the_group_and_closes_it(
     tmp_path: Path, environment: Scripted, reason: str, told: str
 ) -> None:
     with pytest.raises(RewardFault) as caught:
-        play(tmp_path, Speaking("a", "b"), environment, timeout_s=0.3)
+        play(tmp_path, Speaking("a", "b"), environment, timeout_s=0.3 if reason.endswith("timeout") else TIMEOUT_S)
     assert caught.value.reason == reason
     assert told in caught.value.detail
 
