@@ -19,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Malformed
-from replaybuf.group import Bools, Float32s, Group, Int32s
+from replaybuf.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
 
 METADATA_KEY = "replaybuf"
 
 _NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.bool_): "BOOL"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_LOGPROBS = ("inference_logprobs", "ref_logprobs", "teacher_logprobs")
 _LENGTH = struct.Struct("<Q")
 _Shapes = dict[tuple[int, str], tuple[np.dtype[Any], int]]
 """Type and length of each tensor, by micro-batch and name."""
@@ -134,9 +133,8 @@ def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_m
     give the same bytes.
     """
     groups = {id(segment.group): segment.group for row in rows for segment in row}
-    present = {
-        name: any(getattr(entry.group, name) is not None for entry in groups.values())
-        for name in ("ref_logprobs", "teacher_logprobs")
+    present: dict[str, bool] = {
+        name: any(getattr(entry.group, name) is not None for entry in groups.values()) for name in OPTIONAL_LOGPROBS
     }
     present["sampling_weights"] = any(entry.sampling_weight is not None for entry in groups.values())
     cuts = {
@@ -235,9 +233,7 @@ def _shapes_of(row: Sequence[_Piece], multiple: int) -> dict[str, tuple[np.dtype
         "position_ids": (int32, length),
         "loss_mask": (np.dtype(np.bool_), length),
         "advantages": (float32, length),
-        "inference_logprobs": (float32, length),
-        "ref_logprobs": (float32, length),
-        "teacher_logprobs": (float32, length),
+        **dict.fromkeys(LOGPROBS, (float32, length)),
         "cu_seqlens": (int32, n + 1 + (length > tokens)),
         "rewards": (float32, n),
         "policy_versions": (int32, n),
@@ -307,7 +303,7 @@ def _fill_tokens(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank:
     ids: list[Int32s] = []
     positions: list[Int32s] = []
     masks: list[Bools] = []
-    logprobs: dict[str, list[Float32s]] = {name: [] for name in _LOGPROBS if name in out}
+    logprobs: dict[str, list[Float32s]] = {name: [] for name in LOGPROBS if name in out}
     end = 0
     for segment, p0, p, c0, c, tokens in row:
         group, completion = segment.group.group, slice(c0, c0 + c)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import zstandard
 
 from replaybuf.errors import BrokenFrame
-from replaybuf.group import Group
+from replaybuf.group import OPTIONAL_PER_TOKEN, Group
 
 ALIGNMENT_BYTES = 64
 LARGEST_ROLLOUTS = 1 << 20
@@ -49,9 +49,7 @@ KINDS = {
     "completion_ids": _kind("<i4", "completion token"),
     "completion_mask": _kind("|b1", "completion token"),
     "inference_logprobs": _kind("<f4", "completion token"),
-    "ref_logprobs": _kind("<f4", "completion token"),
-    "teacher_logprobs": _kind("<f4", "completion token"),
-    "token_advantages": _kind("<f4", "completion token"),
+    **{name: _kind("<f4", "completion token") for name in OPTIONAL_PER_TOKEN},
     "prompt_lengths": _kind("<i4", "rollout"),
     "completion_lengths": _kind("<i4", "rollout"),
     "rewards": _kind("<f8", "rollout"),
@@ -62,7 +60,7 @@ KINDS = {
 """Columns by name, those with a value per token first; beside them stand the parts of the rewards, `rewards.<name>`."""
 PART_PREFIX = "rewards."
 PER_TOKEN = frozenset(name for name, kind in KINDS.items() if kind.per.endswith("token"))
-_REQUIRED = KINDS.keys() - {"ref_logprobs", "teacher_logprobs", "token_advantages", "advantages"}
+_REQUIRED = KINDS.keys() - {*OPTIONAL_PER_TOKEN, "advantages"}
 _LENGTH_BYTES, _SPAN_BYTES = KINDS["prompt_lengths"].value_bytes, KINDS["version_spans"].value_bytes
 _COMPRESSED = frozenset({"prompt_ids", "completion_ids", "completion_mask"})
 """What a producer compresses: logprobs are noise to zstd."""

@@ -37,7 +37,7 @@ from replaybuf.columns import (
     read_columns,
 )
 from replaybuf.errors import BrokenFrame, TooLarge
-from replaybuf.group import Group
+from replaybuf.group import OPTIONAL_PER_TOKEN, Group
 
 MEDIA_TYPE = "application/vnd.replaybuf.frames"
 MAGIC = b"RBF1"
@@ -147,14 +147,12 @@ def decode_frame(
         completion_lengths=arrays["completion_lengths"],
         completion_mask=arrays["completion_mask"],
         inference_logprobs=arrays["inference_logprobs"],
-        ref_logprobs=arrays.get("ref_logprobs"),
-        teacher_logprobs=arrays.get("teacher_logprobs"),
-        token_advantages=arrays.get("token_advantages"),
         rewards=arrays["rewards"],
         advantages=arrays.get("advantages"),
         reward_parts={n.removeprefix(PART_PREFIX): a for n, a in arrays.items() if n not in KINDS},
         version_spans=arrays["version_spans"].reshape(-1, 4),
         temperatures=arrays["temperatures"],
+        **{name: arrays[name] for name in OPTIONAL_PER_TOKEN if name in arrays},
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -23,6 +23,13 @@ LOGPROB_TOLERANCE = 1e-3
 LARGEST_PROMPT_INDEX = 2**53 - 1
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Rewards and advantages travel to the trainer as float32; what is beyond its range would arrive as infinity."""
+
+OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "teacher_logprobs"]
+"""Logprobs, float32 [C] in nats, that a group may carry beside those its tokens were sampled with."""
+OPTIONAL_LOGPROBS: tuple[OptionalLogprobs, ...] = get_args(OptionalLogprobs)
+LOGPROBS = ("inference_logprobs", *OPTIONAL_LOGPROBS)
+OPTIONAL_PER_TOKEN = (*OPTIONAL_LOGPROBS, "token_advantages")
+"""Columns with a value per completion token that a group may lack."""
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -160,6 +167,9 @@ def group_from_json(wire: GroupJson) -> Group:
     has_advantage = [rollout.advantage is not None for rollout in rollouts]
     if any(has_advantage) and not all(has_advantage):
         raise _refused("partial_advantages", "advantage", "missing for some rollouts", "given for all rollouts or none")
+    optional: dict[str, Any] = {
+        name: _optional(name, [getattr(rollout, name) for rollout in rollouts]) for name in OPTIONAL_PER_TOKEN
+    }
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
     if any(len(rollout.rewards) != len(names) for rollout in rollouts):
         raise _refused("length_mismatch", "rewards", "different names per rollout", "the same names in every rollout")
@@ -173,9 +183,6 @@ def group_from_json(wire: GroupJson) -> Group:
         completion_lengths=np.array([len(r.completion_ids) for r in rollouts], np.int32),
         completion_mask=_mask(rollouts),
         inference_logprobs=_flat([r.inference_logprobs for r in rollouts]),
-        ref_logprobs=_optional("ref_logprobs", [r.ref_logprobs for r in rollouts]),
-        teacher_logprobs=_optional("teacher_logprobs", [r.teacher_logprobs for r in rollouts]),
-        token_advantages=_optional("token_advantages", [r.token_advantages for r in rollouts]),
         rewards=np.array([r.reward for r in rollouts], np.float64),
         advantages=np.array([r.advantage for r in rollouts], np.float64) if rollouts and all(has_advantage) else None,
         reward_parts={name: np.array([r.rewards[name] for r in rollouts], np.float64) for name in names},
@@ -186,6 +193,7 @@ def group_from_json(wire: GroupJson) -> Group:
         prompt_index=wire.prompt_index,
         adapter=wire.adapter,
         metadata=wire.metadata,
+        **optional,
     )
 
 
@@ -198,21 +206,20 @@ def group_to_json(group: Group) -> GroupJson:
         prompt = slice(prompt_ends[number] - int(group.prompt_lengths[number]), prompt_ends[number])
         completion = slice(ends[number] - int(group.completion_lengths[number]), ends[number])
         spans = group.version_spans[group.version_spans[:, 0] == number, 1:].tolist()
+        optional: dict[str, Any] = {name: _listed(getattr(group, name), completion) for name in OPTIONAL_PER_TOKEN}
         rollouts.append(
             RolloutJson(
                 prompt_ids=group.prompt_ids[prompt].tolist(),
                 completion_ids=group.completion_ids[completion].tolist(),
                 completion_mask=group.completion_mask[completion].astype(np.int32).tolist(),
                 inference_logprobs=group.inference_logprobs[completion].tolist(),
-                ref_logprobs=_listed(group.ref_logprobs, completion),
-                teacher_logprobs=_listed(group.teacher_logprobs, completion),
-                token_advantages=_listed(group.token_advantages, completion),
                 reward=float(group.rewards[number]),
                 rewards={name: float(part[number]) for name, part in group.reward_parts.items()},
                 advantage=None if group.advantages is None else float(group.advantages[number]),
                 version_spans=[(span[0], span[1], span[2]) for span in spans],
                 finish_reason=group.finish_reasons[number],
                 temperature=float(group.temperatures[number]),
+                **optional,
             )
         )
     return GroupJson(
@@ -283,7 +290,7 @@ def _check_tokens(group: Group, bounds: Admissible) -> Rejection | None:
 
 
 def _check_numbers(group: Group) -> Rejection | None:
-    for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):
+    for name in LOGPROBS:
         column: Float32s | None = getattr(group, name)
         if column is None:
             continue
@@ -349,7 +356,7 @@ def _refused(reason: str, name: str, value: object, bound: str) -> GroupRejected
 
 def _check_lengths(number: int, rollout: RolloutJson) -> None:
     expected = len(rollout.completion_ids)
-    for name in ("completion_mask", "inference_logprobs", "ref_logprobs", "teacher_logprobs", "token_advantages"):
+    for name in ("completion_mask", "inference_logprobs", *OPTIONAL_PER_TOKEN):
         values = getattr(rollout, name)
         if values is not None and len(values) != expected:
             raise _refused(
@@ -423,10 +430,7 @@ def truncate(group: Group, seq_len: int) -> Group:
     ends = lengths[spans[:, 0]]
     spans[:, 3] = np.minimum(spans[:, 3], ends)
     spans = spans[spans[:, 2] < spans[:, 3]]
-
-    def taken(column: Float32s | None) -> Float32s | None:
-        return None if column is None else column[keep]
-
+    columns: dict[str, Any] = {name: getattr(group, name) for name in OPTIONAL_PER_TOKEN}
     return msgspec.structs.replace(
         group,
         policy_version=int(spans[:, 1].min()) if len(spans) else group.policy_version,
@@ -434,9 +438,7 @@ def truncate(group: Group, seq_len: int) -> Group:
         completion_lengths=lengths,
         completion_mask=group.completion_mask[keep],
         inference_logprobs=group.inference_logprobs[keep],
-        ref_logprobs=taken(group.ref_logprobs),
-        teacher_logprobs=taken(group.teacher_logprobs),
-        token_advantages=taken(group.token_advantages),
         version_spans=spans,
         finish_reasons=tuple("length" if c else r for c, r in zip(cut.tolist(), group.finish_reasons, strict=True)),
+        **{name: None if column is None else column[keep] for name, column in columns.items()},
     )

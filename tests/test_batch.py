@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -234,6 +235,21 @@ def test_an_empty_filler_micro_batch_has_no_rollout_and_one_padding_segment() ->
     assert filler.position_ids.tolist() == list(range(8))
     assert not filler.input_ids.any() and not filler.loss_mask.any()
     assert all(len(getattr(filler, name)) == 0 for name in PER_ROLLOUT)
+
+
+@pytest.mark.parametrize(
+    ("optional", "size", "digest"),
+    [
+        ({}, 2720, "77a7d962cbc7a662"),
+        ({"ref_logprobs": [-1.0] * 3, "teacher_logprobs": [-2.0] * 3}, 3200, "209752c9efdc24ed"),
+    ],
+    ids=["plain", "with logprobs"],
+)
+def test_logprobs_that_no_group_has_change_no_byte_of_a_body(optional: Any, size: int, digest: str) -> None:
+    """A step that is asked for again after an update of the service is the same bytes."""
+    used = use(group(rollout(**optional), rollout(reward=0.0, **optional)), staleness=1)
+    body = encode_batch(batch_meta(), [whole(used), []], pad_to_multiple_of=8)
+    assert (len(body), hashlib.blake2b(body, digest_size=8).hexdigest()) == (size, digest)
 
 
 def test_a_masked_token_carries_no_advantage_and_no_logprob() -> None:

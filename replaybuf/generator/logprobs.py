@@ -20,9 +20,9 @@ from replaybuf.errors import EngineFault, EngineUnfit, Invalid, ReplaybufError
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.member import ServerStatus
-from replaybuf.generator.stages import Column, Rollout
+from replaybuf.generator.stages import Rollout
 from replaybuf.generator.threads import Worker
-from replaybuf.group import Float32s
+from replaybuf.group import Float32s, OptionalLogprobs
 
 MODEL_PLUGIN = "torch"
 
@@ -83,9 +83,9 @@ class EngineStage:
     """
 
     def __init__(
-        self, column: Column, servers: Sequence[VllmEngine], micro_batch: int, *, patience_s: float = 30.0
+        self, column: OptionalLogprobs, servers: Sequence[VllmEngine], micro_batch: int, *, patience_s: float = 30.0
     ) -> None:
-        self.column: Column = column
+        self.column: OptionalLogprobs = column
         self.micro_batch = micro_batch
         self._servers = {server.url: server for server in servers}
         self._fleet = Fleet(servers, patience_s=patience_s)
@@ -153,8 +153,8 @@ class ModelStage:
 
     max_tokens: int | None = None
 
-    def __init__(self, column: Column, folder: Path, micro_batch: int, timeout_s: float) -> None:
-        self.column: Column = column
+    def __init__(self, column: OptionalLogprobs, folder: Path, micro_batch: int, timeout_s: float) -> None:
+        self.column: OptionalLogprobs = column
         self.micro_batch = micro_batch
         self._folder = folder
         self._timeout_s = timeout_s
@@ -215,7 +215,7 @@ async def open_stages(
     """
     options.check()
     stages: list[LogprobStage] = []
-    asked: tuple[tuple[Column, str | None, str | None, int], ...] = (
+    asked: tuple[tuple[OptionalLogprobs, str | None, str | None, int], ...] = (
         ("ref_logprobs", options.ref_engine, options.ref_served_name, options.ref_micro_batch),
         ("teacher_logprobs", options.teacher_engine, options.teacher_served_name, options.teacher_micro_batch),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -17,9 +17,7 @@ import numpy as np
 from replaybuf.aggregation import Aggregator, Window, chunks
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.member import ServerStatus
-from replaybuf.group import Bools, Float32s, Group, Int32s
-
-Column: TypeAlias = Literal["ref_logprobs", "teacher_logprobs"]
+from replaybuf.group import Bools, Float32s, Group, Int32s, OptionalLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +43,7 @@ class Rollout:
 class Stage(Protocol):
     """Computes one value per completion token, in nats, for the column it names."""
 
-    column: Column
+    column: OptionalLogprobs
     micro_batch: int
     """Rollouts per call."""
 
@@ -137,7 +135,7 @@ def _named(stage: Stage, error: EngineFault) -> EngineFault:
 
 
 def _with_column(
-    group: Group | EngineFault, column: Column, values: Sequence[Float32s | EngineFault]
+    group: Group | EngineFault, column: OptionalLogprobs, values: Sequence[Float32s | EngineFault]
 ) -> Group | EngineFault:
     if isinstance(group, EngineFault):
         return group

@@ -10,8 +10,8 @@ import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.member import ServerStatus
-from replaybuf.generator.stages import Column, Rollout, Stage, Stages
-from replaybuf.group import Admissible, Float32s, Group, check_group
+from replaybuf.generator.stages import Rollout, Stage, Stages
+from replaybuf.group import Admissible, Float32s, Group, OptionalLogprobs, check_group
 from tests import builders
 
 
@@ -23,13 +23,13 @@ class Sums:
 
     def __init__(
         self,
-        column: Column,
+        column: OptionalLogprobs,
         micro_batch: int,
         lose: int = 0,
         fault: EngineFault | None = None,
         fails_at: int | None = None,
     ) -> None:
-        self.column: Column = column
+        self.column: OptionalLogprobs = column
         self.micro_batch = micro_batch
         self.lose = lose
         self.fault = fault
