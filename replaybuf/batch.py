@@ -72,7 +72,8 @@ class MicroBatch:
     """One packed row of L tokens holding n rollouts; all arrays are read-only views into the body.
 
     - `input_ids`, `position_ids` int32 [L]; positions restart at 0 with every rollout
-    - `loss_mask` bool [L]; `advantages`, `inference_logprobs`, `ref_logprobs`, `teacher_logprobs` float32 [L]
+    - `loss_mask` bool [L]; `advantages`, `inference_logprobs`, `ref_logprobs`, `old_logprobs`, `teacher_logprobs`
+      float32 [L]
     - `cu_seqlens` int32 [n+1], or [n+2] where padding makes the last segment
     - `rewards`, `temperatures`, `sampling_weights` float32 [n]; `policy_versions`, `staleness`, `times_sampled`,
       `group_index`, `rollout_index` int32 [n]
@@ -92,6 +93,7 @@ class MicroBatch:
     rollout_index: Int32s
     temperatures: Float32s
     ref_logprobs: Float32s | None = None
+    old_logprobs: Float32s | None = None
     teacher_logprobs: Float32s | None = None
     sampling_weights: Float32s | None = None
 

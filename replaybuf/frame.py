@@ -58,7 +58,9 @@ def _entry_bound(name: str) -> int:
     return 5 + len(PART_PREFIX) + len(name.encode()) + 1 + 4 + 5 + 5 + 5
 
 
-_COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS))
+_LATER = frozenset({"old_logprobs"})
+"""Columns that came after format 1: room for them only where they are, so that other frames stay the same bytes."""
+_COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS.keys() - _LATER))
 _PADDING = [bytes(size) for size in range(ALIGNMENT_BYTES)]
 
 
@@ -88,7 +90,8 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     """
     arrays = columns_of(group)
     fields = _encode(_header_of(group))[:-1]  # columns come last and are left out here: a map of none is one byte
-    start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, group.reward_parts)))
+    further = (*group.reward_parts, *(_LATER & arrays.keys()))
+    start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
     columns: dict[str, tuple[str, int, int, str]] = {}
     pieces: list[Any] = []
     saved = 0

@@ -24,8 +24,11 @@ LARGEST_PROMPT_INDEX = 2**53 - 1
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Rewards and advantages travel to the trainer as float32; what is beyond its range would arrive as infinity."""
 
-OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "teacher_logprobs"]
-"""Logprobs, float32 [C] in nats, that a group may carry beside those its tokens were sampled with."""
+OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "old_logprobs", "teacher_logprobs"]
+"""Logprobs, float32 [C] in nats, that a group may carry beside those its tokens were sampled with.
+
+`old_logprobs`: by one version of the policy, the proximal policy of decoupled PPO (Fu et al. 2025, AReaL).
+"""
 OPTIONAL_LOGPROBS: tuple[OptionalLogprobs, ...] = get_args(OptionalLogprobs)
 LOGPROBS = ("inference_logprobs", *OPTIONAL_LOGPROBS)
 OPTIONAL_PER_TOKEN = (*OPTIONAL_LOGPROBS, "token_advantages")
@@ -51,6 +54,7 @@ class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     reward: float
     completion_mask: list[int] | None = None
     ref_logprobs: list[float] | None = None
+    old_logprobs: list[float] | None = None
     teacher_logprobs: list[float] | None = None
     token_advantages: list[float] | None = None
     rewards: dict[str, float] = {}
@@ -79,7 +83,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     - `prompt_ids` int32 [P], `prompt_lengths` int32 [n]
     - `completion_ids` int32 [C], `completion_lengths` int32 [n]
     - `completion_mask` bool [C]: False = token not sampled by the policy (tool or environment text)
-    - `inference_logprobs`, `ref_logprobs`, `teacher_logprobs` float32 [C], nats
+    - `inference_logprobs`, `ref_logprobs`, `old_logprobs`, `teacher_logprobs` float32 [C], nats
     - `rewards`, `advantages` float64 [n]; `reward_parts` float64 [n] by name
     - `token_advantages` float32 [C]: train on these, where they are there, instead of one for the whole rollout
     - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
@@ -100,6 +104,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     temperatures: Float32s
     finish_reasons: tuple[str | None, ...]
     ref_logprobs: Float32s | None = None
+    old_logprobs: Float32s | None = None
     teacher_logprobs: Float32s | None = None
     token_advantages: Float32s | None = None
     advantages: Float64s | None = None

@@ -92,7 +92,7 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
     """Draw a group on the wire that any run without bounds takes, every field used at one time or another."""
     version = draw(st.integers(0, 5))
     size = draw(st.integers(1, 4))
-    given = {name: draw(st.booleans()) for name in ("mask", "ref", "teacher", "advantage", "by_token", "spans")}
+    given = {name: draw(st.booleans()) for name in ("mask", "ref", "old", "teacher", "advantage", "by_token", "spans")}
     parts = draw(st.lists(TEXTS, max_size=2, unique=True))
     rollouts = []
     for _ in range(size):
@@ -108,6 +108,7 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
                 completion_mask=per_token(st.integers(0, 1), "mask"),
                 inference_logprobs=per_token(LOGPROBS),
                 ref_logprobs=per_token(LOGPROBS, "ref"),
+                old_logprobs=per_token(LOGPROBS, "old"),
                 teacher_logprobs=per_token(LOGPROBS, "teacher"),
                 token_advantages=per_token(st.floats(-1e6, 1e6, width=32), "by_token"),
                 reward=draw(SCORES),
@@ -143,6 +144,7 @@ COLUMNS = (
     "completion_mask",
     "inference_logprobs",
     "ref_logprobs",
+    "old_logprobs",
     "teacher_logprobs",
     "token_advantages",
     "rewards",

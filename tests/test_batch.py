@@ -47,15 +47,15 @@ PER_ROLLOUT = {
     "rollout_index": np.int32,
     "temperatures": np.float32,
 }
+COMPUTED = ("ref_logprobs", "old_logprobs", "teacher_logprobs")
 ORDER = (
     *PER_TOKEN,
-    "ref_logprobs",
-    "teacher_logprobs",
+    *COMPUTED,
     "cu_seqlens",
     *PER_ROLLOUT,
     "sampling_weights",
 )
-OPTIONAL = ("ref_logprobs", "teacher_logprobs", "sampling_weights")
+OPTIONAL = (*COMPUTED, "sampling_weights")
 Rows = list[list[Segment]]
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -97,7 +97,7 @@ def meta_of(rows: Rows, **fields: Any) -> BatchMeta:
 
 def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensors:
     """Lay a row out the plain way: one Python list per tensor, token by token."""
-    tokens: dict[str, list[Any]] = {name: [] for name in (*PER_TOKEN, "ref_logprobs", "teacher_logprobs")}
+    tokens: dict[str, list[Any]] = {name: [] for name in (*PER_TOKEN, *COMPUTED)}
     rollouts: dict[str, list[Any]] = {name: [] for name in (*PER_ROLLOUT, "sampling_weights")}
     ends = [0]
     for segment in row:
@@ -111,7 +111,7 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         advantage = float(np.float32(0.0 if one.advantage is None else one.advantage))
         by_token = [0.0] * prompt + (one.token_advantages or [advantage] * len(one.completion_ids))
         tokens["advantages"] += [bit * value for bit, value in zip(mask, by_token, strict=True)]
-        for name in ("inference_logprobs", "ref_logprobs", "teacher_logprobs"):
+        for name in ("inference_logprobs", *COMPUTED):
             values = [0.0] * prompt + list(getattr(one, name) or [0.0] * len(one.completion_ids))
             tokens[name] += [bit * value for bit, value in zip(mask, values, strict=True)]
         ends.append(ends[-1] + length)
@@ -140,7 +140,7 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
 def present_in(rows: Rows) -> set[str]:
     """Name the optional tensors that at least one group of the rank has values for."""
     used = [segment.group for row in rows for segment in row]
-    present = {name for name in OPTIONAL[:2] if any(getattr(entry.group, name) is not None for entry in used)}
+    present = {name for name in COMPUTED if any(getattr(entry.group, name) is not None for entry in used)}
     return present | ({"sampling_weights"} if any(entry.sampling_weight is not None for entry in used) else set())
 
 

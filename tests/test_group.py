@@ -31,6 +31,7 @@ FIELDS_PER_TOKEN = (
     "completion_mask",
     "inference_logprobs",
     "ref_logprobs",
+    "old_logprobs",
     "teacher_logprobs",
     "token_advantages",
 )
@@ -106,6 +107,7 @@ def test_lists_of_another_length_are_refused_with_their_name(name: str, length: 
     [
         ("partial_advantages", {"advantage": 0.5}, {}),
         ("length_mismatch", {"ref_logprobs": [-1.0] * 3}, {}),
+        ("length_mismatch", {"old_logprobs": [-1.0] * 3}, {}),
         ("length_mismatch", {"teacher_logprobs": [-1.0] * 3}, {}),
         ("length_mismatch", {"token_advantages": [-1.0] * 3}, {}),
         ("length_mismatch", {"rewards": {"correct": 1.0}}, {}),
@@ -197,7 +199,7 @@ def test_one_bad_rollout_refuses_the_whole_group(reason: str, fields: dict[str, 
         assert reason_of(group(*rollouts), published_version=0) == reason
 
 
-@pytest.mark.parametrize("name", ["ref_logprobs", "teacher_logprobs"])
+@pytest.mark.parametrize("name", ["ref_logprobs", "old_logprobs", "teacher_logprobs"])
 @pytest.mark.parametrize(("value", "reason"), [(NAN, "non_finite_logprobs"), (0.5, "positive_logprobs")])
 def test_logprobs_of_other_models_are_held_to_the_same_rule(name: str, value: float, reason: str) -> None:
     good, bad = rollout(**{name: [-0.5] * 3}), rollout(**{name: [-0.5, value, -0.5]})

@@ -122,6 +122,7 @@ def sample(tokens: int = 3) -> Group:
                 completion_mask=[k % 2 for k in range(tokens)],
                 inference_logprobs=[-0.5] * tokens,
                 ref_logprobs=[-1.0] * tokens,
+                old_logprobs=[-1.5] * tokens,
                 teacher_logprobs=[-2.0] * tokens,
                 token_advantages=[0.5] * tokens,
                 advantage=float(number),

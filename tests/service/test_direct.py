@@ -69,12 +69,13 @@ def one_group(run: RunClient, **options: Any) -> int:
 
 
 def varied(number: int) -> dict[str, Any]:
-    """A group of three rollouts; every other one has reference logprobs, every third teacher logprobs."""
+    """A group of three rollouts; some have reference, teacher and old-policy logprobs."""
     made = group(f"g{number}", rollouts=3, tokens=400 + 3 * number)
     for rollout in made["rollouts"]:
         logprobs = [-0.25 * (1 + number)] * len(rollout["completion_ids"])
         rollout["ref_logprobs"] = logprobs if number % 2 else None
         rollout["teacher_logprobs"] = logprobs if number % 3 == 0 else None
+        rollout["old_logprobs"] = logprobs if number % 4 == 0 else None
         rollout["completion_mask"] = [int(t % 4 != 2) for t in range(len(logprobs))]
     return made
 
