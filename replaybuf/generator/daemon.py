@@ -37,9 +37,9 @@ from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.generator.publication import SUPERSEDED
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scores, Scoring
-from replaybuf.generator.stages import Rollout, Stage, Stages
+from replaybuf.generator.stages import Rollout, Stage, Stages, stage_name
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.group import Group
+from replaybuf.group import OPTIONAL_LOGPROBS, Group
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ FINISH_S = 2.0
 """After a stop, work in flight may still finish for so long; with `flight.GIVE_BACK_S` the process ends within 4 s."""
 FAULTS_IN_A_ROW = 64
 """So many groups failing one after another, none succeeding, mean that something is broken for good."""
-_NOBODYS_FAULT = ("engine_away", "ref_engine_away", "teacher_engine_away", SUPERSEDED)
+_NOBODYS_FAULT = ("engine_away", *(f"{stage_name(column)}_engine_away" for column in OPTIONAL_LOGPROBS), SUPERSEDED)
 """Engines that are away are waited for before the next ticket is taken; new weights come all the time."""
 _ENGINE_POLL_S = 1.0
 _LOAD_EVERY_S = 1.0
@@ -119,7 +119,7 @@ class Daemon:
         self._flight = Flight(client, options.service_patience_s)
         self._delivery = Delivery(
             self._flight,
-            engine.learn_published,
+            self._learn_published,
             poll_wait_ms=options.poll_wait_ms,
             compress=options.compress,
             adapter=options.adapter,
@@ -184,8 +184,8 @@ class Daemon:
             return self._flight.away
         if not self._engine.up:
             return self._engine.waiting
-        if self._stages is not None and self._stages.away:
-            return self._stages.away
+        if self._stages is not None and self._stages.waiting:
+            return self._stages.waiting
         return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -212,6 +212,11 @@ class Daemon:
         finally:
             await flight.give_back_rest(reason)
             self._tell_status()
+
+    def _learn_published(self, version: int) -> None:
+        self._engine.learn_published(version)
+        if self._stages is not None:
+            self._stages.learn_published(version)
 
     # ------------------------------------------------------------------ tickets
 

@@ -55,7 +55,9 @@ FAILURES_IN_A_ROW = 3
 RETRY_PAUSE_S = 0.5
 """Before the next try on a server that has just failed the same request."""
 _LOG_EVERY_S = 10.0
-_NO_FAILURE = ("engine_aborted", "engine_restarted", "engine_version_changed")
+BEHIND = "engine_behind"
+"""It has what is published, but not yet what already sampled elsewhere: a publication goes on."""
+_NO_FAILURE = ("engine_aborted", "engine_restarted", "engine_version_changed", BEHIND)
 """Reasons for another try that say nothing against the server."""
 STALE = "engine_stale"
 _AT_ONCE = ("engine_away", STALE)
@@ -146,7 +148,7 @@ class Fleet:
             if before is not None and version < before:
                 member.rewound = True
                 self._put_aside(
-                    member, _stale(member.server.url, f"weights from before a rewind to {version}", version)
+                    member, stale_fault(member.server.url, f"weights from before a rewind to {version}", version)
                 )
             elif version != before:
                 self._look_again(member)
@@ -212,7 +214,7 @@ class Fleet:
         published, url = self._published, member.server.url
         sample = await member.server.generate(prompt_ids, sampling)
         if len(sample.version_spans) and stale(sample.policy_version, published):
-            raise _stale(url, f"version {sample.policy_version}", published)
+            raise stale_fault(url, f"version {sample.policy_version}", published)
         refused = refusal(self._on_publish, sample)
         if refused is not None:
             raise EngineAway(refused[0], f"engine {url} {refused[1]}", name="engine", value=url)
@@ -364,7 +366,7 @@ class Fleet:
         published = self._published  # now: a version published while the server is asked may be newer than the answer
         version = await member.server.loaded_version()
         if stale(version, published) or (member.rewound and stale(published, version)):
-            raise _stale(member.server.url, f"version {version}", published)
+            raise stale_fault(member.server.url, f"version {version}", published)
         member.rewound = False
 
     # ------------------------------------------------------------------ waiting
@@ -392,7 +394,8 @@ class Fleet:
                 member.watch.result()
 
 
-def _stale(url: str, what: str, published: int | None) -> EngineAway:
+def stale_fault(url: str, what: str, published: int | None) -> EngineAway:
+    """Return the fault of a server that lacks what is published; it puts the server aside at once."""
     return EngineAway(STALE, f"engine {url} has {what}; published is {published}", name="engine", value=url)
 
 

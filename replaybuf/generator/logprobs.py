@@ -1,13 +1,15 @@
 """Where the logprobs of given tokens come from: inference servers, or a model in this process.
 
-Both are stages (`replaybuf.generator.stages`) for reference and teacher of a run, whose weights stay as they are. The
-model is a plug-in of the group `replaybuf.logprobs`, called with its folder; the core knows no torch.
+All are stages (`replaybuf.generator.stages`): for reference and teacher of a run, whose weights stay as they are, and
+for the policy itself, whose weights the servers are given as those that sample are. The model is a plug-in of the group
+`replaybuf.logprobs`, called with its folder; the core knows no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,20 +18,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from replaybuf import plugins
-from replaybuf.errors import EngineFault, EngineUnfit, Invalid, ReplaybufError
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
 from replaybuf.generator.engines import Server, VllmEngine
-from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, stale_fault
 from replaybuf.generator.member import ServerStatus
-from replaybuf.generator.stages import Rollout
+from replaybuf.generator.publication import stale
+from replaybuf.generator.stages import Computed, Rollout, stage_name
 from replaybuf.generator.threads import Worker
-from replaybuf.group import Float32s, OptionalLogprobs
+from replaybuf.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
+
+logger = logging.getLogger(__name__)
 
 MODEL_PLUGIN = "torch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobOptions:
-    """Whose logprobs groups carry beside those of the policy.
+    """Whose logprobs groups carry beside those that they were sampled with.
 
     Parameters
     ----------
@@ -41,6 +46,13 @@ class LogprobOptions:
         Name the reference servers must serve the reference by; by default the first they serve.
     ref_micro_batch
         Rollouts per call of the reference.
+    old_engine
+        vLLM server that the trainer gives the policy's weights, which adds old_logprobs: by one version for a whole
+        group; several with commas share the work. It may be one that samples.
+    old_served_name
+        Name those servers must serve the policy by; by default that of the servers that sample.
+    old_micro_batch
+        Rollouts per call of those servers.
     teacher_engine
         vLLM server of a teacher, which adds teacher_logprobs; several with commas share the work.
     teacher_served_name
@@ -53,18 +65,30 @@ class LogprobOptions:
     ref_model: Path | None = None
     ref_served_name: str | None = None
     ref_micro_batch: int = 8
+    old_engine: str | None = None
+    old_served_name: str | None = None
+    old_micro_batch: int = 8
     teacher_engine: str | None = None
     teacher_served_name: str | None = None
     teacher_micro_batch: int = 8
 
     def check(self) -> None:
         """Raise `Invalid` where options are out of bounds or contradict each other."""
-        for name in ("ref_micro_batch", "teacher_micro_batch"):
+        for column in OPTIONAL_LOGPROBS:
+            name = f"{stage_name(column)}_micro_batch"
             value = getattr(self, name)
             if value < 1:
                 raise Invalid(f"{name} is {value}; at least 1 is needed", name=name, value=value, bound=1)
         if self.ref_engine is not None and self.ref_model is not None:
             raise Invalid("ref_engine and ref_model are both given; the reference is one model", name="ref_model")
+
+    def servers(self, column: OptionalLogprobs) -> tuple[list[str], str | None, int]:
+        """Return the addresses that compute a column, the name to ask for there, and rollouts per call."""
+        name = stage_name(column)
+        addresses, served_name, micro_batch = (
+            getattr(self, f"{name}_{what}") for what in ("engine", "served_name", "micro_batch")
+        )
+        return [] if addresses is None else [url.strip() for url in addresses.split(",")], served_name, micro_batch
 
 
 class LogprobModel(Protocol):
@@ -77,7 +101,7 @@ class LogprobModel(Protocol):
 
 
 class EngineStage:
-    """Stage: asks servers that all serve one model; they fail, wait and come back as those of the policy do.
+    """Stage: asks servers that all serve one model, which stays; they fail, wait and come back as samplers do.
 
     With none up, a micro-batch waits up to `patience_s` seconds.
     """
@@ -88,6 +112,7 @@ class EngineStage:
         self.column: OptionalLogprobs = column
         self.micro_batch = micro_batch
         self._servers = {server.url: server for server in servers}
+        self._patience_s = patience_s
         self._fleet = Fleet(servers, patience_s=patience_s)
 
     @property
@@ -112,11 +137,17 @@ class EngineStage:
                 )
                 raise EngineUnfit("engine_unfit", detail, name="engine", value=server.url)
 
-    async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
+    @property
+    def waiting(self) -> str | None:
+        """Say why no server is up; None where one is."""
+        return self._fleet.waiting
+
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
         """Ask one server for all; see `Stage.compute`."""
-        return await self._fleet.ask(
-            sum(len(rollout) for rollout in rollouts), lambda server: self._asked(server.url, rollouts)
-        )
+        return await self._fleet.ask(_tokens(rollouts), lambda server: self._computed(server.url, rollouts))
+
+    def learn_published(self, version: int) -> None:
+        """Do nothing: its weights are not the policy's."""
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as a server is up; see `Stage.wait_ready`."""
@@ -129,6 +160,9 @@ class EngineStage:
     async def aclose(self) -> None:
         """Stop probing and close the connections."""
         await self._fleet.aclose()
+
+    async def _computed(self, url: str, rollouts: Sequence[Rollout]) -> Computed:
+        return Computed(await self._asked(url, rollouts))
 
     async def _asked(self, url: str, rollouts: Sequence[Rollout]) -> list[Float32s]:
         given = await self._servers[url].logprobs_of([rollout.token_ids for rollout in rollouts])
@@ -145,6 +179,66 @@ class EngineStage:
         return values
 
 
+class PolicyStage(EngineStage):
+    """Stage: asks servers that are given the policy's weights, for logprobs by one version of it.
+
+    The version is read before and after each micro-batch; where it changed meanwhile, the micro-batch is asked for
+    again. A server that lacks what is published is put aside until it is right, as one that samples is. One that has
+    it, but not yet what sampled the rollouts, is about to be loaded: that is waited for, up to `patience_s` seconds.
+    """
+
+    _published: int | None = None
+
+    async def prepare(self, timeout_s: float, policy: Sequence[Server]) -> None:
+        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` where one does not tell its version."""
+        await self._fleet.prepare(timeout_s)
+        for server in self._servers.values():
+            await self._version_of(server)
+
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
+        """Ask one server for all, by `least_version` or a newer one; see `Stage.compute`."""
+        clock = asyncio.get_running_loop().time
+        ends_s = clock() + self._patience_s
+        while True:
+            try:
+                return await self._fleet.ask(
+                    _tokens(rollouts), lambda server: self._by_one_version(server.url, rollouts, least_version)
+                )
+            except EngineAway as error:
+                if error.reason != BEHIND or clock() >= ends_s:
+                    raise
+                logger.info("%s wait for new weights: %s", self.column, error)
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    def learn_published(self, version: int) -> None:
+        """Take in the version published now: servers that lack it are put aside; see `Fleet.learn_published`."""
+        self._published = version
+        self._fleet.learn_published(version)
+
+    async def _by_one_version(self, url: str, rollouts: Sequence[Rollout], least_version: int) -> Computed:
+        server = self._servers[url]
+        before = await self._version_of(server)
+        if stale(before, self._published):
+            raise stale_fault(url, f"version {before}", self._published)
+        if before < least_version:
+            detail = f"engine {url} has version {before}; the rollouts were sampled by {least_version}"
+            raise EngineAway(BEHIND, detail, name="engine", value=url, bound=least_version)
+        values = await self._asked(url, rollouts)
+        after = await self._version_of(server)
+        if after != before:
+            detail = f"engine {url} had version {before} before it computed and {after} after"
+            raise EngineAway("engine_version_changed", detail, name="engine", value=url)
+        return Computed(values, after)
+
+    async def _version_of(self, server: VllmEngine) -> int:
+        version = await server.loaded_version()
+        if version is None:
+            how = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+            detail = f"engine {server.url} tells no policy version, which {self.column} need; {how}"
+            raise EngineUnfit("engine_unfit", detail, name="engine", value=server.url)
+        return version
+
+
 class ModelStage:
     """Stage: computes in a thread of this process, one micro-batch after another, each for `timeout_s` at most.
 
@@ -152,6 +246,7 @@ class ModelStage:
     """
 
     max_tokens: int | None = None
+    waiting: str | None = None
 
     def __init__(self, column: OptionalLogprobs, folder: Path, micro_batch: int, timeout_s: float) -> None:
         self.column: OptionalLogprobs = column
@@ -172,7 +267,7 @@ class ModelStage:
         model: LogprobModel = await asyncio.wrap_future(self._worker.do(lambda: load(self._folder)))
         self._model, self.max_tokens = model, model.max_tokens
 
-    async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
         """Compute in the thread. Raises `EngineFault` (`model_raised`), `ReplaybufError` where it is late."""
         model = self._model
         if model is None:
@@ -180,13 +275,16 @@ class ModelStage:
         async with self._turn:
             try:
                 async with asyncio.timeout(self._timeout_s) as bound:
-                    return await asyncio.wrap_future(self._worker.do(lambda: model.logprobs(rollouts)))
+                    return Computed(await asyncio.wrap_future(self._worker.do(lambda: model.logprobs(rollouts))))
             except Exception as error:  # whatever the model raises: no memory, a kernel that is missing
-                what = f"{self._folder} with {len(rollouts)} rollouts, {sum(len(r) for r in rollouts)} tokens,"
+                what = f"{self._folder} with {len(rollouts)} rollouts, {_tokens(rollouts)} tokens,"
                 if bound.expired():
                     detail = f"{what} is not done after {self._timeout_s:g} s; smaller micro-batches are needed"
                     raise ReplaybufError(detail, name="micro_batch", bound=self._timeout_s) from None
                 raise EngineFault("model_raised", f"{what} raised {error!r}", name="model") from error
+
+    def learn_published(self, version: int) -> None:
+        """Do nothing: its weights are not the policy's."""
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return: it is there."""
@@ -194,6 +292,10 @@ class ModelStage:
     def status(self) -> tuple[ServerStatus, ...]:
         """Return nothing: it has no servers."""
         return ()
+
+
+def _tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(rollout) for rollout in rollouts)
 
 
 LogprobStage = EngineStage | ModelStage
@@ -208,27 +310,27 @@ async def open_stages(
     start_timeout_s: float,
     api_key: str | None = None,
 ) -> list[LogprobStage]:
-    """Make ready what `options` ask for; `stack` closes it.
+    """Make ready what `options` ask for, in the order in which groups go through it; `stack` closes it.
 
     `policy`: the prepared servers that sample; `timeout_s` bounds one call of a stage. Raises `Invalid`,
     `MissingExtra`, `EngineAway` where a server is not up after `start_timeout_s`, `EngineUnfit`.
     """
     options.check()
     stages: list[LogprobStage] = []
-    asked: tuple[tuple[OptionalLogprobs, str | None, str | None, int], ...] = (
-        ("ref_logprobs", options.ref_engine, options.ref_served_name, options.ref_micro_batch),
-        ("teacher_logprobs", options.teacher_engine, options.teacher_served_name, options.teacher_micro_batch),
-    )
     if options.ref_model is not None:
         local = ModelStage("ref_logprobs", options.ref_model, options.ref_micro_batch, timeout_s)
         await local.prepare()
         stages.append(local)
-    for column, addresses, name, micro_batch in asked:
-        if addresses is not None:
-            urls = [url.strip() for url in addresses.split(",")]
-            servers = [VllmEngine(url, timeout_s=timeout_s, model=name, api_key=api_key) for url in urls]
-            remote = EngineStage(column, servers, micro_batch)
-            stack.push_async_callback(remote.aclose)
-            await remote.prepare(start_timeout_s, policy)
-            stages.append(remote)
+    for column in OPTIONAL_LOGPROBS:
+        urls, name, micro_batch = options.servers(column)
+        if not urls:
+            continue
+        of_policy = column == "old_logprobs"
+        if of_policy and name is None:
+            name = next((server.model for server in policy), None)
+        servers = [VllmEngine(url, timeout_s=timeout_s, model=name, api_key=api_key) for url in urls]
+        remote = (PolicyStage if of_policy else EngineStage)(column, servers, micro_batch)
+        stack.push_async_callback(remote.aclose)
+        await remote.prepare(start_timeout_s, policy)
+        stages.append(remote)
     return stages

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,9 +41,9 @@ from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer
-from replaybuf.generator.stages import Rollout, Stage
+from replaybuf.generator.stages import Computed, Rollout, Stage
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.group import Admissible, Float32s, Group, check_group
+from replaybuf.group import Admissible, Group, OptionalLogprobs, check_group
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,
@@ -309,11 +309,15 @@ def test_groups_that_are_ready_together_go_in_one_append(tmp_path: Path) -> None
 
 def test_stages_complete_groups_before_they_are_appended(tmp_path: Path) -> None:
     class Reference:
-        column: Literal["ref_logprobs", "teacher_logprobs"] = "ref_logprobs"
+        column: OptionalLogprobs = "ref_logprobs"
         micro_batch = 8
+        waiting: str | None = None
 
-        async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
-            return [np.full(len(r.completion_ids), -2.0, np.float32) for r in rollouts]
+        async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
+            return Computed([np.full(len(r.completion_ids), -2.0, np.float32) for r in rollouts])
+
+        def learn_published(self, version: int) -> None:
+            """It has nothing to do with the policy."""
 
         async def wait_ready(self, timeout_s: float) -> None:
             """It is there."""

@@ -1,10 +1,11 @@
-"""Reference and teacher logprobs: of given tokens, by servers over real HTTP and by a model in a thread."""
+"""Logprobs of given tokens, by reference, old policy and teacher: servers over real HTTP, or a model in a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from starlette.responses import Response
 
 from replaybuf import plugins
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
+from replaybuf.generator import fleet as fleet_module
+from replaybuf.generator import logprobs as logprobs_module
+from replaybuf.generator import member as member_module
 from replaybuf.generator.engines import VllmEngine
-from replaybuf.generator.logprobs import EngineStage, LogprobOptions, LogprobStage, open_stages
+from replaybuf.generator.fleet import TRIES
+from replaybuf.generator.logprobs import EngineStage, LogprobOptions, LogprobStage, PolicyStage, open_stages
 from replaybuf.generator.stages import Rollout
 from replaybuf.group import Float32s
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, fail, given_logprob, scored
+from tests.generator.test_fleet import until
 
 
 def rollout(prompt: Sequence[int], completion: Sequence[int], sampled: Sequence[int] | None = None) -> Rollout:
@@ -55,7 +61,7 @@ def test_each_completion_token_gets_its_own_logprob_after_the_tokens_before_it()
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             stage = await opened(stack, ref_engine=engine.url, ref_micro_batch=2)
-            values = await stage.compute(ROLLOUTS)
+            values = (await stage.compute(ROLLOUTS)).values
             expected = [
                 [given_logprob(1, 4), given_logprob(4, 1), given_logprob(1, 5)],
                 [given_logprob(9, 2), given_logprob(2, 6)],
@@ -101,7 +107,7 @@ def test_an_answer_that_lacks_a_logprob_is_refused(change: Callable[..., Any], t
             reason, detail = await faults_of(stage.compute(ROLLOUTS))
             assert reason == "engine_bad_answer"
             assert told in detail
-            assert len(await stage.compute(ROLLOUTS)) == 2, "the next one is taken"
+            assert len((await stage.compute(ROLLOUTS)).values) == 2, "the next one is taken"
 
     run(main())
 
@@ -111,7 +117,7 @@ def test_tokens_that_nobody_sampled_may_lack_a_logprob() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             stage = await opened(stack, ref_engine=engine.url)
             engine.script.append(spoilt(lambda choices: choices[0]["prompt_logprobs"][1].clear()))
-            (values,) = await stage.compute([rollout([9], [2, 6], sampled=[0, 1])])
+            (values,) = (await stage.compute([rollout([9], [2, 6], sampled=[0, 1])])).values
             assert values[1] == pytest.approx(given_logprob(2, 6))
 
     run(main())
@@ -123,7 +129,7 @@ def test_another_server_takes_over_where_one_fails() -> None:
             stage = await opened(stack, ref_engine=f"{one.url}, {other.url}")
             one.always = fail(500)
             for _ in range(4):
-                assert len(await stage.compute(ROLLOUTS)) == 2
+                assert len((await stage.compute(ROLLOUTS)).values) == 2
             assert len(other.requests) == 4
 
     run(main())
@@ -169,7 +175,7 @@ def test_a_server_that_died_is_waited_for_before_tickets_are_taken() -> None:
                 await stage.wait_ready(0.1)
             async with EngineDouble().up(port):
                 await stage.wait_ready(TIMEOUT_S)
-                assert len(await stage.compute(ROLLOUTS)) == 2
+                assert len((await stage.compute(ROLLOUTS)).values) == 2
 
     run(main())
 
@@ -206,11 +212,213 @@ def test_a_rollout_may_be_as_long_as_the_context_without_the_token_that_vllm_gen
     run(main())
 
 
+# ---------------------------------------------------------------------- the policy's own, by one version
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
+    for module in (fleet_module, logprobs_module):
+        monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
+
+
+@contextlib.asynccontextmanager
+async def policy_stage(*engines: EngineDouble, patience_s: float = TIMEOUT_S) -> AsyncIterator[PolicyStage]:
+    """Open a stage that asks these servers, which have the policy's weights."""
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.up())
+        servers = [VllmEngine(engine.url, timeout_s=TIMEOUT_S) for engine in engines]
+        stage = PolicyStage("old_logprobs", servers, 2, patience_s=patience_s)
+        stack.push_async_callback(stage.aclose)
+        await stage.prepare(TIMEOUT_S, policy=())
+        yield stage
+
+
+def becomes(engine: EngineDouble, version: int) -> Callable[[dict[str, Any]], Awaitable[None]]:
+    """Script: the usual answer, with other weights loaded before it is given."""
+
+    async def script(request: dict[str, Any]) -> None:
+        engine.version = version
+
+    return script
+
+
+def test_old_logprobs_tell_the_version_that_computed_them_and_a_sampling_server_may_compute_them() -> None:
+    async def main() -> None:
+        async with EngineDouble(version=3).up() as engine, AsyncExitStack() as stack:
+            policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
+            await policy.prepare()
+            stack.push_async_callback(policy.aclose)
+            asked = LogprobOptions(old_engine=engine.url, old_micro_batch=3)
+            (stage,) = await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
+            computed = await stage.compute(ROLLOUTS, least_version=3)
+            assert computed.policy_version == 3
+            assert computed.values[1].tolist() == pytest.approx([given_logprob(9, 2), given_logprob(2, 6)])
+            assert (stage.column, stage.micro_batch) == ("old_logprobs", 3)
+            assert stage.record() == {"engines": [engine.url], "model": "tiny"}
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_micro_batch_during_which_the_version_changed_is_asked_for_again() -> None:
+    async def main() -> None:
+        engine = EngineDouble(version=3)
+        async with policy_stage(engine) as stage:
+            engine.script.append(becomes(engine, 4))
+            assert (await stage.compute(ROLLOUTS)).policy_version == 4
+            assert len(engine.requests) == 2
+            (server,) = stage.status()
+            assert server.outcomes == {"engine_version_changed": 1, "ok": 1} and server.state == "up"
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_version_that_changes_in_every_try_fails_the_micro_batch() -> None:
+    async def main() -> None:
+        engine = EngineDouble(version=3)
+        async with policy_stage(engine) as stage:
+            engine.script.extend(becomes(engine, version) for version in (4, 5, 6))
+            reason, detail = await faults_of(stage.compute(ROLLOUTS))
+            assert (reason, len(engine.requests)) == ("engine_version_changed", 3)
+            assert detail == f"engine {engine.url} had version 5 before it computed and 6 after"
+            assert (await stage.compute(ROLLOUTS)).policy_version == 6
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_micro_batch_that_was_cut_off_to_load_weights_is_asked_for_again() -> None:
+    async def main() -> None:
+        engine = EngineDouble(version=3)
+        async with policy_stage(engine) as stage:
+            cut = spoilt(lambda choices: choices[0].update(prompt_logprobs=None, finish_reason="abort"))
+            engine.script.append(cut)
+            assert (await stage.compute(ROLLOUTS)).policy_version == 3
+            assert stage.status()[0].outcomes == {"engine_aborted": 1, "ok": 1}
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_server_with_base_weights_computes_nothing_until_it_has_what_is_published() -> None:
+    """Started anew unnoticed, between two publications."""
+
+    async def main() -> None:
+        engine = EngineDouble(version=3)
+        async with policy_stage(engine) as stage:
+            stage.learn_published(3)
+            assert (await stage.compute(ROLLOUTS)).policy_version == 3
+            engine.version = "default"
+            computing = asyncio.create_task(stage.compute(ROLLOUTS))
+            await until(lambda: stage.waiting == "engine_stale")
+            assert not computing.done() and len(engine.requests) == 1
+            assert "has version 0; published is 3" in (stage.status()[0].fault or "")
+            engine.version = 4
+            assert (await computing).policy_version == 4
+            assert stage.waiting is None and len(engine.requests) == 2
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_server_that_a_publication_did_not_reach_is_left_to_others() -> None:
+    async def main() -> None:
+        behind, right = EngineDouble(version=3), EngineDouble(version=4)
+        async with policy_stage(behind, right) as stage:
+            stage.learn_published(4)
+            for _ in range(4):
+                assert (await stage.compute(ROLLOUTS)).policy_version == 4
+            assert (len(behind.requests), len(right.requests)) == (0, 4)
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_rollouts_of_weights_that_a_server_does_not_have_yet_wait_for_them() -> None:
+    """Servers are loaded one after another, and the version is announced when all have it."""
+
+    async def main() -> None:
+        engine = EngineDouble(version=3)
+        async with policy_stage(engine) as stage:
+            stage.learn_published(3)
+            computing = asyncio.create_task(stage.compute(ROLLOUTS, least_version=4))
+            await until(lambda: stage.status()[0].outcomes.get("engine_behind", 0) > TRIES)
+            assert not engine.requests and stage.waiting is None, "nothing is wrong with it"
+            engine.version = 4
+            assert (await computing).policy_version == 4
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_weights_that_do_not_come_fail_the_micro_batch_in_time() -> None:
+    async def main() -> None:
+        engine = EngineDouble(version=3)
+        async with policy_stage(engine, patience_s=0.1) as stage:
+            reason, detail = await faults_of(stage.compute(ROLLOUTS, least_version=4))
+            assert (reason, engine.requests) == ("engine_behind", [])
+            assert detail == f"engine {engine.url} has version 3; the rollouts were sampled by 4"
+            assert (await stage.compute(ROLLOUTS, least_version=3)).policy_version == 3
+
+    run(main())
+
+
+@pytest.mark.usefixtures("_quick")
+def test_after_a_rewind_no_server_is_used_that_has_weights_of_before() -> None:
+    async def main() -> None:
+        engine = EngineDouble(version=5)
+        async with policy_stage(engine) as stage:
+            stage.learn_published(5)
+            stage.learn_published(2)
+            computing = asyncio.create_task(stage.compute(ROLLOUTS))
+            await until(lambda: engine.calls.count("health") > 2)
+            assert stage.waiting == "engine_stale" and not engine.requests
+            engine.version = 2
+            assert (await computing).policy_version == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "told"),
+    [
+        ({"weight_info": False}, {}, "tells no policy version, which old_logprobs need"),
+        ({"version": "a-name"}, {}, "calls its weights 'a-name'"),
+        ({"model": "another"}, {}, r"serves \['another'\]; asked for is 'tiny'"),
+        ({}, {"old_served_name": "base"}, "asked for is 'base'"),
+    ],
+    ids=["no version", "no number", "another model", "another name"],
+)
+def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
+    change: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    async def main() -> None:
+        other = EngineDouble()
+        for name, value in change.items():
+            setattr(other, name, value)
+        async with EngineDouble().up() as engine, other.up(), AsyncExitStack() as stack:
+            policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
+            await policy.prepare()
+            stack.push_async_callback(policy.aclose)
+            asked = LogprobOptions(old_engine=other.url, **options)
+            with pytest.raises(EngineUnfit, match=told):
+                await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
+
+    run(main())
+
+
+# ---------------------------------------------------------------------- options
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"ref_engine": "http://a", "ref_model": Path("m")}, "ref_engine and ref_model are both given"),
         ({"ref_micro_batch": 0}, "ref_micro_batch is 0; at least 1 is needed"),
+        ({"old_micro_batch": 0}, "old_micro_batch is 0; at least 1 is needed"),
         ({"teacher_micro_batch": -1}, "teacher_micro_batch is -1"),
         ({"ref_engine": "sglang+http://a:1"}, "sglang"),
     ],
@@ -266,8 +474,8 @@ def test_a_model_computes_in_one_thread_of_its_own(models: list[Counting]) -> No
         async with AsyncExitStack() as stack:
             stage = await opened(stack, ref_model=Path("folder"), ref_micro_batch=2)
             one, other = await asyncio.gather(stage.compute(ROLLOUTS), stage.compute(ROLLOUTS[:1]))
-            assert [values.tolist() for values in one] == [[-5.0] * 3, [-3.0] * 2]
-            assert [values.tolist() for values in other] == [[-5.0] * 3]
+            assert [values.tolist() for values in one.values] == [[-5.0] * 3, [-3.0] * 2]
+            assert [values.tolist() for values in other.values] == [[-5.0] * 3]
             assert len(models[0].threads) == 1 and threading.get_ident() not in models[0].threads
             assert (stage.max_tokens, stage.record()) == (32, {"model": "folder"})
 
@@ -283,7 +491,7 @@ def test_a_model_that_raises_fails_one_micro_batch(models: list[Counting]) -> No
             assert reason == "model_raised"
             assert detail == "folder with 2 rollouts, 8 tokens, raised MemoryError('no room')"
             models[0].error = None
-            assert len(await stage.compute(ROLLOUTS)) == 2
+            assert len((await stage.compute(ROLLOUTS)).values) == 2
 
     run(main())
 

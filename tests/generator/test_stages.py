@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.member import ServerStatus
-from replaybuf.generator.stages import Rollout, Stage, Stages
-from replaybuf.group import Admissible, Float32s, Group, OptionalLogprobs, check_group
+from replaybuf.generator.stages import Computed, Rollout, Stage, Stages
+from replaybuf.group import Admissible, Group, OptionalLogprobs, check_group
 from tests import builders
 
 
 class Sums:
     """Stage: minus the sum of a rollout's completion ids, for each of its tokens; remembers its micro-batches.
 
-    Raises `fault` for a micro-batch that holds the token `fails_at`, and whenever it is waited for.
+    Raises `fault` for a micro-batch that holds the token `fails_at`, and whenever it is waited for. Of each call it
+    takes the next of `versions`, the last one for ever; none where its weights stay.
     """
 
     def __init__(
@@ -28,13 +30,25 @@ class Sums:
         lose: int = 0,
         fault: EngineFault | None = None,
         fails_at: int | None = None,
+        versions: Sequence[int] = (),
     ) -> None:
         self.column: OptionalLogprobs = column
         self.micro_batch = micro_batch
         self.lose = lose
         self.fault = fault
         self.fails_at = fails_at
+        self.versions = deque(versions)
         self.seen: list[int] = []
+        self.least_versions: list[int] = []
+        self.published: list[int] = []
+        self.began: Callable[[str], None] = lambda column: None
+
+    @property
+    def waiting(self) -> str | None:
+        return None if self.fault is None else self.fault.reason
+
+    def learn_published(self, version: int) -> None:
+        self.published.append(version)
 
     async def wait_ready(self, timeout_s: float) -> None:
         if self.fault is not None:
@@ -43,19 +57,24 @@ class Sums:
     def status(self) -> tuple[ServerStatus, ...]:
         return ()
 
-    async def compute(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
         self.seen.append(len(rollouts))
+        self.least_versions.append(least_version)
+        self.began(self.column)
         if self.fault is not None and any(self.fails_at in r.completion_ids for r in rollouts):
             raise self.fault
         values = [np.full(len(r.completion_ids), -r.completion_ids.sum(), np.float32) for r in rollouts]
-        return values[self.lose :]
+        version = self.versions.popleft() if len(self.versions) > 1 else next(iter(self.versions), None)
+        return Computed(values[self.lose :], version)
 
 
-def make_group(first: int) -> Group:
+def make_group(first: int, version: int = 0) -> Group:
     """Two rollouts of different lengths."""
     return builders.group(
         builders.rollout(completion_ids=[first, first], inference_logprobs=[-1.0, -1.0]),
         builders.rollout(completion_ids=[first + 1], inference_logprobs=[-1.0]),
+        policy_version=version,
+        metadata={"env": "sums", "old_logprobs": {"model": "policy"}},
     )
 
 
@@ -142,9 +161,60 @@ def test_waiting_names_the_stage_that_is_away_until_it_is_back() -> None:
         stages = Stages([Sums("ref_logprobs", 2), teacher], group_size=2)
         with pytest.raises(EngineAway):
             await stages.wait_ready(1.0)
-        assert stages.away == "teacher_engine_away"
+        assert stages.waiting == "teacher_engine_away"
         teacher.fault = None
         await stages.wait_ready(1.0)
-        assert stages.away is None
+        assert stages.waiting is None
 
     asyncio.run(main())
+
+
+def test_groups_go_through_every_stage_with_micro_batches_of_its_own() -> None:
+    reference, teacher = Sums("ref_logprobs", 3), Sums("teacher_logprobs", 2)
+    old = Sums("old_logprobs", 4, versions=[7])
+    order: list[str] = []
+    for stage in (reference, old, teacher):
+        stage.began = order.append
+    done = run_through([reference, old, teacher], [make_group(n) for n in range(6)])  # lcm(2, 3, 4, 2) = 12
+    assert order == ["ref_logprobs"] * 4 + ["old_logprobs"] * 3 + ["teacher_logprobs"] * 6
+    assert (reference.seen, old.seen, teacher.seen) == ([3] * 4, [4] * 3, [2] * 6)
+    for group in done:
+        assert group.old_logprobs is not None and group.ref_logprobs is not None
+        assert group.old_logprobs.tolist() == group.ref_logprobs.tolist()
+
+
+def test_the_version_that_computed_is_in_the_metadata() -> None:
+    (done,) = run_through([Sums("ref_logprobs", 2), Sums("old_logprobs", 2, versions=[7])], [make_group(10)])
+    assert done.metadata == {"env": "sums", "old_logprobs": {"model": "policy", "policy_version": 7}}
+
+
+def test_a_stage_is_told_the_newest_of_the_oldest_versions_of_its_groups() -> None:
+    old = Sums("old_logprobs", 4, versions=[7])
+    run_through([old], [make_group(10, 5), make_group(20, 6), make_group(30, 4)])
+    assert old.least_versions == [6, 4]
+
+
+def test_what_an_older_version_computed_than_the_rest_of_its_window_is_asked_for_again() -> None:
+    """Else a group of two micro-batches would hold logprobs of two versions."""
+    old = Sums("old_logprobs", 1, versions=[5, 6, 5, 6, 6])
+    done = run_through([old, Sums("teacher_logprobs", 4)], [make_group(10), make_group(20)])
+    assert [group.metadata["old_logprobs"]["policy_version"] for group in done] == [6, 6]
+    assert old.least_versions == [0] * 4 + [6] * 2, "the two of version 5, by 6 or newer"
+    assert all(group.old_logprobs is not None for group in done)
+
+
+def test_weights_that_change_again_and_again_cost_the_groups_that_older_ones_computed() -> None:
+    old = Sums("old_logprobs", 2, versions=[1, 2, 3, 4])
+    done = run_all([old, Sums("teacher_logprobs", 4)], [make_group(10), make_group(20)])
+    assert [one.reason if isinstance(one, EngineFault) else "whole" for one in done] == [
+        "old_engine_version_changed",
+        "whole",
+    ]
+    assert isinstance(done[0], EngineFault) and (done[0].value, done[0].bound) == (4, 3)
+    assert len(old.seen) == 2 + 1 + 1, "each round asks for the older one alone"
+
+
+def test_every_stage_hears_of_publications() -> None:
+    reference, old = Sums("ref_logprobs", 2), Sums("old_logprobs", 2, versions=[7])
+    Stages([reference, old], group_size=2).learn_published(7)
+    assert reference.published == old.published == [7]

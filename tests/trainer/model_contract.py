@@ -53,7 +53,7 @@ class ModelContract(abc.ABC):
             rollouts += [rollout_of(np.concatenate([shared, self.ids(random, 30)]), 120) for _ in range(4)]
             expected = PackedLogprobs(self.folder).logprobs(rollouts)
             for _ in range(2):
-                found = await stage.compute(rollouts)
+                found = (await stage.compute(rollouts)).values
                 assert [len(values) for values in found] == [len(one.completion_ids) for one in rollouts]
                 assert largest_difference(found, expected) < BOUND
             assert largest_difference(found, PackedLogprobs(self.other).logprobs(rollouts)) > 10 * BOUND
@@ -69,7 +69,7 @@ class ModelContract(abc.ABC):
             made = await engine.generate(prompt, Sampling(n=4, max_tokens=30))
             await engine.aclose()
             given = [rollout_of(np.concatenate([prompt, np.array(ids, np.int32)]), 40) for ids in made.completions]
-            found = await stage.compute(given)
+            found = (await stage.compute(given)).values
             sampled = np.split(made.inference_logprobs, np.cumsum(made.completion_lengths)[:-1])
             assert largest_difference(found, sampled) < BOUND
 
@@ -83,7 +83,7 @@ class ModelContract(abc.ABC):
             with pytest.raises(EngineFault) as caught:
                 await stage.compute([rollout_of(self.ids(np.random.default_rng(2), longest + 1), 100)])
             assert type(caught.value) is EngineFault and caught.value.reason == "engine_refused"
-            (values,) = await stage.compute([rollout_of(self.ids(np.random.default_rng(2), longest), 100)])
+            (values,) = (await stage.compute([rollout_of(self.ids(np.random.default_rng(2), longest), 100)])).values
             assert len(values) == longest - 100
 
         self.run(main)

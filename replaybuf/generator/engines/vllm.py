@@ -12,7 +12,7 @@ import numpy as np
 from replaybuf.errors import EngineAway
 from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, TokenId, in_order
 from replaybuf.generator.engines.http import Answer, HttpEngine
-from replaybuf.generator.engines.protocol import Sampling
+from replaybuf.generator.engines.protocol import ABORTED, Sampling
 from replaybuf.generator.engines.wire import METHOD_NOT_ALLOWED, NOT_FOUND
 from replaybuf.group import LOGPROB_TOLERANCE, Float32s, Int32s
 
@@ -77,9 +77,10 @@ class _GivenLogprob(msgspec.Struct, gc=False):
 
 
 class _ScoredChoice(msgspec.Struct):
-    """`prompt_logprobs`: one entry per prompt token by its id, None for the first."""
+    """`prompt_logprobs`: one entry per prompt token by its id, None for the first; fewer, or none, where aborted."""
 
     index: int
+    finish_reason: str | None = None
     prompt_logprobs: list[dict[TokenId, _GivenLogprob] | None] | None = None
 
 
@@ -107,7 +108,7 @@ class VllmEngine(HttpEngine):
 
         NaN where the server gave none, as for the first. They are those of temperature 1, whatever its logprobs mode.
         A sequence may have `max_model_len` - 1 tokens: vLLM generates one, even where nobody wants it. Raises as
-        `generate`.
+        `generate`, `EngineAway` (`engine_aborted`) where the server cut it off to load weights.
         """
         question = self._named(
             {"prompt": [ids.tolist() for ids in sequences], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -116,6 +117,8 @@ class VllmEngine(HttpEngine):
         choices, flaw = in_order(scored.choices, len(sequences))
         if flaw is not None:
             raise self._wire.bad_answer(flaw)
+        if any(choice.finish_reason == ABORTED for choice in choices):
+            raise EngineAway("engine_aborted", f"engine {self.url} aborted the request", name="engine", value=self.url)
         return [self._given(choice, ids) for choice, ids in zip(choices, sequences, strict=True)]
 
     def _given(self, choice: _ScoredChoice, ids: Int32s) -> Float32s:
