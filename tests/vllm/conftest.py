@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.vllm.served import served, write_version
+from tests.trainer.whole_run import VERSIONS, write_version
+from tests.vllm.served import served
 
-VERSIONS = 7
 VENV = Path(os.environ.get("VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm")).absolute()
 
 

@@ -1,4 +1,4 @@
-"""A real `vllm serve` on the CPU, and small random models of several policy versions for it."""
+"""A real `vllm serve` on the CPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from replaybuf_trainer.model import character_tokenizer
-from replaybuf_trainer.weights import save_model
 from tests.chaos.processes import free_port
+from tests.trainer.whole_run import BLOCK_TOKENS, CONTEXT_TOKENS
 from tests.waiting import eventually
 
-VOCAB_SIZE = 98
-CONTEXT_TOKENS = 256
 START_TIMEOUT_S = 300.0
 """It imports torch and vLLM several times over: 30 s on two idle cores, minutes on busy ones."""
 FIRST_TIMEOUT_S = 120.0
 """The first completion warms up kernels."""
 STOP_TIMEOUT_S = 20.0
-BLOCK_TOKENS = 32
-"""Prompts of more than this many tokens leave KV blocks that the next request of the same prompt takes over."""
 ARGUMENTS = {
     "dtype": "float32",
     "max-model-len": str(CONTEXT_TOKENS),
@@ -48,36 +41,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-
-
-def write_version(folder: Path, version: int) -> Path:
-    """Write the model folder of a policy version below `folder`, float32, with weights of its own; return it.
-
-    The output layer is not tied to the embeddings: on the CPU, vLLM 0.31 goes on with the old one after
-    `reload_weights` where it is. Weights are five times as large as usual, so that every layer counts in the logprobs.
-    """
-    tokenizer = folder / "tokenizer"
-    if not tokenizer.is_dir():
-        character_tokenizer().save_pretrained(tokenizer)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_TOKENS,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(version)
-    made = folder / f"v{version}"
-    save_model(Qwen3ForCausalLM(config).float(), tokenizer, made)
-    return made
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 from replaybuf_trainer.publisher import EnginePublisher
 from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
 from tests.trainer.model_contract import TIMEOUT_S, ModelContract
-from tests.vllm.served import VOCAB_SIZE
+from tests.trainer.whole_run import VOCAB_SIZE
 
 
 class TestVllm(EngineContract):
