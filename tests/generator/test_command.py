@@ -208,7 +208,7 @@ def test_own_prompts_and_rewards_run_without_packaging(tmp_path: Path, run: RunC
             assert rollout["reward"] == 1.5 * length
 
 
-def test_reference_and_teacher_logprobs_come_with_every_group(tmp_path: Path, run: RunClient) -> None:
+def test_logprobs_of_reference_old_policy_and_teacher_come_with_every_group(tmp_path: Path, run: RunClient) -> None:
     put(run, tickets={"prompts": 5})
 
     async def main() -> None:
@@ -217,6 +217,8 @@ def test_reference_and_teacher_logprobs_come_with_every_group(tmp_path: Path, ru
             options = {
                 "ref-engine": reference.url,
                 "ref-micro-batch": "3",
+                "old-engine": engine.url,
+                "old-micro-batch": "2",
                 "teacher-engine": teacher.url,
                 "teacher-served-name": "large",
             }
@@ -224,16 +226,21 @@ def test_reference_and_teacher_logprobs_come_with_every_group(tmp_path: Path, ru
                 _, error = await process.communicate()
                 assert process.returncode == 0, error.decode()
             assert {len(request["prompt"]) for request in reference.requests} <= {1, 2, 3}
+            old = [request for request in engine.requests if "prompt_logprobs" in request]
+            assert {len(request["prompt"]) for request in old} == {2}
             assert {request["model"] for request in teacher.requests} == {"large"}
 
     bounded(main())
     groups = stored(run)
     assert len(groups) == 5
     for group in groups:
+        old = group["metadata"]["old_logprobs"]
+        assert (old["model"], old["policy_version"]) == ("tiny", 0)
         for rollout in group["rollouts"]:
             tokens = [*rollout["prompt_ids"][-1:], *rollout["completion_ids"]]
             expected = [given_logprob(before, token) for before, token in itertools.pairwise(tokens)]
             assert rollout["ref_logprobs"] == pytest.approx(expected)
+            assert rollout["old_logprobs"] == pytest.approx(expected)
             assert rollout["teacher_logprobs"] == pytest.approx(expected)
 
 

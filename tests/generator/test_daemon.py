@@ -36,7 +36,7 @@ from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.logprobs import EngineStage
+from replaybuf.generator.logprobs import EngineStage, PolicyStage
 from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.schedule import Schedule
@@ -331,6 +331,28 @@ def test_stages_complete_groups_before_they_are_appended(tmp_path: Path) -> None
             assert sorted(group.prompt_index or 0 for group in w.service.groups) == list(range(5))
             for group in w.service.groups:
                 assert group.ref_logprobs is not None and set(group.ref_logprobs.tolist()) == {-2.0}
+
+    run(main())
+
+
+def test_a_server_that_lost_the_weights_of_the_policy_is_waited_for_and_no_ticket_is_taken(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with EngineDouble(version=3).up() as scorer:
+            stage = PolicyStage("old_logprobs", [VllmEngine(scorer.url, timeout_s=TIMEOUT_S)], micro_batch=4)
+            await stage.prepare(TIMEOUT_S, policy=())
+            service = ServiceDouble(prompts=3)
+            service.published, scorer.version = 3, "default"
+            async with world(tmp_path, EngineDouble(version=3), service, stages=[stage], max_inflight_groups=1) as w:
+                w.start()
+                async with asyncio.timeout(TIMEOUT_S):
+                    while w.daemon.waiting != "old_engine_stale":  # noqa: ASYNC110 - the daemon has no event for it
+                        await asyncio.sleep(0.01)
+                assert not service.groups and not scorer.requests
+                scorer.version = "3"
+                await w.end()
+                assert [group.metadata["old_logprobs"] for group in service.groups] == [{"policy_version": 3}] * 3
+                assert not service.returned
+            await stage.aclose()
 
     run(main())
 

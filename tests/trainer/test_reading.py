@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from replaybuf.batch import read_batch
+from replaybuf.batch import BatchGroup, Segment, encode_batch, read_batch
 from replaybuf.calls import Attached
 from replaybuf.client import Client
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.reader import ReaderOptions
 from replaybuf_trainer import reading
 from replaybuf_trainer.reading import BatchDataset, TensorReader, read_tensors
+from tests import builders
 from tests.conftest import RunClient, ServeProcess, group
 from tests.trainer.batches import packed_body, rollouts
 
@@ -43,6 +44,16 @@ def test_tensors_are_the_columns_of_the_body(pin_memory: bool) -> None:
             assert torch.equal(tensor, torch.tensor(arrays[name])), name
             assert tensor.is_pinned() == (pin_memory and tensor.numel() > 0)
     assert "teacher_logprobs" not in batch.micro_batches[0]
+
+
+def test_old_policy_logprobs_are_a_tensor_of_their_own() -> None:
+    """Where a group has them: each at its token, 0 elsewhere."""
+    made = builders.group(builders.rollout(completion_mask=[1, 0, 1], old_logprobs=[-1.5, -2.5, -3.5]))
+    entry = BatchGroup(group=made, index=0, staleness=0, times_sampled=1)
+    (row,) = read_tensors(bytes(encode_batch(builders.batch_meta(), [[Segment(entry, 0)]]))).micro_batches
+    assert row["old_logprobs"].tolist() == [0.0, 0.0, -1.5, 0.0, -3.5]
+    assert row["old_logprobs"].dtype == torch.float32
+    assert "old_logprobs" not in read_tensors(body()).micro_batches[0]
 
 
 def test_tensors_are_views_of_the_body_without_a_warning() -> None:

@@ -103,7 +103,7 @@ def test_frozen_in_flight_without_spans_the_metadata_names_both_versions_and_the
             assert sampled_in_turn(rollout, logprobs, range(between["before"], between["after"] + 1))
 
 
-@pytest.mark.parametrize("on_publish", ["in-flight", "abort"])
+@pytest.mark.parametrize("on_publish", ["in-flight", "abort-and-resume"])
 def test_stored_old_logprobs_are_those_of_the_version_recorded_and_of_no_neighbour(
     on_publish: OnPublish, vllm: str, versions: list[Path], logprobs: Oracle, run: RunClient, tmp_path: Path
 ) -> None:

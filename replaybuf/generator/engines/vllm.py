@@ -77,7 +77,7 @@ class _GivenLogprob(msgspec.Struct, gc=False):
 
 
 class _ScoredChoice(msgspec.Struct):
-    """`prompt_logprobs`: one entry per prompt token by its id, None for the first; fewer, or none, where aborted."""
+    """`prompt_logprobs`: one entry per prompt token by its id, None for the first; it alone where aborted."""
 
     index: int
     finish_reason: str | None = None
