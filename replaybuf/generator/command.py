@@ -183,6 +183,7 @@ def _checked(arguments: Mapping[str, Any]) -> GenerateOptions:
     given["producer"] = given["producer"] or f"{socket.gethostname()}-{os.getpid()}"
     given["logprobs"] = given["logprobs"] or LogprobOptions()
     options = GenerateOptions(engines=tuple(arguments["engine"]), **given)
+    options.logprobs.check()
     for name, least in _LEAST.items():
         check_least(name, getattr(options, name), least)
     for name in ("engine_timeout_s", "reward_timeout_s", "start_timeout_s", "report_every_s", "service_patience_s"):

@@ -22,6 +22,7 @@ from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, Repl
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, stale_fault
 from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.preflight import check_least
 from replaybuf.generator.publication import stale
 from replaybuf.generator.stages import Computed, Rollout, stage_name
 from replaybuf.generator.threads import Worker
@@ -75,10 +76,13 @@ class LogprobOptions:
     def check(self) -> None:
         """Raise `Invalid` where options are out of bounds or contradict each other."""
         for column in OPTIONAL_LOGPROBS:
-            name = f"{stage_name(column)}_micro_batch"
-            value = getattr(self, name)
-            if value < 1:
-                raise Invalid(f"{name} is {value}; at least 1 is needed", name=name, value=value, bound=1)
+            urls, _, micro_batch = self.servers(column)
+            check_least(f"{stage_name(column)}_micro_batch", micro_batch, 1)
+            for url in urls:
+                if not url.startswith(("http://", "https://")):
+                    name = f"{stage_name(column)}_engine"
+                    detail = f"{name} is {url!r}; needed is a server with vLLM's API: http://HOST:PORT"
+                    raise Invalid(detail, name=name, value=url)
         if self.ref_engine is not None and self.ref_model is not None:
             raise Invalid("ref_engine and ref_model are both given; the reference is one model", name="ref_model")
 
@@ -310,12 +314,11 @@ async def open_stages(
     start_timeout_s: float,
     api_key: str | None = None,
 ) -> list[LogprobStage]:
-    """Make ready what `options` ask for, in the order in which groups go through it; `stack` closes it.
+    """Make ready what checked `options` ask for, in the order in which groups go through it; `stack` closes it.
 
     `policy`: the prepared servers that sample; `timeout_s` bounds one call of a stage. Raises `Invalid`,
     `MissingExtra`, `EngineAway` where a server is not up after `start_timeout_s`, `EngineUnfit`.
     """
-    options.check()
     stages: list[LogprobStage] = []
     if options.ref_model is not None:
         local = ModelStage("ref_logprobs", options.ref_model, options.ref_micro_batch, timeout_s)

@@ -318,7 +318,8 @@ def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
             "environment 'Echo' plays turns; it stands alone, without weight and reward processes",
         ),
         ({"ref-micro-batch": "0"}, "ref_micro_batch is 0; at least 1 is needed"),
-        ({"ref-engine": "sglang+http://127.0.0.1:9"}, "engine is 'sglang+http://127.0.0.1:9'; needed: http"),
+        ({"old-micro-batch": "0"}, "old_micro_batch is 0; at least 1 is needed"),
+        ({"ref-engine": "sglang+http://127.0.0.1:9"}, "ref_engine is 'sglang+http://127.0.0.1:9'; needed is a server"),
         ({"ref-model": "/nowhere"}, "/nowhere has no config.json"),
     ],
 )
