@@ -87,6 +87,7 @@ def make(folder: Path, task: str, seed: int, target_accuracy: float) -> None:
         tokenizer.save_pretrained(scratch)
         _write_prompts(scratch / "prompts.jsonl", words.train, "train", task)
         _write_prompts(scratch / "held_out.jsonl", words.held_out, "held_out", task)
+    print(f"written: {folder}, with prompts.jsonl and held_out.jsonl", flush=True)
 
 
 def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy: float) -> None:
