@@ -319,20 +319,7 @@ def _check_spans(group: Group) -> Rejection | None:
     spans = group.version_spans
     if not len(spans):
         return Rejection("bad_version_spans", "version_spans is empty; they cover each completion once")
-    order = np.lexsort((spans[:, 2], spans[:, 0]))
-    spans = spans[order]
-    starts_rollout = np.ones(len(spans), np.bool_)
-    np.not_equal(spans[1:, 0], spans[:-1, 0], out=starts_rollout[1:])
-    ends_rollout = np.append(starts_rollout[1:], True)
-    expected_start = np.zeros(len(spans), np.int32)
-    np.copyto(expected_start[1:], spans[:-1, 3], where=~starts_rollout[1:])
-    covered = (
-        np.array_equal(spans[starts_rollout, 0], np.arange(group.rollouts))
-        and bool((spans[:, 2] == expected_start).all())
-        and bool((spans[:, 3] > spans[:, 2]).all())
-        and np.array_equal(spans[ends_rollout, 3], group.completion_lengths)
-    )
-    if not covered:
+    if not (_one_span_each(group) or _cover_once(group)):
         return Rejection(
             "bad_version_spans", "version_spans do not cover each completion once, from token 0 to its end"
         )
@@ -343,6 +330,40 @@ def _check_spans(group: Group) -> Rejection | None:
             f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}",
         )
     return None
+
+
+def _one_span_each(group: Group) -> bool:
+    """Say whether each rollout has one span over all of it, in order.
+
+    Most groups are so, and a few numbers are compared in a tenth of the time that `_cover_once` takes.
+    """
+    if len(group.version_spans) != group.rollouts:
+        return False
+    rollouts, _, starts, ends = group.version_spans.T.tolist()
+    return (
+        rollouts == list(range(group.rollouts))
+        and not any(starts)
+        and all(ends)
+        and ends == group.completion_lengths.tolist()
+    )
+
+
+def _cover_once(group: Group) -> bool:
+    """Say whether the spans, in whatever order, cover each completion once, from token 0 to its end."""
+    spans = group.version_spans
+    order = np.lexsort((spans[:, 2], spans[:, 0]))
+    spans = spans[order]
+    starts_rollout = np.ones(len(spans), np.bool_)
+    np.not_equal(spans[1:, 0], spans[:-1, 0], out=starts_rollout[1:])
+    ends_rollout = np.append(starts_rollout[1:], True)
+    expected_start = np.zeros(len(spans), np.int32)
+    np.copyto(expected_start[1:], spans[:-1, 3], where=~starts_rollout[1:])
+    return (
+        np.array_equal(spans[starts_rollout, 0], np.arange(group.rollouts))
+        and bool((spans[:, 2] == expected_start).all())
+        and bool((spans[:, 3] > spans[:, 2]).all())
+        and np.array_equal(spans[ends_rollout, 3], group.completion_lengths)
+    )
 
 
 def _check_published(group: Group, bounds: Admissible) -> Rejection | None:

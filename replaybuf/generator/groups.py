@@ -36,7 +36,7 @@ def new_group(
         prompt_id=prompt.prompt_id,
         adapter=adapter,
         policy_version=sample.policy_version,
-        prompt_ids=np.tile(prompt.token_ids, rollouts),
+        prompt_ids=np.concatenate([prompt.token_ids] * rollouts),
         prompt_lengths=np.full(rollouts, len(prompt.token_ids), np.int32),
         completion_ids=sample.completion_ids,
         completion_lengths=sample.completion_lengths,

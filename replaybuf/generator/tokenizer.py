@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.generator.byte_level import ByteLevel, is_byte_level
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,6 +34,7 @@ class Tokenizer:
         self._config = _read_json(folder / "tokenizer_config.json")
         # Not the number of tokens: vocabularies have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._byte_level = ByteLevel(self._tokenizer, self.vocab_size) if is_byte_level(self._tokenizer) else None
         self.model_vocab_size = _vocab_size(_read_json(folder / "config.json"))
         self.eos_token_ids = self._find_eos(_read_json(folder / "generation_config.json"))
 
@@ -47,6 +49,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Decode sequences of token ids, leaving special tokens out."""
+        if self._byte_level is not None:
+            return [self._byte_level.decode(ids) for ids in token_ids]
         # One by one: for the few sequences of a group the library's own batching costs more than it saves.
         return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 

@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 from typing import Any, Protocol
 
-import numpy as np
-
 from replaybuf.generator.engines.load import Load
 from replaybuf.group import Bools, Float32s, Int32s
 
@@ -74,7 +72,7 @@ class Sample:
     @property
     def completions(self) -> list[list[int]]:
         """Token ids of each completion."""
-        ids, ends = self.completion_ids.tolist(), np.cumsum(self.completion_lengths).tolist()
+        ids, ends = self.completion_ids.tolist(), self.completion_lengths.cumsum().tolist()
         return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
