@@ -159,8 +159,9 @@ def _sampled_tokens(group: Group) -> Float64s:
     if group.completion_mask.all():
         return group.completion_lengths.astype(np.float64)
     ends = np.cumsum(group.completion_lengths)
-    sampled = np.concatenate([[0], np.cumsum(group.completion_mask)])
-    return (sampled[ends] - sampled[ends - group.completion_lengths]).astype(np.float64)
+    sampled = np.concatenate([[0.0], np.cumsum(group.completion_mask)])
+    counts: Float64s = sampled[ends] - sampled[ends - group.completion_lengths]
+    return counts
 
 
 def zero_variance(rewards: Float64s) -> bool:

@@ -7,8 +7,11 @@ tokens one after another, read as UTF-8. What of it is no character becomes U+FF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replaybuf.generator.prompts import TokenIds
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,16 +36,19 @@ class ByteLevel:
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int) -> None:
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         tokens = [tokenizer.id_to_token(token_id) for token_id in range(vocab_size)]
-        self._bytes = [b"" if token is None or token in special else _bytes_of(token) for token in tokens]
+        # An array of objects: it is picked from by an array of ids, which need not become a list before.
+        self._bytes = np.array(
+            [b"" if token is None or token in special else _bytes_of(token) for token in tokens], object
+        )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: TokenIds) -> str:
         """Decode one sequence of ids >= 0; those that the tokenizer does not have stand for nothing."""
-        table = self._bytes
+        ids = np.asarray(token_ids, np.int32)
         try:
-            parts = [table[token_id] for token_id in token_ids]
+            parts = self._bytes.take(ids)
         except IndexError:  # many models have more ids than their tokenizers
-            parts = [table[token_id] for token_id in token_ids if token_id < len(table)]
-        return b"".join(parts).decode("utf-8", "replace")
+            parts = self._bytes.take(ids[ids < len(self._bytes)])
+        return b"".join(parts.tolist()).decode("utf-8", "replace")
 
 
 def _bytes_of(token: str) -> bytes:

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from replaybuf.advantages import ProcessReward
-from replaybuf.generator.prompts import Encoder, Prompt
+from replaybuf.generator.prompts import Encoder, Prompt, TokenIds
 from replaybuf.generator.scoring import Scores, reward_fault
 
 
-def by_text(prompt: Prompt, scores: Scores, completions: Sequence[Sequence[int]], tokenizer: Encoder) -> Scores:
+def by_text(prompt: Prompt, scores: Scores, completions: Sequence[TokenIds], tokenizer: Encoder) -> Scores:
     """Count the ends of process rewards in tokens where they are counted in characters of the completions' texts.
 
     A stretch ends with the token that completes its last character; one that ends with the text ends with the
@@ -33,7 +33,7 @@ def by_turn(prompt: Prompt, scores: Scores, turn_ends: Sequence[Sequence[int]]) 
 class _Prefixes:
     """How long the text is after so many tokens; its length is that of the whole text."""
 
-    def __init__(self, ids: Sequence[int], tokenizer: Encoder) -> None:
+    def __init__(self, ids: TokenIds, tokenizer: Encoder) -> None:
         self._ids = ids
         self._tokenizer = tokenizer
 

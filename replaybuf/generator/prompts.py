@@ -12,7 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ import numpy.typing as npt
 from replaybuf.errors import Invalid
 from replaybuf.group import Int32s
 
+TokenIds: TypeAlias = Sequence[int] | Int32s
+"""One sequence of token ids: a list, or int32 [T]."""
 _EPOCHS_KEPT = 4
 """Orders of this many epochs are kept: tickets of neighbouring epochs are out at the same time."""
 
@@ -67,7 +69,7 @@ class Encoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text to token ids."""
 
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+    def decode(self, token_ids: Sequence[TokenIds]) -> list[str]:
         """Decode sequences of token ids."""
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:

@@ -154,12 +154,14 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
     if any(score.parts.keys() != scores[0].parts.keys() for score in scores):
         raise reward_fault("reward_parts_differ", prompt, "has different parts per completion")
     parts = {name: np.array([score.parts[name] for score in scores], np.float64) for name in names}
-    process = tuple(score.process_rewards for score in scores)
-    of_process = np.array([reward for given in process for _, reward in given], np.float64)
-    for name, values in {"reward": rewards, **parts, "process_rewards": of_process}.items():
+    process = tuple(score.process_rewards for score in scores) if any(score.process_rewards for score in scores) else ()
+    named = {"reward": rewards, **parts}
+    if process:
+        named["process_rewards"] = np.array([reward for given in process for _, reward in given], np.float64)
+    for name, values in named.items():
         if not np.isfinite(values).all():
             raise reward_fault("reward_not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
-    return Scores(rewards, parts, process if any(process) else ())
+    return Scores(rewards, parts, process)
 
 
 def reward_fault(reason: str, prompt: Prompt, what: str) -> RewardFault:

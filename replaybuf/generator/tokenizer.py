@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.byte_level import ByteLevel, is_byte_level
+from replaybuf.generator.prompts import TokenIds
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,12 +49,13 @@ class Tokenizer:
         """Encode a text to token ids; with `add_special_tokens` those that the tokenizer's own rule adds are there."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+    def decode(self, token_ids: Sequence[TokenIds]) -> list[str]:
         """Decode sequences of token ids, leaving special tokens out."""
         if self._byte_level is not None:
             return [self._byte_level.decode(ids) for ids in token_ids]
         # One by one: for the few sequences of a group the library's own batching costs more than it saves.
-        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+        lists = [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in token_ids]
+        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in lists]
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render chat messages by the folder's template, up to where the assistant's answer starts.

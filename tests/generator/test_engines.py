@@ -49,7 +49,7 @@ def test_completions_come_back_as_columns() -> None:
     assert made.inference_logprobs.tolist() == [-0.5, -1.0, -1.5] * 2
     assert made.inference_logprobs.dtype == np.float32
     assert made.finish_reasons == ("stop", "stop")
-    assert made.completions == [[1, 0, 2], [1, 0, 2]]
+    assert [ids.tolist() for ids in made.completions] == [[1, 0, 2], [1, 0, 2]]
 
 
 def test_the_request_asks_for_token_ids_and_the_sampled_tokens_logprobs() -> None:

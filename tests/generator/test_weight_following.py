@@ -65,7 +65,7 @@ def test_an_aborted_rollout_is_continued_from_its_tokens_and_its_spans_say_who_s
             assert made.finish_reasons == ("length", "length") and made.policy_version == 3
             assert made.metadata["resumed_requests"] == 1
             _, rest = double.requests
-            assert rest["prompt"] == PROMPT + made.completions[1][:2]
+            assert rest["prompt"] == PROMPT + made.completions[1][:2].tolist()
             assert (rest["n"], rest["max_tokens"]) == (1, 4)
 
     run(main())

@@ -70,10 +70,10 @@ class Sample:
         return int(self.version_spans[:, 1].min())
 
     @property
-    def completions(self) -> list[list[int]]:
-        """Token ids of each completion."""
-        ids, ends = self.completion_ids.tolist(), self.completion_lengths.cumsum().tolist()
-        return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    def completions(self) -> list[Int32s]:
+        """Token ids of each completion, int32 [T]; views."""
+        ends = self.completion_lengths.cumsum().tolist()
+        return [self.completion_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Engine(Protocol):
