@@ -31,7 +31,9 @@ def is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
 
 
 class ByteLevel:
-    """Decodes as a tokenizer with ids below `vocab_size` that `is_byte_level`, leaving special tokens out."""
+    """Decodes as a tokenizer does of which `is_byte_level` is true, with all ids below `vocab_size`; special tokens are
+    left out.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int) -> None:
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
