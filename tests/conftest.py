@@ -16,8 +16,13 @@ from typing import IO, Any, Self
 
 import httpx
 import pytest
+from hypothesis import settings
 
 from replaybuf.store import EmbeddedServer
+
+settings.register_profile("tests", derandomize=True, deadline=None)
+settings.load_profile("tests")
+"""The same examples on every machine, and no verdict by the clock of a busy one."""
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
