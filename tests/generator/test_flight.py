@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from replaybuf.client import AsyncClient
+from replaybuf.client import AsyncClient, Tickets
 from replaybuf.generator import flight as flights
 from replaybuf.generator.flight import Flight
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble
@@ -97,16 +98,24 @@ def test_a_call_long_after_the_last_one_waits_for_nothing() -> None:
     asyncio.run(main())
 
 
+@contextlib.asynccontextmanager
+async def held_call() -> AsyncIterator[tuple[ServiceDouble, Flight, asyncio.Task[Tickets]]]:
+    """A call for three tickets that the service holds until there are some."""
+    service = ServiceDouble()
+    service.open = 0
+    async with service.up(), AsyncClient(service.url, "r") as client:
+        flight = Flight(client)
+        asking = asyncio.create_task(flight.take_tickets("p", 3, "", 60_000))
+        assert await service.until(lambda: bool(service.asked))
+        yield service, flight, asking
+        await service.change(open=3)
+
+
 def test_tickets_that_come_after_a_call_was_cut_off_are_known() -> None:
     """A fault elsewhere ends the generator while it asks: what the service issued meanwhile has to go back."""
 
     async def main() -> list[str]:
-        service = ServiceDouble()
-        await service.change(open=0)
-        async with service.up(), AsyncClient(service.url, "r") as client:
-            flight = Flight(client)
-            asking = asyncio.create_task(flight.take_tickets("p", 3, "", 60_000))
-            assert await service.until(lambda: bool(service.asked))
+        async with held_call() as (service, flight, asking):
             asking.cancel()
             await asyncio.sleep(0)
             await service.change(open=3)
@@ -121,17 +130,11 @@ def test_an_answer_that_does_not_come_is_not_waited_for_at_the_end(monkeypatch: 
     monkeypatch.setattr(flights, "GIVE_BACK_S", 0.05)
 
     async def main() -> None:
-        service = ServiceDouble()
-        await service.change(open=0)
-        async with service.up(), AsyncClient(service.url, "r") as client:
-            flight = Flight(client)
-            asking = asyncio.create_task(flight.take_tickets("p", 3, "", 60_000))
-            assert await service.until(lambda: bool(service.asked))
+        async with held_call() as (_, flight, asking):
             asking.cancel()
             async with asyncio.timeout(TIMEOUT_S):
                 with pytest.raises(asyncio.CancelledError):
                     await asking
             assert not flight.works
-            await service.change(open=3)
 
     asyncio.run(main())
