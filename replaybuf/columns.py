@@ -58,6 +58,7 @@ KINDS = {
     "version_spans": _kind("<i4", "span", 4),
 }
 """Columns by name, those with a value per token first; beside them stand the parts of the rewards, `rewards.<name>`."""
+_BYTE = np.dtype(np.uint8)
 PART_PREFIX = "rewards."
 PER_TOKEN = frozenset(name for name, kind in KINDS.items() if kind.per.endswith("token"))
 _REQUIRED = KINDS.keys() - {*OPTIONAL_PER_TOKEN, "advantages"}
@@ -107,9 +108,10 @@ def compressed(name: str, array: npt.NDArray[Any]) -> bytes | None:
 
 def read_columns(
     buffer: memoryview, start: int, columns: dict[str, Column], finish_reasons: int, max_bytes: int
-) -> Columns:
+) -> tuple[Columns, Columns]:
     """View the columns of a frame that begin behind `start`; compressed ones become arrays of their own.
 
+    Returns those of `KINDS`, named as the fields of a group and with their shapes, and apart the parts of the rewards.
     Raises `BrokenFrame` where a column is missing, does not lie where it may, or does not have the values that the
     columns of lengths ask for; and where the frame would have more than `max_bytes` with all of them raw.
     """
@@ -117,15 +119,16 @@ def read_columns(
         missing = sorted(_REQUIRED - columns.keys())
         raise BrokenFrame(f"frame lacks the columns {missing}", name="columns", value=sorted(columns))
     values = _count_values(buffer, columns, finish_reasons)
-    arrays, packed = _view_raw(buffer, start, columns, values)
+    arrays, parts, packed = _view_raw(buffer, start, columns, values)
     if packed or len(buffer) > max_bytes:
         _check_size(len(buffer), packed, values, max_bytes)
     for name, column in packed.items():
         arrays[name] = _decompressed(buffer, name, column, values[KINDS[name].per])
-    mask = arrays["completion_mask"].view(np.uint8)
-    if len(mask) and np.maximum.reduce(mask) > 1:
+    mask = arrays["completion_mask"].view(_BYTE)
+    if len(mask) and mask.item(mask.argmax()) > 1:
         raise BrokenFrame("column completion_mask holds a byte other than 0 and 1", name="completion_mask")
-    return arrays
+    arrays["version_spans"] = arrays["version_spans"].reshape(-1, 4)
+    return arrays, parts
 
 
 def _count_values(buffer: memoryview, columns: dict[str, Column], finish_reasons: int) -> dict[str, int]:
@@ -158,9 +161,10 @@ def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple
 
 def _view_raw(
     buffer: memoryview, end: int, columns: dict[str, Column], values: dict[str, int]
-) -> tuple[Columns, dict[str, Column]]:
+) -> tuple[Columns, Columns, dict[str, Column]]:
     """View the raw columns and name the compressed ones. Each lies behind the one before it, the first behind `end`."""
     arrays: Columns = {}
+    parts: Columns = {}
     packed = {}
     size = len(buffer)
     for name, column in columns.items():
@@ -179,11 +183,15 @@ def _view_raw(
             raise BrokenFrame(
                 f"column {name} has {length} bytes; its rollouts need {needed}", name=name, value=length, bound=needed
             )
-        arrays[name] = np.frombuffer(buffer, numpy_dtype, length // item_bytes, offset)
+        view = np.frombuffer(buffer, numpy_dtype, length // item_bytes, offset)
+        if name in KINDS:
+            arrays[name] = view
+        else:
+            parts[name.removeprefix(PART_PREFIX)] = view
     for name in packed:
         if name not in PER_TOKEN:
             raise BrokenFrame(f"column {name} has codec 'zstd'; it has to be 'raw'", name=name, value="zstd")
-    return arrays, packed
+    return arrays, parts, packed
 
 
 def _misplaced(name: str, column: Column, start: int, size: int) -> BrokenFrame:

@@ -93,7 +93,8 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     further = (*group.reward_parts, *(_LATER & arrays.keys()))
     start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
     columns: dict[str, tuple[str, int, int, str]] = {}
-    pieces: list[Any] = []
+    per_token: list[Any] = []  # these columns stand first; what is left is small
+    rest: list[Any] = []
     saved = 0
     data: Any
     for name, array in arrays.items():
@@ -101,19 +102,18 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
         if compress and (packed := compressed(name, array)) is not None:
             saved += length - len(packed)
             data, codec, length = packed, "zstd", len(packed)
-        offset = end + -end % ALIGNMENT_BYTES
-        columns[name] = ((KINDS.get(name) or kind_of(name)).dtype, offset, length, codec)
-        pieces += (_PADDING[offset - end], data)
-        end = offset + length
+        gap = -end % ALIGNMENT_BYTES
+        columns[name] = ((KINDS.get(name) or kind_of(name)).dtype, end + gap, length, codec)
+        (per_token if name in PER_TOKEN else rest).extend((_PADDING[gap], data) if gap else (data,))
+        end += gap + length
     header = fields + _encode(columns)
     if len(header) > LARGEST_HEADER_BYTES:
         raise _too_large("header", len(header), LARGEST_HEADER_BYTES)
     if end + saved > LARGEST_FRAME_BYTES:
         raise _too_large("frame", end + saved, LARGEST_FRAME_BYTES)
-    gap = bytes(start - _PREFIX.size - len(header))
-    pieces[0] = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, gap))
-    large = 2 * sum(name in PER_TOKEN for name in arrays)
-    pieces[large:] = [b"".join(pieces[large:])]  # columns per token stand first; what is left is small
+    filling = bytes(start - _PREFIX.size - len(header))
+    head = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, filling))
+    pieces = (head, *per_token, b"".join(rest))
     crc = 0
     for piece in pieces:
         crc = crc32c.crc32c(piece, crc)
@@ -134,7 +134,7 @@ def decode_frame(
     if verify:
         _check_checksum(buffer)
     header = _read_header(buffer[_PREFIX.size : header_end])
-    arrays = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
+    arrays, parts = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
     return Group(
         group_id=header.group_id,
         prompt_id=header.prompt_id,
@@ -144,18 +144,8 @@ def decode_frame(
         adapter=header.adapter,
         finish_reasons=tuple(header.finish_reasons),
         metadata=header.metadata,
-        prompt_ids=arrays["prompt_ids"],
-        prompt_lengths=arrays["prompt_lengths"],
-        completion_ids=arrays["completion_ids"],
-        completion_lengths=arrays["completion_lengths"],
-        completion_mask=arrays["completion_mask"],
-        inference_logprobs=arrays["inference_logprobs"],
-        rewards=arrays["rewards"],
-        advantages=arrays.get("advantages"),
-        reward_parts={n.removeprefix(PART_PREFIX): a for n, a in arrays.items() if n not in KINDS},
-        version_spans=arrays["version_spans"].reshape(-1, 4),
-        temperatures=arrays["temperatures"],
-        **{name: arrays[name] for name in OPTIONAL_PER_TOKEN if name in arrays},
+        reward_parts=parts,
+        **arrays,
     )
 
 
