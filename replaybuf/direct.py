@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
+READ_BYTES = 1 << 20
+"""Taken from a connection at once, where so much has come: frames are large, and redis-py reads 64 KiB by default."""
 REST_S = 30.0
 """How long bodies come over HTTP, without asking Redis first, after it could not be reached."""
 
@@ -51,6 +53,7 @@ class DirectBodies:
             self._redis = redis.Redis.from_url(
                 redis_url,
                 socket_timeout=timeout_s,
+                socket_read_size=READ_BYTES,
                 socket_connect_timeout=min(timeout_s, CONNECT_TIMEOUT_S),
                 retry=Retry(NoBackoff(), 0),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),

@@ -37,7 +37,7 @@ from replaybuf.columns import (
     read_columns,
 )
 from replaybuf.errors import BrokenFrame, TooLarge
-from replaybuf.group import OPTIONAL_PER_TOKEN, Group
+from replaybuf.group import Group
 
 MEDIA_TYPE = "application/vnd.replaybuf.frames"
 MAGIC = b"RBF1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.instep import receive_in_step, send_in_step
+from replaybuf.store.instep import get_in_step, receive_in_step, send_in_step
 from replaybuf.store.trouble import fenced
 
 READ_CHUNK_ENTRIES = 5_000
@@ -48,7 +49,7 @@ class ToAppend:
     group: Group
     group_id: str
     prompt_key: str
-    frame: bytes
+    frame: bytes | memoryview
     crc32c: int
 
 
@@ -142,13 +143,13 @@ class GroupCommands(Connection):
         command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
         awaited = True
         try:
-            word = await self._guard(send_in_step(connection, command))
+            word = await self._guard(send_in_step(connection, [command]))
             while awaited:
-                raw = await self._guard(receive_in_step(connection, word))
+                (raw,) = await self._guard(receive_in_step(connection, 1, word))
                 awaited = len(raw) == count
                 if awaited:
                     command[2] = b"(" + raw[-1][0]
-                    word = await self._guard(send_in_step(connection, command))
+                    word = await self._guard(send_in_step(connection, [command]))
                 if raw:
                     yield read_chunk(raw)
         finally:
@@ -161,17 +162,17 @@ class GroupCommands(Connection):
         if not numbers:
             return []
         pipe = self._raw_pipeline()
-        for number in numbers:
-            pipe.execute_command("XRANGE", keys.index(run), f"{number}-0", f"{number}-0")
+        for first, last in _stretches(numbers):
+            pipe.execute_command("XRANGE", keys.index(run), f"{first}-0", f"{last}-0")
         replies = await self._guard(pipe.execute())
-        found = {number: read_chunk(reply) for number, reply in zip(numbers, replies, strict=True) if reply}
+        found = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply).entries()}
         missing = [number for number in numbers if number not in found]
         if missing:
             aside = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in missing]))
             for number, raw in zip(missing, aside, strict=True):
                 if raw is not None:
-                    found[number] = read_stored(np.array([number]), [raw])
-        return [found[number].entries()[0] for number in numbers if number in found]
+                    (found[number],) = read_stored(np.array([number]), [raw]).entries()
+        return [found[number] for number in numbers if number in found]
 
     def _raw_pipeline(self) -> Any:
         pipe = self._redis.pipeline(transaction=False)
@@ -200,11 +201,21 @@ class GroupCommands(Connection):
 
     async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
         """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
-        return [frame for portion in portions(sizes, sizes.__getitem__) for frame in await self._get(portion)]
-
-    async def _get(self, payload_keys: list[str]) -> list[bytes | None]:
         # GETs, not MGET: payloads of a cluster lie in different slots.
-        pipe = self._redis.pipeline(transaction=False)
-        for key in payload_keys:
-            pipe.get(key)
-        return list(await self._guard(pipe.execute()))
+        pieces = [
+            await self._guard(asyncio.to_thread(get_in_step, self._bulk, portion))
+            for portion in portions(sizes, sizes.__getitem__)
+        ]
+        return [frame for piece in pieces for frame in piece]
+
+
+def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Cut numbers into stretches without a gap, each of at most `READ_CHUNK_ENTRIES`: first and last of each."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        first, last = found[-1] if found else (number, number - 2)
+        if number == last + 1 and number - first < READ_CHUNK_ENTRIES:
+            found[-1] = first, number
+        else:
+            found.append((number, number))
+    return found

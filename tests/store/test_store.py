@@ -71,6 +71,20 @@ def test_a_repeat_saves_the_payload_of_an_attempt_that_died_after_publishing(ser
     with_store(server, work)
 
 
+def test_entries_come_in_the_order_asked_for_whatever_stretches_they_are_fetched_in(server: EmbeddedServer) -> None:
+    """Numbers that nobody stored are left out."""
+
+    async def work(store: Store) -> None:
+        names = [f"g{number}" for number in range(1, 8)]
+        await store.append("order", [to_append(name) for name in names], {"": 0}, time.time())
+        for asked in ([1, 2, 3, 4, 5, 6, 7], [7, 2, 3, 1, 6], [5, 9, 6, 0, 7, 8], [4, 4, 3]):
+            found = await store.entries("order", asked)
+            assert [entry.number for entry in found] == [number for number in asked if 1 <= number <= 7]
+            assert all(entry.strings.group_id == f"g{entry.number}" for entry in found)
+
+    with_store(server, work)
+
+
 def test_one_prompt_has_one_group_whatever_it_is_called(server: EmbeddedServer) -> None:
     """Two groups of one ticket's prompt under different names: the second is a duplicate."""
 
