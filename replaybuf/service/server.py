@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import ipaddress
@@ -33,6 +34,10 @@ SOCKET_MODE = 0o600
 """Only this user connects to a unix socket."""
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that writes a body may keep the interpreter from the event loop; 5 ms are Python's default."""
+KEPT_BYTES = 256 << 20
+TOP_PAD_BYTES = 16 << 20
+"""Memory is asked of the system in pieces of this size."""
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,6 +46,7 @@ async def serve(options: ServeOptions) -> None:
     tokens = Tokens.read(Path(options.tokens_file) if options.tokens_file else None)
     _check_exposure(options, tokens)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     for number in SIGNALS:  # until the server takes over, a signal ends the start in order
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
@@ -63,6 +69,19 @@ async def serve(options: ServeOptions) -> None:
         if options.uds:
             Path(options.uds).unlink(missing_ok=True)
     logger.info("stopped")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep `KEPT_BYTES` of freed memory, for the bodies to come; nothing happens without glibc.
+
+    By default a body of 17 MB is given back to the system when it goes and taken anew, page by page, by the next one:
+    a quarter of the time in which a batch is read and written.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(option, KEPT_BYTES)
+        mallopt(_M_TOP_PAD, TOP_PAD_BYTES)
 
 
 class _Connection(HttpToolsProtocol):

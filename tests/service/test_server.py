@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import re
 import subprocess
 import sys
@@ -174,3 +175,20 @@ def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
 
     assert asyncio.run(end())
     assert "job did not end when cancelled job=follow" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_memory_of_a_body_that_is_gone_serves_the_next_one() -> None:
+    """In a process of its own: 64 MB are taken twice, the second time without new pages."""
+    pages = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
+    program = f"""if True:
+        import resource
+        from replaybuf.service.server import keep_freed_memory
+        keep_freed_memory()
+        bytearray(64 << 20)
+        before = {pages}
+        bytearray(64 << 20)
+        print({pages} - before)
+    """
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 1000
