@@ -299,9 +299,9 @@ def _check_numbers(group: Group) -> Rejection | None:
         column: Float32s | None = getattr(group, name)
         if column is None:
             continue
-        if not np.isfinite(column).all():
-            return Rejection("non_finite_logprobs", f"{name} holds NaN or infinity; finite values are needed")
         highest = column.max()
+        if not (np.isfinite(highest) and np.isfinite(column.min())):  # NaN is both, where there is one
+            return Rejection("non_finite_logprobs", f"{name} holds NaN or infinity; finite values are needed")
         if highest > np.float32(LOGPROB_TOLERANCE):
             return Rejection("positive_logprobs", f"{name} holds {highest:.6g}; at most {LOGPROB_TOLERANCE} is allowed")
     for name, values in [("reward", group.rewards), *((f"rewards.{k}", v) for k, v in group.reward_parts.items())]:

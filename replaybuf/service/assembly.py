@@ -191,7 +191,10 @@ def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
 
 
 def _loss_tokens(group: Group) -> list[int]:
-    """Count, for each rollout, the tokens that the policy sampled."""
+    """Count, for each rollout, the tokens that the policy sampled: mostly all of its completion."""
+    if np.count_nonzero(group.completion_mask) == len(group.completion_mask):
+        lengths: list[int] = group.completion_lengths.tolist()
+        return lengths
     ends = np.cumsum(group.completion_lengths, dtype=np.int64).tolist()
     starts = [0, *ends[:-1]]
     return [int(np.count_nonzero(group.completion_mask[a:b])) for a, b in zip(starts, ends, strict=True)]

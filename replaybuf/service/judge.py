@@ -20,7 +20,7 @@ class Incoming(msgspec.Struct, frozen=True):
     """One group at the door: its columns and the frame it came in (None = it came as JSON), or why it failed."""
 
     group: Group | None
-    frame: bytes | None = None
+    frame: bytes | memoryview | None = None
     rejection: GroupRejected | None = None
 
 

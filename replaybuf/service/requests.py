@@ -189,7 +189,7 @@ def _from_json(wire: GroupJson) -> Incoming:
 
 def _from_frame(frame: memoryview, max_bytes: int) -> Incoming:
     try:
-        return Incoming(decode_frame(frame, max_bytes=max_bytes), bytes(frame))
+        return Incoming(decode_frame(frame, max_bytes=max_bytes), frame)
     except BrokenFrame as error:
         reason = "too_large" if error.name == "max_bytes" else "broken_frame"
         return Incoming(None, rejection=GroupRejected(reason, error.detail, name=error.name))
