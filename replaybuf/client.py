@@ -46,7 +46,7 @@ from replaybuf.calls import (
 )
 from replaybuf.config import check_run_name
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
-from replaybuf.transport import mounts_of
+from replaybuf.transport import mounts_of, needs_certificates
 
 __all__ = [
     "Amount",
@@ -230,8 +230,8 @@ class Client:
     ) -> None:
         self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        mounts = mounts_of(self._line.addresses, _KEEPALIVE_S)
-        self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS, mounts=mounts)
+        mounts, verify = mounts_of(self._line.addresses, _KEEPALIVE_S), needs_certificates(self._line.addresses)
+        self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS, mounts=mounts, verify=verify)
 
     @property
     def address(self) -> str:
@@ -311,8 +311,11 @@ class AsyncClient:
     ) -> None:
         self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        mounts = unix_mounts(self._line.addresses, lambda path: httpx.AsyncHTTPTransport(uds=path, limits=_LIMITS))
-        self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS, mounts=mounts)
+        verify = needs_certificates(self._line.addresses)
+        mounts = unix_mounts(
+            self._line.addresses, lambda path: httpx.AsyncHTTPTransport(uds=path, limits=_LIMITS, verify=False)
+        )
+        self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS, mounts=mounts, verify=verify)
 
     @property
     def address(self) -> str:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import zstandard
 
-from replaybuf.transport import WholeBodies, mounts_of
+from replaybuf.transport import WholeBodies, mounts_of, needs_certificates
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 HANG_UP = b""
@@ -169,3 +169,12 @@ def test_what_goes_by_tls_or_through_a_proxy_is_left_to_httpx(monkeypatch: pytes
     assert [httpx.URL(name).port for name in mounts_of(addresses, 1.0)] == [1, None]
     monkeypatch.setenv("http_proxy", "http://proxy:3")
     assert [httpx.URL(name).host.endswith(".unix") for name in mounts_of(addresses, 1.0)] == [True]
+
+
+def test_certificates_are_needed_for_tls_and_for_proxies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not needs_certificates(["http://one:1", "unix:/there.sock"])
+    assert needs_certificates(["http://one:1", "https://two:2"])
+    monkeypatch.setenv("all_proxy", "https://proxy:3")
+    assert needs_certificates(["http://one:1"])
