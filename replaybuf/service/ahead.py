@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30
 """Frames that are held ready; a batch of more is not prepared to its end."""
 _FETCHED_AT_ONCE = 32
-"""Groups: what a decision that comes meanwhile has to fetch once more."""
+"""Groups: what a decision that comes meanwhile waits for."""
 
 OUTCOMES = ("hit", "partial", "miss")
 """Of a decided batch: it was ready; some of its groups were; nothing was."""
@@ -45,13 +45,15 @@ OUTCOMES = ("hit", "partial", "miss")
 class _Ready:
     """What is ready for one step: groups by number, and the batch once it is packed.
 
-    `key` is generation, step and layout. `closed`: nothing is to be added any more.
+    `key` is generation, step and layout. `coming`: what is being fetched. `closed`: a decision takes what there is,
+    nothing is to be added any more.
     """
 
     key: object
     entries: dict[int, IndexEntry] = dataclasses.field(default_factory=dict)
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
     batch: Assembled | None = None
+    coming: asyncio.Task[bool] | None = None
     closed: bool = False
 
     def keep(self, numbers: Sequence[int]) -> None:
@@ -92,12 +94,12 @@ class Ahead:
         if as_body:
             self._bodies_epoch = self._state.epoch
 
-    def fetched(self, numbers: Sequence[int]) -> Loaded:
-        """Return what is ready of these groups; fetching more of them ahead ends here."""
-        ready = self._ready
-        if ready is None:
-            return Loaded([], {}, {})
+    async def fetched(self, numbers: Sequence[int]) -> Loaded:
+        """Return what is ready of these groups, or on its way; fetching more of them ahead ends here."""
+        ready = self._ready = self._ready or _Ready(self._key())
         ready.closed = ready.batch is None
+        if ready.coming:
+            await asyncio.wait([ready.coming])  # whatever goes wrong with it, the decision fetches itself
         held = [number for number in numbers if number in ready.groups]
         return Loaded([ready.entries[number] for number in held], {number: ready.groups[number] for number in held}, {})
 
@@ -170,8 +172,10 @@ class Ahead:
         else:
             return
         key, layout = self._key(), self._state.attached
-        if self._ready is None or self._ready.key != key or self._ready.closed:
+        if self._ready is None or self._ready.key != key:
             self._ready = _Ready(key)
+        elif self._ready.closed:
+            return  # to fetch again what a decision is taking would be in its way
         ready = self._ready
         whole = await self._fetch(ready, numbers)
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
@@ -194,12 +198,19 @@ class Ahead:
         for start in range(0, len(missing), _FETCHED_AT_ONCE):
             if ready.closed:
                 return False
-            some = missing[start : start + _FETCHED_AT_ONCE]
-            loaded = await load(self._journal.store, self._journal.name, some)
-            if loaded.broken:
-                return False
-            ready.entries |= {entry.number: entry for entry in loaded.entries}
-            ready.groups |= loaded.groups
-            if sum(int(entry.values["frame_bytes"]) for entry in ready.entries.values()) > MOST_BYTES:
-                return False
+            ready.coming = asyncio.create_task(self._take_in(ready, missing[start : start + _FETCHED_AT_ONCE]))
+            try:
+                if not await ready.coming:
+                    return False
+            finally:
+                ready.coming = None
         return not ready.closed
+
+    async def _take_in(self, ready: _Ready, numbers: Sequence[int]) -> bool:
+        """Fetch some groups; say whether they are sound and there is room for more."""
+        loaded = await load(self._journal.store, self._journal.name, numbers)
+        if loaded.broken:
+            return False
+        ready.entries |= {entry.number: entry for entry in loaded.entries}
+        ready.groups |= loaded.groups
+        return sum(int(entry.values["frame_bytes"]) for entry in ready.entries.values()) <= MOST_BYTES

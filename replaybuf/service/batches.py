@@ -181,7 +181,7 @@ class Batches:
             if isinstance(chosen, WaitingAnswer):
                 return chosen
             numbers = chosen.rows.tolist()
-            fetched = self.ahead.fetched(numbers)
+            fetched = await self.ahead.fetched(numbers)
             loaded = await self._load(numbers, fetched)
             if loaded.broken:
                 await self._bury(loaded.broken)

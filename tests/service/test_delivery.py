@@ -180,11 +180,13 @@ class Here:
         self.run = run
         self.epoch = 0
         self.frames_fetched = 0
+        self.fetching = asyncio.Event()
         self.written: list[int] = []
         frames, write_body = store.frames, assembly.write_body
 
         async def counted_frames(sizes: Any) -> Any:
             self.frames_fetched += len(sizes)
+            self.fetching.set()
             return await frames(sizes)
 
         def counted_write(run_name: str, batch: Any, rank: int) -> memoryview:
@@ -317,6 +319,33 @@ def test_groups_of_a_batch_that_is_not_full_yet_are_fetched_ahead(here: OnARun) 
         assert made.frames_fetched == 1
         assert made.outcomes == {"miss": 1, "partial": 1}
         assert read_batch(ready[0]).meta.batch_groups == 2
+
+    here(work)
+
+
+def test_a_group_is_fetched_once_whether_preparing_or_the_decision_begins(here: OnARun) -> None:
+    """The decision waits for what is on its way; what it fetches itself is not prepared beside it."""
+
+    async def work(made: Here) -> None:
+        await made.append("a", "b", "c", "d")
+        await made.bodies(0)
+        made.frames_fetched = 0
+        made.fetching.clear()
+        preparing = asyncio.create_task(made.prepare())
+        await made.fetching.wait()
+        await made.bodies(1)
+        await preparing
+        assert made.frames_fetched == 2
+
+        await made.append("e", "f")
+        await made.run.session.ack(0, made.epoch, None)
+        made.frames_fetched = 0
+        made.fetching.clear()
+        deciding = asyncio.create_task(made.bodies(2))
+        await made.fetching.wait()
+        await made.prepare()
+        await deciding
+        assert made.frames_fetched == 2
 
     here(work)
 
