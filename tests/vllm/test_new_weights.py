@@ -68,7 +68,12 @@ def sampled_in_turn(rollout: dict[str, Any], logprobs: Oracle, versions: Sequenc
 def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
     on_publish: OnPublish, vllm: str, versions: list[Path], logprobs: Oracle, run: RunClient, tmp_path: Path
 ) -> None:
-    groups = generated(tmp_path, run, vllm, versions, on_publish)
+    """And where rollouts mix versions, their old-policy logprobs those of the one version recorded.
+
+    The server that samples computes them too, and cuts off requests for them to load weights.
+    """
+    old = {"old-engine": vllm, "old-micro-batch": "3"} if on_publish == "abort-and-resume" else {}
+    groups = generated(tmp_path, run, vllm, versions, on_publish, **old)
     rollouts = [rollout for group in groups for rollout in group["rollouts"]]
     served = {span[0] for rollout in rollouts for span in rollout["version_spans"]}
     assert len(served) >= 3, "weights must have changed under the run"
@@ -85,6 +90,8 @@ def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
             assert largest_error(rollout["inference_logprobs"], stamped(rollout, logprobs, shift)) > FAR * BOUND
             checked += 1
     assert checked > len(rollouts), "most have two neighbours"
+    if old:
+        check_old_logprobs(groups, logprobs)
 
 
 def test_frozen_in_flight_without_spans_the_metadata_names_both_versions_and_the_older_is_stamped(
@@ -101,11 +108,3 @@ def test_frozen_in_flight_without_spans_the_metadata_names_both_versions_and_the
             between = group["metadata"]["weight_versions"]
             assert rollout["version_spans"] == [[between["before"], 0, len(rollout["completion_ids"])]]
             assert sampled_in_turn(rollout, logprobs, range(between["before"], between["after"] + 1))
-
-
-def test_stored_old_logprobs_are_those_of_the_version_recorded_and_of_no_neighbour(
-    vllm: str, versions: list[Path], logprobs: Oracle, run: RunClient, tmp_path: Path
-) -> None:
-    """Computed by the server that samples, also where requests for them are cut off to load weights."""
-    options = {"old-engine": vllm, "old-micro-batch": "3"}
-    check_old_logprobs(generated(tmp_path, run, vllm, versions, "abort-and-resume", **options), logprobs)
