@@ -151,17 +151,7 @@ def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> 
 
 def group_advantages(name: str, group: Group) -> Float64s:
     """Compute the advantages of a group, float64 [n]. Raises `Invalid` as `advantages` does."""
-    return advantages(name, group.rewards, _sampled_tokens(group))
-
-
-def _sampled_tokens(group: Group) -> Float64s:
-    """Count the sampled tokens of each rollout, float64 [n]."""
-    if group.completion_mask.all():
-        return group.completion_lengths.astype(np.float64)
-    ends = np.cumsum(group.completion_lengths)
-    sampled = np.concatenate([[0.0], np.cumsum(group.completion_mask)])
-    counts: Float64s = sampled[ends] - sampled[ends - group.completion_lengths]
-    return counts
+    return advantages(name, group.rewards, group.sampled_lengths.astype(np.float64))
 
 
 def zero_variance(rewards: Float64s) -> bool:

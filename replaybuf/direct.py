@@ -24,14 +24,12 @@ from replaybuf.client import Client, Waiting
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.group import Group
 from replaybuf.plan import Plan, build_body, open_frame
-from replaybuf.portions import portions
+from replaybuf.portions import READ_BYTES, portions
 
 logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
-READ_BYTES = 1 << 20
-"""Taken from a connection at once, where so much has come: frames are large, and redis-py reads 64 KiB by default."""
 REST_S = 30.0
 """How long bodies come over HTTP, without asking Redis first, after it could not be reached."""
 

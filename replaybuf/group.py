@@ -125,6 +125,15 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return self.prompt_lengths + self.completion_lengths
 
     @property
+    def sampled_lengths(self) -> Int32s:
+        """Tokens per rollout that the policy sampled, int32 [n]: mostly all of its completion."""
+        if self.completion_mask.all():
+            return self.completion_lengths
+        ends = np.cumsum(self.completion_lengths, dtype=np.int64).tolist()
+        mask, starts = self.completion_mask, [0, *ends[:-1]]
+        return np.array([np.count_nonzero(mask[a:b]) for a, b in zip(starts, ends, strict=True)], np.int32)
+
+    @property
     def tokens(self) -> int:
         """Tokens of all rollouts, prompts and completions."""
         return int(self.prompt_lengths.sum()) + int(self.completion_lengths.sum())

@@ -64,8 +64,8 @@ def _with_process(group: Group, scores: Scores) -> Group:
     by_token = process_advantages(scores.process_rewards, group.completion_lengths)
     starts = np.cumsum(group.completion_lengths) - group.completion_lengths
     sums = np.add.reduceat(np.where(group.completion_mask, by_token, 0.0), starts)
-    sampled = np.add.reduceat(group.completion_mask.astype(np.float64), starts)
-    return msgspec.structs.replace(group, token_advantages=by_token, advantages=sums / np.maximum(sampled, 1.0))
+    means = sums / np.maximum(group.sampled_lengths, 1.0)
+    return msgspec.structs.replace(group, token_advantages=by_token, advantages=means)
 
 
 def _source_of(prompt: Prompt) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled
         planned=planned,
         groups=groups,
         owners=[(position, k) for position, group in enumerate(groups) for k in range(group.rollouts)],
-        loss_tokens=[tokens for group in groups for tokens in _loss_tokens(group)],
+        loss_tokens=[tokens for group in groups for tokens in group.sampled_lengths.tolist()],
         grid=grid,
         row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
         layout=layout,
@@ -188,16 +188,6 @@ def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
         return None
     rollouts = [group.rollouts for group in groups]
     return np.repeat(np.array([codes[group.adapter] for group in groups], np.int32), rollouts)
-
-
-def _loss_tokens(group: Group) -> list[int]:
-    """Count, for each rollout, the tokens that the policy sampled: mostly all of its completion."""
-    if np.count_nonzero(group.completion_mask) == len(group.completion_mask):
-        lengths: list[int] = group.completion_lengths.tolist()
-        return lengths
-    ends = np.cumsum(group.completion_lengths, dtype=np.int64).tolist()
-    starts = [0, *ends[:-1]]
-    return [int(np.count_nonzero(group.completion_mask[a:b])) for a, b in zip(starts, ends, strict=True)]
 
 
 def plan_of(run: str, batch: Assembled, rank: int) -> Plan:

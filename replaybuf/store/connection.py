@@ -24,6 +24,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
 from replaybuf.errors import NotDurable, ReplaybufError, ServiceUnavailable
+from replaybuf.portions import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, Wanted, judge
 from replaybuf.store.instep import InStepRedis
 from replaybuf.store.server import (
@@ -39,8 +40,6 @@ from replaybuf.store.trouble import fenced, lacks_functions, told, unavailable
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
-READ_BYTES = 1 << 20
-"""Taken from a connection at once, where so much has come: frames are large, and redis-py reads 64 KiB by default."""
 STALL_PAUSE_S = 1.0
 """A Redis that did not answer in time is asked again after so long."""
 

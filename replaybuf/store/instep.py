@@ -56,12 +56,9 @@ async def receive_in_step(connection: Any, count: int, word: bytes, *, raise_on_
     """
     *replies, echoed = await _replies(connection, count + 1)
     if echoed != word:
-        raise await _out_of_step(connection, f"the last reply is {echoed!r:.60}")
-    if raise_on_error:
-        for reply in replies:
-            if isinstance(reply, ResponseError):
-                raise reply
-    return replies
+        await connection.disconnect()
+        raise _out_of_step(_last(echoed))
+    return _sound(replies) if raise_on_error else replies
 
 
 def get_in_step(client: redis.Redis, names: Iterable[str]) -> list[bytes | None]:
@@ -74,14 +71,11 @@ def get_in_step(client: redis.Redis, names: Iterable[str]) -> list[bytes | None]
         *values, echoed = pipe.execute(raise_on_error=False)
     except _MISREAD as error:
         client.connection_pool.disconnect(inuse_connections=False)
-        raise OutOfStep(f"replies are out of step with commands: {error!r}") from error
+        raise _out_of_step(repr(error)) from error
     if echoed != word:
         client.connection_pool.disconnect(inuse_connections=False)
-        raise OutOfStep(f"replies are out of step with commands: the last reply is {echoed!r:.60}")
-    for value in values:
-        if isinstance(value, ResponseError):
-            raise value
-    return values
+        raise _out_of_step(_last(echoed))
+    return _sound(values)
 
 
 async def _replies(connection: Any, count: int) -> list[Any]:
@@ -112,8 +106,19 @@ def _packed(connection: Any, command: Sequence[Any]) -> list[bytes]:
     return [hiredis.pack_command((*name, *command[1:]))]
 
 
-async def _out_of_step(connection: Any, how: str) -> OutOfStep:
-    await connection.disconnect()
+def _sound(replies: list[Any]) -> list[Any]:
+    """Return replies. Raises the first that is an error."""
+    for reply in replies:
+        if isinstance(reply, ResponseError):
+            raise reply
+    return replies
+
+
+def _last(echoed: Any) -> str:
+    return f"the last reply is {echoed!r:.60}"
+
+
+def _out_of_step(how: str) -> OutOfStep:
     return OutOfStep(f"replies are out of step with commands: {how}")
 
 
@@ -136,7 +141,8 @@ class InStepPipeline(Pipeline):
                 replies = await receive_in_step(connection, len(commands), word, raise_on_error=raise_on_error)
                 return [self._formed(reply, *command) for reply, command in zip(replies, commands, strict=True)]
             except _MISREAD as error:
-                raise await _out_of_step(connection, repr(error)) from error
+                await connection.disconnect()
+                raise _out_of_step(repr(error)) from error
         finally:
             await self.connection_pool.release(connection)
 
