@@ -16,7 +16,7 @@ from replaybuf.store import EmbeddedServer, Ends, Store
 from tests.faults import FaultyProxy
 from tests.store.test_store import to_append
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 1.0
 TOKEN_OF_NOBODY = ""
 
 
