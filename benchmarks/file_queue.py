@@ -39,8 +39,8 @@ from replaybuf.generator.groups import new_group
 from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.sources import read_prompts
-from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf.group import Group
+from replaybuf.tokenizer import Tokenizer
 
 WARM_UP_STEPS = 5
 """Steps that are not counted: processes start, caches fill."""

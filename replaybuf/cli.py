@@ -54,6 +54,7 @@ def serve(
     durability: Literal["strict", "relaxed"] = "strict",
     wait_replicas: int = 0,
     wait_timeout_s: float = 2.0,
+    tokenizer: Path | None = None,
 ) -> None:
     """Run the service until SIGTERM or SIGINT.
 
@@ -86,6 +87,8 @@ def serve(
         How many replicas of Redis must have a write before it is acknowledged.
     wait_timeout_s
         How long a write waits to be confirmed, in seconds, before it is answered 503 not-durable.
+    tokenizer
+        Model folder with a tokenizer.json, to show the groups that are looked at as text too.
     """
     from replaybuf.service.server import serve as run_server
     from replaybuf.service.service import ServeOptions
@@ -103,6 +106,7 @@ def serve(
         durability=durability,
         wait_replicas=wait_replicas,
         wait_timeout_s=wait_timeout_s,
+        tokenizer=str(tokenizer) if tokenizer else None,
     )
     _run(run_server(options))
 

@@ -38,6 +38,8 @@ Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+TokenIds: TypeAlias = Sequence[int] | Int32s
+"""One sequence of token ids: a list, or int32 [T]."""
 
 
 def name_code(name: str) -> int:

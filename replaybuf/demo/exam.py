@@ -11,7 +11,7 @@ from replaybuf.generator.evaluation import EvaluationResult, evaluate
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.sources import read_prompts
-from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.tokenizer import Tokenizer
 
 ENGINE_TIMEOUT_S = 30.0
 SCORE_TIMEOUT_S = 10.0

@@ -20,7 +20,7 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.engines import open_engine
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.preflight import check_least, check_tokenizer, held_out_set
-from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
 

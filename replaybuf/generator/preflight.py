@@ -18,7 +18,7 @@ from replaybuf.generator.environments import check_prompts, load_rewards
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer
-from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.scrape import scraped
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

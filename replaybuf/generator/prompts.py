@@ -12,17 +12,15 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
-from replaybuf.group import Int32s
+from replaybuf.group import Int32s, TokenIds
 
-TokenIds: TypeAlias = Sequence[int] | Int32s
-"""One sequence of token ids: a list, or int32 [T]."""
 _EPOCHS_KEPT = 4
 """Orders of this many epochs are kept: tickets of neighbouring epochs are out at the same time."""
 
@@ -62,7 +60,7 @@ class PromptOrder(Protocol):
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer to read prompts; `replaybuf.generator.tokenizer.Tokenizer` is one."""
+    """What is needed of a tokenizer to read prompts; `replaybuf.tokenizer.Tokenizer` is one."""
 
     vocab_size: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,12 +13,16 @@ from replaybuf.group import group_to_json
 from replaybuf.index import DEAD
 from replaybuf.service.run import Run
 from replaybuf.store import IndexEntry
+from replaybuf.tokenizer import Tokenizer
 
 STATES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 
 
-async def describe_group(run: Run, group_id: str) -> dict[str, Any]:
-    """Render one group with its rollouts (null once its bytes are gone). Raises `NotFound`, `Gone` once trimmed."""
+async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Render one group with its rollouts (null once its bytes are gone), with a tokenizer as text too.
+
+    Raises `NotFound`, `Gone` once trimmed.
+    """
     number = (await run.journal.store.numbers_of(run.name, [group_id]))[0]
     entries = await run.journal.store.entries(run.name, [number]) if number else []
     if number is not None and number <= run.state.trimmed and not entries:
@@ -34,11 +39,21 @@ async def describe_group(run: Run, group_id: str) -> dict[str, Any]:
     answer["rollouts"] = answer["metadata"] = None
     if frame is not None:
         try:
-            wire = msgspec.to_builtins(group_to_json(decode_frame(frame)))
-            answer |= {"rollouts": wire["rollouts"], "metadata": wire["metadata"]}
+            # In a thread: a group may have 64 MB, and nobody who waits for a batch waits for who looks.
+            answer |= await asyncio.to_thread(_content, frame, tokenizer)
         except BrokenFrame as error:
             answer["detail"] = error.detail
     return answer
+
+
+def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Render what a frame holds beside what the index knows. Raises `BrokenFrame`."""
+    group = msgspec.to_builtins(group_to_json(decode_frame(frame)))
+    if tokenizer is not None:
+        for rollout in group["rollouts"]:
+            ids = (rollout["prompt_ids"], rollout["completion_ids"])
+            rollout["prompt_text"], rollout["completion_text"] = tokenizer.decode(ids, special_tokens=True)
+    return {"rollouts": group["rollouts"], "metadata": group["metadata"]}
 
 
 async def list_groups(run: Run, state: str | None, after: int, limit: int) -> dict[str, Any]:

@@ -202,7 +202,7 @@ async def get_groups(request: Request) -> Response:
 
 async def get_group(request: Request) -> Response:
     run = await _run(request)
-    return json_response(await describe_group(run, request.path_params["group_id"]))
+    return json_response(await describe_group(run, request.path_params["group_id"], _service(request).tokenizer))
 
 
 async def get_record(request: Request) -> Response:

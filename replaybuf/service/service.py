@@ -30,6 +30,7 @@ from replaybuf.service.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run import Run
 from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
 from replaybuf.store.durability import Level
+from replaybuf.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `uds` is a unix socket to listen on, beside `host` and `port` or, with `tcp` off, alone.
     `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
     `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
-    `history_groups` freed groups of each run stay to be looked at.
+    `history_groups` freed groups of each run stay to be looked at; `tokenizer` is a model folder, to show their text.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +65,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     durability: Level = "strict"
     wait_replicas: int = 0
     wait_timeout_s: float = 2.0
+    tokenizer: str | None = None
 
 
 class Service:
@@ -79,10 +81,12 @@ class Service:
         url: str,
         embedded: bool,
         history_groups: int = KEPT_GROUPS,
+        tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
         self.url = url
+        self.tokenizer = tokenizer
         self.runs: dict[str, Run] = {}
         # Random, not the process id: a container that starts again has the same one as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
@@ -329,7 +333,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
     """Bring a service that answers at `url` up on its Redis, do its background work, take it down in order.
 
     Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve, and
-    `Invalid` for options that cannot hold.
+    `Invalid` for options that cannot hold, `MissingExtra` where a tokenizer is named and its library is missing.
     """
     wanted = Wanted(options.durability, options.wait_replicas, options.wait_timeout_s)
     if not options.redis_url and wanted.replicas:
@@ -346,6 +350,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
             value=options.history_groups,
             bound=0,
         )
+    tokenizer = await asyncio.to_thread(Tokenizer, Path(options.tokenizer)) if options.tokenizer else None
     data_dir = Path(options.data_dir or ".replaybuf/data")
     server = None if options.redis_url else EmbeddedServer(data_dir, options.durability)
     if server:
@@ -361,6 +366,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
             url=options.advertise_url or url,
             embedded=server is not None,
             history_groups=options.history_groups,
+            tokenizer=tokenizer,
         )
         await service.start()
         async with asyncio.TaskGroup() as tasks:

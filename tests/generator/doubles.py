@@ -23,8 +23,8 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.frame import decode_frame, split_frames
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf.group import Group
+from replaybuf.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz> "
 TIMEOUT_S = 20.0

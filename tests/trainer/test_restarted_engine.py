@@ -20,8 +20,8 @@ from replaybuf.generator.environments import ExactMatch
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.scoring import Scorer
-from replaybuf.generator.tokenizer import Tokenizer
 from replaybuf.group import group_to_json
+from replaybuf.tokenizer import Tokenizer
 from replaybuf_trainer.trainer import Trainer, TrainOptions
 from tests.conftest import RunClient
 from tests.generator.doubles import make_prompt

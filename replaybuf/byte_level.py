@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replaybuf.generator.prompts import TokenIds
+from replaybuf.group import TokenIds
 
 if TYPE_CHECKING:
     import tokenizers

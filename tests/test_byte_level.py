@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from replaybuf.generator.byte_level import ByteLevel, is_byte_level
-from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.byte_level import ByteLevel, is_byte_level
+from replaybuf.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """One token per byte; ids 0 to 255, but not in the order of the bytes."""

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from replaybuf.byte_level import ByteLevel, is_byte_level
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator.byte_level import ByteLevel, is_byte_level
-from replaybuf.generator.prompts import TokenIds
+from replaybuf.group import TokenIds
 
 if TYPE_CHECKING:
     import tokenizers
 
 EXTRA = "generate"
-
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -49,13 +48,13 @@ class Tokenizer:
         """Encode a text to token ids; with `add_special_tokens` those that the tokenizer's own rule adds are there."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, token_ids: Sequence[TokenIds]) -> list[str]:
-        """Decode sequences of token ids, leaving special tokens out."""
-        if self._byte_level is not None:
+    def decode(self, token_ids: Sequence[TokenIds], *, special_tokens: bool = False) -> list[str]:
+        """Decode sequences of token ids; `special_tokens` are left out or written."""
+        if self._byte_level is not None and not special_tokens:
             return [self._byte_level.decode(ids) for ids in token_ids]
         # One by one: for the few sequences of a group the library's own batching costs more than it saves.
         lists = [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in token_ids]
-        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in lists]
+        return [self._tokenizer.decode(ids, skip_special_tokens=not special_tokens) for ids in lists]
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render chat messages by the folder's template, up to where the assistant's answer starts.
@@ -110,7 +109,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
     try:
         import tokenizers
     except ImportError:
-        raise MissingExtra("replaybuf generate", EXTRA) from None
+        raise MissingExtra("a tokenizer", EXTRA) from None
     if not file.is_file():
         raise Invalid(f"tokenizer folder {file.parent} has no tokenizer.json", name="tokenizer", value=str(file.parent))
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator.tokenizer import Tokenizer
+from replaybuf.tokenizer import Tokenizer
 from tests.generator.doubles import LETTERS, make_tokenizer, write_tokenizer
 
 EOS = len(LETTERS)

@@ -1,0 +1,61 @@
+"""Groups as text, where the service was given a tokenizer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import RunClient, ServeProcess, group
+from tests.generator.doubles import LETTERS, write_tokenizer
+
+Connect = Callable[[str, str], RunClient]
+END = len(LETTERS)
+
+
+def ids(text: str) -> list[int]:
+    """Spell a text in the token ids of the tokenizer."""
+    return [LETTERS.index(letter) for letter in text]
+
+
+def test_a_group_that_is_looked_at_shows_its_text(tmp_path: Path, connect: Connect) -> None:
+    """Prompt and completion of each rollout beside the ids, special tokens written out, unknown ids left out."""
+    server = ServeProcess(tmp_path / "data", "--tokenizer", str(write_tokenizer(tmp_path / "model"))).start()
+    try:
+        run = connect(server.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        shown = group("a")
+        for rollout, completion in zip(shown["rollouts"], ([*ids("ba"), END], [*ids("c"), 10_000, END]), strict=True):
+            rollout |= {"prompt_ids": ids("ab"), "completion_ids": completion}
+        run.append(shown)
+        rollouts = run.get("groups/a").json()["rollouts"]
+        assert [rollout["prompt_text"] for rollout in rollouts] == ["ab", "ab"]
+        assert [rollout["completion_text"] for rollout in rollouts] == ["ba</s>", "c</s>"]
+        assert [rollout["completion_ids"] for rollout in rollouts] == [[*ids("ba"), END], [*ids("c"), 10_000, END]]
+    finally:
+        server.end()
+
+
+def test_without_a_tokenizer_there_is_no_text(run: RunClient) -> None:
+    """Fields that could not be right are not there."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    assert all("completion_text" not in rollout for rollout in run.get("groups/a").json()["rollouts"])
+
+
+def test_a_folder_without_a_tokenizer_keeps_the_service_from_starting(tmp_path: Path) -> None:
+    """It names the folder and what it lacks, and leaves no Valkey behind."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")),
+            *("--tokenizer", str(tmp_path)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert f"tokenizer folder {tmp_path} has no tokenizer.json" in ended.stderr
+    assert not (tmp_path / "data").exists()
