@@ -21,13 +21,14 @@ from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
-from replaybuf.service.bounded import TookTooLong, bounded
+from replaybuf.service.bounded import TookTooLong, bounded, bounded_again
 from replaybuf.service.rules import check_evictions, check_selection, hold
 from replaybuf.service.views import SAMPLED_GROUPS, Views
 from replaybuf.state import RunState
 from replaybuf.strategy import (
     Budget,
     Evictions,
+    Feedback,
     Groups,
     Rows,
     Selection,
@@ -76,9 +77,19 @@ class Selector:
         return self.views.strategy
 
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
-        """Call a plug-in, the strategy if none is named. Raises `StrategyFault` for whatever it raises, or too slow."""
+        """Ask a plug-in, the strategy if none is named; what is asked changes nothing in it, so it may be asked again.
+
+        Raises `StrategyFault` for whatever it raises, or too slow twice.
+        """
+        return self._answered(what, lambda: bounded_again(call), plugin)
+
+    def observe(self, feedback: Feedback) -> None:
+        """Give the strategy what the trainer sent, once. Raises `StrategyFault` as `ask`, or too slow."""
+        self._answered("observe", lambda: bounded(lambda: self.strategy.observe(feedback)), None)
+
+    def _answered(self, what: str, call: Callable[[], T], plugin: str | None) -> T:
         try:
-            return bounded(call)
+            return call()
         except StrategyFault:
             raise
         except TookTooLong as error:

@@ -177,7 +177,7 @@ class Session:
 
     async def _observe(self, feedback: Feedback) -> None:
         try:
-            self._selector.ask("observe", lambda: self._selector.strategy.observe(feedback))
+            self._selector.observe(feedback)
         except StrategyFault as fault:  # the step is acked all the same
             await self._journal.pause(fault)
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import StrategyFault, first_error
-from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded, handling
+from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
 from replaybuf.service.rules import REASON
 from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
@@ -99,7 +99,7 @@ def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy
 class _InTime:
     """A plug-in whose every answer is due within the bound that a service keeps.
 
-    What was late once is not asked again: `late` keeps the fault, so that the search for the smallest buffer is short.
+    What was too late is not asked again: `late` keeps the fault, so that the search for the smallest buffer is short.
     """
 
     def __init__(self, plugin: Any, late: list[StrategyFault]) -> None:
@@ -113,8 +113,9 @@ class _InTime:
     def _answer(self, name: str, call: Callable[..., Any], *asked: Any) -> Any:
         if self._late:
             raise self._late[0]
+        in_time = bounded if name == "observe" else bounded_again
         try:
-            return bounded(lambda: call(*asked))
+            return in_time(lambda: call(*asked))
         except TookTooLong as error:
             rule = f"{name} answers within {BOUND_S:g} s"
             self._late.append(StrategyFault(f"rule '{rule}' is broken: it {error}", name=rule, bound=rule))
