@@ -10,7 +10,8 @@
 - Ready: seconds from the moment the trainer may ask for the next batch to the arrays of all its ranks, with time to
   prepare it (hit) and without (miss), by what `replaybuf_batches_prepared_total` says.
 
-Clients and servers share the machine; the clients that stream are processes of their own."""
+Clients and servers share the machine; all ask by the transport that trainers ask by, and the clients that stream are
+processes of their own."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from served import Served
 
 from replaybuf.batch import read_batch
 from replaybuf.client import Client
+from replaybuf.transport import mounts_of
 
 SEQ_LEN = 8192
 ROLLOUTS = 8
@@ -43,6 +45,8 @@ RUN = "bench"
 STEPS = 6
 ROUND_S = 1.0
 TRAINING_S = 3.0
+KEEPALIVE_S = 4.0
+"""Connections idle for longer are not used again: the bare server closes them after 5 s."""
 SERVICE, BARE = "service", "bare server"
 ALL, GET, TICKET = "control calls", "GET run alone", "tickets alone"
 KINDS = {kind: kind for kind in (ALL, GET, TICKET)}
@@ -125,7 +129,7 @@ def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace
 def control_calls(url: str, path: str | None = None) -> Sides:
     """Time state and ticket requests, or requests of a path, one after the other; in ms, by kind and all together."""
     took: Sides = defaultdict(list)
-    with httpx.Client(base_url=url, timeout=30.0) as http:
+    with asking(url) as http:
         http.get(path or f"/v1/runs/{RUN}")
         for number in range(CONTROL_CALLS):
             begun = time.perf_counter()
@@ -135,6 +139,16 @@ def control_calls(url: str, path: str | None = None) -> Sides:
                 http.post(f"/v1/runs/{RUN}/tickets", json={"producer": "bench", "count": 1}).raise_for_status()
             took[GET if number % 2 else TICKET].append((time.perf_counter() - begun) * 1e3)
     return took | {ALL: took[GET] + took[TICKET]}
+
+
+def asking(url: str) -> httpx.Client:
+    """Make a client that asks as trainers do: by our transport, bodies as they are."""
+    return httpx.Client(
+        base_url=url,
+        mounts=mounts_of([url], KEEPALIVE_S),
+        timeout=60.0,
+        headers={"accept-encoding": "identity"},
+    )
 
 
 # ---------------------------------------------------------------------- streaming
@@ -159,7 +173,7 @@ def stream(url: str, paths: list[str], streams: int, meanwhile: Callable[[], Any
 
 def read_on(url: str, paths: list[str], number: int, stop: Any, results: Any) -> None:
     """Fetch one body after the other until told to stop and the share of 64 MB is read; put MB/s."""
-    with httpx.Client(base_url=url, timeout=60.0, headers={"accept-encoding": "identity"}) as http:
+    with asking(url) as http:
         http.get(paths[number % len(paths)]).raise_for_status()
         results.put("ready")
         done, begun = 0, time.perf_counter()
