@@ -364,7 +364,7 @@ def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Respon
         except ClientDisconnect:
             return Response(status_code=499)  # nobody is left to read it
         finally:
-            logger.debug("%s %s seconds=%.4f", call.method, request.url.path, time.perf_counter() - started)
+            logger.debug("%s %s seconds=%.4f", call.method, request.scope["path"], time.perf_counter() - started)
 
     return endpoint
 
