@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from replaybuf.config import RunConfig
@@ -41,7 +41,7 @@ APPENDED_AT_ONCE = 64
 body of thousands of groups must not make a trainer wait, nor let the lease run out."""
 
 
-async def _never() -> bool:
+def _never() -> bool:
     return False
 
 
@@ -249,7 +249,7 @@ class Door:
     # ------------------------------------------------------------------ tickets
 
     async def take_tickets(
-        self, producer: str, count: int, adapter: str, wait_s: float, gone: Callable[[], Awaitable[bool]] = _never
+        self, producer: str, count: int, adapter: str, wait_s: float, gone: Callable[[], bool] = _never
     ) -> dict[str, Any]:
         """Issue up to `count` tickets, waiting up to `wait_s` for the first; where there is none, say why.
 
@@ -276,9 +276,7 @@ class Door:
         ]
         return answer
 
-    async def _issue(
-        self, adapter: str, count: int, gone: Callable[[], Awaitable[bool]]
-    ) -> TicketChange | WaitingAnswer:
+    async def _issue(self, adapter: str, count: int, gone: Callable[[], bool]) -> TicketChange | WaitingAnswer:
         journal, book = self._journal, self._book
         self._selector.last_asked_s[adapter] = journal.clock()
         try:
@@ -292,7 +290,7 @@ class Door:
                     blocked_on = "producers" if book.out_of(adapter) else "nothing"
                     return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
                 capacity = self._selector.capacity(adapter)
-                if capacity < 1 or await gone():
+                if capacity < 1 or gone():
                     return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
                 change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
                 await self._keep(change)

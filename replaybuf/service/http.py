@@ -6,6 +6,7 @@ Errors become RFC 9457 problem documents. `openapi.py` describes the same table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -125,8 +126,23 @@ async def post_tickets(request: Request) -> Response:
     run = await _led(request)
     asked = await read_json(request, TicketRequest)
     wait_s = asked.wait_ms / 1000
-    gone = request.is_disconnected
+    gone = functools.partial(_is_gone, request)
     return json_response(await run.door.take_tickets(asked.producer, asked.count, asked.adapter, wait_s, gone))
+
+
+def _is_gone(request: Request) -> bool:
+    """Say whether the caller of a request that was read went away.
+
+    As `Request.is_disconnected`, without its cancel scope, which takes a fifth of the time of a ticket.
+    """
+    receiving = request.receive().__await__()
+    try:
+        next(receiving)  # what came is told at once; for anything else it would wait
+    except StopIteration as received:
+        return bool(received.value["type"] == "http.disconnect")
+    finally:
+        receiving.close()
+    return False
 
 
 async def delete_ticket(request: Request) -> Response:
