@@ -69,7 +69,11 @@ class Turn:
 
 
 class Episode(Protocol):
-    """One rollout of several turns. A coroutine function `close`, where it has one, is called last, come what may."""
+    """One rollout of several turns.
+
+    Where it has them, coroutine functions are called: `cut_off(turn)`, with a turn that was cut off at the token bound,
+    in place of `step`; `close()` last, come what may.
+    """
 
     async def step(self, turn: Turn) -> str | Sequence[int] | None:
         """Answer a turn: with what the policy reads next, as text (markers of roles included) or token ids; None ends.
@@ -225,7 +229,13 @@ def multi_turn(rewards: Sequence[Reward]) -> MultiTurnEnvironment | None:
     """Return the environment that plays turns, which stands alone and without a weight; None where there is none."""
     (first, *others) = rewards
     plays: Any = first.environment
-    return plays if hasattr(plays, "start") and not others and first.weight == 1.0 else None
+    return plays if takes_turns(plays) and not others and first.weight == 1.0 else None
+
+
+def takes_turns(environment: Any) -> bool:
+    """Say whether an environment plays turns; one that can do both tells by `takes_turns`, once prompts are checked."""
+    told: bool | None = getattr(environment, "takes_turns", None)
+    return hasattr(environment, "start") if told is None else told
 
 
 def check_prompts(environment: Environment | Sequence[Reward], prompts: Iterable[Prompt]) -> None:

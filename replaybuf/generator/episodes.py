@@ -27,7 +27,7 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.process_rewards import by_turn
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import Piece, joined, pieces, remainder
-from replaybuf.generator.scoring import Scores, columns_of
+from replaybuf.generator.scoring import Scores, columns_of, episode_fault
 from replaybuf.generator.threads import LoopThread
 from replaybuf.group import Bools, Int32s
 
@@ -119,6 +119,8 @@ class Episodes:
             piece = piece.followed_by(turn)
             turn_ends.append(len(piece))
             mask = np.concatenate([mask, np.zeros(len(answer), np.bool_), np.ones(len(turn), np.bool_)])
+        if turn.finish_reason == LENGTH and hasattr(episode, "cut_off"):
+            await self._told(prompt, "environment", episode.cut_off(self._turn(turn)))
         return piece, mask, turn_ends
 
     async def _next(self, prompt_ids: Int32s, sampling: Sampling, rollout: int, piece: Piece) -> Piece:
@@ -136,7 +138,9 @@ class Episodes:
         known = self._tokenizer.vocab_size
         if not ids or not all(isinstance(token, int) and 0 <= token < known for token in ids):
             needed = f"None, a text or ids below {known}, not empty"
-            raise _fault("environment", "bad_answer", prompt, f"answered a turn with {reply!r}; needed: {needed}")
+            raise episode_fault(
+                "environment", "bad_answer", prompt, f"answered a turn with {reply!r}; needed: {needed}"
+            )
         spans = np.array([(version, 0, len(ids))], np.int32)
         return Piece(np.array(ids, np.int32), np.zeros(len(ids), np.float32), spans, None)
 
@@ -151,10 +155,12 @@ class Episodes:
         try:
             async with asyncio.timeout(self._timeout_s) as bound:
                 return await asyncio.wrap_future(promise)
+        except RewardFault:
+            raise
         except Exception as error:  # whatever an environment raises is its author's to read
             if bound.expired():
-                raise _fault(what, "timeout", prompt, f"gave nothing for {self._timeout_s:g} s") from None
-            raise _fault(what, "raised", prompt, f"raised {error!r}") from error
+                raise episode_fault(what, "timeout", prompt, f"gave nothing for {self._timeout_s:g} s") from None
+            raise episode_fault(what, "raised", prompt, f"raised {error!r}") from error
 
 
 async def _scored(episode: Episode) -> Score:
@@ -170,8 +176,3 @@ async def _closed(episode: Episode, prompt: Prompt, timeout_s: float) -> None:
             await close()
     except Exception as error:  # noqa: BLE001 - its author's to read; the rollout is whole without it
         logger.warning("episode of prompt %r did not close: %r", prompt.prompt_id, error)
-
-
-def _fault(what: str, kind: str, prompt: Prompt, detail: str) -> RewardFault:
-    prompt_id = prompt.prompt_id
-    return RewardFault(f"{what}_{kind}", f"{what} of prompt {prompt_id!r} {detail}", name=what, value=prompt_id)

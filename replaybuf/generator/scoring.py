@@ -13,7 +13,7 @@ import numpy as np
 
 from replaybuf.advantages import ProcessReward
 from replaybuf.errors import Invalid, ReplaybufError, RewardFault
-from replaybuf.generator.environments import Environment, Reward, Score, score_of
+from replaybuf.generator.environments import Environment, Reward, Score, score_of, takes_turns
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
 from replaybuf.group import Float64s
@@ -57,9 +57,11 @@ class Scorer:
 
     def __init__(self, environment: Environment | Sequence[Reward], *, timeout_s: float) -> None:
         rewards = environment if isinstance(environment, Sequence) else [Reward("", environment)]
-        several_turns = next((reward.name for reward in rewards if not hasattr(reward.environment, "score")), None)
+        several_turns = next((reward.name for reward in rewards if takes_turns(reward.environment)), None)
         if several_turns is not None:
-            detail = f"environment {several_turns!r} plays turns; it stands alone, without weight and reward processes"
+            detail = (
+                f"environment {several_turns!r} plays turns; it stands alone: no weight, reward processes, evaluation"
+            )
             raise Invalid(detail, name="environment", value=several_turns)
         self._rewards = tuple(rewards)
         self._blended = len(rewards) > 1 or rewards[0].weight != 1.0
@@ -162,6 +164,12 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
         if not np.isfinite(values).all():
             raise reward_fault("reward_not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
     return Scores(rewards, parts, process)
+
+
+def episode_fault(what: str, kind: str, prompt: Prompt, detail: str) -> RewardFault:
+    """Say what `what`, environment or reward, did to the rollout of a prompt; counted as `<what>_<kind>`."""
+    prompt_id = prompt.prompt_id
+    return RewardFault(f"{what}_{kind}", f"{what} of prompt {prompt_id!r} {detail}", name=what, value=prompt_id)
 
 
 def reward_fault(reason: str, prompt: Prompt, what: str) -> RewardFault:

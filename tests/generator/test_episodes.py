@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from replaybuf.generator.engines import Sample, Sampling, VllmEngine
 from replaybuf.generator.environments import Turn, load_rewards, multi_turn
 from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer, Scores
 from tests.generator.doubles import LETTERS, TIMEOUT_S, EngineDouble, make_prompt, make_tokenizer
 from tests.generator.turn_environments import Scripted
@@ -28,7 +29,9 @@ def ids(text: str) -> list[int]:
 class Speaking(EngineDouble):
     """Says the given texts, one after another, whatever it is asked; the version rises by `rises` with each."""
 
-    def __init__(self, *texts: str, rises: int = 0, finish_reason: str = "stop") -> None:
+    def __init__(
+        self, *texts: str, rises: int = 0, finish_reason: str = "stop", encode: Callable[[str], list[int]] = ids
+    ) -> None:
         super().__init__(version=3)
         said = iter(texts)
 
@@ -38,12 +41,12 @@ class Speaking(EngineDouble):
                 self.choice(
                     request["prompt"],
                     index=index,
-                    token_ids=ids(text),
-                    logprobs={"token_logprobs": [-0.25] * len(text)},
+                    token_ids=token_ids,
+                    logprobs={"token_logprobs": [-0.25] * len(token_ids)},
                     finish_reason=finish_reason,
-                    weight_versions=[{"version": str(self.version), "start": 0, "end": len(text)}],
+                    weight_versions=[{"version": str(self.version), "start": 0, "end": len(token_ids)}],
                 )
-                for index, text in enumerate(spoken)
+                for index, token_ids in enumerate(map(encode, spoken))
             ]
             self.version = int(self.version) + rises
             return {"id": "c", "model": self.model, "choices": choices}
@@ -153,6 +156,27 @@ def test_a_turn_that_was_cut_off_is_not_answered(tmp_path: Path) -> None:
     assert scores.rewards.tolist() == [1.0], "it is scored all the same"
 
 
+def test_an_episode_that_can_is_given_the_turn_that_was_cut_off(tmp_path: Path) -> None:
+    cut_off: list[Turn] = []
+
+    class Heeding(Scripted):
+        def start(self, prompt: Prompt) -> Any:
+            episode: Any = super().start(prompt)
+
+            async def heed(turn: Turn) -> None:
+                cut_off.append(turn)
+
+            episode.cut_off = heed
+            return episode
+
+    environment = Heeding(scripted(" x ").answers)
+    play(tmp_path, Speaking("abcd", finish_reason="length"), environment, max_tokens=4)
+    assert (environment.turns, cut_off) == ([[]], [Turn("abcd", ids("abcd"))])
+    cut_off.clear()
+    play(tmp_path, Speaking("a", "b"), Heeding(scripted(" xyz ").answers), max_tokens=5)
+    assert cut_off == [], "an answer left no room; the turn before it was answered"
+
+
 async def _hang(number: int, turn: Turn) -> str:
     await asyncio.Event().wait()
     return ""
@@ -162,17 +186,22 @@ async def _raise(number: int, turn: Turn) -> str:
     raise ConnectionError("sandbox is gone")
 
 
+async def _fault(number: int, turn: Turn) -> str:
+    raise RewardFault("environment_rewritten", "a reason of its own")
+
+
 @pytest.mark.parametrize(
     ("environment", "reason", "told"),
     [
         (Scripted(_raise), "environment_raised", "raised ConnectionError('sandbox is gone')"),
         (Scripted(_hang), "environment_timeout", "gave nothing for 0.3 s"),
+        (Scripted(_fault), "environment_rewritten", "a reason of its own"),
         (scripted(""), "environment_bad_answer", "answered a turn with ''"),
         (scripted([3, 999]), "environment_bad_answer", "ids below 29"),
         (scripted(score=ValueError("no verdict")), "reward_raised", "raised ValueError('no verdict')"),
         (scripted(score=float("nan")), "reward_not_finite", "is not finite"),
     ],
-    ids=["raises", "hangs", "empty", "unknown ids", "score raises", "nan"],
+    ids=["raises", "hangs", "names it", "empty", "unknown ids", "score raises", "nan"],
 )
 def test_what_an_environment_does_wrong_is_a_fault_of_the_group_and_closes_it(
     tmp_path: Path, environment: Scripted, reason: str, told: str
