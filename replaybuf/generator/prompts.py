@@ -64,6 +64,10 @@ class Encoder(Protocol):
 
     vocab_size: int
 
+    @property
+    def folder(self) -> Path | None:
+        """The model folder it was read from; None where there is none."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text to token ids."""
 

@@ -110,7 +110,7 @@ def open_source(source: Source, encoder: Encoder, folder: Path = Path()) -> list
 
 
 def _open_taskset(source: Source, encoder: Encoder) -> list[Prompt] | Endless:
-    tasks = Tasks(source.prompts.removeprefix(TASKSET), source.options)
+    tasks = Tasks(source.prompts.removeprefix(TASKSET), source.options, encoder.folder)
     if tasks.infinite:
         return Endless(source, tasks.row, encoder)
     if source.endless:

@@ -22,30 +22,36 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError
 from replaybuf.generator import taskset_worker
-from replaybuf.generator.taskset_worker import LENGTH, Answer, Cancel, Failed, Ready, Requests, framed
+from replaybuf.generator.taskset_worker.messages import LENGTH, Answer, Cancel, Failed, Ready, Requests, framed
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Answer)
 
 EXTRA = "verifiers"
+WORKER = Path(taskset_worker.__file__).with_name("__main__.py")
 PYTHON = "REPLAYBUF_VERIFIERS_PYTHON"
 """Environment variable that names the interpreter verifiers is installed in; the generator's own by default."""
 START_S = 300.0
 """A process that is not ready by then never will be."""
 GRACE_S = 5.0
 """A request that was cancelled and goes on for longer holds up all others, so its process is killed."""
-_END_S = 5.0
+_END_S = 3.0
 
 
 class TasksetRaised(ReplaybufError):
     """Code of a taskset raised, or its process ended over a request."""
+
+
+class PlayRewritten(TasksetRaised):
+    """A play asked for a turn after tokens that do not extend those it had."""
 
 
 class _HeldUp(TasksetRaised):
@@ -82,7 +88,7 @@ class TasksetProcess:
                 raise TasksetRaised(what, name="verifiers", value=number, bound=timeout_s) from None
 
     async def ask(self, request: Requests, answer: type[T]) -> T:
-        """Wait for an answer. Raises as `ask_now` does; the bound is the caller's, who cancels."""
+        """Wait for an answer. Raises as `ask_now` does, and `PlayRewritten`; the bound is the caller's, who cancels."""
         while True:
             running, number, promise = self._sent(request)
             try:
@@ -93,12 +99,17 @@ class TasksetProcess:
                 running.cancel(number)
                 raise
 
+    def tell(self, request: Requests) -> None:
+        """Send what nobody waits for the answer of, where the process runs."""
+        with self._lock:
+            if self._running is not None and not self._running.ended:
+                self._running.send(request)
+
     def close(self) -> None:
-        """Kill the process, with what it started itself, and wait until it is gone; a later request starts another."""
+        """End the process, with what it started itself, and wait until it is gone; a later request starts another."""
         with self._lock:
             if self._running is not None:
-                self._running.kill()
-                self._running.wait()
+                self._running.end()
                 self._running = None
 
     def _sent(self, request: Requests) -> tuple[_Running, int, Future[Answer]]:
@@ -166,7 +177,13 @@ class _Running:
         with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
+    def end(self) -> None:
+        """Let it end by itself, which clears away what tasksets started; kill it where that takes long."""
+        self._requests.put(None)
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
         for thread in self._threads:
             thread.join(_END_S)
 
@@ -217,7 +234,7 @@ def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             # -P: the folder of the script, with modules of any name, is not where imports look first.
-            [_python(), "-P", taskset_worker.__file__],
+            [_python(), "-P", str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is the generator's, which lets what is in flight finish
@@ -244,5 +261,7 @@ def _checked(answer: Answer, wanted: type[T]) -> T:
         return answer
     if isinstance(answer, Failed) and answer.reason == "invalid":
         raise Invalid(answer.detail, name="verifiers")
+    if isinstance(answer, Failed) and answer.reason == "rewritten":
+        raise PlayRewritten(answer.detail, name="verifiers")
     detail = answer.detail if isinstance(answer, Failed) else f"answered with {type(answer).__name__}"
     raise TasksetRaised(detail, name="verifiers")

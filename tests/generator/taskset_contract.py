@@ -1,6 +1,6 @@
 """What a taskset must come to, whoever answers for it: the double of the process, or the process with verifiers.
 
-Subclass `TasksetContract` with a fixture `python`, which names the interpreter.
+Subclass `TasksetContract`, or `OnProcess` for other tests, with a fixture `python`, which names the interpreter.
 """
 
 from __future__ import annotations
@@ -37,18 +37,23 @@ def opened(prompts: str = WORD, **options: object) -> list[Prompt]:
     return found
 
 
-class TasksetContract:
-    """Needs the tasksets of `tests/generator/tasksets`."""
+class OnProcess:
+    """A process for the tests of a class, which finds the tasksets of `tests/generator/tasksets`."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _process(cls, python: Path) -> Iterator[None]:
+    def _process(cls, python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # verifiers keeps the folders of plays there
             patch.setenv(PYTHON, str(python))
             patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
             PROCESS.close()
             yield
             PROCESS.close()
+
+
+class TasksetContract(OnProcess):
+    """Tasks that take one reply."""
 
     def test_tasks_are_prompts_whose_ids_outlive_a_new_order(self) -> None:
         """Also: chat messages, answer, place, and a process that is asked for blocks of rows."""
@@ -141,10 +146,10 @@ class TasksetContract:
 
         asyncio.run(main())
 
-    def test_what_takes_more_than_a_reply_is_refused_by_name(self) -> None:
+    def test_what_can_be_neither_replied_to_nor_played_is_refused_by_name(self) -> None:
         """Where the environment checks the prompts, at start."""
-        (prompt, _) = opened("verifiers:tools")
-        with pytest.raises(Invalid, match="taskset tools has tools; the environment verifiers scores single replies"):
+        prompt = opened("verifiers:contained")[0]
+        with pytest.raises(Invalid, match=r"taskset contained needs a container \(NEEDS_CONTAINER\)"):
             Verifiers().check(prompt)
 
     def test_generate_stores_what_the_taskset_says(self, tmp_path: Path, run: RunClient) -> None:

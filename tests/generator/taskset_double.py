@@ -1,37 +1,47 @@
 """A process that answers as one with verifiers does, for the tasksets of `tests/generator/tasksets`, without verifiers.
 
-Run in place of the interpreter that has verifiers. What of a taskset cannot be played is `tools`, which has some.
+Run in place of the interpreter that has verifiers. `backwards` and `endless_words` take a reply, `sums` is played, and
+`contained` is out of reach.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
-from replaybuf.generator.taskset_worker import Scored, TaskRow, Unfit, run, thought_and_said
+from replaybuf.generator.taskset_worker.faults import PlayFailed, Unfit
+from replaybuf.generator.taskset_worker.loaded import thought_and_said
+from replaybuf.generator.taskset_worker.messages import Described, Rendering, Scored, TaskRow
+from replaybuf.generator.taskset_worker.plays import Over, Play
+from replaybuf.generator.taskset_worker.process import run
+from replaybuf.tokenizer import Tokenizer
 
 GIVEN_UP: list[str] = []
 """Of every reward that was cancelled."""
+CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
 class Words:
     """The tasksets, as far as tests tell."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        if name not in ("backwards", "endless_words", "tools") or options.keys() - {"words"}:
+        if name not in ("backwards", "endless_words", "contained") or options.keys() - {"words"}:
             raise Unfit(f"taskset {name!r} does not load: {sorted(options)}")
         self._name = name
         self.infinite = name == "endless_words"
         self._words = options.get("words", ["cab", "fed"])
 
-    def unscorable(self) -> str | None:
-        """Refuse the one with tools."""
-        return "has tools" if self._name == "tools" else None
+    def describe(self, number: int) -> Described:
+        """Refuse the one that needs a container."""
+        unfit = "needs a container (NEEDS_CONTAINER)" if self._name == "contained" else None
+        return Described(number=number, infinite=self.infinite, plays=None, unfit=unfit)
 
-    def rows(self, first: int, count: int) -> list[TaskRow]:
+    async def rows(self, first: int, count: int, rendering: Rendering | None) -> list[TaskRow]:
         """Make tasks."""
         if self.infinite:
             return [_row(f"a{number + 1}", "a" * (number + 1)) for number in range(first, first + count)]
@@ -64,6 +74,98 @@ class Words:
         metrics = {"said": float(len(said)), "thought": float(len(thought or ""))}
         return Scored(number=number, reward=2 * correct + 1, rewards={"correct": correct, "kept": 1.0}, metrics=metrics)
 
+    async def begin(self, data: dict[str, Any], rendering: Rendering, prompt_ids: list[int]) -> Play:
+        """There is none."""
+        raise Unfit("takes a reply")
+
+
+class Sums:
+    """As `tests/generator/tasksets/sums.py`."""
+
+    infinite = False
+
+    def describe(self, number: int) -> Described:
+        """It is played."""
+        return Described(number=number, infinite=False, plays="has tools", unfit=None)
+
+    async def rows(self, first: int, count: int, rendering: Rendering | None) -> list[TaskRow]:
+        """Make two tasks, rendered by the model's chat template; tools stand nowhere."""
+        rows = []
+        for a, b in ((2, 3), (4, 5))[first : first + count]:
+            messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{a}+{b}"}]
+            prompt_ids = None
+            if rendering is not None:
+                if rendering.renderer.get("name", "qwen3") != "qwen3":
+                    raise Unfit(f"renderer {rendering.renderer} cannot be made; name one, of qwen3")
+                tokenizer = Tokenizer(Path(rendering.tokenizer))
+                prompt_ids = tokenizer.encode(tokenizer.render(messages), add_special_tokens=False)
+            answer = str(a + b)
+            row = TaskRow(
+                task_id=f"hash-of-{answer}",
+                messages=messages,
+                prompt_ids=prompt_ids,
+                answer=answer,
+                task={"answer": answer},
+                needs=[],
+            )
+            rows.append(row)
+        return rows
+
+    async def score(self, data: dict[str, Any], reply: str, number: int) -> Scored:
+        """It is played."""
+        raise Unfit("takes more than a reply")
+
+    async def begin(self, data: dict[str, Any], rendering: Rendering, prompt_ids: list[int]) -> Play:
+        """Play the task."""
+        play = Play(prompt_ids)
+        play.start(_sum(data, Tokenizer(Path(rendering.tokenizer)), play, list(prompt_ids)))
+        return play
+
+
+async def _sum(data: dict[str, Any], tokenizer: Tokenizer, play: Play, ids: list[int]) -> Scored:
+    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    turns, reply = 0, ""
+    try:
+        while turns < 3:
+            token_ids, _ = await play.sampled(ids)
+            turns += 1
+            ids = ids + token_ids
+            while end in token_ids and ids[-1] != end:  # as renderers do: nothing follows the end of a turn
+                ids.pop()
+            ids = ids if ids[-1] == end else [*ids, end]
+            call = CALL.search(tokenizer.decode([token_ids])[0])
+            reply = "" if call else tokenizer.decode([token_ids])[0]
+            if call is None:
+                break
+            answer = await _called(call[1])
+            response = (
+                f"\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+            )
+            ids = ids + tokenizer.encode(response, add_special_tokens=False)
+    except Over:
+        pass
+    match reply.split():
+        case ["raise"]:
+            raise PlayFailed("TaskError: no parse")
+        case ["exit"]:
+            os._exit(3)
+        case ["block", sign]:
+            Path(sign).touch()
+            time.sleep(3600)  # noqa: ASYNC251 - as a reward must not
+    right = float(data["answer"] in reply)
+    return Scored(reward=2 * right + 1, rewards={"right": right, "noted": 1.0}, metrics={"turns": float(turns)})
+
+
+async def _called(text: str) -> str:
+    call = json.loads(text)["arguments"]
+    if call["a"] == -1:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if isinstance(call["b"], str):
+                Path(call["b"]).touch()
+    return str(call["a"] + call["b"])
+
 
 def _row(task_id: str, word: str) -> TaskRow:
     messages = [{"role": "system", "content": "say>"}, {"role": "user", "content": word}]
@@ -78,4 +180,4 @@ def _row(task_id: str, word: str) -> TaskRow:
 
 
 if __name__ == "__main__":
-    run(lambda: "double", Words)
+    run(lambda: "double", lambda name, options: Sums() if name == "sums" else Words(name, options))

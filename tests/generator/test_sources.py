@@ -28,6 +28,7 @@ class Letters:
     """Encodes any text: one token per character."""
 
     vocab_size = 1 << 21
+    folder: Path | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator import taskset_worker
 from replaybuf.generator.environments import load_rewards
-from replaybuf.generator.taskset_process import PYTHON
-from replaybuf.generator.taskset_worker import ScoreReply, framed, thought_and_said
+from replaybuf.generator.taskset_process import PYTHON, WORKER
+from replaybuf.generator.taskset_worker.loaded import thought_and_said
+from replaybuf.generator.taskset_worker.messages import ScoreReply, framed
 from replaybuf.generator.tasksets import PROCESS, Verifiers
 from tests.generator import taskset_double
 from tests.generator.doubles import TIMEOUT_S, make_prompt
@@ -84,7 +84,7 @@ def test_a_task_that_needs_more_than_its_prompt_is_refused() -> None:
 
 
 def test_the_process_ends_with_its_generator_in_the_middle_of_a_score(python: Path) -> None:
-    with subprocess.Popen([python, taskset_worker.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([python, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.read(1)
         score = ScoreReply(number=1, taskset="backwards", task={"answer": "x"}, reply="block")

@@ -1,4 +1,4 @@
-"""verifiers passes the contract that the double of its process passes, and what it has beyond replies is seen."""
+"""verifiers passes the contract that the double of its process passes, and what is out of reach is seen."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ from tests.generator.taskset_contract import HERE, TasksetContract, opened
 
 NEEDY = {
     "contained": ("needs a container", "class T(WordTask):\n    NEEDS_CONTAINER = True"),
-    "prepared": ("has setup, which needs a runtime", "class T(WordTask):\n    async def setup(self, trace): ..."),
-    "finished": ("has finalize, which needs a runtime", "class T(WordTask):\n    async def finalize(self, trace): ..."),
-    "ran": ("has ran, which needs", "class T(WordTask):\n    @vf.reward\n    async def ran(self, runtime): return 1"),
-    "stopped": (
-        "has done, which decides about requests",
-        "class T(WordTask):\n    @vf.stop\n    def done(self, trace: vf.Trace): return True",
-    ),
     "worthless": ("has no reward", "class T(vf.Task[WordData]): ..."),
     "hidden": (
         "leaves secret out of the data",
@@ -30,9 +23,21 @@ NEEDY = {
         "class T(WordTask, vf.Task[D]):\n    pass",
     ),
     "empty": ("holds no task", "class T(WordTask): ..."),
+    "staged": ("has stage_verifier", "class T(WordTask):\n    async def stage_verifier(self, trace, runtime): ..."),
+    "boxed": (
+        "has tools in a runtime of type docker",
+        "class Box(vf.Toolset[vf.ToolsetConfig]): ...\nclass T(WordTask):\n    @classmethod\n"
+        "    def toolsets(cls, config): return [Box(vf.ToolsetConfig(runtime=vf.DockerConfig()))]",
+    ),
+    "equipped": (
+        "has the harness equipped, which needs a container",
+        "class T(WordTask): ...\nclass Mill(vf.Harness[vf.HarnessConfig]):\n    async def launch(self, **_): ...\n"
+        "__all__.append('Mill')",
+    ),
     "peopled": (
-        "has an environment of its own, Peopled",
+        "has 2 agents: solver, judge",
         "class T(WordTask): ...\nclass C(vf.EnvConfig):\n    solver: vf.AgentConfig = vf.AgentConfig()\n"
+        "    judge: vf.AgentConfig = vf.AgentConfig()\n"
         "class Peopled(vf.Env[C]):\n    async def run(self, task, agents): ...\n__all__.append('Peopled')",
     ),
 }
@@ -59,6 +64,7 @@ class TestVerifiers(TasksetContract):
 def folder(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a process with verifiers finds tasksets."""
     monkeypatch.setenv(PYTHON, str(python))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE)]))
     PROCESS.close()
     yield tmp_path
@@ -76,7 +82,7 @@ def write(
     (folder / f"{name}.py").write_text(MODULE.format(task=task, data=data))
 
 
-def test_every_need_beyond_a_reply_is_refused_by_name(folder: Path) -> None:
+def test_what_can_be_neither_replied_to_nor_played_is_refused_by_name(folder: Path) -> None:
     """All in one process, which outlives every refusal."""
     for name, (_, task) in NEEDY.items():
         write(folder, name, task=task)
