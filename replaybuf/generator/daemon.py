@@ -301,7 +301,8 @@ class Daemon:
         options = self._options
         prompt = self._prompts.at(ticket.prompt_index)
         if isinstance(self._scorer, Episodes):
-            sample, scores = await self._scorer.play(prompt, self._sampling(ticket))
+            check_use = self._engine.check_use
+            sample, scores = await self._scorer.play(self._engine, prompt, self._sampling(ticket), check_use)
         else:
             sample = await self._engine.generate(prompt.token_ids, self._sampling(ticket))
             scores = await self._scored(self._scorer, prompt, sample)

@@ -14,29 +14,36 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from replaybuf.errors import RewardFault
-from replaybuf.generator.engines import Sample, Sampling
+from replaybuf.generator.engines import Engine, Sample, Sampling
 from replaybuf.generator.environments import Episode, MultiTurnEnvironment, Score, Turn, score_of
-from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.process_rewards import by_turn
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.scoring import Scores, columns_of, episode_fault
 from replaybuf.generator.threads import LoopThread
-from replaybuf.group import Bools, Int32s
+from replaybuf.group import Bools
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CheckUse: TypeAlias = Callable[[int], None]
+_NextTurn: TypeAlias = Callable[[Piece], Awaitable[Piece]]
+
 LENGTH = "length"
 MAX_TURNS = "max_turns"
+
+
+def _any_use(_: int) -> None:
+    """Let any version pass."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -58,25 +65,36 @@ class Episodes:
     """
 
     def __init__(
-        self, engine: Fleet, environment: MultiTurnEnvironment, tokenizer: Encoder, *, max_turns: int, timeout_s: float
+        self, environment: MultiTurnEnvironment, tokenizer: Encoder, *, max_turns: int, timeout_s: float
     ) -> None:
-        self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
         self._max_turns = max_turns
         self._timeout_s = timeout_s
         self._loop = LoopThread()
 
-    async def play(self, prompt: Prompt, sampling: Sampling) -> tuple[Sample, Scores]:
+    async def play(
+        self, engine: Engine, prompt: Prompt, sampling: Sampling, check_use: CheckUse = _any_use
+    ) -> tuple[Sample, Scores]:
         """Sample and score the `sampling.n` rollouts of one prompt.
 
-        Raises `RewardFault` for what the environment does, `EngineFault` as `Fleet.generate`.
+        `check_use`: before every turn, raises `EngineFault` where the version that a rollout began with is of
+        no use any more. Raises `RewardFault` for what the environment does, `EngineFault` as `engine.generate`.
         """
-        first = await self._engine.generate(prompt.token_ids, sampling)
+
+        async def next_turn(rollout: int, piece: Piece) -> Piece:
+            check_use(int(piece.spans[0, 0]))
+            so_far = np.concatenate([prompt.token_ids, piece.token_ids])
+            (turn,) = pieces(await engine.generate(so_far, remainder(sampling, rollout, piece)))
+            return turn
+
+        first = await engine.generate(prompt.token_ids, sampling)
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._played(prompt, sampling, rollout, begun))
+                    tasks.create_task(
+                        self._played(prompt, begun, functools.partial(next_turn, rollout), sampling.max_tokens)
+                    )
                     for rollout, begun in enumerate(pieces(first))
                 ]
         except BaseExceptionGroup as group:
@@ -90,10 +108,10 @@ class Episodes:
             scores = by_turn(prompt, scores, [one.turn_ends for one in played])
         return dataclasses.replace(sample, completion_mask=mask), scores
 
-    async def _played(self, prompt: Prompt, sampling: Sampling, rollout: int, begun: Piece) -> _Played:
+    async def _played(self, prompt: Prompt, begun: Piece, next_turn: _NextTurn, max_tokens: int) -> _Played:
         episode: Episode = await self._told(prompt, "environment", self._started(prompt))
         try:
-            piece, mask, turn_ends = await self._turns(prompt, sampling, rollout, begun, episode)
+            piece, mask, turn_ends = await self._turns(prompt, begun, next_turn, max_tokens, episode)
             score = await self._told(prompt, "reward", _scored(episode))
         finally:
             closing = self._loop.start(_closed(episode, prompt, self._timeout_s))
@@ -102,7 +120,7 @@ class Episodes:
         return _Played(piece, mask, turn_ends, score)
 
     async def _turns(
-        self, prompt: Prompt, sampling: Sampling, rollout: int, piece: Piece, episode: Episode
+        self, prompt: Prompt, piece: Piece, next_turn: _NextTurn, max_tokens: int, episode: Episode
     ) -> tuple[Piece, Bools, list[int]]:
         mask, turn_ends, turn = np.ones(len(piece), np.bool_), [len(piece)], piece
         while turn.finish_reason != LENGTH:
@@ -112,22 +130,16 @@ class Episodes:
             answer = self._answer(prompt, reply, int(piece.spans[-1, 0]))
             if len(turn_ends) == self._max_turns:
                 return dataclasses.replace(piece, finish_reason=MAX_TURNS), mask, turn_ends
-            if len(piece) + len(answer) >= sampling.max_tokens:
+            if len(piece) + len(answer) >= max_tokens:
                 return dataclasses.replace(piece, finish_reason=LENGTH), mask, turn_ends
             piece = piece.followed_by(answer)
-            turn = await self._next(prompt.token_ids, sampling, rollout, piece)
+            turn = await next_turn(piece)
             piece = piece.followed_by(turn)
             turn_ends.append(len(piece))
             mask = np.concatenate([mask, np.zeros(len(answer), np.bool_), np.ones(len(turn), np.bool_)])
         if turn.finish_reason == LENGTH and hasattr(episode, "cut_off"):
             await self._told(prompt, "environment", episode.cut_off(self._turn(turn)))
         return piece, mask, turn_ends
-
-    async def _next(self, prompt_ids: Int32s, sampling: Sampling, rollout: int, piece: Piece) -> Piece:
-        self._engine.check_use(int(piece.spans[0, 0]))
-        so_far = np.concatenate([prompt_ids, piece.token_ids])
-        (turn,) = pieces(await self._engine.generate(so_far, remainder(sampling, rollout, piece)))
-        return turn
 
     def _turn(self, piece: Piece) -> Turn:
         ids = piece.token_ids.tolist()

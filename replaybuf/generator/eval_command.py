@@ -37,6 +37,7 @@ def evaluate_command(
     max_inflight_prompts: int = 32,
     engine_timeout_s: float = 300.0,
     reward_timeout_s: float = 30.0,
+    max_turns: int = 8,
     start_timeout_s: float = 300.0,
     model: str | None = None,
     engine_api_key: str | None = None,
@@ -72,7 +73,9 @@ def evaluate_command(
     engine_timeout_s
         Longest time one request may take an engine, in seconds.
     reward_timeout_s
-        Longest time scoring one prompt's completions may take, in seconds.
+        Longest time scoring one prompt's completions may take, in seconds; each call of an environment of turns.
+    max_turns
+        Turns of a rollout at most, in an environment that answers turns.
     start_timeout_s
         How long to wait for the engines, in seconds.
     model
@@ -98,6 +101,7 @@ def evaluate_command(
         "max_tokens": max_tokens,
         "samples": samples,
         "max_inflight_prompts": max_inflight_prompts,
+        "max_turns": max_turns,
     }.items():
         check_least(option, value, 1)
     model_folder = Tokenizer(tokenizer)
@@ -109,6 +113,7 @@ def evaluate_command(
         temperature=temperature,
         samples=samples,
         reward_timeout_s=reward_timeout_s,
+        max_turns=max_turns,
         name=name,
         max_inflight_prompts=max_inflight_prompts,
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import Engine, Sample, Sampling
+from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import SUPERSEDED
 from replaybuf.generator.scoring import Scores, Scoring
+
+T = TypeVar("T")
 
 TRIES = 3
 """Completions that new weights made too old for a batch are too old for nothing here, but the fleet gives them up."""
@@ -39,7 +42,7 @@ class EvaluationResult:
 
 async def evaluate(
     engine: Engine,
-    scorer: Scoring,
+    scorer: Scoring | Episodes,
     prompts: Iterable[Prompt],
     tokenizer: Encoder,
     *,
@@ -49,18 +52,23 @@ async def evaluate(
     max_inflight_prompts: int = 32,
     stop_token_ids: tuple[int, ...] = (),
 ) -> EvaluationResult:
-    """Sample `samples` completions of every prompt at `temperature` (0 = greedy) and score them.
+    """Sample `samples` completions of every prompt at `temperature` (0 = greedy) and score them, or play its episodes.
 
     Raises `Invalid` where there is no prompt, the last fault where no prompt could be scored, `EngineUnfit`.
     """
     sampling = Sampling(n=samples, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
     room = asyncio.Semaphore(max_inflight_prompts)
 
+    async def made(prompt: Prompt) -> tuple[Sample, Scores]:
+        if isinstance(scorer, Episodes):
+            return await scorer.play(engine, prompt, sampling)
+        sample = await engine.generate(prompt.token_ids, sampling)
+        return sample, await scorer.score(prompt, tokenizer.decode(sample.completions))
+
     async def one(prompt: Prompt) -> tuple[Sample, Scores] | EngineFault | RewardFault:
         try:
             async with room:
-                sample = await _sampled(engine, prompt, sampling)
-                return sample, await scorer.score(prompt, tokenizer.decode(sample.completions))
+                return await _patiently(lambda: made(prompt))
         except (EngineFault, RewardFault) as fault:
             return fault
 
@@ -79,11 +87,11 @@ async def evaluate(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HeldOut:
-    """A held-out set and how it is asked: `samples` completions per prompt at `temperature`, scored by `scorer`."""
+    """A held-out set and how it is asked: `samples` completions per prompt at `temperature`, by `scorer`."""
 
     name: str
     prompts: Sequence[Prompt]
-    scorer: Scoring
+    scorer: Scoring | Episodes
     tokenizer: Encoder
     max_tokens: int
     temperature: float = 0.0
@@ -121,14 +129,14 @@ class HeldOut:
         }
 
 
-async def _sampled(engine: Engine, prompt: Prompt, sampling: Sampling) -> Sample:
+async def _patiently(make: Callable[[], Awaitable[T]]) -> T:
     for _ in range(TRIES - 1):
         try:
-            return await engine.generate(prompt.token_ids, sampling)
+            return await make()
         except EngineFault as fault:
             if fault.reason != SUPERSEDED:
                 raise
-    return await engine.generate(prompt.token_ids, sampling)
+    return await make()
 
 
 def _counted(scored: Sequence[tuple[Sample, Scores]], *, failed: int) -> EvaluationResult:

@@ -14,7 +14,8 @@ from replaybuf.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.engines import Server
-from replaybuf.generator.environments import check_prompts, load_rewards
+from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
+from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer
@@ -172,6 +173,7 @@ def held_out_set(
     temperature: float,
     samples: int,
     reward_timeout_s: float,
+    max_turns: int,
     name: str | None = None,
     max_inflight_prompts: int = 32,
 ) -> HeldOut:
@@ -184,10 +186,13 @@ def held_out_set(
         raise Invalid(f"prompts {prompts!r} never end; an evaluation needs an end", name="prompts", value=prompts)
     rewards = load_rewards(environment)
     check_prompts(rewards, supply.known)
+    played = multi_turn(rewards)
     return HeldOut(
         name=name or Path(prompts).stem,
         prompts=supply.known,
-        scorer=Scorer(rewards, timeout_s=reward_timeout_s),
+        scorer=Episodes(played, tokenizer, max_turns=max_turns, timeout_s=reward_timeout_s)
+        if played
+        else Scorer(rewards, timeout_s=reward_timeout_s),
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         temperature=temperature,

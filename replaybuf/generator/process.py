@@ -261,7 +261,7 @@ async def _prepared(
         pool = RewardPool(options.environment, processes=options.reward_processes, timeout_s=options.reward_timeout_s)
         scoring = await stack.enter_async_context(pool)
     elif played is not None:
-        scoring = Episodes(engine, played, tokenizer, max_turns=options.max_turns, timeout_s=options.reward_timeout_s)
+        scoring = Episodes(played, tokenizer, max_turns=options.max_turns, timeout_s=options.reward_timeout_s)
     else:
         scoring = Scorer(rewards, timeout_s=options.reward_timeout_s)
     schedule = None
@@ -312,6 +312,7 @@ def _schedule(options: GenerateOptions, prompts: str, tokenizer: Tokenizer) -> S
         temperature=options.eval_temperature,
         samples=options.eval_samples,
         reward_timeout_s=options.reward_timeout_s,
+        max_turns=options.max_turns,
     )
     return Schedule(held_out, options.eval_every, adapter=options.adapter, producer=options.producer)
 

@@ -59,9 +59,7 @@ class Scorer:
         rewards = environment if isinstance(environment, Sequence) else [Reward("", environment)]
         several_turns = next((reward.name for reward in rewards if takes_turns(reward.environment)), None)
         if several_turns is not None:
-            detail = (
-                f"environment {several_turns!r} plays turns; it stands alone: no weight, reward processes, evaluation"
-            )
+            detail = f"environment {several_turns!r} plays turns; it stands alone, without weight and reward processes"
             raise Invalid(detail, name="environment", value=several_turns)
         self._rewards = tuple(rewards)
         self._blended = len(rewards) > 1 or rewards[0].weight != 1.0

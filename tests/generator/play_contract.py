@@ -75,9 +75,9 @@ class Table:
         timeout_s = bound.get("timeout_s", TIMEOUT_S)
         async with asyncio.timeout(TIMEOUT_S), engine.up():
             fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], max_staleness=1)
-            episodes = Episodes(fleet, environment, self.tokenizer, max_turns=max_turns, timeout_s=timeout_s)
+            episodes = Episodes(environment, self.tokenizer, max_turns=max_turns, timeout_s=timeout_s)
             try:
-                return await episodes.play(prompt, Sampling(n=n, max_tokens=max_tokens, seed=5))
+                return await episodes.play(fleet, prompt, Sampling(n=n, max_tokens=max_tokens, seed=5))
             finally:
                 await fleet.aclose()
 
@@ -212,8 +212,8 @@ class PlayContract(OnProcess):
             async with asyncio.timeout(TIMEOUT_S), engine.up():
                 fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)])
                 try:
-                    episodes = Episodes(fleet, environment, table.tokenizer, max_turns=8, timeout_s=TIMEOUT_S)
-                    return await episodes.play(word, Sampling(n=1, max_tokens=20))
+                    episodes = Episodes(environment, table.tokenizer, max_turns=8, timeout_s=TIMEOUT_S)
+                    return await episodes.play(fleet, word, Sampling(n=1, max_tokens=20))
                 finally:
                     await fleet.aclose()
 

@@ -68,9 +68,10 @@ def play(
         async with asyncio.timeout(TIMEOUT_S), engine.up():
             fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], max_staleness=1)
             tokenizer = make_tokenizer(folder)
-            episodes = Episodes(fleet, environment, tokenizer, max_turns=max_turns, timeout_s=timeout_s)
+            episodes = Episodes(environment, tokenizer, max_turns=max_turns, timeout_s=timeout_s)
             try:
-                return await episodes.play(make_prompt("abc"), Sampling(n=n, max_tokens=max_tokens, seed=5))
+                sampling = Sampling(n=n, max_tokens=max_tokens, seed=5)
+                return await episodes.play(fleet, make_prompt("abc"), sampling, fleet.check_use)
             finally:
                 await fleet.aclose()
 

@@ -12,10 +12,12 @@ from tests.generator.doubles import EngineDouble, write_tokenizer
 from tests.generator.test_command import bounded, write_prompts
 
 
-async def evaluated(folder: Path, engine: str, *options: str) -> tuple[int | None, str, str]:
+async def evaluated(
+    folder: Path, engine: str, *options: str, environment: str = "exact-match"
+) -> tuple[int | None, str, str]:
     """Run it; return exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "replaybuf.cli", "eval", "--engine", engine, "--environment", "exact-match"),
+        *(sys.executable, "-m", "replaybuf.cli", "eval", "--engine", engine, "--environment", environment),
         *("--tokenizer", str(write_tokenizer(folder / "model")), "--max-tokens", "8"),
         *(options if "--prompts" in options else ("--prompts", str(write_prompts(folder)), *options)),
         stdout=asyncio.subprocess.PIPE,
@@ -54,12 +56,28 @@ def test_it_prints_a_table_and_needs_no_service(tmp_path: Path) -> None:
     bounded(main())
 
 
+def test_an_environment_of_turns_is_played(tmp_path: Path) -> None:
+    """Two turns by default, one where that is the bound; the reward is that of the episode."""
+    echo = "tests.generator.turn_environments:Echo"
+
+    async def main() -> None:
+        async with EngineDouble(version=7).up() as engine:
+            for options, requests in (((), 12), (("--max-turns", "1"), 6)):
+                engine.requests.clear()
+                code, out, error = await evaluated(tmp_path, engine.url, "--json", *options, environment=echo)
+                assert code == 0, error
+                assert (json.loads(out)["reward_mean"], len(engine.requests)) == (0.5, requests)
+
+    bounded(main())
+
+
 def test_what_cannot_be_evaluated_ends_it_with_one_message(tmp_path: Path) -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine:
             for options, said in (
                 (("--samples", "0"), "samples is 0; at least 1 is needed"),
                 (("--run", "r"), "url and run go together"),
+                (("--max-turns", "0"), "max_turns is 0; at least 1 is needed"),
                 (("--prompts", "reasoning-gym:chain_sum"), "an evaluation needs an end"),
             ):
                 code, _, error = await evaluated(tmp_path, engine.url, *options)

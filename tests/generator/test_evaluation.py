@@ -10,10 +10,13 @@ import pytest
 
 from replaybuf.errors import EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import VllmEngine
-from replaybuf.generator.environments import Score
+from replaybuf.generator.environments import Score, Turn
+from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.evaluation import EvaluationResult, evaluate
 from replaybuf.generator.scoring import Scorer
 from tests.generator.doubles import TIMEOUT_S, Broken, EngineDouble, Gate, Spelling, make_prompt, make_tokenizer, reply
+from tests.generator.test_episodes import Speaking, scripted
+from tests.generator.turn_environments import Scripted
 
 
 def run(
@@ -21,13 +24,18 @@ def run(
 ) -> EvaluationResult:
     async def main() -> EvaluationResult:
         async with double.up():
-            engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
+            engine, tokenizer = VllmEngine(double.url, timeout_s=TIMEOUT_S), make_tokenizer(folder)
+            scorer: Scorer | Episodes
+            if isinstance(environment, Scripted):
+                scorer = Episodes(environment, tokenizer, max_turns=8, timeout_s=TIMEOUT_S)
+            else:
+                scorer = Scorer(environment or Spelling(), timeout_s=TIMEOUT_S)
             try:
                 return await evaluate(
                     engine,
-                    Scorer(environment or Spelling(), timeout_s=TIMEOUT_S),
+                    scorer,
                     [make_prompt(text) for text in texts],
-                    make_tokenizer(folder),
+                    tokenizer,
                     **{"temperature": 0.0, "max_tokens": 8} | options,
                 )
             finally:
@@ -43,6 +51,25 @@ def test_the_mean_reward_and_the_versions_are_told(tmp_path: Path) -> None:
     assert result == EvaluationResult(
         accuracy=0.75, standard_error=0.25, parts={"length": 3.0}, n=4, failed=0, versions=(4, 5)
     )
+
+
+def test_episodes_are_played_to_their_end_by_whatever_versions(tmp_path: Path) -> None:
+    """The last turn is three versions younger than the first: a result like any other."""
+    environment = scripted(" x ", " y ", " z ")
+    result = run(Speaking("a", "b", "c", "d", rises=1), tmp_path, ["abc"], environment, max_tokens=40)
+    assert (result.accuracy, result.n, result.failed, result.versions) == (1.0, 1, 0, (3, 4, 5, 6))
+    assert [turn.text for turn in environment.turns[0]] == ["a", "b", "c", "d"]
+
+
+def test_an_episode_that_fails_is_a_prompt_that_failed(tmp_path: Path) -> None:
+    async def answers(number: int, turn: Turn) -> str | None:
+        if turn.text == "c":
+            raise ValueError("no such move")
+        return " x " if number == 0 else None
+
+    double = Speaking("a", "b", "c")
+    result = run(double, tmp_path, ["abc", "abd"], Scripted(answers), max_tokens=40, max_inflight_prompts=1)
+    assert (result.accuracy, result.n, result.failed) == (1.0, 1, 1)
 
 
 def test_temperature_and_number_of_samples_are_the_callers(tmp_path: Path) -> None:
