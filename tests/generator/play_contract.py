@@ -19,12 +19,15 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer, Scores
 from replaybuf.generator.sources import Source, open_source
+from replaybuf.generator.taskset_worker.messages import Requests, Standing, TakeTurn
+from replaybuf.generator.tasksets import PROCESS
 from replaybuf.tokenizer import Tokenizer
 from tests.conftest import RunClient
 from tests.generator.qwen import write_qwen
 from tests.generator.taskset_contract import OnProcess
 from tests.generator.test_command import generator, stored
 from tests.generator.test_episodes import Speaking
+from tests.waiting import eventually
 
 SUMS = "verifiers:sums"
 TIMEOUT_S = 120.0
@@ -186,12 +189,22 @@ class PlayContract(OnProcess):
         (prompt, _) = table.prompts()
         sign = tmp_path / "blocked"
         monkeypatch.setattr(taskset_process, "GRACE_S", 0.2)
+        asked, ask = [], PROCESS.ask
+
+        async def noted(request: Requests, answer: type[Standing]) -> Standing:
+            asked.append(type(request))
+            return await ask(request, answer)
+
+        monkeypatch.setattr(PROCESS, "ask", noted)
 
         async def main() -> list[str]:
             other = asyncio.create_task(table.plays(prompt, table.speaking(HANGS)))
             async with asyncio.timeout(TIMEOUT_S):
+                # Else it would begin, and hang, in the next process.
+                await asyncio.to_thread(eventually, lambda: TakeTurn in asked, TIMEOUT_S)
                 blocking = table.plays(prompt, table.speaking(f"block {sign}<|im_end|>"), timeout_s=self.bound_s)
                 results = await asyncio.gather(other, blocking, return_exceptions=True)
+            assert sign.exists()
             return [result.reason for result in results if isinstance(result, RewardFault)]
 
         assert asyncio.run(main()) == ["environment_raised", "environment_timeout"]

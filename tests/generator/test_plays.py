@@ -14,11 +14,13 @@ __all__ = ["python", "table"]
 class TestDouble(PlayContract):
     """The double."""
 
-    bound_s = 1.0
+    bound_s = 3.0
 
     def test_a_play_that_nobody_waits_for_is_cancelled(self, table: Table, tmp_path: Path) -> None:
         """Not only what waits for it."""
         cancelled = tmp_path / "cancelled"
         table.played("so<|im_end|>")
-        assert table.fault(HANGS.replace("3}", f'"{cancelled}"}}'), timeout_s=0.3).reason == "environment_timeout"
+        assert (
+            table.fault(HANGS.replace("3}", f'"{cancelled}"}}'), timeout_s=self.bound_s).reason == "environment_timeout"
+        )
         eventually(cancelled.exists, TIMEOUT_S)

@@ -85,6 +85,7 @@ class Player:
         """Begin a play, see that it opens as its prompt does, and return the tools it offers the model."""
         from .chat import tools_of
 
+        opening_ids(rendering, self._opening(task.data), [])  # says what is wrong, where the play would get a status
         play, traces = Play(None), []
 
         def minted(trace: Any) -> None:

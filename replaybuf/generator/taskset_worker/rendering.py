@@ -45,12 +45,19 @@ def _by_model_type(folder: Path) -> str:
 
 
 def opening_ids(rendering: Rendering, messages: list[Any], tools: list[dict[str, Any]]) -> list[int]:
-    """Render the start of a conversation, up to where the first turn begins."""
+    """Render the start of a conversation, up to where the first turn begins.
+
+    Raises `Unfit` where the renderer cannot, as one whose markers the tokenizer does not know.
+    """
     from verifiers.v1.dialects.chat import message_to_wire
 
     wire = [message_to_wire(message) for message in messages]
     renderer = _renderer(rendering.tokenizer, renderer_config(rendering))
-    ids: list[int] = renderer.render(wire, tools=tools or None, add_generation_prompt=True).token_ids
+    try:
+        ids: list[int] = renderer.render(wire, tools=tools or None, add_generation_prompt=True).token_ids
+    except Exception as error:
+        name = renderer_config(rendering)["name"]
+        raise Unfit(f"renderer {name} does not fit {rendering.tokenizer}: {told(error)}; {_name_one()}") from error
     return ids
 
 
