@@ -25,10 +25,16 @@ def renderer_config(rendering: Rendering) -> Any:
 
     Raises `Unfit` where it is none, or none is named and the model tells none.
     """
+    return _checked(rendering.tokenizer, json.dumps(rendering.renderer, sort_keys=True))
+
+
+@functools.cache
+def _checked(folder: str, renderer: str) -> Any:
+    # Once, not for every task and play: reading the folder and building the check take 2 ms.
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig
 
-    given = rendering.renderer or {"name": _by_model_type(Path(rendering.tokenizer))}
+    given = json.loads(renderer) or {"name": _by_model_type(Path(folder))}
     try:
         return TypeAdapter(RendererConfig).validate_python(given)
     except ValidationError as error:
@@ -47,17 +53,13 @@ def _by_model_type(folder: Path) -> str:
 def opening_ids(rendering: Rendering, messages: list[Any], tools: list[dict[str, Any]]) -> list[int]:
     """Render the start of a conversation, up to where the first turn begins.
 
-    Raises `Unfit` where the renderer cannot, as one whose markers the tokenizer does not know.
+    Raises `Unfit` where the renderer does not fit the tokenizer, as one whose markers that does not know.
     """
     from verifiers.v1.dialects.chat import message_to_wire
 
     wire = [message_to_wire(message) for message in messages]
     renderer = _renderer(rendering.tokenizer, renderer_config(rendering))
-    try:
-        ids: list[int] = renderer.render(wire, tools=tools or None, add_generation_prompt=True).token_ids
-    except Exception as error:
-        name = renderer_config(rendering)["name"]
-        raise Unfit(f"renderer {name} does not fit {rendering.tokenizer}: {told(error)}; {_name_one()}") from error
+    ids: list[int] = renderer.render(wire, tools=tools or None, add_generation_prompt=True).token_ids
     return ids
 
 
