@@ -59,6 +59,6 @@ def _counted(prompt: Prompt, scores: Scores, rollouts: Sequence[tuple[int, str, 
         wrong = next((end for end, _ in taken if not 1 <= end <= bound), None)
         if wrong is not None:
             what = f"has a process reward that ends at {wrong}; the completion has {bound} {unit}"
-            raise reward_fault("reward_bad_end", prompt, what)
+            raise reward_fault("bad_end", prompt, what)
         found.append(tuple((token_of(end), reward) for end, reward in taken))
     return dataclasses.replace(scores, process_rewards=tuple(found))

@@ -103,11 +103,11 @@ class RewardPool:
                 answer = await worker.ask(_job_of(prompt, completions))
             usable = True
         except TimeoutError:
-            raise reward_fault("reward_timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
+            raise reward_fault("timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
         except (EOFError, ConnectionError) as error:
-            raise reward_fault("reward_raised", prompt, "ended the process that computed it") from error
+            raise reward_fault("raised", prompt, "ended the process that computed it") from error
         except ReplaybufError as error:
-            raise reward_fault("reward_raised", prompt, f"has no process: {error.detail}") from error
+            raise reward_fault("raised", prompt, f"has no process: {error.detail}") from error
         finally:
             if worker is not None and not usable:  # a cancelled job too: its answer would be taken for the next one's
                 await worker.end()

@@ -90,8 +90,8 @@ class Scorer:
             raise
         except Exception as error:  # whatever an environment raises is its author's to read
             if not bound.expired():
-                raise reward_fault("reward_raised", prompt, f"raised {error!r}") from error
-            raise reward_fault("reward_timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
+                raise reward_fault("raised", prompt, f"raised {error!r}") from error
+            raise reward_fault("timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
         finally:
             for promise in promises:
                 if not promise.cancel() and not promise.done():  # a thread, which nothing ends
@@ -116,7 +116,7 @@ class Scorer:
         with np.errstate(over="ignore", invalid="ignore"):  # judged below, by the result
             total = np.array([reward.weight for reward in self._rewards]) @ np.array([c.rewards for c in columns])
         if not np.isfinite(total).all():
-            raise reward_fault("reward_not_finite", prompt, f"is not finite: the weighted sum holds {total.tolist()}")
+            raise reward_fault("not_finite", prompt, f"is not finite: the weighted sum holds {total.tolist()}")
         return Scores(total, parts, self._joined_process(scored))
 
     def _joined_process(self, scored: list[list[Score]]) -> tuple[tuple[ProcessReward, ...], ...]:
@@ -152,7 +152,7 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
     rewards = np.array([score.reward for score in scores], np.float64)
     names = list(scores[0].parts)
     if any(score.parts.keys() != scores[0].parts.keys() for score in scores):
-        raise reward_fault("reward_parts_differ", prompt, "has different parts per completion")
+        raise reward_fault("parts_differ", prompt, "has different parts per completion")
     parts = {name: np.array([score.parts[name] for score in scores], np.float64) for name in names}
     process = tuple(score.process_rewards for score in scores) if any(score.process_rewards for score in scores) else ()
     named = {"reward": rewards, **parts}
@@ -160,7 +160,7 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
         named["process_rewards"] = np.array([reward for given in process for _, reward in given], np.float64)
     for name, values in named.items():
         if not np.isfinite(values).all():
-            raise reward_fault("reward_not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
+            raise reward_fault("not_finite", prompt, f"is not finite: {name} holds {values.tolist()}")
     return Scores(rewards, parts, process)
 
 
@@ -170,6 +170,6 @@ def episode_fault(what: str, kind: str, prompt: Prompt, detail: str) -> RewardFa
     return RewardFault(f"{what}_{kind}", f"{what} of prompt {prompt_id!r} {detail}", name=what, value=prompt_id)
 
 
-def reward_fault(reason: str, prompt: Prompt, what: str) -> RewardFault:
-    """Say what a reward did to the group of a prompt."""
-    return RewardFault(reason, f"reward of prompt {prompt.prompt_id!r} {what}", name="reward", value=prompt.prompt_id)
+def reward_fault(kind: str, prompt: Prompt, detail: str) -> RewardFault:
+    """Say what a reward did to the group of a prompt; counted as `reward_<kind>`."""
+    return episode_fault("reward", kind, prompt, detail)

@@ -269,4 +269,4 @@ def score_by(scored: Scored) -> Score:
 
 def reward_raised(prompt: Prompt, error: Invalid | TasksetRaised) -> RewardFault:
     """Say that scoring failed."""
-    return reward_fault("reward_raised", prompt, f"is not there: {error.detail}")
+    return reward_fault("raised", prompt, f"is not there: {error.detail}")

@@ -57,12 +57,18 @@ def make_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(write_tokenizer(folder))
 
 
+def ids(text: str) -> list[int]:
+    """Spell a text in the token ids of that tokenizer."""
+    return [LETTERS.index(letter) for letter in text]
+
+
 def make_prompt(
     text: str = "abc", *, prompt_id: str | None = None, answer: str | None = None, **metadata: Any
 ) -> Prompt:
     """Build a prompt, one token per letter."""
-    ids = np.array([LETTERS.index(letter) for letter in text], np.int32)
-    return Prompt(prompt_id or text, text, ids, answer, metadata, "prompts file words.jsonl, line 1")
+    return Prompt(
+        prompt_id or text, text, np.array(ids(text), np.int32), answer, metadata, "prompts file words.jsonl, line 1"
+    )
 
 
 class Spelling:

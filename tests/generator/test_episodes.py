@@ -16,14 +16,10 @@ from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer, Scores
-from tests.generator.doubles import LETTERS, TIMEOUT_S, EngineDouble, make_prompt, make_tokenizer
+from tests.generator.doubles import TIMEOUT_S, EngineDouble, ids, make_prompt, make_tokenizer
 from tests.generator.turn_environments import Scripted
 
 HERE = "tests.generator.turn_environments"
-
-
-def ids(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
 
 
 class Speaking(EngineDouble):

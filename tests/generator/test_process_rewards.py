@@ -14,17 +14,22 @@ from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.process_rewards import by_text, by_turn
 from replaybuf.generator.scoring import Scorer, Scores
 from replaybuf.group import Group
-from tests.generator.doubles import LETTERS, TIMEOUT_S, Broken, EngineDouble, ServiceDouble, make_prompt, make_tokenizer
+from tests.generator.doubles import (
+    LETTERS,
+    TIMEOUT_S,
+    Broken,
+    EngineDouble,
+    ServiceDouble,
+    ids,
+    make_prompt,
+    make_tokenizer,
+)
 from tests.generator.test_daemon import run, world
 from tests.generator.test_episodes import Speaking, play
 from tests.generator.turn_environments import Scripted
 
 END = len(LETTERS)
 """Id of `</s>`, which decodes to nothing."""
-
-
-def ids(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
 
 
 def scores(*given: Sequence[tuple[int, float]]) -> Scores:

@@ -8,15 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import RunClient, ServeProcess, group
-from tests.generator.doubles import LETTERS, write_tokenizer
+from tests.generator.doubles import LETTERS, ids, write_tokenizer
 
 Connect = Callable[[str, str], RunClient]
 END = len(LETTERS)
-
-
-def ids(text: str) -> list[int]:
-    """Spell a text in the token ids of the tokenizer."""
-    return [LETTERS.index(letter) for letter in text]
 
 
 def test_a_group_that_is_looked_at_shows_its_text(tmp_path: Path, connect: Connect) -> None:

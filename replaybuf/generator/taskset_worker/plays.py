@@ -41,7 +41,6 @@ class Play:
         self._ids = prompt_ids
         self._asks: asyncio.Queue[list[int] | None] = asyncio.Queue()
         self._turn: asyncio.Future[tuple[list[int], bool]] | None = None
-        self._begun = False
         self._over = False
         self._rewritten: Rewritten | None = None
         self._task: asyncio.Task[Scored] | None = None
@@ -93,7 +92,7 @@ class Play:
             raise Over
         self._check(token_ids)
         answer = token_ids if self._ids is None else token_ids[len(self._ids) :]
-        self._ids, self._begun = token_ids, True
+        self._ids = token_ids
         self._turn = asyncio.get_running_loop().create_future()
         self._asks.put_nowait(answer)
         return await self._turn
@@ -105,7 +104,7 @@ class Play:
         elif token_ids[: len(known)] != known:
             same = next((n for n, (a, b) in enumerate(zip(token_ids, known, strict=False)) if a != b), len(token_ids))
             wrong = f"asks for a turn after {len(token_ids)} tokens that differ from its first {len(known)} at {same}"
-        elif self._begun == (len(token_ids) == len(known)):
+        elif (self._turn is not None) == (len(token_ids) == len(known)):  # the first turn follows the prompt alone
             wrong = f"asks for a turn after {len(token_ids)} tokens; its first {len(known)} are known"
         else:
             return
