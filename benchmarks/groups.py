@@ -41,7 +41,7 @@ def random_group(
     )
 
 
-def one_rank_body(groups: Sequence[Group], step: int, seq_len: int) -> bytearray:
+def one_rank_body(groups: Sequence[Group], step: int, seq_len: int) -> memoryview:
     """Pack groups into the body of a batch, as the service would for one rank."""
     used = [
         BatchGroup(group=group, index=n, staleness=step - group.policy_version, times_sampled=1)

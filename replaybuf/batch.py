@@ -23,7 +23,8 @@ from replaybuf.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group,
 
 METADATA_KEY = "replaybuf"
 
-_NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.bool_): "BOOL"}
+_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
+_NAMES = {_INT32: "I32", _FLOAT32: "F32", _BOOL: "BOOL"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _Shapes = dict[tuple[int, str], tuple[np.dtype[Any], int]]
@@ -128,34 +129,26 @@ class Segment:
     rollout: int
 
 
-def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_multiple_of: int = 1) -> bytearray:
+def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_multiple_of: int = 1) -> memoryview:
     """Write the body of one rank: `rows[i]` are the rollouts of micro-batch `i`, in order.
 
     A row is padded to a multiple of `pad_to_multiple_of`; an empty row gets one padding segment. The same arguments
     give the same bytes.
     """
-    groups = {id(segment.group): segment.group for row in rows for segment in row}
-    present: dict[str, bool] = {
-        name: any(getattr(entry.group, name) is not None for entry in groups.values()) for name in OPTIONAL_LOGPROBS
-    }
-    present["sampling_weights"] = any(entry.sampling_weight is not None for entry in groups.values())
-    cuts = {
-        key: _Cuts(_bounds(e.group.prompt_lengths), _bounds(e.group.completion_lengths)) for key, e in groups.items()
-    }
-    pieces = [_pieces_of(row, cuts) for row in rows]
+    rollouts = _rollouts_of([segment for row in rows for segment in row])
+    bounds = list(itertools.pairwise(itertools.accumulate((len(row) for row in rows), initial=0)))
     shapes = {
         (number, name): shape
-        for number, row in enumerate(pieces)
-        for name, shape in _shapes_of(row, pad_to_multiple_of).items()
-        if present.get(name, True)
+        for number, (first, last) in enumerate(bounds)
+        for name, shape in _shapes_of(rollouts, first, last, pad_to_multiple_of).items()
     }
     body, views = _allocate(meta, shapes)
     columns: list[dict[str, npt.NDArray[Any]]] = [{} for _ in rows]
     for (number, name), view in views.items():
         columns[number][name] = view
     blank = _Blank.of(max((length for _, length in shapes.values()), default=0))
-    for row, out in zip(pieces, columns, strict=True):
-        _fill(row, out, blank)
+    for (first, last), out in zip(bounds, columns, strict=True):
+        _fill(rollouts, first, last, out, blank)
     return body
 
 
@@ -181,27 +174,28 @@ def padded_length(tokens: int, pad_to_multiple_of: int) -> int:
     return max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
 
 
-class _Cuts(NamedTuple):
-    """Where the rollouts of a group begin and end in its prompt and completion columns: n+1 bounds each."""
+class _Rollouts(NamedTuple):
+    """The rollouts of a body, one row after another; of each:
 
-    prompts: list[int]
-    completions: list[int]
+    - `groups`, `places`: its group and its number in it
+    - `prompts`, `completions`: where its tokens stand in the columns of its group; `tokens`: how many they are
+    - `numbers`: the columns that have one value per rollout, by name
+    - `logprobs`: names of the columns of logprobs that any of the groups has
+    """
 
-
-class _Piece(NamedTuple):
-    """One rollout of a row: where its prompt and its completion begin in its group's columns, tokens of each."""
-
-    segment: Segment
-    prompt_start: int
-    prompt_tokens: int
-    completion_start: int
-    completion_tokens: int
-    tokens: int
+    groups: list[Group]
+    places: list[int]
+    prompts: list[slice]
+    completions: list[slice]
+    tokens: Int32s
+    numbers: dict[str, npt.NDArray[Any]]
+    logprobs: list[str]
 
 
 class _Blank(NamedTuple):
-    """What rows have in common: zeros stand on prompts for mask and logprobs, positions count from 0."""
+    """What rows have in common: zeros stand on prompts and padding, positions count from 0."""
 
+    ids: Int32s
     zeros: Float32s
     falses: Bools
     positions: Int32s
@@ -209,123 +203,151 @@ class _Blank(NamedTuple):
     @classmethod
     def of(cls, length: int) -> _Blank:
         """Make runs of `length` tokens."""
-        return cls(np.zeros(length, np.float32), np.zeros(length, np.bool_), np.arange(length, dtype=np.int32))
+        zeros = np.zeros(length, np.float32)
+        return cls(zeros.view(np.int32), zeros, np.zeros(length, np.bool_), np.arange(length, dtype=np.int32))
 
 
-def _bounds(lengths: Int32s) -> list[int]:
-    return [0, *itertools.accumulate(lengths.tolist())]
+def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
+    """Look every rollout up in its group, all at once: a body has thousands of them."""
+    uses = list({id(segment.group): segment.group for segment in segments}.values())
+    position = {id(use): number for number, use in enumerate(uses)}
+    owners = np.array([position[id(segment.group)] for segment in segments], np.intp)
+    places = [segment.rollout for segment in segments]
+    first = np.array([0, *itertools.accumulate(use.group.rollouts for use in uses)], np.intp)[owners]
+    at = first + np.array(places, np.intp)
+
+    def per_rollout(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *(getattr(use.group, name) for use in uses)], dtype=dtype)[at]
+
+    def per_group(values: list[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.array(values, dtype)[owners]
+
+    def spans(name: str) -> tuple[list[slice], Int32s]:
+        lengths = np.concatenate([np.zeros(1, np.int32), *(getattr(use.group, name) for use in uses)])
+        ends = np.cumsum(lengths)
+        starts = ends[at] - ends[first]  # counted from the beginning of the group
+        tokens = lengths[at + 1]
+        return list(map(slice, starts.tolist(), (starts + tokens).tolist())), tokens
+
+    prompts, prompt_tokens = spans("prompt_lengths")
+    completions, completion_tokens = spans("completion_lengths")
+    numbers = {
+        "rewards": per_rollout("rewards", np.float32),
+        "policy_versions": per_group([use.group.policy_version for use in uses], np.int32),
+        "staleness": per_group([use.staleness for use in uses], np.int32),
+        "times_sampled": per_group([use.times_sampled for use in uses], np.int32),
+        "group_index": per_group([use.index for use in uses], np.int32),
+        "rollout_index": np.array(places, np.int32),
+        "temperatures": per_rollout("temperatures", np.float32),
+    }
+    if any(use.sampling_weight is not None for use in uses):
+        weights = [1.0 if use.sampling_weight is None else use.sampling_weight for use in uses]
+        numbers["sampling_weights"] = per_group(weights, np.float32)
+    return _Rollouts(
+        groups=[segment.group.group for segment in segments],
+        places=places,
+        prompts=prompts,
+        completions=completions,
+        tokens=prompt_tokens + completion_tokens,
+        numbers=numbers,
+        logprobs=[
+            name
+            for name in LOGPROBS
+            if name not in OPTIONAL_LOGPROBS or any(getattr(use.group, name) is not None for use in uses)
+        ],
+    )
 
 
-def _pieces_of(row: Sequence[Segment], cuts: dict[int, _Cuts]) -> list[_Piece]:
-    pieces = []
-    for segment in row:
-        (prompts, completions), k = cuts[id(segment.group)], segment.rollout
-        p, c = prompts[k + 1] - prompts[k], completions[k + 1] - completions[k]
-        pieces.append(_Piece(segment, prompts[k], p, completions[k], c, p + c))
-    return pieces
-
-
-def _shapes_of(row: Sequence[_Piece], multiple: int) -> dict[str, tuple[np.dtype[Any], int]]:
-    tokens = sum(piece.tokens for piece in row)
+def _shapes_of(rollouts: _Rollouts, first: int, last: int, multiple: int) -> dict[str, tuple[np.dtype[Any], int]]:
+    tokens = int(rollouts.tokens[first:last].sum())
     length = padded_length(tokens, multiple)
-    n = len(row)
-    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    n = last - first
     return {
-        "input_ids": (int32, length),
-        "position_ids": (int32, length),
-        "loss_mask": (np.dtype(np.bool_), length),
-        "advantages": (float32, length),
-        **dict.fromkeys(LOGPROBS, (float32, length)),
-        "cu_seqlens": (int32, n + 1 + (length > tokens)),
-        "rewards": (float32, n),
-        "policy_versions": (int32, n),
-        "staleness": (int32, n),
-        "times_sampled": (int32, n),
-        "group_index": (int32, n),
-        "rollout_index": (int32, n),
-        "temperatures": (float32, n),
-        "sampling_weights": (float32, n),
+        "input_ids": (_INT32, length),
+        "position_ids": (_INT32, length),
+        "loss_mask": (_BOOL, length),
+        "advantages": (_FLOAT32, length),
+        **dict.fromkeys(rollouts.logprobs, (_FLOAT32, length)),
+        "cu_seqlens": (_INT32, n + 1 + (length > tokens)),
+        **{name: (values.dtype, n) for name, values in rollouts.numbers.items()},
     }
 
 
-def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[bytearray, dict[tuple[int, str], npt.NDArray[Any]]]:
+def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[int, str], npt.NDArray[Any]]]:
+    """Write the header; what the views show is not initialised yet."""
     # safetensors wants no holes; 4-byte columns first keeps every column aligned.
-    tensors = {}
-    offsets = {}
-    end = 0
-    for (number, name), (dtype, length) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
-        offsets[number, name] = end
-        end += dtype.itemsize * length
-        tensors[f"{number}.{name}"] = {
-            "dtype": _NAMES[dtype],
-            "shape": [length],
-            "data_offsets": [offsets[number, name], end],
-        }
+    tensors, offsets, end = {}, {}, 0
+    for wide in (True, False):
+        for key, (dtype, length) in shapes.items():
+            if (dtype is not _BOOL) == wide:
+                offsets[key], end = end, end + dtype.itemsize * length
+                tensors["{}.{}".format(*key)] = {
+                    "dtype": _NAMES[dtype],
+                    "shape": [length],
+                    "data_offsets": [offsets[key], end],
+                }
     told = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
     encoded = json.dumps(told, separators=(",", ":")).encode()
     if tensors:  # json takes ten times as long, which matters for thousands of rows; msgspec does not escape to ASCII
         encoded = encoded[:-1] + b"," + msgspec.json.encode(tensors)[1:]
     encoded += b" " * (-len(encoded) % 8)
     start = _LENGTH.size + len(encoded)
-    body = bytearray(start + end)
-    _LENGTH.pack_into(body, 0, len(encoded))
-    body[_LENGTH.size : start] = encoded
-    views = {key: np.frombuffer(body, dtype, length, start + offsets[key]) for key, (dtype, length) in shapes.items()}
-    return body, views
+    body = np.empty(start + end, np.uint8)
+    whole = body.data
+    _LENGTH.pack_into(whole, 0, len(encoded))
+    whole[_LENGTH.size : start] = encoded
+    # One view per type, cut into columns: to make each column from the bytes takes ten times as long.
+    data = body[start:]
+    typed = {dtype: data[: end - end % dtype.itemsize].view(dtype) for dtype in _NAMES}
+    views = {}
+    for key, (dtype, length) in shapes.items():
+        begin = offsets[key] // dtype.itemsize
+        views[key] = typed[dtype][begin : begin + length]
+    return whole, views
 
 
-def _fill(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
-    """Write one row, a column at a time: few calls that each copy much."""
-    n = len(row)
-    groups = [piece.segment.group.group for piece in row]
-    uses = [piece.segment.group for piece in row]
-    rollouts = [piece.segment.rollout for piece in row]
-    ends = list(itertools.accumulate(piece.tokens for piece in row))
-    end = ends[-1] if ends else 0
+def _fill(rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
+    """Write every element of one row, a column at a time: few calls that each copy much."""
+    for name, values in rollouts.numbers.items():
+        out[name][:] = values[first:last]
+    ends = np.cumsum(rollouts.tokens[first:last]).tolist()
     length = len(out["input_ids"])
-    if n:
-        _fill_tokens(row, {name: column[:end] for name, column in out.items()}, blank)
-    if length > end:
-        out["position_ids"][end:] = blank.positions[: length - end]
-        ends.append(length)
-    out["cu_seqlens"][1:] = ends
-    out["rewards"][:] = [group.rewards[k] for group, k in zip(groups, rollouts, strict=True)]
-    out["temperatures"][:] = [group.temperatures[k] for group, k in zip(groups, rollouts, strict=True)]
-    out["policy_versions"][:] = [group.policy_version for group in groups]
-    out["staleness"][:] = [use.staleness for use in uses]
-    out["times_sampled"][:] = [use.times_sampled for use in uses]
-    out["group_index"][:] = [use.index for use in uses]
-    out["rollout_index"][:] = rollouts
-    if "sampling_weights" in out:
-        out["sampling_weights"][:] = [1.0 if use.sampling_weight is None else use.sampling_weight for use in uses]
+    padding = length - (ends[-1] if ends else 0)
+    out["cu_seqlens"][:] = [0, *ends, *([length] if padding else [])]
+    _fill_tokens(rollouts, first, last, out, blank, padding)
 
 
-def _fill_tokens(row: Sequence[_Piece], out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
-    """Write what stands at each token of at least one rollout; `out` ends where the padding begins."""
+def _fill_tokens(
+    rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank, padding: int
+) -> None:
     ids: list[Int32s] = []
     positions: list[Int32s] = []
     masks: list[Bools] = []
-    logprobs: dict[str, list[Float32s]] = {name: [] for name in LOGPROBS if name in out}
-    end = 0
-    for segment, p0, p, c0, c, tokens in row:
-        group, completion = segment.group.group, slice(c0, c0 + c)
-        ids += (group.prompt_ids[p0 : p0 + p], group.completion_ids[completion])
-        positions.append(blank.positions[:tokens])
+    logprobs: dict[str, list[Float32s]] = {name: [] for name in rollouts.logprobs}
+    advantages = out["advantages"]
+    advantages[:] = 0.0
+    end = completion_tokens = 0
+    for number in range(first, last):
+        group, prompt, completion = rollouts.groups[number], rollouts.prompts[number], rollouts.completions[number]
+        p, c = prompt.stop - prompt.start, completion.stop - completion.start
+        ids += (group.prompt_ids[prompt], group.completion_ids[completion])
+        positions.append(blank.positions[: p + c])
         masks += (blank.falses[:p], group.completion_mask[completion])
         for name, values in logprobs.items():
             column = getattr(group, name)
             values += (blank.zeros[:p], blank.zeros[:c] if column is None else column[completion])
         if group.token_advantages is not None:
-            out["advantages"][end + p : end + tokens] = group.token_advantages[completion]
+            advantages[end + p : end + p + c] = group.token_advantages[completion]
         elif group.advantages is not None:
-            out["advantages"][end + p : end + tokens] = group.advantages[segment.rollout]
-        end += tokens
-    np.concatenate(ids, out=out["input_ids"])
-    np.concatenate(positions, out=out["position_ids"])
-    np.concatenate(masks, out=out["loss_mask"])
+            advantages[end + p : end + p + c] = group.advantages[rollouts.places[number]]
+        end += p + c
+        completion_tokens += c
+    np.concatenate([*ids, blank.ids[:padding]], out=out["input_ids"])
+    np.concatenate([*positions, blank.positions[:padding]], out=out["position_ids"])
+    np.concatenate([*masks, blank.falses[:padding]], out=out["loss_mask"])
     for name, values in logprobs.items():
-        np.concatenate(values, out=out[name])
-    if np.count_nonzero(out["loss_mask"]) < sum(piece.completion_tokens for piece in row):
+        np.concatenate([*values, blank.zeros[:padding]], out=out[name])
+    if np.count_nonzero(out["loss_mask"]) < completion_tokens:
         # Where all completion tokens were sampled this would change nothing and costs a tenth of the body.
         ones = out["loss_mask"].astype(np.float32)
         for name in ("advantages", *logprobs):

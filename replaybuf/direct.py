@@ -33,7 +33,7 @@ CONNECT_TIMEOUT_S = 5.0
 REST_S = 30.0
 """How long bodies come over HTTP, without asking Redis first, after it could not be reached."""
 
-Body: TypeAlias = bytes | bytearray
+Body: TypeAlias = bytes | memoryview
 
 
 class DirectBodies:
@@ -83,7 +83,7 @@ class DirectBodies:
         self.fallbacks += not isinstance(body, Waiting)
         return body
 
-    def build(self, plan: Plan) -> bytearray:
+    def build(self, plan: Plan) -> memoryview:
         """Fetch the frames of a plan and build its body.
 
         Raises `BrokenFrame` where a frame is missing or is not the one that was planned, `Malformed` for the plan of

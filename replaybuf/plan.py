@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     release: str
 
 
-def build_body(plan: Plan, groups: Sequence[Group]) -> bytearray:
+def build_body(plan: Plan, groups: Sequence[Group]) -> memoryview:
     """Write the body of a plan from its groups, as they were stored or truncated already, in the plan's order."""
     placed = [
         BatchGroup(

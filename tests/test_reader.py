@@ -290,7 +290,7 @@ def test_a_reader_whose_run_another_trainer_took_is_fenced(run: RunClient, servi
 
 
 def test_a_body_may_be_any_bytes_like_object() -> None:
-    """Those that direct mode builds are byte arrays."""
+    """Those that direct mode builds are memory views."""
     reader = BatchReader(cast(Client, ScriptedClient()), EPOCH, 0)
-    bodies: list[Body] = [body(0), bytearray(body(0))]
+    bodies: list[Body] = [body(0), memoryview(body(0))]
     assert [reader.read(one).meta.step for one in bodies] == [0, 0]

@@ -236,7 +236,7 @@ def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
     """Write the body of one rank."""
     groups = [batch.groups[position] for position in batch.positions(rank)]
     # Not copied into bytes: that would hold the interpreter for as long as it copies.
-    return memoryview(build_body(plan_of(run, batch, rank), groups)).toreadonly()
+    return build_body(plan_of(run, batch, rank), groups).toreadonly()
 
 
 def completed(record: BatchRecord) -> dict[str, int]:

@@ -194,7 +194,7 @@ class Service:
         async with asyncio.TaskGroup() as tasks:
             jobs = {
                 "hold": self._repeat(self._hold, 0.0),
-                "follow": self._repeat(self._follow, 0.0),
+                "follow": self._repeat(self._follow, 0.01),
                 "tick": self._repeat(self._tick, TICK_S),
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
                 "watch": self._repeat(self._watch, WATCH_PERIOD_S),

@@ -118,11 +118,11 @@ def test_bodies_built_from_redis_are_those_of_the_service(
     for step in range(2):
         for rank in range(world):
             body = bodies.fetch(step, epoch, rank)
-            assert isinstance(body, bytearray)
+            assert isinstance(body, memoryview)
             assert bytes(body) == client.fetch_batch(step, epoch, rank)
         run.ack(step, epoch)
         run.publish(step + 1, epoch)
-    assert isinstance(body, bytearray)
+    assert isinstance(body, memoryview)
     weighted = read_batch(body).micro_batches[0].sampling_weights is not None
     assert weighted == (strategy["name"] == "replay")
     assert (bodies.built, bodies.fallbacks) == (2 * world, 0)

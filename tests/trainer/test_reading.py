@@ -63,7 +63,7 @@ def test_tensors_are_views_of_the_body_without_a_warning() -> None:
         warnings.simplefilter("error")
         read_tensors(bytes(raw))
     whole = torch.frombuffer(raw, dtype=torch.uint8)
-    batch = read_tensors(raw)
+    batch = read_tensors(memoryview(raw))
     for row in batch.micro_batches:
         for tensor in row.values():
             inside = whole.data_ptr() <= tensor.data_ptr() <= whole.data_ptr() + len(raw) - tensor.nbytes
