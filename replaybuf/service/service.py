@@ -39,6 +39,8 @@ SHORTEST_PAUSE_S = 0.01
 WATCH_PERIOD_S = 1.0
 PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
+FOLLOW_PERIOD_S = 0.01
+"""What comes in a burst is taken in by one look: 100 of them a second at most."""
 REPORT_PERIOD_S = 10.0
 CANCEL_AGAIN_S = 1.0
 TROUBLE_PAUSE_S = 0.5
@@ -194,7 +196,7 @@ class Service:
         async with asyncio.TaskGroup() as tasks:
             jobs = {
                 "hold": self._repeat(self._hold, 0.0),
-                "follow": self._repeat(self._follow, 0.01),
+                "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
                 "tick": self._repeat(self._tick, TICK_S),
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
                 "watch": self._repeat(self._watch, WATCH_PERIOD_S),
