@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import re
 import signal
@@ -235,6 +236,16 @@ def group(
         ],
         **fields,
     }
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers_end_with_their_test() -> Iterator[None]:
+    """A command that runs in this process logs to the standard error of its test, which is closed afterwards."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
