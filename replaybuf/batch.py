@@ -279,7 +279,7 @@ def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[
     tensors, offsets, end = {}, {}, 0
     for wide in (True, False):
         for key, (dtype, length) in shapes.items():
-            if (dtype is not _BOOL) == wide:
+            if (dtype != _BOOL) == wide:
                 offsets[key], end = end, end + dtype.itemsize * length
                 tensors["{}.{}".format(*key)] = {
                     "dtype": _NAMES[dtype],
