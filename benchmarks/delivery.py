@@ -6,6 +6,7 @@
   kind by itself: idle, while bodies stream (at least 64 MB in all), and a bare server in the same states. A ticket
   is on disk before it is answered; the bare server writes nothing. Streaming is measured twice: with clients that take
   the servers' processors from them as they can, and with clients that yield, as those on other machines do.
+  How long the service itself took over the same calls is read from `replaybuf_request_seconds`.
 - Streaming: MB/s of those fetches against a bare uvicorn + starlette application in a process of its own that answers
   the same bytes to the same clients, in the same run.
 - Ready: seconds from the moment the trainer may ask for the next batch to the arrays of all its ranks, with time to
@@ -17,7 +18,9 @@ processes of their own."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import math
 import multiprocessing as mp
 import os
 import socket
@@ -33,6 +36,7 @@ import httpx
 import numpy as np
 from groups import random_group
 from measured import Measured, Target
+from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
 from replaybuf.batch import read_batch
@@ -56,6 +60,8 @@ KINDS = {kind: kind for kind in (ALL, GET, TICKET)}
 STREAMING, YIELDING = "while bodies stream", "while bodies stream to clients that yield"
 CONTROL_P99_MS = 5.0
 """Wanted of control calls while bodies stream, at most."""
+_NAMES = {GET: {"GET /v1/runs/{run}"}, TICKET: {"POST /v1/runs/{run}/tickets"}}
+CALLS_OF = _NAMES | {ALL: _NAMES[GET] | _NAMES[TICKET]}
 BOUNDED = {f"{ALL}, {state}: p99" for state in (STREAMING, YIELDING)}
 LOWEST_PRIORITY = 19
 OUTCOMES = {"miss": "not prepared", "partial": "partly prepared", "hit": "prepared"}
@@ -113,13 +119,19 @@ def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace
     told.take("one batch", {"bodies of all ranks": [sum(map(len, bodies)) / 1e6]}, unit="MB")
     control: dict[str, Sides] = defaultdict(lambda: {SERVICE: [], BARE: []})
     rates: Sides = {SERVICE: [], BARE: []}
+    inside: Sides = defaultdict(list)
     with BareServer(bodies) as bare_url:
         sides = {SERVICE: (url, paths, None), BARE: (bare_url, [f"/{rank}" for rank in range(given.ranks)], "/")}
         for _ in range(given.rounds):
             for side, (base, own, path) in sides.items():
-                idle = control_calls(base, path)
                 calls = functools.partial(control_calls, base, path)
+                idle = calls()
+                before = Answered.read(url)
                 _, streaming = stream(base, own, given.streams, calls)
+                if side == SERVICE:
+                    after = Answered.read(url)
+                    for kind in KINDS:
+                        inside[kind].append(100.0 * after.within(CONTROL_P99_MS, kind, since=before))
                 _, yielding = stream(base, own, given.streams, functools.partial(ahead_of_all, calls), yields=True)
                 rates[side].append(stream(base, own, given.streams, lambda: time.sleep(ROUND_S))[0])
                 for state, took in {"idle": idle, STREAMING: streaming, YIELDING: yielding}.items():
@@ -130,7 +142,32 @@ def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace
     for what, found in control.items():
         bound = [Target("median", "at most", CONTROL_P99_MS)] if what in BOUNDED else []
         told.take(what, found, unit="ms", targets={SERVICE: bound})
+    what = f"{STREAMING}: within {CONTROL_P99_MS:g} ms in the service itself"
+    told.take(what, dict(inside), unit="%", reference=ALL, targets={ALL: [Target("median", "at least", 99.0)]})
     told.take("bodies", rates, unit="MB/s")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answered:
+    """Control calls that the service has answered: by kind, and by the upper edge of the time that it took, in ms."""
+
+    counts: dict[tuple[str, float], float]
+
+    @classmethod
+    def read(cls, url: str) -> Answered:
+        """Scrape."""
+        counts: dict[tuple[str, float], float] = defaultdict(float)
+        for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+            for sample in family.samples:
+                if sample.name == "replaybuf_request_seconds_bucket":
+                    for kind in (kind for kind in KINDS if sample.labels["call"] in CALLS_OF[kind]):
+                        counts[kind, 1e3 * float(sample.labels["le"])] += sample.value
+        return cls(counts)
+
+    def within(self, bound_ms: float, kind: str, since: Answered) -> float:
+        """Return the share of the calls of a kind since then that took at most so long."""
+        quick, all_of_them = (self.counts[kind, edge] - since.counts[kind, edge] for edge in (bound_ms, math.inf))
+        return quick / all_of_them
 
 
 def control_calls(url: str, path: str | None = None) -> Sides:

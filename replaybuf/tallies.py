@@ -18,6 +18,7 @@ without a ticket count as a prompt each. So prompts are counted without keeping 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 
@@ -75,6 +76,11 @@ class Histogram:
         found = np.bincount(_buckets(self.edges, known), minlength=len(self.counts)).tolist()
         self.counts = [count + times * more for count, more in zip(self.counts, found, strict=True)]
         self.sum += times * int(known.sum(dtype=np.int64))
+
+    def add_one(self, value: int) -> None:
+        """Count one number."""
+        self.counts[bisect.bisect_left(self.edges, value)] += 1
+        self.sum += value
 
 
 @dataclasses.dataclass(slots=True)

@@ -110,7 +110,7 @@ def test_every_call_is_documented_with_its_roles() -> None:
     """The table at the top is the table of routes."""
     table = dict(re.findall(r"^\| `([A-Z]+ /[^`]*)` \| ([a-z, ]*) ?\|", HTTP, re.MULTILINE))
     for call in CALLS:
-        route = f"{call.method} {call.path.replace(':path}', '}')}"
+        route = f"{call.method} {call.template}"
         assert set(re.findall(r"\w+", table[route])) == call.roles, route
     for open_route in UNGUARDED:
         assert f"`GET {open_route.path}`" in HTTP

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,6 +46,7 @@ from replaybuf.service.requests import (
 from replaybuf.service.run import Run
 from replaybuf.service.service import Service
 from replaybuf.service.session import AttachRequest
+from replaybuf.service.traffic import started
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,11 @@ class Call:
     answers: tuple[str, ...] = ("200",)
     query: tuple[str, ...] = ()
     result: Any = None
+
+    @property
+    def template(self) -> str:
+        """The path as docs/http.md has it."""
+        return self.path.replace(":path}", "}")
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -372,15 +377,28 @@ def application(service: Service, tokens: Tokens) -> Starlette:
 
 
 def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Response]]:
+    name = f"{call.method} {call.template}"
+
     async def endpoint(request: Request) -> Response:
-        tokens.check(request.headers.get("authorization"), call.roles)
-        started = time.perf_counter()
+        watch, status = started(), 500
         try:
-            return await call.handler(request)
+            tokens.check(request.headers.get("authorization"), call.roles)
+            response = await call.handler(request)
+            status = response.status_code
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody is left to read it
+            status = 499
+            return Response(status_code=status)  # nobody is left to read it
+        except ReplaybufError as error:
+            status = error.status
+            raise
+        else:
+            return response
         finally:
-            logger.debug("%s %s seconds=%.4f", call.method, request.scope["path"], time.perf_counter() - started)
+            run = request.path_params.get("run", "")
+            service: Service = request.app.state.service
+            # A name that is no run's is not told: whoever calls could make up any number of them.
+            service.traffic.count(run if run in service.runs else "", name, status, watch.seconds)
+            logger.debug("%s %s status=%d seconds=%.4f", call.method, request.scope["path"], status, watch.seconds)
 
     return endpoint
 

@@ -35,6 +35,7 @@ from replaybuf.index import Numbers
 from replaybuf.ledger import AnyRecord, BatchRecord, ConfigRecord
 from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.rebuild import load_state
+from replaybuf.service.traffic import waiting
 from replaybuf.snapshot import Snapshot
 from replaybuf.state import RunState
 from replaybuf.store import Ends, IndexChunk, Store
@@ -296,7 +297,7 @@ class Journal:
             left = deadline - loop.time()
             if not isinstance(outcome, WaitingAnswer) or left <= 0 or self.closed:
                 return outcome
-            with contextlib.suppress(TimeoutError):  # the wait is over: look once more, then answer
+            with waiting(), contextlib.suppress(TimeoutError):  # the wait is over: look once more, then answer
                 async with asyncio.timeout(left), self._changed:
                     while self._changes == seen:
                         await self._changed.wait()

@@ -1,7 +1,7 @@
 """`/metrics`: every metric of the service, read from the state of its runs when it is scraped.
 
 Counters and histograms come from the fold of the ledger, so they go on where they were after a restart; only the
-waiting seconds, truncated groups, prepared batches and unconfirmed writes start at 0 with the process.
+waiting seconds, truncated groups, prepared batches, unconfirmed writes and requests start at 0 with the process.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class _RunCollector:
         yield from self._labelled(runs)
         yield from self._adapters(runs)
         yield from self._histograms(runs)
+        yield from self._traffic()
         yield from self._server()
 
     def _labelled(self, runs: Iterable[tuple[str, Run]]) -> Iterator[Metric]:
@@ -249,6 +250,20 @@ class _RunCollector:
                     _add_histogram(families[name], [run_name, *labels], histogram, unit)
         yield prompts
         yield from families.values()
+
+    def _traffic(self) -> Iterator[Metric]:
+        traffic = self._service.traffic
+        answered = CounterMetricFamily("replaybuf_requests", "Calls answered", labels=["run", "call", "status"])
+        for (run, call, status), number in sorted(traffic.answered.items()):
+            answered.add_metric([run, call, str(status)], number)
+        took = HistogramMetricFamily(
+            "replaybuf_request_seconds",
+            "Calls by the time until the answer began, without what the caller asked to wait",
+            labels=["run", "call"],
+        )
+        for (run, call), histogram in sorted(traffic.took.items()):
+            _add_histogram(took, [run, call], histogram, 1_000_000)
+        yield from (answered, took)
 
     def _server(self) -> Iterator[Metric]:
         report = self._service.report

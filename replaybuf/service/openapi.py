@@ -51,8 +51,7 @@ def describe(calls: Sequence[Call]) -> dict[str, Any]:
     shapes = dict(zip([shape.__name__ for shape in described], schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for call in calls:
-        path = re.sub(r":path\}", "}", call.path)
-        paths.setdefault(path, {})[call.method.lower()] = _operation(call, path, shapes)
+        paths.setdefault(call.template, {})[call.method.lower()] = _operation(call, call.template, shapes)
     return {
         "openapi": "3.1.0",
         "info": {"title": "replaybuf", "version": "1", "description": "Replay buffer for asynchronous RL, contract 1."},

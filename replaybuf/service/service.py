@@ -28,6 +28,7 @@ from replaybuf.history import KEPT_GROUPS
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run import Run
+from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
 from replaybuf.store.durability import Level
 from replaybuf.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ class Service:
         self.url = url
         self.tokenizer = tokenizer
         self.runs: dict[str, Run] = {}
+        self.traffic = Traffic()
         # Random, not the process id: a container that starts again has the same one as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
         self.report: ServerReport | None = None
