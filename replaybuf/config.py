@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from replaybuf.errors import Invalid, NotFound
+from replaybuf.errors import Invalid
 from replaybuf.group import name_code
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -243,9 +243,3 @@ def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:
         return [] if left == right else [prefix.removesuffix(".")]
 
     return walk("", msgspec.to_builtins(old), msgspec.to_builtins(new))
-
-
-def known(name: str, value: str, valid: list[str]) -> None:
-    """Raise `NotFound` where `value` is not among `valid`, naming both."""
-    if value not in valid:
-        raise NotFound(f"{name} is {value!r}; known: {', '.join(valid) or 'none'}", name=name, value=value, bound=valid)

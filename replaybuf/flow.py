@@ -114,11 +114,6 @@ class TicketBook:
         """Count the tickets that are out."""
         return len(self._out)
 
-    @property
-    def due_again(self) -> int:
-        """Count the prompts to be issued again."""
-        return len(self._again)
-
     def restore(self, tickets: Iterable[tuple[str, float]], counts: dict[str, int]) -> None:
         """Take in what storage holds, in place of what is here: tickets with deadlines in seconds, counters."""
         for table in (self._out, self._out_of, self._again, self.next_index, self.counts):

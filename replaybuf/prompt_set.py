@@ -49,8 +49,6 @@ class PromptSet:
     def __eq__(self, other: object) -> bool:
         return self.bits == other.bits if isinstance(other, PromptSet) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _number(raw: bytearray) -> int:
     return int.from_bytes(raw, "little")

@@ -21,10 +21,9 @@ from replaybuf.config import (
     check_run_config,
     check_run_name,
     differing_fields,
-    known,
 )
 from replaybuf.decoding import decode_json
-from replaybuf.errors import Invalid, Malformed, NotFound
+from replaybuf.errors import Invalid, Malformed
 from tests.builders import run_config
 
 DEFAULTS: dict[str, Any] = {
@@ -175,12 +174,6 @@ def test_a_run_name_outside_the_pattern_is_refused(run: str) -> None:
         check_run_name(run)
     assert (caught.value.name, caught.value.value) == ("run", run)
     assert caught.value.bound == "[a-z0-9][a-z0-9._-]{0,62}"
-
-
-def test_what_is_not_known_is_refused_with_what_is() -> None:
-    known("stage", "a", ["a", "b"])
-    with pytest.raises(NotFound, match="stage is 'c'; known: a, b"):
-        known("stage", "c", ["a", "b"])
 
 
 # ---------------------------------------------------------------------- decoding

@@ -61,9 +61,6 @@ class IndexChunk:
     malformed: npt.NDArray[np.bool_]
     strings: list[EntryStrings]
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     def entries(self) -> list[IndexEntry]:
         """List the entries one by one."""
         return [

@@ -72,7 +72,7 @@ def entries(data: bytes) -> None:
     """Read entries of the index stream, as the stream and as the hash of entries set aside give them."""
     cut = min(ENTRY.itemsize, len(data))
     fields = [b"n", data[:cut], b"s", data[cut:]]
-    assert len(read_chunk([(b"1-0", fields)])) == 1
+    assert len(read_chunk([(b"1-0", fields)]).numbers) == 1
     chunk = read_chunk([(b"1-0", fields), (b"2-0", fields[:2]), (b"3-0", [])])
     stored = read_stored(np.arange(1, 2), [data])
     assert chunk.malformed[1:].all() and bool(chunk.malformed[0]) == bool(stored.malformed[0])
