@@ -126,7 +126,7 @@ class RunState(Known):
             self.recount()
         match record:
             case ConfigRecord():
-                return self._configure(record)
+                self._configure(record)
             case AttachRecord():
                 self.attached = Attached(
                     record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of, record.cost
@@ -169,7 +169,7 @@ class RunState(Known):
         its = self.index["adapter"] == name_code(adapter)
         return bool((its & (self.index["prompt_index"] == prompt_index)).any())
 
-    def _configure(self, record: ConfigRecord) -> Numbers:
+    def _configure(self, record: ConfigRecord) -> None:
         self.config = msgspec.convert(record.config, RunConfig)
         self.published |= {name: self.published.get(name, 0) for name in self.config.adapters}
         self.weights_uri |= {name: self.weights_uri.get(name) for name in self.config.adapters}
@@ -179,7 +179,6 @@ class RunState(Known):
             states = self.index["state"]
             settled = (states == IN_BATCHES) & (self.index["evicted_at"] == NEVER) | (states == LIVE)
             self._settle(np.flatnonzero(settled))
-        return _NONE
 
     def _assemble(self, entry: int, record: BatchRecord) -> None:
         numbers = np.array([group.number for group in record.groups], np.int64)
@@ -286,8 +285,7 @@ class RunState(Known):
             if step in self.batches:
                 self.batches[step].acked = False
         self.step = record.step
-        self.next_step = max(self.batches, default=record.step - 1) + 1
-        self.next_step = max(self.next_step, record.step)
+        self.next_step = max((*self.batches, record.step - 1)) + 1
         self.checkpoints = [step for step in self.checkpoints if step <= record.step]
         self.published |= versions
         self.weights_uri = dict.fromkeys(self.weights_uri)

@@ -55,6 +55,7 @@ class Journal:
     `token` is the fencing token of a leader; `leader_url` is where the leader answers, as far as it is known. `terms`
     counts how often this server set out to lead.
     `lost` is set while Redis holds less than what was acknowledged. `arrived` are groups folded and not yet settled.
+    `changes` counts what waiters were told of.
     """
 
     def __init__(self, name: str, store: Store, clock: Callable[[], float]) -> None:
@@ -72,7 +73,7 @@ class Journal:
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self._changes = 0
+        self.changes = 0
         self._unsure = False
         self._to_free: deque[tuple[int, Numbers]] = deque()
         self.snapshot: Snapshot | None = None
@@ -155,11 +156,6 @@ class Journal:
             self.lose(error)
             raise error
         self.lost = None
-
-    @property
-    def changes(self) -> int:
-        """Count the changes that waiters were told of."""
-        return self._changes
 
     @property
     def ends(self) -> Ends:
@@ -292,20 +288,20 @@ class Journal:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
         while True:
-            seen = self._changes
+            seen = self.changes
             outcome = await attempt()
             left = deadline - loop.time()
             if not isinstance(outcome, WaitingAnswer) or left <= 0 or self.closed:
                 return outcome
             with waiting(), contextlib.suppress(TimeoutError):  # the wait is over: look once more, then answer
                 async with asyncio.timeout(left), self._changed:
-                    while self._changes == seen:
+                    while self.changes == seen:
                         await self._changed.wait()
 
     async def notify(self) -> None:
         """Tell every waiter that something changed."""
         async with self._changed:
-            self._changes += 1
+            self.changes += 1
             self._changed.notify_all()
 
     async def close(self) -> None:

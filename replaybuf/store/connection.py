@@ -194,6 +194,7 @@ class Connection:
         return reply
 
     def _check_fence(self, run: str, token: str, reply: list[Any]) -> None:
+        """Raise `NotLeader` where a function refused the fencing token, `DataLost` where there is none any more."""
         if text(reply[0]) == "fenced":
             raise fenced(run, token, text(reply[1]))
 

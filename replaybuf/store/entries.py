@@ -80,12 +80,7 @@ def read_chunk(raw: Sequence[Any]) -> IndexChunk:
             return IndexChunk(numbers, np.frombuffer(b"".join(values), ENTRY), np.zeros(len(raw), bool), strings)
     except (IndexError, *_NO_STRINGS):
         pass  # one of them is no entry of ours: look at each
-    return _join(numbers, [b"".join(field[1::2]) if field[::2] == _NAMES else b"" for field in fields])
-
-
-def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
-    """Read entries that were set aside, as `to_set_aside` wrote them."""
-    return _join(numbers, raw)
+    return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _NAMES else b"" for field in fields])
 
 
 def to_set_aside(chunk: IndexChunk, position: int) -> bytes:
@@ -104,7 +99,8 @@ def default_prompt(group_id: str) -> tuple[str, int] | None:
     return match["adapter"] or "", int(match["index"])
 
 
-def _join(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
+def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
+    """Read entries that were set aside, as `to_set_aside` wrote them: one by one, as some may be malformed."""
     values = np.zeros(len(raw), ENTRY)
     malformed = np.zeros(len(raw), bool)
     strings = [UNREADABLE] * len(raw)

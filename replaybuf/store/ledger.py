@@ -11,7 +11,7 @@ from replaybuf.errors import Conflict
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
-from replaybuf.store.trouble import data_lost, fenced, unavailable
+from replaybuf.store.trouble import data_lost, unavailable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,9 +34,8 @@ class LedgerCommands(Connection):
         reply = await self._call_durably(
             "rb_append", [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
         )
+        self._check_fence(run, token, reply)
         outcome, detail = text(reply[0]), text(reply[1])
-        if outcome == "fenced":
-            raise fenced(run, token, detail)
         if outcome == "gap":
             raise data_lost(run, f"the ledger ends at entry {detail}, and entry {number - 1} was acknowledged")
         if outcome != "ok":

@@ -1,6 +1,6 @@
 #!lua name=replaybuf1
 
--- Say whether the caller may still write: its fencing token is the newest. "" where there is none, as in an emptied Redis.
+-- The newest fencing token, which a caller must have to write; "" where there is none, as in an emptied Redis.
 local function newest_fence(key)
   return redis.call('GET', key) or ''
 end

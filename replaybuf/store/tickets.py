@@ -8,7 +8,6 @@ from typing import Any
 
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
-from replaybuf.store.trouble import fenced
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +55,7 @@ class TicketCommands(Connection):
             [keys.tickets(run), keys.counts(run), keys.fence(run)],
             [token, len(drop), *drop, len(put) // 2, *put, *raised],
         )
-        if text(reply[0]) != "ok":
-            raise fenced(run, token, text(reply[1]))
+        self._check_fence(run, token, reply)
 
     async def counts(self, run: str) -> dict[str, int]:
         """Read the run's counters."""
