@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -152,16 +150,9 @@ def _built(cls: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def _import(target: str) -> Any:
-    module, colon, name = target.partition(":")
-    if not colon or not module or not name:
+    if not plugins.is_object_path(target):
         raise Invalid(f"class is {target!r}; it must be MODULE:CLASS", name="class", value=target, bound="MODULE:CLASS")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return EntryPoint(name, target, plugins.STRATEGIES).load()
-    except Exception as error:  # whatever a module raises at import is its author's to read
-        raise Invalid(f"{target} does not import: {error!r}", name="class", value=target) from error
+    return plugins.load_object(target)
 
 
 def _first_line(cls: Any) -> str:

@@ -202,7 +202,7 @@ def test_what_the_suite_finds_is_told(
     ("target", "told"),
     [
         ("own_strategies", "class is 'own_strategies'; it must be MODULE:CLASS"),
-        ("no_such_module:X", "no_such_module:X does not import: ModuleNotFoundError"),
+        ("no_such_module:X", "'no_such_module:X' does not import: ModuleNotFoundError"),
         ("replaybuf.strategy:Nothing", "does not import: AttributeError"),
     ],
 )
