@@ -17,14 +17,13 @@ REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 def hold(strategy: str, step: int, rules: Iterable[tuple[str, bool, Any]]) -> None:
     """Hold a strategy to rules: each with whether it was kept and the value that says so. Raises `StrategyFault`."""
+    _hold(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
+
+
+def _hold(plugin: str, name: str, when: str, rules: Iterable[tuple[str, bool, Any]]) -> None:
     for rule, kept, value in rules:
         if not kept:
-            raise StrategyFault(
-                f"strategy {strategy!r} broke the rule '{rule}' at step {step}: {value}",
-                name=strategy,
-                value=value,
-                bound=rule,
-            )
+            raise StrategyFault(f"{plugin} broke the rule '{rule}'{when}: {value}", name=name, value=value, bound=rule)
 
 
 def check_selection(strategy: str, step: int, chosen: Selection | Waiting, groups: Groups, budget: Budget) -> None:
@@ -54,26 +53,17 @@ def check_selection(strategy: str, step: int, chosen: Selection | Waiting, group
 
 def check_evictions(plugin: str, found: Evictions, groups: Groups) -> Evictions:
     """Return what a plug-in drops, held to what it may. Raises `StrategyFault` naming it and the rule."""
-    if not isinstance(found, Evictions):
-        rule = "answers Evictions"
-        raise StrategyFault(
-            f"{plugin} broke the rule '{rule}': {type(found).__name__}",
-            name=plugin,
-            value=type(found).__name__,
-            bound=rule,
-        )
+    _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
     if not found.rows and not found.reasons:
         return found
     rows = np.asarray(found.rows, np.int64)
     strange = rows[_positions(rows, groups) < 0]
     rules = [
-        ("gives one reason per group it drops", len(found.rows) == len(found.reasons), len(found.reasons)),
-        ("drops only groups it was given", not len(strange), strange[:8].tolist()),
-        ("gives words as reasons", all(REASON.fullmatch(reason) for reason in found.reasons), found.reasons[:8]),
+        ("gives one reason per group it drops", len(found.rows) == len(found.reasons), str(len(found.reasons))),
+        ("drops only groups it was given", not len(strange), str(strange[:8].tolist())),
+        ("gives words as reasons", all(REASON.fullmatch(reason) for reason in found.reasons), str(found.reasons[:8])),
     ]
-    for rule, kept, value in rules:
-        if not kept:
-            raise StrategyFault(f"{plugin} broke the rule '{rule}': {value}", name=plugin, value=str(value), bound=rule)
+    _hold(plugin, plugin, "", rules)
     return found
 
 
