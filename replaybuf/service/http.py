@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable
+from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -19,17 +20,14 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from replaybuf.config import ConfigPatch, RunConfig
-from replaybuf.errors import (
-    NotFound,
-    ReplaybufError,
-)
+from replaybuf.errors import NotFound, ReplaybufError
 from replaybuf.service import sending
 from replaybuf.service.answers import Counted, WaitingAnswer
 from replaybuf.service.auth import Tokens
 from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
-from replaybuf.service.console import PAGE
 from replaybuf.service.evaluations import Evaluation, EvaluationRequest, list_evaluations, record_evaluation
 from replaybuf.service.metrics import exposition
+from replaybuf.service.openapi import describe
 from replaybuf.service.requests import (
     AckRequest,
     CheckpointRequest,
@@ -50,6 +48,8 @@ from replaybuf.service.traffic import started
 
 logger = logging.getLogger(__name__)
 
+CONSOLE = files("replaybuf.service").joinpath("console.html").read_text()
+"""One page that shows every run of this server, without anything fetched from elsewhere."""
 READ = frozenset({"reader"})
 OPEN: frozenset[str] = frozenset()
 
@@ -289,7 +289,7 @@ async def get_readyz(request: Request) -> Response:
 
 
 async def get_console(request: Request) -> Response:
-    return HTMLResponse(PAGE)
+    return HTMLResponse(CONSOLE)
 
 
 async def get_openapi(request: Request) -> Response:
@@ -362,8 +362,6 @@ UNGUARDED = (
 
 def application(service: Service, tokens: Tokens) -> Starlette:
     """Wire the routes of one service."""
-    from replaybuf.service.openapi import describe
-
     app = Starlette(
         routes=[
             *(Route(call.path, _guarded(call, tokens), methods=[call.method]) for call in CALLS),
