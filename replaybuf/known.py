@@ -30,7 +30,7 @@ from replaybuf.tallies import Tallies
 from replaybuf.turns import Progress, Turns
 
 RETIRED = "retired"
-_PLACES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)
+PLACES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)
 """Names of the states of an index row, in their order there; a freed row was retired, or evicted before."""
 PURGED = 128
 """Bit of a fate: the group was a dead letter."""
@@ -212,10 +212,6 @@ class Known:
             self._live = LiveTotals.of(self.index["tokens"][rows], self.index["times_sampled"][rows])
         return self._live
 
-    def live_tokens(self) -> int:
-        """Sum the tokens of live groups."""
-        return self.live_totals().tokens
-
     def recount(self) -> None:
         """Forget the sums of `live_totals`: the index was changed by other means than `store` and `apply`."""
         self._live = None
@@ -247,7 +243,7 @@ class Known:
             return ("dead_lettered" if fate & PURGED else "evicted"), reason
         state = int(self.index["state"][rows[0]])
         told = self.reasons[self.index["reason"][rows[0]]] if state in (EVICTED, DEAD) else None
-        return _PLACES[state], told
+        return PLACES[state], told
 
     def numbers_at(self, place: str | None, after: int, limit: int) -> list[int]:
         """List up to `limit` numbers above `after` of groups that stand at `place` (None = anywhere), ascending."""
@@ -257,7 +253,7 @@ class Known:
             old = index["number"][: np.searchsorted(index["number"], self.trimmed, "right")]
             held = old[(old > after) & (index["state"][: len(old)] != FREED)][:limit].tolist()
             return [*held, *range(known + 1, min(self.stored, known + limit - len(held)) + 1)]
-        here = (index["state"] == _PLACES.index(place)) & (index["state"] != FREED) & (index["number"] > after)
+        here = (index["state"] == PLACES.index(place)) & (index["state"] != FREED) & (index["number"] > after)
         found = index["number"][here]
         fates = np.frombuffer(self.fates, np.uint8)[known - self.trimmed + 1 :]
         retired = fates == self._code(RETIRED)

@@ -187,7 +187,7 @@ def run_state(
         "step": state.step,
         "published_version": state.published[""],
         "groups": holds.groups | {"rejected": rejected},
-        "tokens": {"live": state.live_tokens()},
+        "tokens": {"live": state.live_totals().tokens},
         "bytes": {"live": holds.live_bytes},
         "tickets": {
             "issued": book.counts["issued"],

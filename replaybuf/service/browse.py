@@ -11,11 +11,10 @@ from replaybuf.errors import BrokenFrame, Gone, Invalid, NotFound
 from replaybuf.frame import decode_frame
 from replaybuf.group import group_to_json
 from replaybuf.index import DEAD
+from replaybuf.known import PLACES
 from replaybuf.service.run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.tokenizer import Tokenizer
-
-STATES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 
 
 async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -58,9 +57,9 @@ def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 async def list_groups(run: Run, state: str | None, after: int, limit: int) -> dict[str, Any]:
     """Render a page of groups in the order they were stored; `next` is the `after` of the next page, or null."""
-    if state is not None and state not in STATES:
+    if state is not None and state not in PLACES:
         raise Invalid(
-            f"state is {state!r}; it must be one of {', '.join(STATES)}", name="state", value=state, bound=STATES
+            f"state is {state!r}; it must be one of {', '.join(PLACES)}", name="state", value=state, bound=PLACES
         )
     numbers = run.state.numbers_at(state, after, limit)
     groups = [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]

@@ -10,15 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from typing import Any
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import (
-    GroupRejected,
-    Invalid,
-    InvalidGroups,
-    NoRoom,
-    NotLeader,
-    StrategyFault,
-    TooLarge,
-)
+from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, NotLeader, StrategyFault, TooLarge
 from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.ledger import TicketRecord
 from replaybuf.portions import portions
@@ -172,7 +164,7 @@ class Door:
         journal, limits = self._journal, self._journal.config.limits
         if limits.max_tokens_live is None and limits.max_bytes_live is None:
             return len(items), None
-        held = Load(0, journal.state.live_tokens(), journal.state.live_bytes()) + self._entering
+        held = Load(0, journal.state.live_totals().tokens, journal.state.live_bytes()) + self._entering
         coming = [Load() if self._known(item) else _load(item) for item in items]
         return fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
 

@@ -47,7 +47,7 @@ _RUN_COUNTERS: _Metrics = {
 _RUN_GAUGES: _Metrics = {
     "groups_live": ("Groups that may be sampled", lambda run: run.state.live_totals().groups),
     "groups_in_batches": ("Used-up groups that a resume may need", lambda run: run.state.count(IN_BATCHES)),
-    "tokens_live": ("Tokens of live groups", lambda run: run.state.live_tokens()),
+    "tokens_live": ("Tokens of live groups", lambda run: run.state.live_totals().tokens),
     "bytes_live": ("Bytes of the frames of live groups", lambda run: run.state.live_bytes()),
     "groups_per_second": ("Groups stored per second, over the last minute", lambda run: run.measured.groups_per_s),
     "steps_per_second": ("Steps acked per second, over the last 16", lambda run: run.measured.steps_per_s),

@@ -25,16 +25,7 @@ from replaybuf.service.bounded import TookTooLong, bounded, bounded_again
 from replaybuf.service.rules import check_evictions, check_selection, hold
 from replaybuf.service.views import SAMPLED_GROUPS, Views
 from replaybuf.state import RunState
-from replaybuf.strategy import (
-    Budget,
-    Evictions,
-    Feedback,
-    Groups,
-    Rows,
-    Selection,
-    Strategy,
-    Waiting,
-)
+from replaybuf.strategy import Budget, Evictions, Feedback, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.turns import Portion, share
 
 logger = logging.getLogger(__name__)
@@ -127,7 +118,7 @@ class Selector:
         limits, state = self.config.limits, self._state
         room = float(LARGEST_INTEGER)
         if limits.max_tokens_live is not None:
-            room = (limits.max_tokens_live - state.live_tokens()) / self.views.tokens_per_group()
+            room = (limits.max_tokens_live - state.live_totals().tokens) / self.views.tokens_per_group()
         if limits.max_bytes_live is not None:
             recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
             mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes

@@ -220,7 +220,7 @@ class Simulation:
         entries["arrival_s"] = self.run.now_s
         self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in flights if f.attempt.number > 1}
         self.run.append(entries)
-        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_tokens())
+        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_totals().tokens)
 
     def _note_evictions(self) -> None:
         for reason, tokens, rollouts in self.run.take_evictions():

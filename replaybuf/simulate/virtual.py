@@ -134,7 +134,8 @@ class VirtualRun:
         limits, state = self.config.limits, self.state
         if limits.max_tokens_live is None and limits.max_bytes_live is None:
             return len(coming)
-        return fitting(Load(0, state.live_tokens(), state.live_bytes()), coming, limits, self.selector.lacking)[0]
+        held = Load(0, state.live_totals().tokens, state.live_bytes())
+        return fitting(held, coming, limits, self.selector.lacking)[0]
 
     def append(self, entries: npt.NDArray[Any]) -> None:
         """Store groups, `ENTRY` [n], whose prompts are not brought yet; evict those that came too late."""
