@@ -94,49 +94,33 @@ class Views:
 
         Of an adapter: its own steps, versions, groups and tickets, as if it had a buffer to itself.
         """
+        state, config = self._state, self.config
         if adapter:
-            return self._own_view(step, groups, adapter)
-        state, config = self._state, self.config
-        live = state.live_totals()
-        if groups is not None and len(groups) < live.groups:
-            live = LiveTotals.of(groups.tokens, groups.times_sampled)
+            shown = state.index.groups(self.rows_of(adapter)) if groups is None else groups
+            live, given = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter).groups
+            batches = tuple(state.groups_of(adapter, made) for made in sorted(state.batches)[-_HISTORY_BATCHES:])
+            stored, used = state.standing(adapter).stored, state.turns.used.get(adapter, 0)
+        else:
+            live, given, batches = state.live_totals(), 0, self._last_batches()
+            if groups is not None and len(groups) < live.groups:
+                live = LiveTotals.of(groups.tokens, groups.times_sampled)
+            stored, used = state.stored, state.uses
         return BufferView(
-            step=step,
-            version=config.version_of(step),
-            published_version=state.published[""],
-            steps_per_publish=config.steps_per_publish,
-            groups_live=live.groups,
-            tokens_live=live.tokens,
-            tickets_out=self._book.out,
-            budget=Budget(config.batch.tokens_per_batch, config.batch.groups_per_batch, self.seq_len),
-            batches=self._last_batches(),
-            groups_stored=state.stored,
-            groups_used=state.uses,
-            groups_fresh=live.fresh,
-            uses_live=live.uses,
-            steps_done=state.step,
-        )
-
-    def _own_view(self, step: int, groups: Groups | None, adapter: str) -> BufferView:
-        state, config = self._state, self.config
-        shown = state.index.groups(self.rows_of(adapter)) if groups is None else groups
-        live, progress = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter)
-        return BufferView(
-            step=progress.step,
+            step=state.own_step(step, adapter),
             version=state.version_at(step, adapter),
             published_version=state.published[adapter],
             steps_per_publish=config.steps_per_publish_of(adapter),
             groups_live=live.groups,
             tokens_live=live.tokens,
             tickets_out=self._book.out_of(adapter),
-            budget=Budget(config.batch.tokens_per_batch, progress.groups_per_batch, self.seq_len),
-            batches=tuple(state.groups_of(adapter, step) for step in sorted(state.batches)[-_HISTORY_BATCHES:]),
-            groups_stored=state.standing(adapter).stored,
-            groups_used=state.turns.used.get(adapter, 0),
+            budget=Budget(config.batch.tokens_per_batch, config.groups_per_batch_of(adapter), self.seq_len),
+            batches=batches,
+            groups_stored=stored,
+            groups_used=used,
             groups_fresh=live.fresh,
             uses_live=live.uses,
             steps_done=state.own_step(state.step, adapter),
-            groups_given=progress.groups,
+            groups_given=given,
         )
 
     def rows_of(self, adapter: str) -> Rows:
