@@ -11,7 +11,6 @@ State = `restore`(`take`(state), rows of the index stream behind `trimmed` and t
 from __future__ import annotations
 
 import copy
-import dataclasses
 import zlib
 from collections import Counter
 from typing import Any
@@ -93,21 +92,22 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _COUNTERS = ("evicted", "dead_lettered", "evicted_since_batch", "used_staleness")
-_COPIED = (
-    "entries",
-    "trimmed_entries",
-    "config",
-    "config_state",
-    "config_reason",
-    "max_uses",
-    "step",
-    "next_step",
-    "generation",
-    "retired",
-    "groups_used",
-    "uses",
-    "tokens_used",
+_PACKED = (
+    "stored",
+    "trimmed",
+    "batches",
+    "records",
+    "failed_prompts",
+    "tallies",
+    "reasons",
+    "fates",
+    "set_aside",
+    "rows",
 )
+_COPIED = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_COUNTERS, *_PACKED))
+"""Fields that are the same in both."""
+_NESTED = ("standings", "voided")
+"""Those of them in which the fold changes what they hold; to copy all that deeply takes a hundred times as long."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Snapshot).decode
 
@@ -129,23 +129,14 @@ def take(state: RunState) -> Snapshot:
         )
         for step, batch in state.batches.items()
     ]
-    copied: dict[str, Any] = {name: getattr(state, name) for name in _COPIED}
-    copied |= {name: dict(getattr(state, name)) for name in _COUNTERS}
     tallies = copy.deepcopy(state.tallies)  # first: this counts new groups in the standings too
+    copied = _copied(state) | {name: dict(getattr(state, name)) for name in _COUNTERS}
     return Snapshot(
         **copied,
         stored=state.stored,
         trimmed=state.trimmed,
-        attached=state.attached and dataclasses.replace(state.attached),
-        published=dict(state.published),
-        weights_uri=dict(state.weights_uri),
         batches=batches,
         records=np.array(records, np.int64).tobytes(),
-        voided={step: list(several) for step, several in state.voided.items()},
-        checkpoints=list(state.checkpoints),
-        rewinds=dict(state.rewinds),
-        turns=state.turns,
-        standings=copy.deepcopy(state.standings),
         tallies=tallies,
         failed_prompts=state.failed_prompts.bits,
         reasons=list(state.reasons),
@@ -169,19 +160,14 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
             value=state.stored,
             bound=snapshot.stored,
         )
-    for name in _COPIED:
-        setattr(state, name, getattr(snapshot, name))
+    for name, value in _copied(snapshot).items():
+        setattr(state, name, value)
     for name in _COUNTERS:
         setattr(state, name, Counter(getattr(snapshot, name)))
-    state.attached = snapshot.attached
-    state.published, state.weights_uri = dict(snapshot.published), dict(snapshot.weights_uri)
     state.batches = {part.step: _batch(part) for part in snapshot.batches}
     records = _numbers(snapshot.records).reshape(-1, 4).tolist()
     state.records = {step: entry for step, entry, _, _ in records}
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
-    state.voided = {step: list(several) for step, several in snapshot.voided.items()}
-    state.checkpoints, state.rewinds = list(snapshot.checkpoints), dict(snapshot.rewinds)
-    state.turns, state.standings = snapshot.turns, copy.deepcopy(snapshot.standings)
     state.failed_prompts = PromptSet(snapshot.failed_prompts)
     state.resume_tallies(copy.deepcopy(snapshot.tallies), snapshot.stored)
     _restore_rows(state, snapshot)
@@ -235,6 +221,10 @@ def decode_snapshot(raw: bytes) -> Snapshot:
         return _decode(zlib.decompress(raw[_HEADER_BYTES:]))
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplaybufError(f"the snapshot does not decode: {error}", name="snapshot", value=len(raw)) from error
+
+
+def _copied(source: RunState | Snapshot) -> dict[str, Any]:
+    return {name: (copy.deepcopy if name in _NESTED else copy.copy)(getattr(source, name)) for name in _COPIED}
 
 
 def _batch(part: BatchPart) -> BatchState:
