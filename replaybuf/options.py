@@ -70,12 +70,8 @@ def _range(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            return " ".join(
-                [
-                    name,
-                    " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and bound < _UNTOLD),
-                ]
-            ).strip()
+            told = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and bound < _UNTOLD)
+            return f"{name} {told}".strip()
         case msgspec.inspect.LiteralType():
             return " | ".join(str(value) for value in kind.values)
         case msgspec.inspect.UnionType():
