@@ -41,7 +41,7 @@ def test_help_tells_what_every_command_does() -> None:
     ("arguments", "message"),
     [
         (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
-        (["serve", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
+        (["serve", "--port", "0", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
         (["--config", "nowhere.toml", "serve"], "config file nowhere.toml cannot be read"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),

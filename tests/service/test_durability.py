@@ -113,8 +113,8 @@ def test_the_embedded_server_is_set_to_what_is_wanted_also_when_adopted(
 
 def test_waiting_for_replicas_of_the_embedded_server_is_refused(tmp_path: Path) -> None:
     """It has none, so no write could ever be confirmed."""
-    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--data-dir", str(tmp_path), "--wait-replicas", "1"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(tmp_path)]
+    refused = subprocess.run([*command, "--wait-replicas", "1"], capture_output=True, text=True, timeout=30)
     assert refused.returncode == 1
     assert "wait_replicas is 1; the embedded Valkey has no replicas" in refused.stderr
 
