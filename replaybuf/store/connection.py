@@ -113,7 +113,7 @@ class Connection:
 
     async def _load_library(self) -> None:
         listed = await self._answer(self._redis.function_list(LIBRARY, withcode=True))
-        if any(LIBRARY_CODE.encode() in _flat(entry) for entry in listed):
+        if any(entry[b"library_code"] == LIBRARY_CODE.encode() for entry in listed):
             return  # loading it needs room, which a full server has not
         await self._answer(self._redis.function_load(LIBRARY_CODE, replace=True))
 
@@ -257,7 +257,3 @@ async def _executed(pipe: Any, waits: int) -> list[Any]:
 def text(value: Any) -> str:
     """Read a reply that is a string; which of both forms it has depends on the command."""
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _flat(value: Any) -> list[Any]:
-    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)

@@ -56,7 +56,7 @@ class LedgerCommands(Connection):
             raw = await self._guard(self._redis.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk))
             if not raw:
                 return
-            records = [(int(e[0].partition(b"-")[0]), decode_record(_fields(e[1])[b"r"])) for e in raw]
+            records = [(int(e[0].partition(b"-")[0]), decode_record(e[1][b"r"])) for e in raw]
             yield records
             after = records[-1][0]
             left = None if left is None else left - len(records)
@@ -110,7 +110,3 @@ class LedgerCommands(Connection):
             raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
         news = set(reply or {})
         return [run for run in known if news & {keys.index(run).encode(), keys.ledger(run).encode()}]
-
-
-def _fields(raw: Any) -> dict[bytes, bytes]:
-    return raw if isinstance(raw, dict) else dict(zip(raw[::2], raw[1::2], strict=True))
