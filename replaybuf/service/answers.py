@@ -209,16 +209,21 @@ def run_state(
     }
 
 
-def group_counts(state: RunState) -> dict[str, Any]:
-    """Count groups by where they stand: stored = live + in_batches + retired + sum(evicted) + dead_lettered."""
-    by_state = np.bincount(state.index["state"], minlength=EVICTED + 1)
+def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:
+    """Count groups, of an adapter, by where they stand.
+
+    stored = live + in_batches + retired + sum(evicted) + dead_lettered
+    """
+    index, counted = state.index, state.standing(adapter) if adapter else state
+    states = index["state"][index["adapter"] == name_code(adapter)] if adapter else index["state"]
+    by_state = np.bincount(states, minlength=EVICTED + 1)
     return {
-        "stored": state.stored,
+        "stored": counted.stored,
         "live": int(by_state[LIVE]),
         "in_batches": int(by_state[IN_BATCHES]),
-        "retired": state.retired,
-        "evicted": {reason: number for reason, number in sorted(state.evicted.items()) if number},
-        "dead_lettered": state.dead_lettered.total(),
+        "retired": counted.retired,
+        "evicted": {reason: number for reason, number in sorted(counted.evicted.items()) if number},
+        "dead_lettered": sum(counted.dead_lettered.values()),
     }
 
 
@@ -243,18 +248,9 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True):
 
 def adapter_held(name: str, state: RunState) -> AdapterHeld:
     """Add up what the index has of one adapter."""
-    index, standing = state.index, state.standing(name)
-    its = index["adapter"] == name_code(name)
-    live = its & (index["state"] == LIVE)
-    groups = {
-        "stored": standing.stored,
-        "live": int(np.count_nonzero(live)),
-        "in_batches": int(np.count_nonzero(its & (index["state"] == IN_BATCHES))),
-        "retired": standing.retired,
-        "evicted": {reason: number for reason, number in sorted(standing.evicted.items()) if number},
-        "dead_lettered": sum(standing.dead_lettered.values()),
-    }
-    return AdapterHeld(groups, int(index["tokens"][live].sum(dtype=np.int64)), histograms(standing.tallies))
+    live = (state.index["adapter"] == name_code(name)) & (state.index["state"] == LIVE)
+    tokens_live = int(state.index["tokens"][live].sum(dtype=np.int64))
+    return AdapterHeld(group_counts(state, name), tokens_live, histograms(state.standing(name).tallies))
 
 
 def adapter_state(
