@@ -182,7 +182,6 @@ def cases(group: Group) -> dict[str, dict[str, Timed]]:
         "decode": {
             LISTS: (lambda: decode_lists(lists), 4),
             FRAME: (lambda: decode_frame(frame), 60),
-            "frame, unverified": (lambda: decode_frame(frame, verify=False), 60),
             "frame, zstd": (lambda: decode_frame(packed), 8),
             "safetensors": (lambda: safetensors.numpy.load(saved), 30),
         },

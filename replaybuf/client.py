@@ -95,10 +95,10 @@ class Backoff:
 class Patience:
     """How long one request is repeated: until `for_s` seconds have passed since this object was made."""
 
-    def __init__(self, for_s: float, backoff: Backoff = Backoff(), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, for_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ends_s = clock() + for_s
-        self._pauses_s = backoff.pauses_s()
+        self._pauses_s = Backoff().pauses_s()
 
     def pause_s(self, error: ReplaybufError, *, elsewhere: bool = False) -> float:
         """Return the pause before the next try; raises `error` where it would end too late or cannot help.

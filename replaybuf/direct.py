@@ -42,7 +42,7 @@ class DirectBodies:
     `built` counts bodies built from Redis, `fallbacks` those that came over HTTP instead.
     """
 
-    def __init__(self, client: Client, redis_url: str, *, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+    def __init__(self, client: Client, redis_url: str) -> None:
         self.built = 0
         self.fallbacks = 0
         self._client = client
@@ -50,9 +50,9 @@ class DirectBodies:
         try:
             self._redis = redis.Redis.from_url(
                 redis_url,
-                socket_timeout=timeout_s,
+                socket_timeout=COMMAND_TIMEOUT_S,
                 socket_read_size=READ_BYTES,
-                socket_connect_timeout=min(timeout_s, CONNECT_TIMEOUT_S),
+                socket_connect_timeout=CONNECT_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
             )

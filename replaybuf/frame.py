@@ -120,19 +120,15 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     return b"".join((_MAGIC_AND_CHECKSUM.pack(MAGIC, crc), *pieces))
 
 
-def decode_frame(
-    frame: bytes | bytearray | memoryview, *, verify: bool = True, max_bytes: int = LARGEST_FRAME_BYTES
-) -> Group:
+def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARGEST_FRAME_BYTES) -> Group:
     """Decode one frame into read-only views of `frame`; compressed columns become arrays of their own.
 
     Raises `BrokenFrame` where magic, length, checksum or a column is wrong, or, with the name `max_bytes`, where the
-    frame has more bytes than that with all columns raw; nothing is decompressed then. `verify=False` skips the
-    checksum alone.
+    frame has more bytes than that with all columns raw; nothing is decompressed then.
     """
     buffer = memoryview(frame).toreadonly()
     header_end = _check_prefix(buffer)
-    if verify:
-        _check_checksum(buffer)
+    _check_checksum(buffer)
     header = _read_header(buffer[_PREFIX.size : header_end])
     arrays, parts = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
     return Group(

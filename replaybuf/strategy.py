@@ -88,8 +88,8 @@ class Groups:
     - `reward_mean`, `reward_std`, `advantage_abs_mean`, `priority` float32
     - `arrival_s` float64: seconds since the epoch when the group was stored
 
-    A column is taken from the index when it is first read: a strategy pays for what it looks at. Where `which` is None
-    it is a view of the whole, without a copy.
+    A column is taken from the index when it is first read: a strategy pays for what it looks at. Of all groups it is a
+    view, without a copy.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
@@ -113,14 +113,14 @@ class Groups:
     longest_tokens: npt.NDArray[np.int32]
     truncated: npt.NDArray[np.int32]
 
-    def __init__(self, which: npt.NDArray[Any] | None = None, **columns: npt.NDArray[Any]) -> None:
+    def __init__(self, **columns: npt.NDArray[Any]) -> None:
         missing = [name for name in self.COLUMNS if name not in columns and name not in _LATER]
         unknown = [name for name in columns if name not in _COLUMNS]
         if missing or unknown:
             raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
         self._base = columns
         self._size = len(columns["row"])
-        self._which = np.flatnonzero(which) if which is not None and which.dtype == bool else which
+        self._which: Rows | None = None
 
     @classmethod
     def beginning(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:

@@ -231,16 +231,6 @@ def test_a_wrong_prefix_is_told_by_its_name(offset: int, value: bytes, name: str
     assert caught.value.name == name and isinstance(caught.value, Malformed)
 
 
-def test_the_check_of_bytes_may_be_left_out_but_not_that_of_lengths() -> None:
-    frame = bytearray(encode_frame(sample()))
-    frame[-1] ^= 1
-    decode_frame(frame, verify=False)
-    with pytest.raises(BrokenFrame, match="checksum"):
-        decode_frame(frame)
-    with pytest.raises(BrokenFrame, match="frame says"):
-        decode_frame(frame[:-1], verify=False)
-
-
 # ---------------------------------------------------------------------- headers that lie
 
 

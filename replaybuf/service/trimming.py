@@ -30,8 +30,8 @@ LOOK_ENTRIES = 16
 class Trimming:
     """Writes snapshots and trims one run; `kept_groups` freed groups stay to be looked at."""
 
-    def __init__(self, journal: Journal, kept_groups: int = KEPT_GROUPS) -> None:
-        self.kept_groups = kept_groups
+    def __init__(self, journal: Journal) -> None:
+        self.kept_groups = KEPT_GROUPS
         self._journal = journal
         self._looked_at = 0
 
