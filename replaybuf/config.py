@@ -80,10 +80,7 @@ class AdapterSpec(Spec, frozen=True):
 
 
 class RunConfig(Spec, frozen=True):
-    """One run. All parts but `batch` have defaults; docs: design section 5.
-
-    Raises nothing itself: `check_run_config` judges the whole.
-    """
+    """One run, as docs/http.md tells it. All parts but `batch` have defaults; `check_run_config` judges the whole."""
 
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()

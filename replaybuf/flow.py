@@ -1,4 +1,4 @@
-"""Tickets and the flow of groups: who may generate what, and how fast things went.
+"""Tickets: who may generate what.
 
 A ticket is leave to generate the group of one prompt index. The book below is what Redis holds of them, in memory;
 every method says what changed and leaves storing it to the caller, so the rules can be read and tested without I/O.

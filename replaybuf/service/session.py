@@ -68,11 +68,10 @@ class Session:
                     value=step,
                     bound=[state.oldest_step, state.step],
                 )
-            layout = self._layout(request)
+            attached = self._attached(request, step)
             redeliver = request.on_resume == "redeliver"
             if redeliver:
-                self._check_rows_fit(step, layout.seq_len)
-            attached = msgspec.structs.replace(layout, epoch=state.epoch + 1, step=step, at_s=journal.clock())
+                self._check_rows_fit(step, attached.seq_len)
             # ATTACH first: should we die before REWIND, the older trainer is fenced and this one asks again.
             await journal.append(attached)
             if step < state.step or (not redeliver and state.next_step > step):
@@ -102,7 +101,8 @@ class Session:
             "look_ahead": self._selector.strategy.look_ahead,
         }
 
-    def _layout(self, request: AttachRequest) -> AttachRecord:
+    def _attached(self, request: AttachRequest, step: int) -> AttachRecord:
+        """Make the record of an attach, with the run's layout where none is asked for. Raises `Invalid`."""
         batch = self._journal.config.batch
         seq_len = batch.seq_len if request.seq_len is None else request.seq_len
         multiple = batch.pad_to_multiple_of if request.pad_to_multiple_of is None else request.pad_to_multiple_of
@@ -119,20 +119,20 @@ class Session:
         if request.cost is not None:
             request.cost.check()
         return AttachRecord(
-            epoch=0,
-            step=0,
+            epoch=self._state.epoch + 1,
+            step=step,
             dp_world_size=ranks,
             seq_len=seq_len,
             pad_to_multiple_of=multiple,
             cost=request.cost,
+            at_s=self._journal.clock(),
         )
 
     def _check_rows_fit(self, step: int, seq_len: int) -> None:
         if self._journal.config.batch.overlong == "truncate":
             return
         for standing in self._state.batches:
-            longest = self._batches.longest_rollout(standing)
-            if standing >= step and longest > seq_len:
+            if standing >= step and (longest := self._batches.longest_rollout(standing)) > seq_len:
                 raise Conflict(
                     f"seq_len is {seq_len}; batch {standing}, to be redelivered, holds a rollout of {longest} tokens",
                     name="seq_len",
