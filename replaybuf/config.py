@@ -16,6 +16,8 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Without `/` and `:`, which end an adapter's name in tickets, group ids and counters."""
 MIN_TOKENS_PER_ROLLOUT = 2
 """One prompt token and one completion token: no rollout is shorter."""
+LONGEST_ROW = 2**31 - 1
+"""Positions in a row are 32-bit."""
 
 LARGEST_INTEGER = 2**53 - 1
 """Largest whole number that every JSON reader keeps exactly; it also fits every column and record."""
@@ -47,7 +49,7 @@ class BatchSpec(Spec, frozen=True):
 
     tokens_per_batch: Positive | None = 65536
     groups_per_batch: Positive | None = None
-    seq_len: Annotated[int, Meta(ge=MIN_TOKENS_PER_ROLLOUT)] = 4096
+    seq_len: Annotated[int, Meta(ge=MIN_TOKENS_PER_ROLLOUT, le=LONGEST_ROW)] = 4096
     pad_to_multiple_of: Positive = 1
     overlong: Literal["reject", "truncate"] = "reject"
 

@@ -210,6 +210,7 @@ def test_an_unknown_field_is_named(field: str) -> None:
     ("body", "name", "value", "bound"),
     [
         ({"batch": {"seq_len": 1}}, "batch.seq_len", 1, ">= 2"),
+        ({"batch": {"seq_len": 2**31}}, "batch.seq_len", 2**31, "<= 2147483647"),
         ({"batch": {"tokens_per_batch": 0}}, "batch.tokens_per_batch", 0, ">= 1"),
         ({"batch": {"overlong": "cut"}}, "batch.overlong", "cut", "'cut'"),
         ({"batch": {}, "seed": -1}, "seed", -1, ">= 0"),

@@ -142,14 +142,15 @@ class Assembled:
 
 
 def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled:
-    """Pack the groups of a record for a layout. Raises `Gone` where a group is no longer there."""
+    """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
     frames = {entry.number: entry for entry in loaded.entries}
     planned: list[PlannedGroup] = []
     groups: list[Group] = []
     for entry in record.groups:
         if entry.number not in loaded.groups:
             raise Gone(
-                f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone",
+                f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone: "
+                f"{loaded.broken[entry.number]}",
                 name="group_id",
                 value=entry.group_id,
             )

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
-from replaybuf.ledger import AdapterStep, BatchEntry, BatchRecord, DeadLetterRecord
+from replaybuf.group import Group
+from replaybuf.ledger import AdapterStep, BatchEntry, BatchRecord, DeadLetterRecord, EvictRecord
 from replaybuf.service import answers
 from replaybuf.service.ahead import Ahead
 from replaybuf.service.answers import WaitingAnswer
@@ -186,6 +187,10 @@ class Batches:
             if loaded.broken:
                 await self._bury(loaded.broken)
                 continue
+            overlong = self._overlong(loaded)
+            if overlong:
+                await self._evict_overlong(overlong)
+                continue
             record = self._write_down(chosen, loaded)
             await self._journal.append(record)
             prepared = self.ahead.take(record, len(fetched.groups))
@@ -206,6 +211,16 @@ class Batches:
         return Loaded(
             [entries[number] for number in numbers if number in entries], fetched.groups | rest.groups, rest.broken
         )
+
+    def _overlong(self, loaded: Loaded) -> list[int]:
+        """Name the groups with a prompt that leaves no room for a completion in the trainer's rows.
+
+        The index has whole rollouts, so where completions are cut only the frames tell.
+        """
+        if self._journal.config.batch.overlong != "truncate":
+            return []
+        seq_len = self._selector.views.seq_len
+        return sorted(number for number, group in loaded.groups.items() if _longest_prompt(group) >= seq_len)
 
     def _write_down(self, chosen: Selection, loaded: Loaded) -> BatchRecord:
         state, config = self._state, self._journal.config
@@ -249,6 +264,10 @@ class Batches:
                 completed=progress.groups + groups == progress.groups_per_batch,
             )
         return parts
+
+    async def _evict_overlong(self, numbers: list[int]) -> None:
+        step, now_s = self._state.next_step, self._journal.clock()
+        await self._journal.append(EvictRecord(step=step, numbers={"overlong": numbers}, at_s=now_s))
 
     async def _bury(self, broken: dict[int, str]) -> None:
         by_reason: dict[str, list[int]] = {}
@@ -311,3 +330,12 @@ class Batches:
         """Tokens of the longest rollout in the batch of `step`."""
         rows = self._state.index.rows_of(self._state.batches[step].numbers)
         return int(np.max(self._state.index["longest_tokens"][rows], initial=0))
+
+    async def longest_prompt(self, step: int) -> int:
+        """Tokens of the longest prompt in the batch of `step`, read from its frames."""
+        loaded = await load(self._journal.store, self._journal.name, self._state.batches[step].numbers.tolist())
+        return max(map(_longest_prompt, loaded.groups.values()), default=0)
+
+
+def _longest_prompt(group: Group) -> int:
+    return int(np.max(group.prompt_lengths, initial=0))

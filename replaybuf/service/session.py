@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from replaybuf.config import LONGEST_ROW
 from replaybuf.cost import Cost
 from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
 from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
@@ -22,8 +23,6 @@ from replaybuf.strategy import Feedback
 logger = logging.getLogger(__name__)
 
 
-LONGEST_ROW = 2**31 - 1
-"""Positions in a row are 32-bit."""
 LARGEST_PRIORITY = 1e30
 """Sums of a million of them, and their powers, stay within 32-bit floats."""
 
@@ -71,7 +70,7 @@ class Session:
             attached = self._attached(request, step)
             redeliver = request.on_resume == "redeliver"
             if redeliver:
-                self._check_rows_fit(step, attached.seq_len)
+                await self._check_rows_fit(step, attached.seq_len)
             # ATTACH first: should we die before REWIND, the older trainer is fenced and this one asks again.
             await journal.append(attached)
             if step < state.step or (not redeliver and state.next_step > step):
@@ -128,13 +127,15 @@ class Session:
             at_s=self._journal.clock(),
         )
 
-    def _check_rows_fit(self, step: int, seq_len: int) -> None:
-        if self._journal.config.batch.overlong == "truncate":
-            return
-        for standing in self._state.batches:
-            if standing >= step and (longest := self._batches.longest_rollout(standing)) > seq_len:
+    async def _check_rows_fit(self, step: int, seq_len: int) -> None:
+        truncates = self._journal.config.batch.overlong == "truncate"
+        for standing in [standing for standing in self._state.batches if standing >= step]:
+            held, longest = "rollout", self._batches.longest_rollout(standing)
+            if longest > seq_len and truncates:  # a completion is cut to one token at least
+                held, longest = "prompt with one completion token", 1 + await self._batches.longest_prompt(standing)
+            if longest > seq_len:
                 raise Conflict(
-                    f"seq_len is {seq_len}; batch {standing}, to be redelivered, holds a rollout of {longest} tokens",
+                    f"seq_len is {seq_len}; batch {standing}, to be redelivered, holds a {held} of {longest} tokens",
                     name="seq_len",
                     value=seq_len,
                     bound=longest,

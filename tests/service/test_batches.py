@@ -258,6 +258,19 @@ def test_rows_are_padded_to_the_multiple_alone(run: RunClient) -> None:
     assert len(tensors["0.rewards"]) == 2
 
 
+def test_a_prompt_that_fills_the_rows_of_a_trainer_is_passed_over_where_completions_are_cut(run: RunClient) -> None:
+    """The group is evicted as overlong before the batch is decided: nothing leaves its completion a token."""
+    run.put(batch={"groups_per_batch": 2, "seq_len": 64, "overlong": "truncate"})
+    long = group("long")
+    long["rollouts"][0]["prompt_ids"] = [1] * 32
+    run.append(long, group("a", tokens=40), group("b"))
+    epoch = run.attach(seq_len=32)
+    meta = read_batch(run.batch(0, epoch).content).meta
+    assert (meta.group_ids, meta.tokens) == (["a", "b"], 2 * 32 + 2 * 5)
+    assert run.state()["groups"]["evicted"] == {"overlong": 1}
+    assert run.get("batches/0/record").json()["batch_id"] == meta.batch_id
+
+
 def test_advantages_are_filled_in_where_a_group_brings_none(run: RunClient) -> None:
     """The configured estimator fills; what a producer gave is kept."""
     run.put(batch={"groups_per_batch": 2}, advantage="dr-grpo")

@@ -56,3 +56,25 @@ def test_a_flipped_bit_in_redis_is_found_by_its_checksum(
         client.setbit(key, last, 1 - client.getbit(key, last))
     assert run.batch(0, epoch).json()["reason"] == "no_producers"
     assert run.get("dead-letters").json()["dead_letters"][0]["reason"] == "bad_checksum"
+
+
+def test_a_frame_that_broke_after_its_batch_was_made_is_named_with_its_reason(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """410: other bytes than those that were trained on are never served; a resample does without the group."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("bad"), group("good"))
+    assert run.batch(0, epoch).status_code == 200
+    with redis.Redis(unix_socket_path=own_service.valkey_socket) as client:
+        (key,) = client.keys("rb:p:{*:bad}:*")
+        last = 8 * client.strlen(key) - 1
+        client.setbit(key, last, 1 - client.getbit(key, last))
+    own_service.kill()
+    run = connect(own_service.start().url, "r")
+    response = run.batch(0, epoch)
+    assert (response.status_code, response.json()["value"]) == (410, "bad")
+    assert "bad_checksum" in response.json()["detail"]
+    epoch = run.attach(resume_step=0, on_resume="resample")
+    assert read_batch(run.batch(0, epoch).content).meta.group_ids == ["good"]

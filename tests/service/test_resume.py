@@ -178,6 +178,19 @@ def test_rows_too_short_for_a_batch_to_be_redelivered_are_refused(run: RunClient
     assert (response.status_code, response.json()["bound"]) == (409, 5)
 
 
+def test_rows_too_short_for_a_prompt_to_be_redelivered_are_refused_where_completions_are_cut(run: RunClient) -> None:
+    """409 names the batch and how short its longest rollout can be cut; rows that leave a token of it are taken."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 16, "overlong": "truncate"})
+    run.append(group("a", tokens=9))
+    epoch = run.attach()
+    assert run.batch(0, epoch).status_code == 200
+    response = run.post("attach", resume_step=0, seq_len=2)
+    assert (response.status_code, response.json()["bound"]) == (409, 3)
+    assert run.state()["epoch"] == epoch
+    epoch = run.attach(resume_step=0, seq_len=3)
+    assert read_batch(run.batch(0, epoch).content).meta.tokens == 2 * 3
+
+
 def test_rewinding_a_finished_run_sets_it_running_again(run: RunClient) -> None:
     """What max_steps ended goes on from the step the trainer resumes at."""
     epoch = ready(run, max_steps=2)
