@@ -26,16 +26,25 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from replaybuf.batch import Batch, read_batch
+from replaybuf.batch import Batch, BatchMeta, read_batch
 from replaybuf.client import Client, Patience, Waiting
 from replaybuf.direct import Body, DirectBodies
-from replaybuf.errors import RunFinished, ServiceUnavailable
+from replaybuf.errors import Conflict, RunFinished, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
-B = TypeVar("B")
+
+class OfMeta(Protocol):
+    """A batch of any form that a reader hands out."""
+
+    @property
+    def meta(self) -> BatchMeta:
+        """What the body says about itself."""
+
+
+B = TypeVar("B", bound=OfMeta)
 
 TELL_WAITING_EVERY_S = 5.0
 
@@ -44,7 +53,8 @@ TELL_WAITING_EVERY_S = 5.0
 class ReaderOptions:
     """How to read.
 
-    - `dp_rank`: whose part of each batch
+    - `dp_rank`: whose part of each batch; `dp_world_size`: how many ranks read, None = not checked. A batch packed for
+      another number raises `Conflict`: with fewer readers than ranks a part of it would go untrained
     - `poll_s`: seconds from one question for a batch to the next; `wait_ms`: how long the service may hold each
       (0 = poll, else long-poll); `close` may have to wait for that long
     - `prefetch`: fetch the next batch while this one trains
@@ -55,6 +65,7 @@ class ReaderOptions:
     """
 
     dp_rank: int = 0
+    dp_world_size: int | None = None
     poll_s: float = 0.5
     wait_ms: int = 0
     prefetch: bool = True
@@ -180,7 +191,7 @@ class StepReader(Generic[B]):
                 if isinstance(body, Waiting):
                     self._wait(body, began_s)
                 else:
-                    self._hold(self.read(body))
+                    self._hold(self._checked(self.read(body)))
             except Exception as error:  # noqa: BLE001  # whatever it is, the consumer gets it
                 self._fail(error)
 
@@ -199,6 +210,18 @@ class StepReader(Generic[B]):
     def _fetch(self, step: int) -> Body | Waiting:
         source = self._direct.fetch if self._direct else self._client.fetch_batch
         return source(step, self.epoch, dp_rank=self.options.dp_rank, wait_ms=self.options.wait_ms)
+
+    def _checked(self, batch: B) -> B:
+        packed, reading = batch.meta.dp_world_size, self.options.dp_world_size
+        if reading not in (None, packed):
+            raise Conflict(
+                f"batch {batch.meta.step} is packed for {packed} ranks, {reading} read it; attach with dp_world_size "
+                f"{reading}",
+                name="dp_world_size",
+                value=reading,
+                bound=packed,
+            )
+        return batch
 
     def _hold(self, batch: B) -> None:
         with self._changed:

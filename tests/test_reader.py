@@ -13,7 +13,7 @@ from replaybuf.batch import encode_batch
 from replaybuf.calls import Waiting
 from replaybuf.client import Client
 from replaybuf.direct import Body
-from replaybuf.errors import Fenced, Gone, Malformed, RunFinished, ServiceUnavailable, WrongStep
+from replaybuf.errors import Conflict, Fenced, Gone, Malformed, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.reader import BatchReader, ReaderOptions
 from tests.builders import batch_meta
 from tests.conftest import RunClient, ServeProcess, group
@@ -287,6 +287,19 @@ def test_a_reader_whose_run_another_trainer_took_is_fenced(run: RunClient, servi
         options = ReaderOptions(poll_s=0.05, on_waiting=lambda _: taken.append(taken[0] if taken else run.attach()))
         with BatchReader(client, attached.epoch, attached.step, options) as reader, pytest.raises(Fenced):
             next(reader)
+
+
+def test_a_batch_packed_for_another_number_of_ranks_is_refused(run: RunClient, service: ServeProcess) -> None:
+    """A trainer that comes back with fewer ranks and does not attach would leave a part of every batch untrained."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    with Client(service.url, run.run) as client:
+        attached = client.attach(dp_world_size=2)
+        refused = pytest.raises(Conflict, match="batch 0 is packed for 2 ranks, 1 read it")
+        with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=1)) as one, refused:
+            next(one)
+        with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=2)) as two:
+            assert next(two).meta.dp_world_size == 2
 
 
 def test_a_body_may_be_any_bytes_like_object() -> None:
