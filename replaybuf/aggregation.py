@@ -64,7 +64,15 @@ class Aggregator(Generic[T]):
     def __init__(
         self, sizes: Sequence[int], *, sample_repeat: int = 1, batch_repeat: int = 1, step_limit: int | None = None
     ) -> None:
-        """Take the micro-batch sizes of all stages, in samples. Raises `Invalid` where there is none or one below 1."""
+        """Take the micro-batch sizes of all stages, in samples.
+
+        `step_limit`: number of batches to come; None = until `flush`. Raises `Invalid` where there is no size, or a
+        number is below 1.
+        """
+        if step_limit is not None and step_limit < 1:
+            raise Invalid(
+                f"step_limit is {step_limit}; it must be at least 1", name="step_limit", value=step_limit, bound=1
+            )
         self._repeats = (sample_repeat, batch_repeat)
         self.window = window_samples(sizes, sample_repeat, batch_repeat)
         self.step_limit = step_limit

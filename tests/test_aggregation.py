@@ -140,6 +140,13 @@ def test_a_window_of_repeated_samples_is_whole_for_every_stage_and_the_least_one
         assert len(made[-1].samples) == aggregator.window * repeats
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_step_limit_that_no_batch_reaches_is_refused(limit: int) -> None:
+    """The last step would never come, and what is held would never leave."""
+    with pytest.raises(Invalid, match=f"step_limit is {limit}"):
+        Aggregator([2], step_limit=limit)
+
+
 def test_the_tail_leaves_at_the_step_limit_and_nothing_is_taken_behind_it() -> None:
     aggregator: Aggregator[int] = Aggregator([8], step_limit=3)
     assert [aggregator.add([n]) for n in range(2)] == [None, None]
