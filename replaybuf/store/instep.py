@@ -62,7 +62,10 @@ async def receive_in_step(connection: Any, count: int, word: bytes, *, raise_on_
 
 
 def get_in_step(client: redis.Redis, names: Iterable[str]) -> list[bytes | None]:
-    """Get values by a client that blocks; a missing one is None. Raises `OutOfStep`, and the first error of a reply."""
+    """Get values by a client that blocks; None where there is none, or a list or the like in its place.
+
+    Raises `OutOfStep`, and the first error among the replies.
+    """
     word, pipe = _new_word(), client.pipeline(transaction=False)
     for name in names:
         pipe.get(name)
@@ -75,7 +78,7 @@ def get_in_step(client: redis.Redis, names: Iterable[str]) -> list[bytes | None]
     if echoed != word:
         client.connection_pool.disconnect(inuse_connections=False)
         raise _out_of_step(_last(echoed))
-    return _sound(values)
+    return _sound([None if _is_no_string(value) else value for value in values])
 
 
 async def _replies(connection: Any, count: int) -> list[Any]:
@@ -104,6 +107,10 @@ def _packed(connection: Any, command: Sequence[Any]) -> list[bytes]:
             return packed
     name = command[0].split() if isinstance(command[0], str) else command[:1]  # redis-py writes "CONFIG GET" as one
     return [hiredis.pack_command((*name, *command[1:]))]
+
+
+def _is_no_string(reply: Any) -> bool:
+    return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def _sound(replies: list[Any]) -> list[Any]:

@@ -11,21 +11,27 @@ from replaybuf.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 
 
-def spoil(server: ServeProcess, group_id: str, frame: bytes | None) -> None:
-    """Replace the payload of a group behind the service's back; None deletes it."""
+def spoil(server: ServeProcess, group_id: str, frame: bytes | list[str] | None) -> None:
+    """Replace the payload of a group behind the service's back, by a list too; None deletes it."""
     with redis.Redis(unix_socket_path=server.valkey_socket) as client:
         (key,) = client.keys(f"rb:p:{{*:{group_id}}}:*")
-        if frame is None:
-            client.delete(key)
-        else:
+        client.delete(key)
+        if isinstance(frame, list):
+            client.rpush(key, *frame)
+        elif frame is not None:
             client.set(key, frame)
 
 
 @pytest.mark.parametrize(
-    ("frame", "reason"), [(None, "missing_payload"), (b"not a frame at all, but long enough", "broken_frame")]
+    ("frame", "reason"),
+    [
+        (None, "missing_payload"),
+        (["not", "a", "string"], "missing_payload"),
+        (b"not a frame at all, but long enough", "broken_frame"),
+    ],
 )
 def test_a_spoiled_payload_is_set_aside_and_the_batch_goes_on_without_it(
-    own_service: ServeProcess, connect: Callable[[str, str], RunClient], frame: bytes | None, reason: str
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient], frame: bytes | list[str] | None, reason: str
 ) -> None:
     """The group is listed with its reason and counted; purging lets its bytes go, not the count."""
     run = connect(own_service.url, "r")
