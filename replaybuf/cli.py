@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import difflib
 import importlib.util
 import logging
 import os
@@ -18,8 +19,9 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Env, Toml
+from cyclopts.types import NonNegativeInt, Port
 from rich.console import Console
 
 from replaybuf import __version__, plugins
@@ -43,14 +45,14 @@ app.command(strategies_app)
 def serve(
     *,
     host: str = "127.0.0.1",
-    port: int = 8900,
+    port: Port = 8900,
     tcp: bool = True,
     uds: Path | None = None,
     data_dir: Path = Path(".replaybuf/data"),
     redis_url: str | None = None,
     tokens_file: Path | None = None,
     advertise_url: str | None = None,
-    history_groups: int = 100_000,
+    history_groups: NonNegativeInt = 100_000,
     durability: Literal["strict", "relaxed"] = "strict",
     wait_replicas: int = 0,
     wait_timeout_s: float = 2.0,
@@ -135,7 +137,7 @@ def doctor(
     redis_url: str | None = None,
     data_dir: Path = Path(".replaybuf/data"),
     host: str = "127.0.0.1",
-    port: int = 8900,
+    port: Port = 8900,
 ) -> None:
     """Check this machine and its Redis for what a service needs, and say what to do.
 
@@ -258,8 +260,16 @@ def _summary(path: str) -> str | None:
 @app.meta.default
 def _with_config(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    config: Annotated[Path | None, Parameter(help="TOML file with options, one table per command.")] = None,
-    log_level: Annotated[str, Parameter(help="debug, info, warning or error.")] = "info",
+    config: Annotated[
+        Path | None,
+        Parameter(
+            help="TOML file with options, one table per command.", env_var="REPLAYBUF_CONFIG", show_env_var=False
+        ),
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Parameter(help="What is logged, on standard error.", env_var="REPLAYBUF_LOG_LEVEL", show_env_var=False),
+    ] = "info",
 ) -> object:
     _configure_logging(log_level)
     app.config = _sources(config)
@@ -269,11 +279,31 @@ def _with_config(
     return command(*bound.args, **bound.kwargs)
 
 
+class _Environment(Env):
+    """Options from variables of the environment. One that begins as a command's do but is none of them is logged.
+
+    It is not refused: Kubernetes sets `REPLAYBUF_SERVE_SERVICE_HOST` where a service is named `replaybuf-serve`.
+    """
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Fill in what the environment has."""
+        super().__call__(app, commands, arguments)
+        if not commands:
+            return
+        prefix = "".join(f"{word}_" for word in (self.prefix.rstrip("_"), *commands)).upper()
+        known = {prefix + argument.name.lstrip("-").replace("-", "_").upper() for argument in arguments}
+        for name in sorted(os.environ):
+            if name.startswith(prefix) and name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                logger.warning("environment variable %s is no option of %s%s", name, " ".join(commands), hint)
+
+
 def _sources(config: Path | None) -> tuple[object, ...]:
     if config is None:
-        return (Env("REPLAYBUF_"),)
+        return (_Environment("REPLAYBUF_"),)
     _check_toml(config)
-    return Env("REPLAYBUF_"), Toml(config, must_exist=True, search_parents=False)
+    return _Environment("REPLAYBUF_"), Toml(config, must_exist=True, search_parents=False)
 
 
 def _parsed_again(tokens: tuple[str, ...], config: Path) -> dict[str, Any]:
@@ -288,10 +318,26 @@ def _parsed_again(tokens: tuple[str, ...], config: Path) -> dict[str, Any]:
 
 
 def _check_toml(path: Path) -> None:
+    """Raise `Invalid` for a file that is no TOML, or that has something beside the tables of commands.
+
+    What is in the table of a command is checked when that command is run: plug-ins are imported only then.
+    """
     try:
-        tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise Invalid(f"config file {path} cannot be read: {error.strerror}", name="config", value=str(path)) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Invalid(f"config file {path} cannot be read: {error}", name="config", value=str(path)) from error
+    commands = sorted(name for name in app if not name.startswith("-"))
+    for name, table in tables.items():
+        if name not in commands or not isinstance(table, dict):
+            kind = f"table [{name}]" if isinstance(table, dict) else f"key {name!r} outside the tables"
+            raise Invalid(
+                f"config file {path} has a {kind}; options stand in the table of their command: {', '.join(commands)}",
+                name="config",
+                value=name,
+                bound=commands,
+            )
 
 
 def _configure_logging(level: str) -> None:

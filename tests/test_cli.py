@@ -79,6 +79,46 @@ def test_flags_beat_the_environment_and_the_environment_beats_the_file(tmp_path:
         assert f"host is '{host}'" in done.stderr
 
 
+def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_path: Path) -> None:
+    """A name written wrong would else be ignored, and a default used in its place."""
+    for written, told in (("[srve]\nport = 1\n", "table [srve]"), ("port = 1\n", "key 'port' outside the tables")):
+        config = tmp_path / "replaybuf.toml"
+        config.write_text(written)
+        done = replaybuf("serve", REPLAYBUF_CONFIG=str(config))
+        assert done.returncode == 1
+        assert told in done.stderr and "serve, simulate, status" in done.stderr
+
+
+def test_a_variable_that_is_no_option_of_the_command_is_told() -> None:
+    """Ignored, as others may set some, but not in silence."""
+    done = replaybuf("serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_STATUS_URL="b")
+    assert "REPLAYBUF_SERVE_PROT is no option of serve; did you mean REPLAYBUF_SERVE_PORT?" in done.stderr
+    assert done.stderr.count("no option of") == 1
+    assert (
+        "no option of"
+        not in replaybuf(
+            "serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="error"
+        ).stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "70000"], "Must be <= 65535"),
+        (["serve", "--log-level", "loud"], '"warning"'),
+        (["doctor", "--port", "-1"], "Must be >= 0"),
+        (["engine", "--model", "x", "--threads", "0"], "Must be > 0"),
+        (["train", "--run", "x", "--model", "x", "--engine", "x", "--learning-rate", "-1"], "Must be > 0"),
+    ],
+)
+def test_an_option_outside_its_range_is_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+    """Exit code 2, with option, value and bound."""
+    done = replaybuf(*arguments)
+    assert done.returncode == 2
+    assert f'Invalid value "{arguments[-1]}' in done.stderr and arguments[-2] in done.stderr and message in done.stderr
+
+
 def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClient) -> None:
     """The same reason as over HTTP."""
     run.put(batch={"groups_per_batch": 2})

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import uvloop
 from cyclopts import Parameter
+from cyclopts.types import Port
 
 from replaybuf.errors import Invalid, first_error
 from replaybuf.generator.concurrency import Bounds
@@ -36,7 +37,7 @@ def generate(
     *,
     url: str,
     run: str,
-    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    engine: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     environment: str,
     prompts: str,
     tokenizer: Path,
@@ -69,7 +70,7 @@ def generate(
     metrics_file: Path | None = None,
     report_every_s: float = 10.0,
     metrics_host: str = "127.0.0.1",
-    metrics_port: int | None = None,
+    metrics_port: Port | None = None,
     logprobs: Annotated[LogprobOptions | None, Parameter(name="*")] = None,
     token: str | None = None,
     reread: Annotated[Callable[[], dict[str, Any]] | None, Parameter(parse=False)] = None,

@@ -27,7 +27,7 @@ RETRY_FOR_S = 60.0
 
 def evaluate_command(
     *,
-    engine: Annotated[list[str], Parameter(consume_multiple=True)],
+    engine: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     environment: str,
     prompts: str,
     tokenizer: Path,

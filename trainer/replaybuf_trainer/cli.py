@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
 
 from replaybuf.errors import Fenced, MissingExtra, ServiceUnavailable
 from replaybuf.generator.logprobs import LogprobModel
@@ -37,7 +38,12 @@ def load_logprobs(folder: Path) -> LogprobModel:
 
 
 def init_model(
-    *, out: Path, task: str = "spell_backward", seed: int = 0, target_accuracy: float = 0.25, threads: int = 1
+    *,
+    out: Path,
+    task: str = "spell_backward",
+    seed: NonNegativeInt = 0,
+    target_accuracy: NormFloat = 0.25,
+    threads: PositiveInt = 1,
 ) -> None:
     """Make a tiny Qwen3 model with a character tokenizer and warm it up with supervision.
 
@@ -69,9 +75,9 @@ def engine(
     *,
     model: Path,
     host: str = "127.0.0.1",
-    port: int = 8001,
-    threads: int = 1,
-    max_rows: int = 512,
+    port: Port = 8001,
+    threads: PositiveInt = 1,
+    max_rows: PositiveInt = 512,
     name: str = "policy",
 ) -> None:
     """Serve a small model with the part of the vLLM API that replaybuf needs, on the CPU.
@@ -156,25 +162,25 @@ def train(
     engine: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     checkpoint_dir: Path = Path(".replaybuf/checkpoints"),
     weights_dir: Path = Path(".replaybuf/weights"),
-    checkpoint_every_steps: int = 20,
-    keep_checkpoints: int = 2,
+    checkpoint_every_steps: PositiveInt = 20,
+    keep_checkpoints: PositiveInt = 2,
     on_resume: Literal["redeliver", "resample"] = "redeliver",
-    poll_s: float = 0.5,
-    wait_ms: int = 0,
+    poll_s: PositiveFloat = 0.5,
+    wait_ms: NonNegativeInt = 0,
     prefetch: bool = True,
-    learning_rate: float = 1e-4,
-    warm_up_steps: int = 10,
-    clip_norm: float = 1.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    kl: float = 0.0,
-    rows_per_forward: int = 8,
-    threads: int = 1,
-    seed: int = 0,
+    learning_rate: PositiveFloat = 1e-4,
+    warm_up_steps: NonNegativeInt = 10,
+    clip_norm: PositiveFloat = 1.0,
+    clip_low: NormFloat = 0.2,
+    clip_high: NonNegativeFloat = 0.2,
+    kl: NonNegativeFloat = 0.0,
+    rows_per_forward: PositiveInt = 8,
+    threads: PositiveInt = 1,
+    seed: NonNegativeInt = 0,
     metrics_file: Path | None = None,
     token: str | None = None,
-    service_timeout_s: float = 60.0,
-    engine_timeout_s: float = 60.0,
+    service_timeout_s: NonNegativeFloat = 60.0,
+    engine_timeout_s: PositiveFloat = 60.0,
     on_publish: OnPublish = "in-flight",
 ) -> None:
     """Train a policy with GRPO on the batches of a run, until the run is finished.

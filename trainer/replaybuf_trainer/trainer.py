@@ -186,7 +186,7 @@ class Trainer:
             )
             torch.autograd.backward(loss)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._options.learning_rate * min(1.0, (self._step + 1) / self._options.warm_up_steps)
+            group["lr"] = self._options.learning_rate * min(1.0, (self._step + 1) / max(1, self._options.warm_up_steps))
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
