@@ -1,4 +1,7 @@
-"""Addresses of services: `http://HOST:PORT`, or `unix:/PATH` of one on this machine; several with commas between."""
+"""Addresses of services: `http://HOST:PORT`, or `unix:/PATH` of one on this machine; several with commas between.
+
+And what is shown to them: the token.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,16 @@ def addresses_of(url: str) -> tuple[str, ...]:
             raise Invalid(f"url is {url!r}; needed: {bound}", name="url", value=url, bound=bound)
         found.append(str(parsed).rstrip("/"))
     return tuple(dict.fromkeys(found))
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """Return the header that shows `token`. Raises `Invalid`, without telling it, for what cannot be a token."""
+    if not token:
+        return {}
+    if not token.isascii() or not token.isprintable() or " " in token:
+        bound = "printable ASCII characters without spaces"
+        raise Invalid(f"token has a character that no token has; needed: {bound}", name="token", bound=bound)
+    return {"authorization": f"Bearer {token}"}
 
 
 def base_url(address: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
 
-from replaybuf.addresses import addresses_of, base_url, unix_mounts
+from replaybuf.addresses import addresses_of, authorization, base_url, unix_mounts
 from replaybuf.calls import (
     Amount,
     AppendResult,
@@ -123,9 +123,7 @@ class _Line:
         self.addresses = addresses_of(url)
         self.address = self.addresses[0]
         # Said either way: httpx asks for zstd by itself where the library for it is installed.
-        self.headers = {"accept-encoding": "zstd, identity;q=0.5" if compress else "identity"}
-        if token:
-            self.headers["authorization"] = f"Bearer {token}"
+        self.headers = {"accept-encoding": "zstd, identity;q=0.5" if compress else "identity"} | authorization(token)
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 

@@ -10,8 +10,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from replaybuf.addresses import addresses_of, base_url, unix_mounts
+from replaybuf.addresses import addresses_of, authorization, base_url, unix_mounts
 from replaybuf.calls import answer_of, error_of
+from replaybuf.config import check_run_name
 from replaybuf.errors import ServiceUnavailable
 
 TIMEOUT_S = 10.0
@@ -20,7 +21,8 @@ READINESS = "/readyz"
 
 def show(url: str, run: str | None, token: str | None, console: Console) -> None:
     """Print the state of one run, or of all. Raises what the service answers, `ServiceUnavailable` where it is away."""
-    address, body = _first_answer(addresses_of(url), f"/v1/runs/{run}" if run else "/v1/runs", token)
+    path = f"/v1/runs/{check_run_name(run)}" if run else "/v1/runs"
+    address, body = _first_answer(addresses_of(url), path, token)
     runs = [body] if run else body["runs"]
     ready = _ask(address, READINESS, None)
     for line in _server(ready):
@@ -57,10 +59,9 @@ def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> tup
 
 
 def _ask(address: str, path: str, token: str | None) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         mounts = unix_mounts([address], lambda path: httpx.HTTPTransport(uds=path))
-        with httpx.Client(headers=headers, timeout=TIMEOUT_S, mounts=mounts) as http:
+        with httpx.Client(headers=authorization(token), timeout=TIMEOUT_S, mounts=mounts) as http:
             response = http.get(base_url(address) + path)
     except httpx.HTTPError as error:
         raise ServiceUnavailable(

@@ -42,8 +42,13 @@ def test_help_tells_what_every_command_does() -> None:
     [
         (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
         (["serve", "--port", "0", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
+        (["serve", "--port", "0", "--redis-url", "http://x"], "redis_url is 'http://x'; needed: redis://HOST:PORT/DB"),
+        (["serve", "--port", "0", "--redis-url", "redis://me:pass:w@rd@127.0.0.1:1"], "Redis at redis://me:***@127.0.0.1:1 cannot"),
         (["--config", "nowhere.toml", "serve"], "config file nowhere.toml cannot be read"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
+        (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),
+        (["status", "--token", "s\u00e9cret "], "token has a character that no token has"),
+        (["token", "new", "--role", "reader", "--name", "", "--tokens-file", "x"], "name is ''"),
         (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),
     ],
 )
@@ -54,7 +59,7 @@ def test_a_failure_is_one_line_on_standard_error_and_exit_code_1(
     done = replaybuf(*arguments, REPLAYBUF_SERVE_DATA_DIR=str(tmp_path), REPLAYBUF_SERVE_PORT="0")
     assert done.returncode == 1
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and "cret" not in done.stderr
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class Tokens:
         scheme, _, token = (authorization or "").partition(" ")
         found = self._by_hash.get(_hash(token)) if scheme.lower() == "bearer" else None
         if found is None:
-            raise Unauthorized("a bearer token is needed: Authorization: Bearer TOKEN", name="Authorization")
+            lack = "the token is not in the tokens file, as it was at start" if token else "no token came"
+            raise Unauthorized(f"{lack}; needed: Authorization: Bearer TOKEN (commands: --token)", name="Authorization")
         if found.role not in allowed and found.role != "operator":
             raise Forbidden(
                 f"token {found.name!r} has the role {found.role!r}; this call takes {', '.join(sorted(allowed))}",
@@ -73,6 +74,8 @@ def new_token(role: str, name: str, path: Path) -> str:
     """Make a token, store its hash in the tokens file, return it: it cannot be shown again. Raises `Invalid`."""
     if role not in ROLES:
         raise Invalid(f"role is {role!r}; it must be one of {', '.join(ROLES)}", name="role", value=role, bound=ROLES)
+    if not name.strip():
+        raise Invalid(f"name is {name!r}; it says who holds the token", name="name", value=name, bound="not empty")
     token = f"rb_{secrets.token_urlsafe(32)}"
     line = msgspec.json.encode(StoredToken(name, role, _hash(token))) + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)

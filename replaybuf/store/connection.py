@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
-from replaybuf.errors import NotDurable, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable
 from replaybuf.portions import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, Wanted, judge
 from replaybuf.store.instep import InStepRedis
@@ -36,7 +36,7 @@ from replaybuf.store.server import (
     settings_of,
     version_of,
 )
-from replaybuf.store.trouble import fenced, lacks_functions, told, unavailable
+from replaybuf.store.trouble import fenced, lacks_functions, told, unavailable, without_password
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
@@ -47,6 +47,7 @@ STALL_PAUSE_S = 1.0
 class Connection:
     """A connection to one Redis or Valkey server; the commands of the store are built on it, a subclass per concern.
 
+    `url` is its address without a password, for messages. Raises `Invalid` for an address that is none.
     `unconfirmed` counts writes that were not confirmed in time, `replicas_confirmed` is how many replicas confirmed the
     last write that waited for any. `explain` tells why the server cannot be reached, where somebody knows.
     """
@@ -60,7 +61,7 @@ class Connection:
         connect_timeout_s: float | None = None,
         explain: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.url = url
+        self.url = without_password(url)
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
         self.wanted = wanted
         self.unconfirmed = 0
@@ -81,7 +82,13 @@ class Connection:
             "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
         retry = Retry(NoBackoff(), 0)
-        self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, retry=retry, **common)
+        try:
+            self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, retry=retry, **common)
+        except ValueError:  # what it says may hold a part of the password
+            bound = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
+            raise Invalid(
+                f"redis_url is {self.url!r}; needed: {bound}", name="redis_url", value=self.url, bound=bound
+            ) from None
         self._blocking = InStepRedis.from_url(url, socket_timeout=None, retry=retry, **common)
         self._bulk = redis.Redis.from_url(
             url, socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common

@@ -180,7 +180,11 @@ class EmbeddedServer:
     def _spawn(self, words: list[str]) -> None:
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=self.data_dir)
+            # A Ctrl-C is for `serve`, which ends calls before this server. Elsewhere one group ends them all together.
+            group = 0 if _has_terminal() else None
+            self._process = subprocess.Popen(
+                words, stdout=log, stderr=subprocess.STDOUT, cwd=self.data_dir, process_group=group
+            )
 
     async def _wait_until_ready(self) -> None:
         """Wait until the server takes commands: as long as it says that it loads its data, else `START_TIMEOUT_S`."""
@@ -222,6 +226,15 @@ class EmbeddedServer:
         if self._process:
             self._process.kill()
             self._process.wait()
+
+
+def _has_terminal() -> bool:
+    """Say whether a terminal controls this process: its Ctrl-C goes to the whole group."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _exit_told(code: int) -> str:

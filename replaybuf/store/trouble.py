@@ -15,6 +15,12 @@ _NOT_NOW = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNB
 _TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_NOT_NOW})\b")
 
 
+def without_password(url: str) -> str:
+    """Return the address of a Redis as it may be shown to callers and in logs."""
+    shown = re.sub(r"(?<=://)([^:@/?]*):.*@", r"\1:***@", url)
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", shown)
+
+
 def told(error: RedisError | OSError, url: str, timeout_s: float, why_away: str | None = None) -> ReplaybufError:
     """Tell what `error`, of a command sent to `url` with this timeout, means for whoever sent it.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
+import os
 import re
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,6 +146,17 @@ def test_each_call_takes_the_roles_of_the_contract(
             assert (status != 403) == (role in roles), (role, status)
 
 
+def test_who_shows_no_token_is_told_something_else_than_who_shows_an_unknown_one(
+    guarded: tuple[ServeProcess, dict[str, str]],
+) -> None:
+    """A token made after the start is not known yet."""
+    with httpx.Client(base_url=guarded[0].url) as http:
+        none = http.get("/v1/runs").json()["detail"]
+        unknown = http.get("/v1/runs", headers={"Authorization": "Bearer rb_x"}).json()["detail"]
+    assert none.startswith("no token came; needed: Authorization: Bearer TOKEN")
+    assert unknown.startswith("the token is not in the tokens file, as it was at start; needed:")
+
+
 def test_health_is_open_and_metrics_need_a_reader(guarded: tuple[ServeProcess, dict[str, str]]) -> None:
     """A load balancer needs no token."""
     server, tokens = guarded
@@ -158,6 +172,36 @@ async def stubborn() -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(3600)
     await asyncio.sleep(3600)
+
+
+def test_a_ctrl_c_reaches_the_service_before_its_valkey(tmp_path: Path) -> None:
+    """A terminal sends it to the whole group; a Valkey that went first would be told as a Redis that is lost."""
+    terminal, shell = os.openpty()
+    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
+    log = (tmp_path / "log").open("w+")
+    with subprocess.Popen(
+        command,
+        stdin=shell,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith(b"listening") for line in process.stdout)
+            os.write(terminal, b"\x03")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            for one in (terminal, shell):
+                os.close(one)
+    log.seek(0)
+    told = log.read()
+    log.close()
+    assert "stopped" in told and "ERROR" not in told
+    assert "SIGINT" not in (tmp_path / "data" / "valkey.log").read_text()
+    assert not (tmp_path / "data" / "valkey.sock").exists(), "the Valkey has ended too"
 
 
 def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
