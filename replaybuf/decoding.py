@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from replaybuf.errors import Invalid, Malformed
 
@@ -63,8 +64,39 @@ def _explained(error: msgspec.ValidationError, body: Any, shape: type) -> Invali
     name = name.lstrip(".") or "body"
     shown = value if isinstance(value, str | int | float | None) else type(value).__name__
     kind = Invalid if re.search(r"[<>]=? |matching regex|Invalid enum", message) else Malformed
-    told = "body" if name == "body" else f"{name} is {shown!r}"
+    if valid := _valid(message, shape, trail):
+        message = f"{message}; valid: {', '.join(valid)}"
+    told = name if name == "body" or isinstance(value, dict | list) else f"{name} is {shown!r}"
     return kind(f"{told}: {message}", name=name, value=shown, bound=message)
+
+
+def _valid(message: str, shape: type, trail: Sequence[str | int]) -> list[str]:
+    """List the fields of the object at `trail`, or the words that may stand there, where the fault is another one."""
+    kinds = _kinds(msgspec.inspect.type_info(shape))
+    for key in trail:
+        kinds = [part for kind in kinds for part in _kinds_inside(kind, key)]
+    if message.startswith("Object contains unknown field"):
+        structs = [kind for kind in kinds if isinstance(kind, msgspec.inspect.StructType)]
+        return [field.encode_name for struct in structs for field in struct.fields]
+    if message.startswith("Invalid enum value"):
+        return [str(word) for kind in kinds if isinstance(kind, msgspec.inspect.LiteralType) for word in kind.values]
+    return []
+
+
+def _kinds(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
+    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind]
+
+
+def _kinds_inside(kind: msgspec.inspect.Type, key: str | int) -> Sequence[msgspec.inspect.Type]:
+    """Return what may stand at `key` of an object, a map or a list."""
+    match kind:
+        case msgspec.inspect.StructType():
+            return [part for field in kind.fields if field.encode_name == key for part in _kinds(field.type)]
+        case msgspec.inspect.DictType():
+            return _kinds(kind.value_type)
+        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
+            return _kinds(kind.item_type)
+    return []
 
 
 def _key_at_fault(

@@ -92,7 +92,7 @@ def test_beside_a_number_that_is_not_finite_everything_else_is_still_strict() ->
         ({"good": {"groups_per_batch": 1}, "bad": {"groups_per_batch": 0}}, "adapters.bad.groups_per_batch is 0: "),
         ({"a.b": {"groups_per_batch": 1}, "c.d": {"groups_per_batch": "x"}}, "adapters.c.d.groups_per_batch is 'x': "),
         ({"good": {"groups_per_batch": 1}, "bad": 5}, "adapters.bad is 5: "),
-        ({f"a{number}": {"groups_per_batch": 1} for number in range(257)}, "adapters is 'dict': .* length <= 256"),
+        ({f"a{number}": {"groups_per_batch": 1} for number in range(257)}, "adapters: .* length <= 256"),
     ],
 )
 def test_the_entry_of_a_map_that_does_not_fit_is_named(adapters: dict[str, Any], told: str) -> None:
@@ -105,3 +105,17 @@ def test_a_map_inside_a_list_is_named_with_its_entry() -> None:
     wire["rollouts"][1]["rewards"] = {"right": 1.0, "wrong": "much", "worse": None}
     with pytest.raises(Malformed, match=r"^rollouts\[1\]\.rewards\.wrong is 'much': Expected `float`, got `str`"):
         decode_json(json.dumps(wire).encode(), GroupJson)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"bach": {}}, "body: Object contains unknown field `bach`; valid: batch, strategy, filters, "),
+        ({"batch": {"group_size": 1}}, "batch: .* `group_size`; valid: tokens_per_batch, groups_per_batch, seq_len, "),
+        ({"batch": {}, "adapters": {"a": {"x": 1}}}, "adapters.a: .* `x`; valid: groups_per_batch, prompts, "),
+        ({"batch": {"overlong": "drop"}}, "batch.overlong is 'drop': .*; valid: reject, truncate$"),
+    ],
+)
+def test_a_field_or_word_that_there_is_not_is_told_with_those_there_are(body: dict[str, Any], told: str) -> None:
+    with pytest.raises((Invalid, Malformed), match=f"^{told}"):
+        decoded(json.dumps(body).encode())
