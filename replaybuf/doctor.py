@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
-import os
 import platform
+import shutil
 import socket
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from rich.table import Table
 from replaybuf import plugins
 from replaybuf.errors import ReplaybufError
 from replaybuf.store import EmbeddedServer, ServerReport, Store
+from replaybuf.store.embedded import least_free_bytes
 
 LARGEST_CLOCK_OFFSET_S = 1.0
 SMALLEST_FREE_BYTES = 1 << 30
@@ -62,14 +64,32 @@ def _machine(data_dir: Path) -> Iterator[Finding]:
     folder = data_dir.resolve()
     while not folder.exists():
         folder = folder.parent
-    writable = os.access(folder, os.W_OK)
-    advice = "" if writable else f"make {folder} writable or choose another --data-dir"
-    yield Finding("data folder", "ok" if writable else "fail", str(folder), advice)
-    usage = os.statvfs(folder)
-    free = usage.f_bavail * usage.f_frsize
-    enough = free > SMALLEST_FREE_BYTES
-    advice = "" if enough else "free some: the append-only file grows with every group until it is rewritten"
-    yield Finding("disk", "ok" if enough else "warn", f"{free / 1e9:.1f} GB free", advice)
+    yield _folder(data_dir, folder)
+    yield _disk(folder)
+
+
+def _folder(data_dir: Path, nearest: Path) -> Finding:
+    """Try to write where the data folder is, or would be made: permissions alone do not tell."""
+    seen = str(nearest) if nearest == data_dir.resolve() else f"would be made in {nearest}"
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        return Finding(
+            "data folder", "fail", f"{seen}: {error.strerror}", "make it writable or choose another --data-dir"
+        )
+    return Finding("data folder", "ok", seen)
+
+
+def _disk(folder: Path) -> Finding:
+    disk = shutil.disk_usage(folder)
+    seen = f"{disk.free / 1e9:.1f} GB free" if disk.free >= 1e9 else f"{disk.free / 1e6:.1f} MB free"
+    if disk.free < (needed := least_free_bytes(disk.total)):
+        return Finding("disk", "fail", seen, f"make room: {needed / 1e6:.1f} MB are needed to start")
+    if disk.free <= SMALLEST_FREE_BYTES:
+        return Finding(
+            "disk", "warn", seen, "free some: the append-only file grows with every group until it is rewritten"
+        )
+    return Finding("disk", "ok", seen)
 
 
 def _port(host: str, port: int) -> Finding:
@@ -79,6 +99,8 @@ def _port(host: str, port: int) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             seen = f"{host}:{port}: {error.strerror}"
+            if error.errno != errno.EADDRINUSE:
+                return Finding("port", "fail", seen, "choose a --host of this machine, or another --port")
             return Finding("port", "warn", seen, "stop what listens there, or choose another --port (0 = a free one)")
     return Finding("port", "ok", f"{host}:{port} is free")
 
@@ -129,7 +151,7 @@ async def _examine_store(url: str, name: str) -> list[Finding]:
     finally:
         await store.close()
     checks: list[Callable[[ServerReport], Finding]] = [_durability, _replicas, _memory]
-    findings = [Finding(name, "ok", f"{url}, version {report.version}"), *(check(report) for check in checks)]
+    findings = [Finding(name, "ok", f"{store.url}, version {report.version}"), *(check(report) for check in checks)]
     return [*findings, await _clock(url)]
 
 

@@ -135,7 +135,7 @@ class EmbeddedServer:
 
     def _lack_of_room(self) -> str | None:
         disk = shutil.disk_usage(self.data_dir)
-        needed = min(LEAST_FREE_BYTES, disk.total // 20)
+        needed = least_free_bytes(disk.total)
         if disk.free >= needed:
             return None
         return (
@@ -226,6 +226,11 @@ class EmbeddedServer:
         if self._process:
             self._process.kill()
             self._process.wait()
+
+
+def least_free_bytes(disk_bytes: int) -> int:
+    """Return how many bytes must be free on a disk of this size for a server that died to be started again."""
+    return min(LEAST_FREE_BYTES, disk_bytes // 20)
 
 
 def _has_terminal() -> bool:
