@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import traceback
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -58,7 +59,7 @@ def show_strategy(name: str, console: Console) -> None:
         raise Invalid(f"name is {name!r}; installed: {told}", name="name", value=name, bound=installed)
     entry, cls = plugins.find(group, name), plugins.load(group, name)
     console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
-    console.print(Text(inspect.getdoc(cls) or "no docstring"))
+    console.print(Text(_unwrapped(inspect.getdoc(cls) or "no docstring")))
     console.print()
     needs_some = any(option.default == REQUIRED for option in told_options(cls.Options))
     if group == plugins.STRATEGIES and not needs_some:
@@ -76,7 +77,7 @@ def show_strategy(name: str, console: Console) -> None:
         table.add_row(*(Text(cell) for cell in option))
     console.print(table)
     if cls.Options.__doc__ and cls.Options is not StrategyOptions:
-        console.print(Text(inspect.getdoc(cls.Options) or ""))
+        console.print(Text(_unwrapped(inspect.getdoc(cls.Options) or "")))
 
 
 def check_class(target: str, options: dict[str, Any], console: Console) -> bool:
@@ -157,6 +158,11 @@ def _import(target: str) -> Any:
 
 def _first_line(cls: Any) -> str:
     return (inspect.getdoc(cls) or "no docstring").partition("\n")[0]
+
+
+def _unwrapped(text: str) -> str:
+    """Join the lines of each paragraph and list item, for a terminal of any width; deeper indented ones stay."""
+    return re.sub(r"(?<!\n)\n(?: {2})?(?![\n -])", " ", text)
 
 
 def _origin(entry: EntryPoint) -> str:

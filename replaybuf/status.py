@@ -161,4 +161,5 @@ def _prompts(coverage: dict[str, Any]) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
+    told = (f"{name}{':' if name.isdigit() else ''} {value}" for name, value in values.items())
+    return ", ".join(told) or "none"

@@ -230,3 +230,15 @@ def test_the_built_ins_pass_the_real_suite(target: str, capsys: pytest.CaptureFi
     main(["strategies", "check", f"replaybuf_strategies.{target}"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and all(line.startswith("ok") for line in lines)
+
+
+def test_text_of_a_strategy_is_broken_where_the_terminal_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where its source has line ends, too: items stay items, paragraphs stay paragraphs."""
+    monkeypatch.setenv("COLUMNS", "400")
+    main(["strategies", "show", "replay"])
+    told = capsys.readouterr().out
+    assert "times_sampled < u before a use; step - last_step > c; fresh groups >= f" in told
+    assert "or at random by priority, with `priority` as x" in told
+    assert re.search(r"^- `cooldown` \(c\): steps that a group rests after a use *\n- `samples", told, re.MULTILINE)

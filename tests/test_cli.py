@@ -48,6 +48,10 @@ def test_help_tells_what_every_command_does() -> None:
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),
         (["status", "--token", "s\u00e9cret "], "token has a character that no token has"),
+        (["simulate", "--run", "x"], "--run is 'x' without --from"),
+        (["simulate", "--save-recording", "x"], "--save-recording is 'x' without --from"),
+        (["simulate", "--steps", "1", "--report-dir", "/dev/null/x"], "report folder /dev/null/x cannot be made"),
+        (["demo", "--data-dir", "/dev/null/x"], "data folder /dev/null/x cannot be made: Not a directory"),
         (["token", "new", "--role", "reader", "--name", "", "--tokens-file", "x"], "name is ''"),
         (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),
     ],
@@ -138,6 +142,10 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     assert "evaluation held-out" in shown and "version 3, 4: reward 0.500" in shown and "0.250" not in shown
     shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
     assert "too_few_groups" in shown, "a server that is away is passed over"
+    run.append(group("b"))
+    assert run.batch(0, run.attach()).status_code == 200
+    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    assert re.search(r"staleness at use +│ 0: 2", shown) and re.search(r"times sampled at use +│ 1: 2", shown)
     assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1
 
 
@@ -170,8 +178,28 @@ def test_doctor_finds_the_embedded_valkey_strict(tmp_path: Path) -> None:
     assert "strict" in done.stdout
 
 
+def test_doctor_fails_where_the_data_folder_is_a_file_or_the_host_is_elsewhere(tmp_path: Path) -> None:
+    """Each keeps `serve` from starting."""
+    (tmp_path / "file").touch()
+    done = replaybuf("doctor", "--data-dir", str(tmp_path / "file"), "--port", "0", COLUMNS="300")
+    assert done.returncode == 1
+    assert re.search(r"data folder +│ fail .*file: Not a directory", done.stdout)
+    done = replaybuf("doctor", "--data-dir", str(tmp_path / "new"), "--host", "192.0.2.1", COLUMNS="300")
+    assert done.returncode == 1
+    assert re.search(r"port +│ fail .*192.0.2.1:8900: Cannot assign requested address +│ choose a --host", done.stdout)
+    assert re.search(rf"data folder +│ ok +│ would be made in {tmp_path}", done.stdout)
+
+
 def test_doctor_fails_where_redis_is_away() -> None:
     """Exit code 1, with what to do."""
     done = replaybuf("doctor", "--redis-url", "redis://127.0.0.1:1")
     assert done.returncode == 1
     assert "fail" in done.stdout
+
+
+def test_names_of_strategies_are_folded_not_cut_where_the_table_is_wide() -> None:
+    """Three side by side in 80 columns."""
+    names = ["one-step-off-policy:max_staleness=2", "one-step-off-policy", "on-policy"]
+    done = replaybuf("simulate", "--steps", "3", *(word for name in names for word in ("--strategy", name)))
+    assert done.returncode == 0
+    assert "…" not in done.stdout

@@ -80,7 +80,12 @@ def take(folder: Folder, *, seed: int | None, steps: int | None, resume: bool, o
         return request, _hold(folder)
     if not (overwrite and folder.request.is_file()):
         _check_free(folder)
-    folder.root.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Invalid(
+            f"data folder {folder.root} cannot be made: {error.strerror}", name="--data-dir", value=str(folder.root)
+        ) from error
     descriptor = _hold(folder)
     _empty(folder)
     request = Request(DEFAULT_SEED if seed is None else seed, DEFAULT_STEPS if steps is None else steps)

@@ -70,6 +70,14 @@ def simulate(
         Speeds and shape of the work.
     """
     console = Console()
+    if from_ is None:
+        for name, given in (("--run", run), ("--save-recording", save_recording)):
+            if given is not None:
+                raise Invalid(
+                    f"{name} is {str(given)!r} without --from; it is of a recorded run", name=name, value=given
+                )
+    if report_dir:
+        _make(report_dir)
     recording = _recording(from_, run, token)
     if recording and save_recording:
         save(recording, save_recording)
@@ -153,8 +161,17 @@ def _spec(text: str, options: dict[str, Any]) -> StrategySpec:
     return StrategySpec(name=name, options=options | option_pairs(own.split(",") if own else []))
 
 
+def _make(folder: Path) -> None:
+    """Make the folder of the report, before anything is simulated. Raises `Invalid`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Invalid(
+            f"report folder {folder} cannot be made: {error.strerror}", name="report_dir", value=str(folder)
+        ) from error
+
+
 def _write(study: Study, folder: Path, console: Console) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
     report, picture = folder / "report.json", folder / "report.png"
     report.write_bytes(msgspec.json.format(msgspec.json.encode(study)) + b"\n")
     try:

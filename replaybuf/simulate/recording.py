@@ -88,8 +88,13 @@ def read_file(path: Path) -> Recording:
 
 
 def save(recording: Recording, path: Path) -> None:
-    """Write a recording as JSON."""
-    path.write_bytes(msgspec.json.encode(recording))
+    """Write a recording as JSON. Raises `Invalid` where `path` cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.encode(recording))
+    except OSError as error:
+        raise Invalid(
+            f"recording {path} cannot be written: {error.strerror}", name="save_recording", value=str(path)
+        ) from error
 
 
 def _checked(recording: Recording) -> Recording:

@@ -106,7 +106,7 @@ def print_study(console: Console, study: Study, paths: Sequence[str]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", style="dim", no_wrap=True)
     for figures in study.runs:
-        table.add_column(Text(title_of(figures)), justify="left")
+        table.add_column(Text(title_of(figures)), justify="left", overflow="fold")
     for name, texts in rows(study.runs):
         table.add_row(name, *(Text(text) for text in texts))
     console.print(table)

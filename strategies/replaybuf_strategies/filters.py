@@ -111,8 +111,10 @@ class OverlongOptions(StrategyOptions, frozen=True):
 
 
 class Overlong(Filter[OverlongOptions]):
-    """Drop groups by length: longest_tokens > max_tokens (`overlong_rollout`), or truncated / rollouts > max_truncated
-    (`truncated_rollouts`): their reward judges the limit, not the answer.
+    """Drop groups by length: a rollout is too long, or too many were cut at their token limit.
+
+    longest_tokens > max_tokens (`overlong_rollout`), or truncated / rollouts > max_truncated (`truncated_rollouts`):
+    their reward judges the limit, not the answer.
 
     Shifts the length distribution towards short groups; `replaybuf_groups_dropped_total` says how much is dropped.
     """
