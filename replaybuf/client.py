@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import inspect
 import logging
 import random
 import time
@@ -195,7 +196,15 @@ def _blocking(call: Callable[Concatenate[RunCalls, P], Exchange[T]]) -> Callable
     def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._drive(call(self._calls, *args, **kwargs))
 
+    _tell_result(method, call)
     return method
+
+
+def _tell_result(method: Callable[..., Any], call: Callable[..., Exchange[Any]]) -> None:
+    """Let `help` and editors show what the method returns, and not that it is made of an exchange."""
+    signature = inspect.signature(call)
+    result = str(signature.return_annotation).removeprefix("Exchange[").removesuffix("]")
+    method.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
 
 
 def _awaiting(
@@ -207,6 +216,7 @@ def _awaiting(
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._drive(call(self._calls, *args, **kwargs))
 
+    _tell_result(method, call)
     return method
 
 

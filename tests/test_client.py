@@ -494,7 +494,9 @@ def test_both_clients_offer_every_call_with_its_signature() -> None:
     assert len(calls) == 19
     for name, call in calls.items():
         for client in (Client, AsyncClient):
-            assert inspect.signature(getattr(client, name)) == inspect.signature(call)
+            offered, made_of = inspect.signature(getattr(client, name)), inspect.signature(call)
+            assert offered.parameters == made_of.parameters
+            assert f"Exchange[{offered.return_annotation}]" == made_of.return_annotation, "help tells what comes back"
             assert inspect.getdoc(getattr(client, name)) == inspect.getdoc(call)
 
 
