@@ -31,7 +31,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from replaybuf.batch import Batch, BatchMeta, read_batch
 from replaybuf.client import Client, Patience, Waiting
 from replaybuf.direct import Body, DirectBodies
-from replaybuf.errors import Conflict, RunFinished, ServiceUnavailable
+from replaybuf.errors import Conflict, Invalid, RunFinished, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class ReaderOptions:
     - `close_timeout_s`: how long `close` waits for the thread
     - `on_waiting`: called in the thread with every answer that there is no batch yet, while one is waited for
     - `direct_redis_url`: fetch frames from this Redis (`replaybuf.direct`)
+
+    Raises `Invalid` for a number outside its bound.
     """
 
     dp_rank: int = 0
@@ -73,6 +75,15 @@ class ReaderOptions:
     close_timeout_s: float = 10.0
     on_waiting: Callable[[Waiting], None] | None = None
     direct_redis_url: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"dp_rank": 0, "wait_ms": 0, "service_timeout_s": 0, "close_timeout_s": 0}
+        for name, bound in least.items():
+            if not getattr(self, name) >= bound:
+                value = getattr(self, name)
+                raise Invalid(f"{name} is {value}; at least {bound} is needed", name=name, value=value, bound=bound)
+        if not self.poll_s > 0:
+            raise Invalid(f"poll_s is {self.poll_s}; more than 0 is needed", name="poll_s", value=self.poll_s, bound=0)
 
 
 DEFAULTS = ReaderOptions()

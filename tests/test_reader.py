@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from replaybuf.batch import encode_batch
 from replaybuf.calls import Waiting
 from replaybuf.client import Client
 from replaybuf.direct import Body
-from replaybuf.errors import Conflict, Fenced, Gone, Malformed, RunFinished, ServiceUnavailable, WrongStep
+from replaybuf.errors import Conflict, Fenced, Gone, Invalid, Malformed, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.reader import BatchReader, ReaderOptions
 from tests.builders import batch_meta
 from tests.conftest import RunClient, ServeProcess, group
@@ -307,3 +307,17 @@ def test_a_body_may_be_any_bytes_like_object() -> None:
     reader = BatchReader(cast(Client, ScriptedClient()), EPOCH, 0)
     bodies: list[Body] = [body(0), memoryview(body(0))]
     assert [reader.read(one).meta.step for one in bodies] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"poll_s": 0.0}, "poll_s is 0.0; more than 0 is needed"),
+        ({"wait_ms": -1}, "wait_ms is -1; at least 0 is needed"),
+        ({"service_timeout_s": float("nan")}, "service_timeout_s is nan; at least 0 is needed"),
+    ],
+)
+def test_an_option_outside_its_bound_is_refused(option: dict[str, Any], told: str) -> None:
+    """A reader that never pauses would ask the service without end."""
+    with pytest.raises(Invalid, match=told):
+        ReaderOptions(**option)

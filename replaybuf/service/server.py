@@ -20,6 +20,7 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from replaybuf.addresses import addresses_of
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf.service.auth import Tokens
 from replaybuf.service.http import application
@@ -45,6 +46,7 @@ async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises what keeps it from starting, and what breaks it in the background."""
     tokens = Tokens.read(Path(options.tokens_file) if options.tokens_file else None)
     _check_exposure(options, tokens)
+    _check_advertised(options.advertise_url)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
@@ -161,6 +163,19 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
             value=options.host,
             bound="loopback, or --tokens-file",
         )
+
+
+def _check_advertised(url: str | None) -> None:
+    """Raise `Invalid` for what no client could be sent to."""
+    try:
+        addresses_of(url) if url is not None else ()
+    except Invalid as error:
+        raise Invalid(
+            f"advertise_url is {url!r}; needed: http://HOST:PORT or unix:/PATH",
+            name="advertise_url",
+            value=url,
+            bound="http://HOST:PORT or unix:/PATH",
+        ) from error
 
 
 def _sockets(options: ServeOptions) -> dict[str, socket.socket]:
