@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from replaybuf.service.http import CALLS, UNGUARDED
 from replaybuf.strategy import REASONS
 from replaybuf.tallies import Coverage
 from tests.command_lines import calls, options_of
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, ServeProcess, group
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -162,3 +163,20 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
     }
     errors = HTTP.partition("## Errors")[2].partition("\n## ")[0]
     assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in errors} == set()
+
+
+def test_the_producer_in_python_stores_the_groups_of_its_tickets(
+    own_service: ServeProcess,
+    connect: Callable[[str, str], RunClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As it stands on the page."""
+    run = connect(own_service.url, "main")
+    run.put(batch={"groups_per_batch": 2})
+    monkeypatch.setenv("REPLAYBUF_URL", own_service.url)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", HTTP, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "docs/http.md", "exec"), {})
+    told = capsys.readouterr().out.split("\n")
+    assert told[:2] == ["p0 stored", "p1 stored"]
+    assert run.state()["tickets"]["out"] == 0

@@ -106,7 +106,8 @@ def number(request: Request, name: str, default: int | None = None, *, path: boo
     try:
         return int(str(raw))
     except ValueError:
-        raise Malformed(f"{name} is {raw!r}; a whole number is needed", name=name, value=raw, bound="integer") from None
+        given = "missing" if raw is None else repr(raw)
+        raise Malformed(f"{name} is {given}; a whole number is needed", name=name, value=raw, bound="integer") from None
 
 
 def optional_number(request: Request, name: str) -> int | None:
