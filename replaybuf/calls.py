@@ -284,6 +284,7 @@ class RunCalls:
         Each is checked here before it is sent, against the run's bounds once `get_run` or `put_run` has told them.
         `compress`: token ids and mask by zstd, on the wire and in Redis; see `docs/frames.md` for gain and cost.
         Raises `NoRoom`, `TooLarge`, `RunFinished`; some groups may be stored by then, sending all again is fine.
+        `TypeError` for what is no `Group`.
         """
         results = [self._refuse(group) for group in groups]
         sound = [number for number, result in enumerate(results) if result is None]
@@ -337,6 +338,8 @@ class RunCalls:
         return document
 
     def _refuse(self, group: Group) -> AppendResult | None:
+        if not isinstance(group, Group):
+            raise TypeError(f"group is a {type(group).__name__}; needed: what replaybuf.group.group_from_json makes")
         # The published version is left to the service: what is known of it here may be old by now.
         bounds = self._bounds or Admissible(adapters=frozenset({group.adapter}))
         rejection = check_group(group, bounds)

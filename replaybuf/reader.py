@@ -98,7 +98,7 @@ class StepReader(Generic[B]):
 
     def __init__(self, client: Client, epoch: int, step: int, options: ReaderOptions = DEFAULTS) -> None:
         self.epoch = epoch
-        self.step = step
+        self.step = self._first = step
         self.options = options
         self.waiting: Waiting | None = None
         self.waited_s: defaultdict[str, float] = defaultdict(float)
@@ -150,8 +150,11 @@ class StepReader(Generic[B]):
     def ack(self, feedback: dict[str, Any] | None = None) -> None:
         """Say that the batch handed out last is trained; what waits for that is asked for at once.
 
-        Raises `Fenced`, `WrongStep`, `ServiceUnavailable`. Again is fine, and so is `Client.ack`.
+        Raises `Fenced`, `WrongStep`, `ServiceUnavailable`, `Invalid` before the first batch. Again is fine, and so is
+        `Client.ack`.
         """
+        if self.step == self._first:
+            raise Invalid(f"ack before any batch: the first is that of step {self._first}", name="step", value=None)
         self._client.ack(self.step - 1, self.epoch, feedback)
         with self._changed:
             self._nudge()

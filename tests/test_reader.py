@@ -321,3 +321,10 @@ def test_an_option_outside_its_bound_is_refused(option: dict[str, Any], told: st
     """A reader that never pauses would ask the service without end."""
     with pytest.raises(Invalid, match=told):
         ReaderOptions(**option)
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_nothing_can_be_acked_before_a_batch_was_handed_out(step: int) -> None:
+    """Whoever resumes would ack the step before once more, and be told nothing."""
+    with pytest.raises(Invalid, match=f"ack before any batch: the first is that of step {step}"):
+        BatchReader(cast(Client, ScriptedClient()), EPOCH, step).ack()

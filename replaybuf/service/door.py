@@ -190,8 +190,9 @@ class Door:
         if all(result["reason"] == "too_large" for result in results):
             bound = self._journal.config.limits.max_group_bytes
             return TooLarge(first["detail"], name="limits.max_group_bytes", bound=bound)
+        which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
         return InvalidGroups(
-            f"all {len(results)} groups were rejected; the first: {first['reason']}: {first['detail']}",
+            f"{which}: {first['reason']}: {first['detail']}",
             results,
             name="groups",
             value=first["reason"],

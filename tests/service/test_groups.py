@@ -78,6 +78,7 @@ def test_a_group_that_fails_a_check_is_rejected_with_its_reason(
     response = run.http.post(f"{run.path}/groups", content=json.dumps(wire))
     assert response.status_code == 422, response.text
     assert response.json()["results"][0]["reason"] == reason
+    assert response.json()["detail"].startswith(f"the group was rejected: {reason}: ")
     state = run.state()["groups"]
     assert (state["stored"], state["rejected"]) == (0, {reason: 1})
 
