@@ -95,7 +95,8 @@ def test_a_paused_run_serves_no_new_batch_until_it_runs_again(run: RunClient) ->
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("a"))
-    assert run.http.patch(run.path, json={"state": "paused"}).json()["paused_reason"] == "operator"
+    paused = run.http.patch(run.path, json={"state": "paused"})
+    assert paused.status_code == 200 and paused.json()["paused_reason"] == "operator", paused.text
     waiting = run.batch(0, epoch)
     assert waiting.status_code == 202
     assert (waiting.json()["reason"], waiting.json()["blocked_on"]) == ("paused", "operator")
