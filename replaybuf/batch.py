@@ -277,15 +277,13 @@ def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[
     """Write the header; what the views show is not initialised yet."""
     # safetensors wants no holes; 4-byte columns first keeps every column aligned.
     tensors, offsets, end = {}, {}, 0
-    for wide in (True, False):
-        for key, (dtype, length) in shapes.items():
-            if (dtype != _BOOL) == wide:
-                offsets[key], end = end, end + dtype.itemsize * length
-                tensors["{}.{}".format(*key)] = {
-                    "dtype": _NAMES[dtype],
-                    "shape": [length],
-                    "data_offsets": [offsets[key], end],
-                }
+    for key, (dtype, length) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
+        offsets[key], end = end, end + dtype.itemsize * length
+        tensors["{}.{}".format(*key)] = {
+            "dtype": _NAMES[dtype],
+            "shape": [length],
+            "data_offsets": [offsets[key], end],
+        }
     told = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
     encoded = json.dumps(told, separators=(",", ":")).encode()
     if tensors:  # json takes ten times as long, which matters for thousands of rows; msgspec does not escape to ASCII

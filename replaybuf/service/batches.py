@@ -11,7 +11,7 @@ import numpy as np
 
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
 from replaybuf.group import Group
-from replaybuf.ledger import AdapterStep, BatchEntry, BatchRecord, DeadLetterRecord, EvictRecord
+from replaybuf.ledger import AdapterStep, BatchEntry, BatchRecord, DeadLetterRecord
 from replaybuf.service import answers
 from replaybuf.service.ahead import Ahead
 from replaybuf.service.answers import WaitingAnswer
@@ -189,7 +189,7 @@ class Batches:
                 continue
             overlong = self._overlong(loaded)
             if overlong:
-                await self._evict_overlong(overlong)
+                await self._eviction.record({"overlong": overlong})
                 continue
             record = self._write_down(chosen, loaded)
             await self._journal.append(record)
@@ -264,10 +264,6 @@ class Batches:
                 completed=progress.groups + groups == progress.groups_per_batch,
             )
         return parts
-
-    async def _evict_overlong(self, numbers: list[int]) -> None:
-        step, now_s = self._state.next_step, self._journal.clock()
-        await self._journal.append(EvictRecord(step=step, numbers={"overlong": numbers}, at_s=now_s))
 
     async def _bury(self, broken: dict[int, str]) -> None:
         by_reason: dict[str, list[int]] = {}

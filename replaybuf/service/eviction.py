@@ -49,4 +49,9 @@ class Eviction:
             await journal.append(DeadLetterRecord(numbers=unfit, at_s=journal.clock()))
         by_reason = self._selector.evictable(only, filtered=filtered)
         if by_reason:
-            await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
+            await self.record(by_reason)
+
+    async def record(self, by_reason: dict[str, list[int]]) -> None:
+        """Write down that no batch from the next step on uses these groups. Within a decision."""
+        journal = self._journal
+        await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))

@@ -167,8 +167,10 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
 
 def _check_advertised(url: str | None) -> None:
     """Raise `Invalid` for what no client could be sent to."""
+    if url is None:
+        return
     try:
-        addresses_of(url) if url is not None else ()
+        addresses_of(url)
     except Invalid as error:
         raise Invalid(
             f"advertise_url is {url!r}; needed: http://HOST:PORT or unix:/PATH",
