@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from tests.steadiness import Steadiness, Ticks, was_disturbed
@@ -33,6 +36,20 @@ def test_what_was_before_is_forgotten() -> None:
     assert steadiness.disturbed()
     steadiness.begin()
     assert steadiness.latest_s < 9.0
+
+
+def test_clocks_that_a_test_replaced_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+    monkeypatch.setattr(time, "sleep", calls.append)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    steadiness = Steadiness()
+    steadiness.begin()
+    for _ in range(1000):
+        if steadiness.latest_s > 0:
+            break
+        threading.Event().wait(0.01)
+    assert steadiness.latest_s > 0
+    assert calls == []
 
 
 @pytest.mark.parametrize(("disturbed", "outcomes"), [(True, {"passed": 1, "rerun": 1}), (False, {"failed": 1})])
