@@ -19,7 +19,7 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token, convert
 from cyclopts.config import Env, Toml
 from cyclopts.types import NonNegativeInt, Port
 from rich.console import Console
@@ -257,6 +257,11 @@ def _summary(path: str) -> str | None:
     return None
 
 
+def _in_lower_case(type_: Any, tokens: Sequence[Token]) -> Any:
+    """Read INFO as info: manifests of other services write levels as Python's logging does."""
+    return convert(type_, [token.evolve(value=token.value.lower()) for token in tokens])
+
+
 @app.meta.default
 def _with_config(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
@@ -268,7 +273,12 @@ def _with_config(
     ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Parameter(help="What is logged, on standard error.", env_var="REPLAYBUF_LOG_LEVEL", show_env_var=False),
+        Parameter(
+            help="What is logged, on standard error.",
+            env_var="REPLAYBUF_LOG_LEVEL",
+            show_env_var=False,
+            converter=_in_lower_case,
+        ),
     ] = "info",
 ) -> object:
     _configure_logging(log_level)

@@ -132,6 +132,15 @@ def test_an_option_outside_its_range_is_refused_before_anything_starts(arguments
     assert f'Invalid value "{arguments[-1]}' in done.stderr and arguments[-2] in done.stderr and message in done.stderr
 
 
+def test_a_log_level_is_taken_in_capitals_too() -> None:
+    """As manifests write it for services that use Python's names."""
+    variable = {"REPLAYBUF_SERVE_PROT": "1"}
+    assert (
+        "no option of" in replaybuf("serve", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="WARNING", **variable).stderr
+    )
+    assert "no option of" not in replaybuf("--log-level", "ERROR", "serve", REPLAYBUF_SERVE_HOST="a", **variable).stderr
+
+
 def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClient) -> None:
     """The same reason as over HTTP."""
     run.put(batch={"groups_per_batch": 2})
