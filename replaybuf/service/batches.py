@@ -178,6 +178,7 @@ class Batches:
     async def _assemble_next(self) -> WaitingAnswer | None:
         """Make the batch of the next step, or say why not. Called within a decision."""
         while True:
+            await self._eviction.of_unsettled()
             chosen = self._selector.choose()
             if isinstance(chosen, WaitingAnswer):
                 return chosen

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from replaybuf.config import RunConfig
@@ -18,6 +18,7 @@ from replaybuf.room import Load, fitting
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.eviction import Eviction
+from replaybuf.service.gate import Gate
 from replaybuf.service.journal import Journal
 from replaybuf.service.judge import Incoming, Judge
 from replaybuf.service.selector import Selector
@@ -44,7 +45,7 @@ class Door:
     next decision about tickets first reads them from storage: what was written counts, what was not did not happen.
     """
 
-    def __init__(self, journal: Journal, selector: Selector, book: TicketBook, eviction: Eviction) -> None:
+    def __init__(self, journal: Journal, selector: Selector, book: TicketBook, eviction: Eviction, gate: Gate) -> None:
         self.rejected: Counter[str] = Counter()
         self.duplicates = 0
         self.judge = Judge(journal, book)
@@ -52,6 +53,7 @@ class Door:
         self._selector = selector
         self._book = book
         self._eviction = eviction
+        self._gate = gate
         self._to_adopt: deque[tuple[int, int]] = deque()
         self._settling = asyncio.Lock()
         self._permanent: set[int] = set()
@@ -118,58 +120,96 @@ class Door:
         return results
 
     async def _append(self, portion: Sequence[Incoming]) -> list[dict[str, Any]]:
-        self._journal.check_leading()
         results: list[dict[str, Any]] = [{} for _ in portion]
-        ready: list[tuple[int, ToAppend]] = []
-        for position, item in enumerate(portion):
-            try:
-                ready.append((position, self.judge.admit(item)))
-            except GroupRejected as rejection:
-                results[position] = {
-                    "group_id": item.group.group_id if item.group else None,
-                    "status": "rejected",
-                    "reason": rejection.reason,
-                    "detail": rejection.detail,
-                }
-            await asyncio.sleep(0)
-        fits, refusal = self._fitting([item for _, item in ready])
-        if fits:
-            appended = await self._enter([item for _, item in ready[:fits]])
-            for (position, _), outcome in zip(ready, appended, strict=False):
-                status = "stored" if outcome.stored else "duplicate"
-                results[position] = {"group_id": outcome.group_id, "status": status}
+        taken, appended = Load(), []
+        try:
+            async with self._gate.passing():
+                token = self._journal.check_leading()
+                ready = await self._judge(portion, results)
+                fits, refusal = await self._fitting([item for _, item in ready])
+                entering = [item for _, item in ready[:fits]]
+                # What they take is held for them until they are in the index.
+                taken = sum(map(_load, entering), Load())
+                self._entering += taken
+                appended = await self._publish(entering, token)
+            if appended:
+                await self.pull(max(outcome.number for outcome in appended))
+        finally:
+            self._entering -= taken
+        for (position, _), outcome in zip(ready, appended, strict=False):
+            results[position] = _answer(outcome)
         if refusal:
             raise refusal
         return results
 
-    async def _enter(self, items: list[ToAppend]) -> list[Appended]:
-        """Store groups and take them into the index; what they take is held for them until they are in it."""
-        journal, taken = self._journal, sum(map(_load, items), Load())
-        self._entering += taken
-        try:
-            with journal.noting_loss():
-                appended = await journal.store.append(
-                    journal.name, items, journal.state.published, journal.clock(), journal.token or ""
-                )
-            self.duplicates += sum(not outcome.stored for outcome in appended)
-            # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
-            self._permanent.update(outcome.number for outcome in appended if outcome.number > journal.state.stored)
-            await self.pull(max(outcome.number for outcome in appended))
-        finally:
-            self._entering -= taken
+    async def _judge(self, portion: Sequence[Incoming], results: list[dict[str, Any]]) -> list[tuple[int, ToAppend]]:
+        """Return what is let in, with its position; the others get their results."""
+        ready: list[tuple[int, ToAppend]] = []
+        refused: dict[int, GroupRejected] = {}
+        for position, item in enumerate(portion):
+            try:
+                ready.append((position, self.judge.admit(item)))
+            except GroupRejected as rejection:
+                refused[position] = rejection
+            await asyncio.sleep(0)
+        for position, result in zip(refused, await self._answer_refused(portion, refused), strict=True):
+            results[position] = result
+        return ready
+
+    async def _answer_refused(
+        self, portion: Sequence[Incoming], refused: Mapping[int, GroupRejected]
+    ) -> list[dict[str, Any]]:
+        """Answer for what is not let in: a repeat of a stored group is `duplicate`, whatever the bounds are now."""
+        if not refused:
+            return []
+        journal = self._journal
+        with journal.noting_loss():
+            repeats = await journal.store.repeats(journal.name, [self.judge.names(portion[k]) for k in refused])
+        self.duplicates += sum(repeat is not None and not repeat.taken for repeat in repeats)
+        return [
+            _answer(repeat)
+            if repeat and not repeat.taken
+            else _rejected(item.group.group_id if (item := portion[position]).group else None, rejection)
+            for (position, rejection), repeat in zip(refused.items(), repeats, strict=True)
+        ]
+
+    async def _publish(self, items: list[ToAppend], token: str) -> list[Appended]:
+        """Store groups under the fencing token by which they were judged."""
+        journal = self._journal
+        if not items:
+            return []
+        with journal.noting_loss():
+            appended = await journal.store.append(journal.name, items, journal.state.published, journal.clock(), token)
+        self.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
+        # Their payloads are permanent by now: to settle them need not see to it again, a quarter of all commands.
+        self._permanent.update(outcome.number for outcome in appended if outcome.number > journal.state.stored)
         return appended
 
-    def _fitting(self, items: Sequence[ToAppend]) -> tuple[int, NoRoom | None]:
-        """Count the first of these groups that have room; with the bound that stops the next."""
+    async def _fitting(self, items: Sequence[ToAppend]) -> tuple[int, NoRoom | None]:
+        """Count the first of these groups that have room; with the bound that stops the next.
+
+        What is stored already takes no room. By tickets that is known here; of other ids storage is asked, and only
+        where it matters.
+        """
+        fits, refusal = self._fit(items, [self._has_group(item) for item in items])
+        if refusal:
+            store, name = self._journal.store, self._journal.name
+            numbers = await store.numbers_of(name, [item.group_id for item in items])
+            fits, refusal = self._fit(
+                items, [n is not None or self._has_group(item) for item, n in zip(items, numbers, strict=True)]
+            )
+        return fits, refusal
+
+    def _fit(self, items: Sequence[ToAppend], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
         journal, limits = self._journal, self._journal.config.limits
         if limits.max_tokens_live is None and limits.max_bytes_live is None:
             return len(items), None
         held = Load(0, journal.state.live_totals().tokens, journal.state.live_bytes()) + self._entering
-        coming = [Load() if self._known(item) else _load(item) for item in items]
+        coming = [Load() if there else _load(item) for item, there in zip(items, stored, strict=True)]
         return fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
 
-    def _known(self, item: ToAppend) -> bool:
-        """Say whether the group of its prompt is stored already: this one is a duplicate, which takes no room."""
+    def _has_group(self, item: ToAppend) -> bool:
+        """Say whether the prompt of a ticket's group has its group already."""
         if not item.prompt_key or item.group.prompt_index is None:
             return False
         prompt = item.group.adapter, item.group.prompt_index
@@ -395,6 +435,18 @@ def check_adapter(adapter: str, config: RunConfig) -> None:
         told = f"the run has adapters {sorted(config.adapters)}" if config.adapters else "the run has no adapters"
         known = sorted(config.adapters)
         raise Invalid(f"adapter is {adapter!r}; {told}", name="adapter", value=adapter, bound=known)
+
+
+def _answer(outcome: Appended) -> dict[str, Any]:
+    """Say what became of a group that storage was given."""
+    if outcome.taken:
+        detail = f"group {outcome.group_id!r} is stored and is not of this ticket's prompt; take another group_id"
+        return _rejected(outcome.group_id, GroupRejected("group_id_taken", detail))
+    return {"group_id": outcome.group_id, "status": "stored" if outcome.stored else "duplicate"}
+
+
+def _rejected(group_id: str | None, rejection: GroupRejected) -> dict[str, Any]:
+    return {"group_id": group_id, "status": "rejected", "reason": rejection.reason, "detail": rejection.detail}
 
 
 def _nbytes(item: Incoming) -> int:

@@ -31,6 +31,19 @@ class Eviction:
                 async with self._journal.decision():
                     await self.judge(numbers)
 
+    async def of_unsettled(self) -> None:
+        """Judge arrivals that are folded and not settled yet, before a batch may take them. Within a decision."""
+        for chunk in tuple(self._journal.arrived):
+            await self.judge(chunk.numbers)
+
+    async def judge_inherited(self) -> None:
+        """Judge every live group that an older leader may not have judged. While taking over."""
+        if self._journal.state.state == "running":
+            try:
+                await self.judge(filtered=True)
+            except StrategyFault as fault:
+                await self._journal.pause(fault)
+
     async def judge_all(self) -> None:
         """Judge every live group anew, by strategy and filters. A plug-in that fails pauses the run."""
         if self._journal.state.state == "running":

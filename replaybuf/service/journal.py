@@ -87,15 +87,19 @@ class Journal:
 
     # ------------------------------------------------------------------ roles
 
-    def check_leading(self) -> None:
-        """Let only the leader pass. Raises `NotLeader` naming the leader where this server follows."""
-        if not self.leading:
+    def check_leading(self) -> str:
+        """Let only the leader pass; return its fencing token. Raises `NotLeader`, naming the leader, where it follows.
+
+        What awaits between this and a write needs the token from here: the lease may be lost meanwhile.
+        """
+        if not self.leading or self.token is None:
             where = self.leader_url or "another server, not known yet"
             raise NotLeader(
                 f"run {self.name} is led by {where}; ask there, or again when its lease has ended",
                 name="leader",
                 value=self.leader_url,
             )
+        return self.token
 
     @contextlib.asynccontextmanager
     async def taking_over(self, token: str) -> AsyncIterator[None]:

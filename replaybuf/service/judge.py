@@ -5,6 +5,8 @@ A group is refused whole, as `GroupRejected` with a reason of which the door kee
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from replaybuf.advantages import group_advantages
@@ -31,6 +33,17 @@ class Judge:
         self.truncated = 0
         self._journal = journal
         self._book = book
+
+    def names(self, item: Incoming) -> tuple[str, str]:
+        """Name a group as storage does: by its id, and by what its ticket's prompt stands for; "" where it has none."""
+        group = item.group
+        if group is None:
+            return "", ""
+        key = ""
+        if group.ticket is not None:
+            with contextlib.suppress(NotFound):
+                key = prompt_key(*parse_ticket(group.ticket).prompt)
+        return group.group_id or key, key
 
     def admit(self, item: Incoming) -> ToAppend:
         """Judge one group at the door and make it ready to be stored."""

@@ -20,6 +20,7 @@ from replaybuf.service.batches import Batches
 from replaybuf.service.built import resolve_config
 from replaybuf.service.door import Door
 from replaybuf.service.eviction import Eviction
+from replaybuf.service.gate import Gate
 from replaybuf.service.journal import Journal
 from replaybuf.service.lease import Lease
 from replaybuf.service.selector import Selector
@@ -43,9 +44,10 @@ class Run:
         self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts, supplies)
         self.selector = Selector(journal.name, journal.state, self.book, journal.clock)
         self.eviction = Eviction(journal, self.selector)
-        self.door = Door(journal, self.selector, self.book, self.eviction)
+        gate = Gate()
+        self.door = Door(journal, self.selector, self.book, self.eviction, gate)
         self.batches = Batches(journal, self.selector, self.eviction)
-        self.session = Session(journal, self.selector, self.eviction, self.batches)
+        self.session = Session(journal, self.selector, self.eviction, self.batches, gate)
         self.trimming = Trimming(journal)
         self.told = Told(journal.name, journal.state, self.book, self.selector, journal.clock)
         self.lease = Lease()
@@ -94,7 +96,7 @@ class Run:
         await self.journal.check_kept()
         async with self.journal.taking_over(token):
             await self.door.open()
-        await self.eviction.judge_all()
+            await self.eviction.judge_inherited()
         await self.journal.notify()
 
     async def close(self) -> None:

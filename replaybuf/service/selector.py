@@ -24,7 +24,7 @@ from replaybuf.service.answers import Amount, WaitingAnswer
 from replaybuf.service.bounded import TookTooLong, bounded, bounded_again
 from replaybuf.service.rules import check_evictions, check_selection, hold
 from replaybuf.service.views import SAMPLED_GROUPS, Views
-from replaybuf.state import RunState
+from replaybuf.state import LOST_LINEAGE, RunState
 from replaybuf.strategy import Budget, Evictions, Feedback, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.turns import Portion, share
 
@@ -230,6 +230,11 @@ class Selector:
         asked: list[tuple[str, Callable[[], Evictions]]] = [
             (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups, view))
         ]
+        published = self._state.published[adapter]
+        if int(groups.policy_version_max.max()) > published:
+            # Let in by the history before a rewind and stored after it, past the door or by a leader that died.
+            newer = tuple(groups.row[groups.policy_version_max > published].tolist())
+            asked.append(("the core", lambda: Evictions(newer, (LOST_LINEAGE,) * len(newer))))
         if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.views.seq_len:
             longer = tuple(groups.row[groups.longest_tokens > self.views.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))

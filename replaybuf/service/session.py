@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +16,7 @@ from replaybuf.service.answers import WaitingAnswer
 from replaybuf.service.batches import Batches
 from replaybuf.service.door import check_adapter
 from replaybuf.service.eviction import Eviction
+from replaybuf.service.gate import Gate
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
 from replaybuf.strategy import Feedback
@@ -44,12 +45,13 @@ class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class Session:
     """What the attached trainer may change. Every call of an older epoch raises `Fenced`."""
 
-    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction, batches: Batches) -> None:
+    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction, batches: Batches, gate: Gate) -> None:
         self._journal = journal
         self._state = journal.state
         self._selector = selector
         self._eviction = eviction
         self._batches = batches
+        self._gate = gate
 
     async def attach(self, request: AttachRequest) -> dict[str, Any]:
         """Give the run to a trainer, fence older epochs, restore history to its step.
@@ -74,16 +76,8 @@ class Session:
             # ATTACH first: should we die before REWIND, the older trainer is fenced and this one asks again.
             await journal.append(attached)
             if step < state.step or (not redeliver and state.next_step > step):
-                rewind = RewindRecord(
-                    step=step,
-                    generation=state.generation + 1,
-                    on_resume="redeliver" if redeliver else "resample",
-                    version=0 if journal.config.adapters else journal.config.version_of(step),
-                    versions={name: state.version_at(step, name) for name in journal.config.adapters},
-                    until=state.stored,
-                    at_s=journal.clock(),
-                )
-                await journal.append(rewind)
+                async with self._gate.shut():
+                    await self._rewind(step, "redeliver" if redeliver else "resample")
             self._batches.forget()
             self._selector.views.rates.attached()
         await self._eviction.judge_all()
@@ -99,6 +93,21 @@ class Session:
             "pad_to_multiple_of": attached.pad_to_multiple_of,
             "look_ahead": self._selector.strategy.look_ahead,
         }
+
+    async def _rewind(self, step: int, on_resume: Literal["redeliver", "resample"]) -> None:
+        """Go back to a step. What was let in by the history that ends here is folded first: the rewind reaches it."""
+        journal, state = self._journal, self._state
+        await journal.pull()
+        rewind = RewindRecord(
+            step=step,
+            generation=state.generation + 1,
+            on_resume=on_resume,
+            version=0 if journal.config.adapters else journal.config.version_of(step),
+            versions={name: state.version_at(step, name) for name in journal.config.adapters},
+            until=state.stored,
+            at_s=journal.clock(),
+        )
+        await journal.append(rewind)
 
     def _attached(self, request: AttachRequest, step: int) -> AttachRecord:
         """Make the record of an attach, with the run's layout where none is asked for. Raises `Invalid`."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from replaybuf.errors import NoRoom
+from replaybuf.flow import prompt_key
 from replaybuf.group import Group
 from replaybuf.index import entry_of
 from replaybuf.portions import portions
@@ -28,18 +29,22 @@ from replaybuf.store.instep import get_in_step, receive_in_step, send_in_step
 from replaybuf.store.trouble import fenced
 
 READ_CHUNK_ENTRIES = 5_000
+Outcome = tuple[tuple[str, str], bool, int]
+"""Of one group: its id and that of its ticket's prompt, whether it was stored now, the number stored under them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Appended:
     """Outcome of one group of an append; `number` is the index number of the group that is stored under the id.
 
-    0 = it was stored once, and its history is trimmed.
+    0 = it was stored once, and its history is trimmed. `taken`: that group is not of the prompt whose ticket came with
+    this one, which therefore repeats nothing and is not stored either.
     """
 
     group_id: str
     stored: bool
     number: int
+    taken: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ class GroupCommands(Connection):
         With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
 
         Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
-        deleted; a first attempt whose answer was lost gets its TTL removed by the repeat.
+        deleted; a first attempt whose answer was lost gets its TTL removed by the repeat. What only repeats is answered
+        on a full server too: all else raises `NoRoom` there.
         """
         payload_keys = [keys.payload(run, item.group_id) for item in groups]
         pipe = self._redis.pipeline(transaction=False)
@@ -74,7 +80,10 @@ class GroupCommands(Connection):
             await self._guard(pipe.execute())
         except NoRoom:
             await self.unlink(payload_keys)  # some may have found room; left there they would fill what is freed
-            raise
+            there = await self._stored(run, [(item.group_id, item.prompt_key) for item in groups])
+            if len(there) < len(groups):
+                raise
+            return await self._settle(run, list(there.values()), self._redis.pipeline(transaction=False))
         pipe = self._redis.pipeline(transaction=False)
         touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
         for key, item in zip(payload_keys, groups, strict=True):
@@ -97,27 +106,61 @@ class GroupCommands(Connection):
         for reply in replies:
             if reply[0] < 0:
                 raise fenced(run, token, text(reply[1]))
-        results = [
-            Appended(item.group_id, reply[0] == 1, int(reply[1])) for item, reply in zip(groups, replies, strict=True)
+        outcomes = [
+            ((item.group_id, item.prompt_key), reply[0] == 1, int(reply[1]))
+            for item, reply in zip(groups, replies, strict=True)
         ]
-        await self._settle_payloads(run, payload_keys, results)
-        return results
-
-    async def _settle_payloads(self, run: str, payload_keys: list[str], results: list[Appended]) -> None:
-        duplicates = [result.number for result in results if not result.stored and result.number]
-        first = {entry.number: entry.strings.payload_key for entry in await self.entries(run, duplicates)}
         pipe = self._redis.pipeline(transaction=False)
-        for key, result in zip(payload_keys, results, strict=True):
-            if result.stored:
+        for key, (_, stored, _) in zip(payload_keys, outcomes, strict=True):
+            if stored:
                 pipe.persist(key)
             else:
                 pipe.unlink(key)
-                if result.number in first:
-                    pipe.persist(first[result.number])
-        repeats = sum(not result.stored for result in results)
+        return await self._settle(run, outcomes, pipe)
+
+    async def repeats(self, run: str, named: Sequence[tuple[str, str]]) -> list[Appended | None]:
+        """Say which of these groups would repeat one that is stored, as durably as an append does; None = it would not.
+
+        Each is named by its id and by the id that its ticket's prompt stands for, "" where there is none.
+        """
+        outcomes = await self._stored(run, named)
+        found: list[Appended | None] = [None] * len(named)
+        if outcomes:
+            settled = await self._settle(run, list(outcomes.values()), self._redis.pipeline(transaction=False))
+            for position, repeat in zip(outcomes, settled, strict=True):
+                found[position] = repeat
+        return found
+
+    async def _stored(self, run: str, named: Sequence[tuple[str, str]]) -> dict[int, Outcome]:
+        """Find which of these names are known, by position."""
+        numbers = await self.numbers_of(run, [name for names in named for name in names])
+        outcomes: dict[int, Outcome] = {}
+        for position, (by_id, by_prompt) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
+            number = by_prompt if by_id is None else by_id
+            if number is not None:
+                outcomes[position] = (named[position], False, number)
+        return outcomes
+
+    async def _settle(self, run: str, outcomes: Sequence[Outcome], pipe: Any) -> list[Appended]:
+        """See to it that what is answered of groups is durable; `pipe` has what else is to be written."""
+        first = {
+            entry.number: entry
+            for entry in await self.entries(run, [number for _, stored, number in outcomes if number and not stored])
+        }
+        results: list[Appended] = []
+        for (group_id, its_prompt), stored, number in outcomes:
+            entry = None if stored else first.get(number)
+            taken = False
+            if entry is not None:
+                pipe.persist(entry.strings.payload_key)
+                if its_prompt and entry.strings.group_id in (group_id, its_prompt):
+                    taken = prompt_key(entry.strings.adapter, int(entry.values["prompt_index"])) != its_prompt
+            results.append(Appended(group_id, stored, number, taken))
+        repeats = sum(not (result.stored or result.taken) for result in results)
         if repeats:  # counting them is the write by which the wait covers the append they repeat
             pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", repeats)
         await self._durably(pipe)
+        return results
 
     async def adopt(self, payload_keys: Iterable[str]) -> None:
         """Make payloads permanent whose producer died between publishing and saying so."""

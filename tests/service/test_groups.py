@@ -227,6 +227,49 @@ def test_groups_before_the_one_that_finds_no_room_are_stored(run: RunClient) -> 
     assert [result["status"] for result in run.append(*both)] == ["duplicate", "stored"]
 
 
+@pytest.mark.parametrize("bound", ["max_tokens_live", "max_bytes_live"])
+def test_a_body_that_half_found_room_comes_in_by_being_sent_again(run: RunClient, bound: str) -> None:
+    """Without tickets too: what is stored takes no room once more, live or trained meanwhile."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("first"))
+    taken = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
+    limits = {bound: 2 * taken, "max_group_bytes": taken if bound == "max_bytes_live" else 4000}
+    assert run.http.patch(run.path, json={"limits": limits}).status_code == 200
+    body = [group("a"), group("b")]
+    assert run.http.post(f"{run.path}/groups", json={"groups": body}).status_code == 429
+    assert run.state()["groups"]["stored"] == 2
+    run.train(epoch, range(2))
+    assert [result["status"] for result in run.append(*body)] == ["duplicate", "stored"]
+
+
+def test_a_repeat_is_a_duplicate_though_bounds_changed_meanwhile(run: RunClient) -> None:
+    """What is stored stays stored; only what is new is judged by them."""
+    run.put(batch={"groups_per_batch": 2})
+    run.append(group("a"))
+    assert run.http.patch(run.path, json={"limits": {"max_group_bytes": 100}}).status_code == 200
+    results = run.append(group("a"), group("b"))
+    assert [(result["status"], result.get("reason")) for result in results] == [
+        ("duplicate", None),
+        ("rejected", "too_large"),
+    ]
+    assert run.state()["groups"]["rejected"] == {"too_large": 1}
+
+
+def test_a_repeat_is_a_duplicate_though_its_version_was_taken_back(run: RunClient) -> None:
+    """A rewind took the version back, with a ticket and without one; a new group of that version is refused."""
+    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
+    epoch = run.attach()
+    run.append(group("a"))
+    run.train(epoch, range(1))
+    (ticket,) = (ticket["ticket"] for ticket in run.post("tickets", producer="p", count=1).json()["tickets"])
+    late = [group("b", version=1), group(None, ticket=ticket, version=1)]
+    assert [result["status"] for result in run.append(*late)] == ["stored", "stored"]
+    run.attach(resume_step=0)
+    results = run.append(*late, group("c", version=1))
+    assert [result["status"] for result in results] == ["duplicate", "duplicate", "rejected"]
+
+
 def test_overlong_rollouts_are_cut_where_the_rule_is_truncate(run: RunClient) -> None:
     """The stored group has seq_len tokens per rollout at most."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 8, "overlong": "truncate"})

@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 from starlette.requests import Request
 
 from replaybuf.config import BatchSpec, RunConfig
-from replaybuf.errors import Fenced
+from replaybuf.errors import Fenced, InvalidGroups, NotLeader
 from replaybuf.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.group import group_from_json
 from replaybuf.service import service
@@ -47,9 +47,10 @@ def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None
     asyncio.run(main())
 
 
-async def append(run: Run, *group_ids: str) -> None:
+async def append(run: Run, *group_ids: str, version: int = 0) -> None:
     """Store small groups."""
-    await run.door.append([Incoming(group_from_json(wire_group(rollout(), group_id=name))) for name in group_ids])
+    wires = [wire_group(rollout(), group_id=name, policy_version=version) for name in group_ids]
+    await run.door.append([Incoming(group_from_json(wire)) for wire in wires])
 
 
 async def train(run: Run, epoch: int, steps: range) -> None:
@@ -174,6 +175,84 @@ async def eventually_stored(run: Run) -> None:
         return True if run.state.stored else run.selector.explain("no_groups")
 
     assert await run.journal.until(stored, 10.0) is True
+
+
+@pytest.mark.parametrize("on_resume", ["redeliver", "resample"])
+def test_a_group_judged_before_a_rewind_and_stored_after_it_is_lost_with_its_version(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, on_resume: Literal["redeliver", "resample"]
+) -> None:
+    """Else it would be trained as the work of the version of that number which is still to come."""
+
+    async def work(store: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1)))["epoch"]
+        await append(run, "a", "b")
+        await train(run, epoch, range(2))
+        judged, rewinding = asyncio.Event(), asyncio.Event()
+        publish = store.append
+
+        async def held(*arguments: Any) -> Any:
+            judged.set()
+            await rewinding.wait()
+            return await publish(*arguments)
+
+        monkeypatch.setattr(store, "append", held)
+        late = asyncio.create_task(append(run, "late", version=2))
+        await judged.wait()
+        attach = AttachRequest(dp_world_size=1, resume_step=1, on_resume=on_resume)
+        attaching = asyncio.create_task(run.session.attach(attach))
+        await asyncio.wait({attaching}, timeout=0.3)
+        assert not attaching.done(), "the rewind waits for the group that is on its way"
+        rewinding.set()
+        await late
+        await attaching
+        assert run.state.published[""] == 1
+        assert run.state.evicted == {"lost_lineage": 1}
+        with pytest.raises(InvalidGroups, match="version_above_published"):
+            await append(run, "later", version=2)
+
+    on_a_run(server, work)
+
+
+def test_a_group_above_the_published_version_that_is_written_past_the_door_is_lost_lineage(
+    server: EmbeddedServer,
+) -> None:
+    """By a producer that writes to Redis itself and had not heard of a rewind; also before it is settled."""
+
+    async def work(store: Store, run: Run) -> None:
+        mixed = rollout(completion_ids=[1, 2], inference_logprobs=[-0.5, -0.5], version_spans=[(0, 0, 1), (3, 1, 2)])
+        group = group_from_json(wire_group(mixed, group_id="early"))
+        assert (group.policy_version, group.policy_version_max) == (0, 3)
+        frame = encode_frame(group)
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1)))["epoch"]
+        ready = ToAppend(group, "early", "", frame, stored_checksum(frame))
+        await store.append(run.name, [ready], {"": 0}, time.time())
+        await run.journal.pull()
+        assert isinstance(await run.batches.part(0, epoch, 0, 0.0), WaitingAnswer)
+        assert run.state.evicted == {"lost_lineage": 1}
+
+    on_a_run(server, work)
+
+
+def test_a_server_that_lost_its_lease_while_it_judged_stores_nothing_more(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token was taken before: without one it would write as a producer does, past the fence."""
+
+    async def work(store: Store, run: Run) -> None:
+        await append(run, "before")
+        admit = run.door.judge.admit
+
+        def overtaken(item: Incoming) -> ToAppend:
+            run.journal.follow("http://other")
+            return admit(item)
+
+        monkeypatch.setattr(run.door.judge, "admit", overtaken)
+        assert (await store.lead(run.name, "other", LEASE_S, force=True)).token
+        with pytest.raises(NotLeader):
+            await append(run, "after")
+        assert (await store.ends(run.name)).group == 1
+
+    on_a_run(server, work)
 
 
 def test_an_append_of_many_groups_lets_others_in_between(server: EmbeddedServer) -> None:

@@ -74,6 +74,22 @@ def give_back(run: RunClient, ticket: str, reason: str) -> int:
     return run.http.delete(f"{run.path}/tickets/{ticket}", params={"reason": reason}).status_code
 
 
+def test_a_group_whose_id_another_prompt_has_is_refused_by_that_name(run: RunClient) -> None:
+    """Neither stored nor a duplicate: it would be lost in silence. A producer without tickets chose `p0`, too."""
+    run.put(batch={"groups_per_batch": 2})
+    run.append(group("p0"))
+    tickets = take(run, 3)
+    assert run.append(group("mine", ticket=tickets[1]))[0]["status"] == "stored"
+    for wire in (group(None, ticket=tickets[0]), group("x", ticket=tickets[0]), group("mine", ticket=tickets[2])):
+        refused = run.http.post(f"{run.path}/groups", json={"groups": [wire]})
+        assert refused.status_code == 422
+        assert [result["reason"] for result in refused.json()["results"]] == ["group_id_taken"]
+    assert run.append(group(None, ticket=tickets[2]))[0]["status"] == "stored"
+    assert run.append(group("mine", ticket=tickets[1]), group("p0"))[1]["status"] == "duplicate"
+    state = run.state()
+    assert (state["groups"]["rejected"], state["tickets"]["out"]) == ({"group_id_taken": 3}, 1)
+
+
 @pytest.mark.parametrize("reason", ["shutdown: the producer ends", "superseded", "lost_lineage: rewound to 3"])
 def test_a_generator_that_is_restarted_again_and_again_fails_no_prompt(run: RunClient, reason: str) -> None:
     """Forgiven reasons are no failed attempts; each ticket is a new one all the same."""

@@ -137,15 +137,18 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
         await embedded.start()
         store = await Store.open(embedded.url)
         try:
+            await store.append("full", [to_append("before")], {"": 0}, time.time())
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
                 client.config_set("maxmemory", 1)
             with pytest.raises(NoRoom):
-                await store.append("full", [to_append("a")], {"": 0}, time.time())
+                await store.append("full", [to_append("before"), to_append("a")], {"": 0}, time.time())
+            (repeat,) = await store.append("full", [to_append("before")], {"": 0}, time.time())
+            assert (repeat.stored, repeat.number) == (False, 1), "what is stored needs no room"
             lease = await store.lead("full", "one", 5.0)
             assert lease.token is not None
             await store.append_record("full", lease.token, 1, AckRecord(step=0, epoch=1))
             await store.change_tickets("full", lease.token, deadlines_s={"t0-0-1": 1.0}, counts={"issued": 1})
-            assert await store.counts("full") == {"issued": 1}
+            assert await store.counts("full") == {"stored": 1, "duplicate": 1, "issued": 1}
         finally:
             await store.close()
             await embedded.stop()
