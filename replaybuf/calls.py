@@ -339,7 +339,8 @@ class RunCalls:
 
     def _refuse(self, group: Group) -> AppendResult | None:
         if not isinstance(group, Group):
-            raise TypeError(f"group is a {type(group).__name__}; needed: what replaybuf.group.group_from_json makes")
+            needed = "group_from_json(msgspec.convert(it, GroupJson)), both of replaybuf.group"
+            raise TypeError(f"group is a {type(group).__name__}; needed: {needed}")
         # The published version is left to the service: what is known of it here may be old by now.
         bounds = self._bounds or Admissible(adapters=frozenset({group.adapter}))
         rejection = check_group(group, bounds)

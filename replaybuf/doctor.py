@@ -27,9 +27,12 @@ from replaybuf.store.embedded import least_free_bytes
 LARGEST_CLOCK_OFFSET_S = 1.0
 SMALLEST_FREE_BYTES = 1 << 30
 _EXTRAS = {
-    "trainer": ("torch", "transformers"),
-    "demo": ("torch", "transformers", "reasoning_gym", "matplotlib"),
+    "trainer": ("torch", "transformers", "tokenizers"),
+    "demo": ("torch", "transformers", "tokenizers", "jinja2", "reasoning_gym", "matplotlib"),
     "generate": ("tokenizers", "jinja2"),
+    "prompts": ("pyarrow",),
+    "testing": ("hypothesis",),
+    "verifiers": ("verifiers", "transformers", "tokenizers", "jinja2"),
 }
 
 

@@ -258,7 +258,10 @@ def test_a_group_that_is_wrong_is_refused_before_it_is_sent() -> None:
 def test_what_is_no_group_is_told_how_to_become_one() -> None:
     """As JSON has it, it would be taken over HTTP."""
     service = Service(ok())
-    with service.client() as client, pytest.raises(TypeError, match=r"group is a dict; .*group_from_json makes"):
+    with (
+        service.client() as client,
+        pytest.raises(TypeError, match=r"group is a dict; .*msgspec.convert\(it, GroupJson\)"),
+    ):
         client.append([{"prompt_id": "p", "rollouts": []}])  # type: ignore[list-item]
     assert service.requests == []
 

@@ -51,7 +51,7 @@ def chaos(
     finally:
         cluster.end()
     history = read_history(cluster.history)
-    report = build(history, check(history), ended, seed, now_s() - started_s)
+    report = build(history, check(history), ended, seed, now_s() - started_s, wanted=kills)
     show(report, console)
     if folder is None and report.good:
         shutil.rmtree(place)

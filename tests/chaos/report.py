@@ -35,10 +35,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one chaos run.
 
     `takeovers_s`: seconds from the fault on a leader to the first write that another server answered, per run it led;
-    apart from them those during which Valkey or the other server was hurt too.
+    apart from them those during which Valkey or the other server was hurt too. `wanted`: faults that were asked for.
     """
 
     seed: int
+    wanted: int
     wall_s: float
     kills: dict[str, dict[str, int]]
     groups_stored: int
@@ -54,12 +55,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.violations and not self.ended_by_themselves
+        """Whether nothing is wrong, and as much was done as was asked for."""
+        return not self.violations and not self.ended_by_themselves and self.done >= self.wanted
+
+    @property
+    def done(self) -> int:
+        """Count the faults."""
+        return sum(sum(kinds.values()) for kinds in self.kills.values())
 
 
 def build(
-    history: Sequence[AnyEvent], violations: list[Violation], ended: list[str], seed: int, wall_s: float
+    history: Sequence[AnyEvent],
+    violations: list[Violation],
+    ended: list[str],
+    seed: int,
+    wall_s: float,
+    wanted: int = 0,
 ) -> Report:
     """Count what happened."""
     faults: list[Faulted] = of_type(history, Faulted)
@@ -71,6 +82,7 @@ def build(
     records = {(seen.run, seen.entry): seen.record for seen in of_type(history, LedgerSeen)}.values()
     return Report(
         seed=seed,
+        wanted=wanted,
         wall_s=round(wall_s, 1),
         kills=kills,
         groups_stored=sum(state["groups"]["stored"] for state in last.values()),
@@ -114,6 +126,8 @@ def show(report: Report, console: Console) -> None:
         console.print(f"VIOLATED {count} times: {sentence}", highlight=False, markup=False)
         for violation in [found for found in report.violations if found.guarantee == guarantee][:5]:
             console.print(f"  {violation.run}: {violation.what}", highlight=False, markup=False)
+    if report.done < report.wanted:
+        console.print(f"ENDED EARLY: {report.done} faults of {report.wanted}", highlight=False)
     for ended in report.ended_by_themselves:
         console.print(f"ENDED BY ITSELF: {ended}", highlight=False, markup=False)
 

@@ -75,3 +75,4 @@ def test_a_run_is_good_where_nothing_was_violated_and_nobody_ended_by_itself() -
     assert build([], [], [], seed=0, wall_s=1.0).good
     assert not build([], [Violation(1, "r", "lost")], [], seed=0, wall_s=1.0).good
     assert not build([], [], ["serve-1 with 1"], seed=0, wall_s=1.0).good
+    assert not build([], [], [], seed=0, wall_s=1.0, wanted=1).good, "time was up before the faults were done"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from replaybuf.errors import Invalid
 from replaybuf_trainer.model import load_model
 from replaybuf_trainer.weights import keep_newest, whole_folder
 from tests.trainer.served import oracle
@@ -91,3 +92,14 @@ def test_the_newest_folders_stay(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     keep_newest(tmp_path, "v*", 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v000010", "v000011"]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [(b'{"model_type": "llama"}', "model_type 'llama'; .* take 'qwen3'"), (b"{}", "model_type None"), (b"x", "decode")],
+)
+def test_a_folder_with_another_model_is_refused(tmp_path: Path, config: bytes, told: str) -> None:
+    """It was loaded as far as its weights have the same names, with the rest made up."""
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(Invalid, match=told):
+        load_model(tmp_path)

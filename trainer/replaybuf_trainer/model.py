@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -16,6 +17,7 @@ from replaybuf.errors import Invalid
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = [chr(code) for code in range(32, 127)]
 CONTEXT_TOKENS = 256
+MODEL_TYPE = Qwen3Config.model_type
 
 
 def character_tokenizer() -> Any:
@@ -52,10 +54,27 @@ def new_model(seed: int) -> Any:
     return Qwen3ForCausalLM(tiny_config()).float()
 
 
+def _model_type(config: Path) -> object:
+    try:
+        found = msgspec.json.decode(config.read_bytes())
+    except msgspec.DecodeError as error:
+        raise Invalid(f"{config} does not decode: {error}", name="model", value=str(config)) from None
+    return found.get("model_type") if isinstance(found, dict) else None
+
+
 def load_model(folder: Path) -> Any:
-    """Load a model folder in float32 on the CPU. Raises `Invalid` where it is not one."""
-    if not (folder / "config.json").is_file():
+    """Load a folder with a Qwen3 model in float32 on the CPU. Raises `Invalid` where it is not one."""
+    config = folder / "config.json"
+    if not config.is_file():
         raise Invalid(f"model folder {folder} has no config.json", name="model", value=str(folder))
+    kind = _model_type(config)
+    if kind != MODEL_TYPE:  # transformers would load what fits and make up the rest
+        raise Invalid(
+            f"model folder {folder} has model_type {kind!r}; the reference trainer and its engine take {MODEL_TYPE!r}",
+            name="model_type",
+            value=kind,
+            bound=MODEL_TYPE,
+        )
     transformers_logging.disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return model.eval()
