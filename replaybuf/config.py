@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from replaybuf.errors import Invalid
 from replaybuf.group import name_code
@@ -124,12 +124,26 @@ class StrategyChange(Spec, frozen=True):
     options: dict[str, Any] = {}
 
 
+class LimitsChange(Spec, frozen=True):
+    """Bounds from here on: what is left out stays as it is, null takes the default again."""
+
+    max_tokens_live: Positive | UnsetType | None = UNSET
+    max_bytes_live: Positive | UnsetType | None = UNSET
+    max_group_bytes: Positive | UnsetType | None = UNSET
+
+    def of(self, limits: Limits) -> Limits:
+        """Put what it names in place of what `limits` has."""
+        bounds = msgspec.structs.asdict(limits)
+        bounds |= {name: bound for name, bound in msgspec.structs.asdict(self).items() if bound is not UNSET}
+        return Limits(**{name: bound for name, bound in bounds.items() if bound is not None})
+
+
 class ConfigPatch(Spec, frozen=True):
-    """What `PATCH /v1/runs/{run}` may change while the run goes on."""
+    """What `PATCH /v1/runs/{run}` may change while the run goes on; a part that is left out, or null, stays."""
 
     strategy: StrategyChange | None = None
     filters: list[StrategySpec] | None = None
-    limits: Limits | None = None
+    limits: LimitsChange | None = None
     state: Literal["running", "paused", "finished"] | None = None
 
 

@@ -127,7 +127,10 @@ class Run:
     # ------------------------------------------------------------------ operator
 
     async def patch(self, patch: ConfigPatch) -> None:
-        """Change strategy, filters, limits or state while the run goes on. Raises `Conflict`, `Invalid`."""
+        """Change strategy, filters, limits or state while the run goes on; what changes nothing leaves no record.
+
+        Raises `Conflict`, `Invalid`.
+        """
         journal, state = self.journal, self.state
         async with journal.decision():
             config, max_uses = journal.config, state.max_uses
@@ -147,6 +150,9 @@ class Run:
                 )
             reason = "operator" if patch.state else state.config_reason
             reason = None if wanted == "running" else reason
+            standing = journal.config, state.max_uses, state.config_state, state.config_reason
+            if (config, max_uses, wanted, reason) == standing:
+                return
             await journal.append(_config_record(config, max_uses, wanted, reason, journal.clock()))
         await self.eviction.judge_all()
         await journal.notify()
@@ -193,9 +199,11 @@ class Run:
 
 def _changed(config: RunConfig, patch: ConfigPatch) -> RunConfig:
     """Put what a patch names in place of what a run has."""
-    fields: dict[str, Any] = {
-        name: value for name in ("filters", "limits") if (value := getattr(patch, name)) is not None
-    }
+    fields: dict[str, Any] = {}
+    if patch.filters is not None:
+        fields["filters"] = patch.filters
+    if patch.limits:
+        fields["limits"] = patch.limits.of(config.limits)
     if patch.strategy:
         name = patch.strategy.name or config.strategy.name
         fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)

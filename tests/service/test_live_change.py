@@ -138,6 +138,47 @@ def test_a_lower_limit_keeps_what_is_live_and_lets_nothing_in_until_there_is_roo
     assert run.append(group("more"))[0]["status"] == "stored"
 
 
+def test_bounds_that_a_change_leaves_out_stay_and_null_takes_the_default_again(run: RunClient) -> None:
+    """A change of one bound used to switch the others off."""
+    begin(run, ONE_STEP, limits={"max_tokens_live": 200_000, "max_bytes_live": 90_000_000})
+
+    def bounds(**changes: Any) -> tuple[int | None, int | None, int]:
+        limits = patch(run, limits=changes).json()["config"]["limits"]
+        return limits["max_tokens_live"], limits["max_bytes_live"], limits["max_group_bytes"]
+
+    assert bounds(max_group_bytes=1_000_000) == (200_000, 90_000_000, 1_000_000)
+    assert bounds(max_bytes_live=None) == (200_000, None, 1_000_000)
+    assert bounds(max_group_bytes=None) == (200_000, None, 67_108_864)
+    assert bounds(max_tokens_live=None, max_bytes_live=80_000_000) == (None, 80_000_000, 67_108_864)
+    problem = refused(run, 422, "limits.max_group_bytes", limits={"max_group_bytes": 0})
+    assert problem["value"] == 0
+    assert run.http.patch(run.path, json={"limits": {"max_tokens": 1}}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"limits": {}},
+        {"limits": {"max_tokens_live": 200_000}},
+        {"limits": None, "filters": None, "strategy": None, "state": None},
+        {"filters": []},
+        {"strategy": ONE_STEP},
+        {"strategy": {}},
+        {"state": "running"},
+    ],
+    ids=str,
+)
+def test_a_change_that_changes_nothing_leaves_no_record(run: RunClient, change: dict[str, Any]) -> None:
+    begin(run, ONE_STEP, limits={"max_tokens_live": 200_000})
+    before, records = run.state(), run.get("ledger").json()
+    answer = patch(run, **change)
+    assert (answer.status_code, answer.json()) == (200, before)
+    assert run.get("ledger").json() == records
+    assert patch(run, state="paused").status_code == patch(run, state="paused").status_code == 200
+    assert [record["type"] for record in run.get("ledger").json()["records"]].count("CONFIG") == 2
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
