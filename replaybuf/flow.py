@@ -136,6 +136,11 @@ class TicketBook:
         """Count the tickets of an adapter that are out."""
         return self._out_of[adapter]
 
+    def oldest_deadline_s(self, adapter: str) -> float | None:
+        """Tell when the oldest ticket of an adapter that is out expires; None where none is."""
+        # One life for all, and what is put out goes to the end: the first one found is the oldest.
+        return next((deadline_s for prompt, (_, deadline_s) in self._out.items() if prompt[0] == adapter), None)
+
     def holds(self, ticket: Ticket) -> bool:
         """Say whether this very ticket is out."""
         entry = self._out.get(ticket.prompt)

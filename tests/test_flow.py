@@ -304,6 +304,21 @@ def test_a_ticket_expires_at_its_deadline() -> None:
     assert book.expire(15.0).counts == {"expired": 1}
 
 
+def test_the_oldest_ticket_of_an_adapter_that_is_out_is_told_also_after_a_restart() -> None:
+    """Storage gives tickets back by their deadline; one that is issued again is the newest."""
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    first = book.issue("a", 1, 0, 1.0).issued[0]
+    book.issue("b", 1, 0, 2.0)
+    last = book.issue("a", 1, 0, 3.0).issued[0]
+    assert (book.oldest_deadline_s("a"), book.oldest_deadline_s("b"), book.oldest_deadline_s("c")) == (11.0, 12.0, None)
+    book.give_back(first, "shutdown")
+    book.issue("a", 1, 0, 5.0)
+    assert book.oldest_deadline_s("a") == 13.0
+    restored = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    restored.restore([(str(last), 13.0), (str(first), 15.0)], {})
+    assert restored.oldest_deadline_s("a") == 13.0
+
+
 def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place() -> None:
     """Guarantee 9: one stored group per prompt index, whichever attempt brought it."""
     book = TicketBook(ttl_s=10, max_attempts=3, prompts=None)

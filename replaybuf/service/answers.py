@@ -53,6 +53,8 @@ class WaitingAnswer(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float = RETRY_AFTER_S
     adapter: str | msgspec.UnsetType = msgspec.UNSET
     """Whose part this is about; of a run with adapters only."""
+    detail: str | msgspec.UnsetType = msgspec.UNSET
+    """What else there is to know, for people."""
 
 
 def own_waiting(reason: str, have: Amount, adapter: str, lacking: int) -> WaitingAnswer:
@@ -67,11 +69,20 @@ def nearest(waits: Mapping[str, WaitingAnswer]) -> WaitingAnswer:
     return max(waits.values(), key=lambda one: (REASONS.index(one.reason), one.have.groups / max(1, one.need.groups)))
 
 
-def waiting(reason: str, have: Amount, config: RunConfig, *, blocked_on: str | None = None) -> WaitingAnswer:
+def waiting(
+    reason: str,
+    have: Amount,
+    config: RunConfig,
+    *,
+    blocked_on: str | None = None,
+    detail: str | msgspec.UnsetType = msgspec.UNSET,
+) -> WaitingAnswer:
     """Build the answer for a batch (or ticket) that has to wait."""
     groups = config.batch.groups_per_batch
     need = Amount(groups, 0) if groups is not None else Amount(0, config.batch.tokens_per_batch or 0)
-    return WaitingAnswer(reason=reason, have=have, need=need, blocked_on=blocked_on or BLOCKED_ON[reason])
+    return WaitingAnswer(
+        reason=reason, have=have, need=need, blocked_on=blocked_on or BLOCKED_ON[reason], detail=detail
+    )
 
 
 class Buckets(msgspec.Struct, frozen=True):

@@ -324,7 +324,7 @@ class Door:
                     return answers.waiting("finished", have, journal.config, blocked_on=blocked_on)
                 capacity = self._selector.capacity(adapter)
                 if capacity < 1 or gone():
-                    return answers.waiting("rate_limited", have, journal.config, blocked_on="trainer")
+                    return self._selector.rate_limited(adapter, have)
                 change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
                 await self._keep(change)
                 return change

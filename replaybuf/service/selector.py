@@ -56,6 +56,7 @@ class Selector:
         self._state = state
         self._book = book
         self._clock = clock
+        self._lacks: dict[str, tuple[tuple[int, int, int], bool]] = {}
 
     @property
     def config(self) -> RunConfig:
@@ -139,6 +140,30 @@ class Selector:
         groups = waits.need.groups - waits.have.groups
         tokens = (waits.need.tokens - waits.have.tokens) / self.views.tokens_per_group()
         return max(1, groups, math.ceil(tokens))
+
+    def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
+        """Say who is waited for where there is no capacity: the producers, if the trainer waits for them too.
+
+        Then it is the tickets out that take the room, and else groups that wait for the trainer, or its publication.
+        """
+        oldest_s = self._book.oldest_deadline_s(adapter)
+        if oldest_s is None or not self._lacks_groups(adapter):
+            return answers.waiting("rate_limited", have, self.config, blocked_on="trainer")
+        left_s = max(0.0, oldest_s - self._clock())
+        told = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
+        return answers.waiting("rate_limited", have, self.config, blocked_on="producers", detail=told)
+
+    def _lacks_groups(self, adapter: str) -> bool:
+        """Say whether the next batch, or an adapter's part in it, waits for producers.
+
+        Every producer that waits for a ticket asks this after every change: the strategy is asked once.
+        """
+        moment = self._state.entries, self._state.stored, self._book.out_of(adapter)
+        known = self._lacks.get(adapter)
+        if known is None or known[0] != moment:
+            waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
+            known = self._lacks[adapter] = moment, waits is not None and waits.blocked_on == "producers"
+        return known[1]
 
     # ------------------------------------------------------------------ selection
 

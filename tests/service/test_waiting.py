@@ -251,12 +251,58 @@ def test_a_run_that_waits_for_nothing_says_so(clocked: ClockedServe, run: RunCli
     assert "ready" in status(clocked, run.run)
 
 
-def test_tickets_that_are_all_out_are_told_as_rate_limited_with_their_number(run: RunClient) -> None:
-    """Window of two batches: four groups on their way; the trainer has to move on."""
-    run.put(batch={"groups_per_batch": 2})
-    assert len(run.post("tickets", producer="p", count=9).json()["tickets"]) == 4
-    denied = run.post("tickets", producer="p", count=1).json()["waiting"]
-    assert (denied["reason"], denied["blocked_on"], denied["have"]["groups"]) == ("rate_limited", "trainer", 4)
+def denied(run: RunClient, **fields: Any) -> dict[str, Any]:
+    """Ask for a ticket while the window is full; return what the producer is told."""
+    answer = run.post("tickets", producer="q", count=1, **fields).json()
+    assert answer["tickets"] == [] and answer["waiting"]["reason"] == "rate_limited", answer
+    told: dict[str, Any] = answer["waiting"]
+    return told
+
+
+def test_a_window_full_of_tickets_that_are_out_waits_for_producers_as_the_trainer_does(
+    clocked: ClockedServe, run: RunClient
+) -> None:
+    """Nobody is sent to the other one: who has the tickets is dead, and the trainer can do nothing about it."""
+    run.put(batch={"groups_per_batch": 2}, tickets={"ttl_s": 700})
+    epoch = run.attach()
+    tickets = run.post("tickets", producer="dead", count=9).json()["tickets"]
+    clocked.put_forward(100.0)
+    told, batch = denied(run), run.batch(0, epoch).json()
+    assert (told["blocked_on"], told["have"]["groups"]) == ("producers", 4)
+    assert (batch["reason"], batch["blocked_on"]) == ("no_groups", "producers")
+    found = re.fullmatch(r"tickets out: 4; the oldest expires in (\d+) s", told["detail"])
+    assert found and 500 <= int(found[1]) <= 600
+    run.append(group(None, ticket=tickets[0]["ticket"]))
+    assert denied(run)["detail"].startswith("tickets out: 3; "), "the next batch still lacks one"
+    run.append(group(None, ticket=tickets[1]["ticket"]))
+    told = denied(run)
+    assert (told["blocked_on"], told.get("detail")) == ("trainer", None), "there is a batch, it is not fetched"
+    assert run.batch(0, epoch).status_code == 200
+    assert run.ack(0, epoch).status_code == 200
+    assert denied(run)["blocked_on"] == run.batch(1, epoch).json()["blocked_on"] == "producers"
+
+
+def test_a_window_full_of_tickets_waits_for_the_trainer_while_its_publication_is_awaited(run: RunClient) -> None:
+    """What is out would be too stale: only a publication opens the window."""
+    run.put(batch={"groups_per_batch": 2}, strategy=ON_POLICY)
+    epoch = run.attach()
+    tickets = run.post("tickets", producer="p", count=2).json()["tickets"]
+    run.append(group("a"), group("b"))
+    assert run.batch(0, epoch).status_code == 200
+    assert run.ack(0, epoch).status_code == 200
+    assert run.state()["tickets"]["out"] == len(tickets)
+    assert denied(run)["blocked_on"] == run.batch(1, epoch).json()["blocked_on"] == "trainer"
+
+
+def test_an_adapter_whose_tickets_are_all_out_waits_for_producers(run: RunClient) -> None:
+    """Its own tickets count: the other adapter has groups for the trainer."""
+    spec = {"groups_per_batch": 1}
+    run.put(batch={}, adapters={"code": spec, "math": spec})
+    run.append(group("c") | {"adapter": "code"})
+    assert len(run.post("tickets", producer="dead", count=9, adapter="math").json()["tickets"]) == 2
+    run.post("tickets", producer="p", count=9, adapter="code")
+    assert denied(run, adapter="math")["detail"].startswith("tickets out: 2; ")
+    assert denied(run, adapter="code")["blocked_on"] == "trainer"
 
 
 def test_a_used_up_supply_waits_for_the_tickets_that_are_out(run: RunClient) -> None:
