@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from replaybuf.columns import LARGEST_ROLLOUTS
 from replaybuf.errors import Invalid
+from replaybuf.frame import smallest_frame_bytes
 from replaybuf.group import name_code
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -87,7 +89,7 @@ class RunConfig(Spec, frozen=True):
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()
     filters: list[StrategySpec] = []
-    group_size: Positive | None = None
+    group_size: Annotated[int, Meta(ge=1, le=LARGEST_ROLLOUTS)] | None = None
     vocab_size: Positive | None = None
     steps_per_publish: Positive = 1
     max_steps: Positive | None = None
@@ -203,11 +205,11 @@ def _check_sizes(config: RunConfig) -> None:
                 value=most,
                 bound=smallest_batch,
             )
-    _check_bytes(config.limits)
+    _check_bytes(config.limits, config.group_size or 1)
 
 
-def _check_bytes(limits: Limits) -> None:
-    """Refuse a buffer that may not be able to hold one group."""
+def _check_bytes(limits: Limits, rollouts: int) -> None:
+    """Refuse a buffer that may not be able to hold one group, and a bound that no group could keep."""
     if limits.max_bytes_live is not None and limits.max_bytes_live < limits.max_group_bytes:
         raise Invalid(
             f"limits.max_bytes_live is {limits.max_bytes_live}; one group may have limits.max_group_bytes, "
@@ -215,6 +217,15 @@ def _check_bytes(limits: Limits) -> None:
             name="limits.max_bytes_live",
             value=limits.max_bytes_live,
             bound=limits.max_group_bytes,
+        )
+    smallest = smallest_frame_bytes(rollouts)
+    if limits.max_group_bytes < smallest:
+        raise Invalid(
+            f"limits.max_group_bytes is {limits.max_group_bytes}; the smallest frame of {rollouts} rollouts has "
+            f"{smallest} bytes, so no group could ever enter",
+            name="limits.max_group_bytes",
+            value=limits.max_group_bytes,
+            bound=smallest,
         )
 
 

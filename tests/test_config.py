@@ -24,6 +24,7 @@ from replaybuf.config import (
 )
 from replaybuf.decoding import decode_json
 from replaybuf.errors import Invalid, Malformed
+from replaybuf.frame import smallest_frame_bytes
 from tests.builders import run_config
 
 DEFAULTS: dict[str, Any] = {
@@ -99,6 +100,13 @@ def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versi
         (run_config(batch=BatchSpec(tokens_per_batch=1)), "batch.tokens_per_batch", 1, 2),
         (run_config(limits=Limits(max_tokens_live=65535)), "limits.max_tokens_live", 65535, 65536),
         (run_config(limits=Limits(max_bytes_live=9, max_group_bytes=10)), "limits.max_bytes_live", 9, 10),
+        (run_config(limits=Limits(max_group_bytes=1)), "limits.max_group_bytes", 1, smallest_frame_bytes(1)),
+        (
+            run_config(limits=Limits(max_group_bytes=4000), group_size=64),
+            "limits.max_group_bytes",
+            4000,
+            smallest_frame_bytes(64),
+        ),
         (
             run_config(
                 batch=BatchSpec(tokens_per_batch=None, groups_per_batch=4),
@@ -125,6 +133,8 @@ def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versi
         "budget of 1",
         "live",
         "bytes",
+        "bytes of a group",
+        "bytes of many rollouts",
         "live by groups",
         "padding",
         "long padding",
@@ -155,8 +165,10 @@ def test_what_would_deadlock_or_starve_is_refused_with_name_value_and_bound(
         run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=1)),
         run_config(batch=BatchSpec(pad_to_multiple_of=4096)),
         run_config(batch=BatchSpec(groups_per_batch=4), limits=Limits(max_tokens_live=8)),
+        run_config(limits=Limits(max_group_bytes=smallest_frame_bytes(8)), group_size=8),
+        run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=1), group_size=2**20),
     ],
-    ids=["defaults", "one group", "one batch", "by groups", "padding to seq_len", "both bounds"],
+    ids=["defaults", "one group", "one batch", "by groups", "padding to seq_len", "both bounds", "bytes", "rollouts"],
 )
 def test_what_can_just_work_is_taken(config: RunConfig) -> None:
     check_run_config(config)
@@ -213,6 +225,7 @@ def test_an_unknown_field_is_named(field: str) -> None:
         ({"batch": {"seq_len": 2**31}}, "batch.seq_len", 2**31, "<= 2147483647"),
         ({"batch": {"tokens_per_batch": 0}}, "batch.tokens_per_batch", 0, ">= 1"),
         ({"batch": {"overlong": "cut"}}, "batch.overlong", "cut", "'cut'"),
+        ({"batch": {}, "group_size": 2**20 + 1}, "group_size", 2**20 + 1, "<= 1048576"),
         ({"batch": {}, "seed": -1}, "seed", -1, ">= 0"),
         ({"batch": {}, "seed": 2**70}, "seed", 2**70, "<= 9007199254740991"),
         ({"batch": {}, "tickets": {"ttl_s": 0}}, "tickets.ttl_s", 0, "> 0"),

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from replaybuf.columns import ALIGNMENT_BYTES
 from replaybuf.errors import BrokenFrame, Malformed
-from replaybuf.frame import checksum, decode_frame, encode_frame, split_frames, stored_checksum
+from replaybuf.frame import (
+    checksum,
+    decode_frame,
+    encode_frame,
+    smallest_frame_bytes,
+    split_frames,
+    stored_checksum,
+)
 from replaybuf.group import Admissible, Group, check_group
 from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
 
@@ -108,6 +115,14 @@ def test_a_column_that_a_group_lacks_changes_no_byte_of_its_frame(made: Group, s
     """Frames in Redis and their checksums outlive the release that wrote them."""
     frame = encode_frame(made)
     assert (len(frame), hashlib.blake2b(frame, digest_size=8).hexdigest()) == (size, digest)
+
+
+@pytest.mark.parametrize("rollouts", [1, 2, 8, 63, 64, 1000, 5000])
+def test_no_frame_of_so_many_rollouts_is_smaller_than_the_smallest(rollouts: int) -> None:
+    """As the door stores it: with an id and with advantages."""
+    shortest = rollout(prompt_ids=[1], completion_ids=[2], inference_logprobs=[-0.1], advantage=0.0)
+    frame = encode_frame(group(*[shortest] * rollouts, prompt_id=""))
+    assert 0 <= len(frame) - smallest_frame_bytes(rollouts) <= 64
 
 
 def test_a_frame_begins_as_documented() -> None:
