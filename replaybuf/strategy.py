@@ -300,6 +300,12 @@ class Filter(ABC, Generic[OptionsT]):
     def __init__(self, options: OptionsT) -> None:
         self.options = options
 
+    def check(self, budget: Budget, group_size: int | None) -> None:
+        """Refuse a run of which it would drop every group. Raises `Invalid` naming what does not fit and its bound.
+
+        `budget`: of a batch, of each adapter in turn; `group_size`: rollouts of every group, None = any number.
+        """
+
     @abstractmethod
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
         """Name the groups that may not be sampled, each with its reason."""

@@ -122,7 +122,7 @@ def test_filters_are_listed_and_shown_beside_the_strategies(
     assert "replaybuf 0.1.0" in lines["overlong"] and "Drop groups by length" in lines["overlong"]
     main(["strategies", "show", "overlong"])
     shown = capsys.readouterr().out
-    assert re.search(r"max_tokens +int >= 1 or null +null", shown) and "by default" not in shown
+    assert re.search(r"max_tokens +int >= 2 or null +null", shown) and "by default" not in shown
 
 
 @pytest.fixture

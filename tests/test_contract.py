@@ -10,12 +10,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from replaybuf.errors import StrategyFault
+from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.plugins import FILTERS, STRATEGIES, build_filter, build_strategy, names
 from replaybuf.strategy import (
     Budget,
     BufferView,
     Evictions,
+    Filter,
     Flow,
     Groups,
     Selection,
@@ -318,6 +319,58 @@ class Impatient(Sound):
 class Shut(Sound):
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         return 0 if buffer.step > 3 else super().admit(buffer, flow)
+
+
+class Picky(Filter[StrategyOptions]):
+    """Drops groups of fewer than 4 rollouts, and refuses runs in which all are."""
+
+    least = 4
+
+    def check(self, budget: Budget, group_size: int | None) -> None:
+        if group_size is not None and group_size < self.least:
+            raise Invalid("group_size is too small", name="group_size", value=group_size, bound=self.least)
+
+    def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
+        rows = groups.row[groups.rollouts < 4].tolist()
+        return Evictions(tuple(rows), ("small",) * len(rows))
+
+
+class Overcautious(Picky):
+    """Refuses groups that it would keep."""
+
+    least = 5
+
+
+class Nameless(Picky):
+    def check(self, budget: Budget, group_size: int | None) -> None:
+        if group_size == 1:
+            raise Invalid("no")
+
+
+class Suspicious(Picky):
+    """Refuses every run that leaves the size of its groups open."""
+
+    def check(self, budget: Budget, group_size: int | None) -> None:
+        if group_size is None:
+            raise Invalid("group_size is null", name="group_size", value=None, bound=4)
+
+
+def test_a_filter_that_refuses_what_it_drops_whole_is_sound() -> None:
+    check_filter(lambda: Picky(StrategyOptions()))
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (Overcautious, r"refuses only runs of which drop leaves nothing' is broken: \{'group_size': 4"),
+        (Suspicious, r"refuses only runs of which drop leaves nothing' is broken: \{'group_size': None"),
+        (Nameless, "check names what it refuses"),
+    ],
+)
+@pytest.mark.usefixtures("as_found")
+def test_the_suite_names_the_rule_that_a_refusing_filter_breaks(broken: type[Picky], rule: str) -> None:
+    with pytest.raises(StrategyFault, match=rule):
+        check_filter(lambda: broken(StrategyOptions()))
 
 
 def test_the_suite_notices_starvation_and_waiting_for_ever() -> None:

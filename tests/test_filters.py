@@ -9,7 +9,7 @@ import pytest
 
 from replaybuf.errors import Invalid
 from replaybuf.plugins import build_filter
-from replaybuf.strategy import Groups
+from replaybuf.strategy import Budget, Groups
 from tests.builders import buffer_view, live_groups
 
 
@@ -96,6 +96,7 @@ def test_the_first_filter_that_drops_a_group_names_the_reason() -> None:
         ("reward-window", {"high": 0.6, "easy_fraction": 1.0}, "filter.options"),
         ("overlong", {}, "filter.options.max_tokens"),
         ("overlong", {"max_truncated": 1.0}, "filter.options"),
+        ("overlong", {"max_tokens": 1}, "filter.options"),
         ("zero-variance", {"tolerance": -1}, "filter.options"),
         ("zero-variance", {"tolerances": 1}, "filter.options"),
     ],
@@ -104,6 +105,15 @@ def test_options_that_drop_nothing_or_everything_are_refused(name: str, options:
     with pytest.raises(Invalid) as caught:
         build_filter(name, options)
     assert caught.value.name == option
+
+
+def test_zero_variance_refuses_groups_of_one_rollout_as_it_drops_all_of_them() -> None:
+    filter_, budget = build_filter("zero-variance", {}), Budget(1000, None, 100)
+    with pytest.raises(Invalid, match="group_size is 1; filter zero-variance would drop every group") as caught:
+        filter_.check(budget, 1)
+    assert (caught.value.name, caught.value.value, caught.value.bound) == ("group_size", 1, "at least 2")
+    for size in (2, None):
+        filter_.check(budget, size)
 
 
 def test_an_unknown_filter_is_refused_with_the_installed_ones() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.advantages import advantages
-from replaybuf.config import RunConfig, check_run_config
+from replaybuf.config import RunConfig, StrategySpec, check_run_config
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.plugins import build_filter, build_strategy, reported
 from replaybuf.strategy import (
@@ -44,6 +44,10 @@ class _Unavailable(Strategy[StrategyOptions], Filter[StrategyOptions]):
 
     def _fault(self) -> StrategyFault:
         return StrategyFault(self._detail, name="strategy")
+
+    def check(self, *asked: Any) -> None:
+        """Raise."""
+        raise self._fault()
 
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         """Raise."""
@@ -84,15 +88,27 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Strategy[Any]]:
     """Check a configuration and fill in the defaults of its plug-ins' options. Raises `Invalid`."""
     check_run_config(config)
     advantages(config.advantage, np.zeros(1))
-    strategy = build_strategy(config.strategy.name, config.strategy.options)
     batch = config.batch
+    budgets = {
+        adapter: Budget(batch.tokens_per_batch, config.groups_per_batch_of(adapter), batch.seq_len)
+        for adapter in config.policies
+    }
+    strategy = build_strategy(config.strategy.name, config.strategy.options)
     with reported(config.strategy.name):
-        for adapter in config.policies:
-            budget = Budget(batch.tokens_per_batch, config.groups_per_batch_of(adapter), batch.seq_len)
+        for adapter, budget in budgets.items():
             strategy.check(budget, config.steps_per_publish_of(adapter), config.limits.max_tokens_live)
-    spec = msgspec.structs.replace(config.strategy, options=msgspec.to_builtins(strategy.options))
-    filters = [
-        msgspec.structs.replace(one, options=msgspec.to_builtins(build_filter(one.name, one.options).options))
-        for one in config.filters
-    ]
-    return msgspec.structs.replace(config, strategy=spec, filters=filters), strategy
+    filters = [build_filter(spec.name, spec.options) for spec in config.filters]
+    for spec, one in zip(config.filters, filters, strict=True):
+        with reported(spec.name):
+            for budget in budgets.values():
+                one.check(budget, config.group_size)
+    filled = msgspec.structs.replace(
+        config,
+        strategy=_filled_in(config.strategy, strategy),
+        filters=[_filled_in(spec, one) for spec, one in zip(config.filters, filters, strict=True)],
+    )
+    return filled, strategy
+
+
+def _filled_in(spec: StrategySpec, plugin: Strategy[Any] | Filter[Any]) -> StrategySpec:
+    return msgspec.structs.replace(spec, options=msgspec.to_builtins(plugin.options))

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from replaybuf.errors import StrategyFault, first_error
+from replaybuf.errors import Invalid, StrategyFault, first_error
 from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
 from replaybuf.service.rules import REASON
 from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
@@ -69,7 +69,12 @@ def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
 def check_filter(build: BuildFilter, examples: int = 60) -> None:
     """Hold a filter to every rule, over `examples` random buffers. Raises `StrategyFault` naming the rule."""
     build = _in_time(build)
-    _over_random_buffers(lambda scene: _drops_rightly(build, scene), scenes(None, None), examples)
+
+    def keeps_the_rules(scene: Scene) -> None:
+        _drops_rightly(build, scene)
+        _refuses_rightly(build, scene)
+
+    _over_random_buffers(keeps_the_rules, scenes(None, None), examples)
 
 
 def _over_random_buffers(check: Callable[[Scene], None], buffers: SearchStrategy[Scene], examples: int) -> None:
@@ -264,3 +269,19 @@ def _drops_rightly(build: BuildFilter, scene: Scene) -> None:
     filter_ = build()
     filter_.drop(scene.groups().take(np.arange(0)), scene.view)
     _rule(filter_.drop(scene.groups(), scene.view) == found, "drops the same again", found)
+
+
+def _refuses_rightly(build: BuildFilter, scene: Scene) -> None:
+    """A run is refused only where nothing of it would be left to train: every group that a batch holds is dropped."""
+    groups, budget = scene.groups(), scene.view.budget
+    held = groups.longest_tokens <= budget.seq_len
+    if budget.tokens is not None:
+        held &= groups.tokens <= budget.tokens
+    for size in (None, *np.unique(groups.rollouts).tolist()):
+        try:
+            build().check(budget, size)
+        except Invalid as refusal:
+            _rule(refusal.name is not None, "check names what it refuses", refusal.detail)
+            those = groups.take(held if size is None else held & (groups.rollouts == size))
+            left = len(those) - len(build().drop(those, scene.view).rows)
+            _rule(not left, "check refuses only runs of which drop leaves nothing", {"group_size": size, "left": left})

@@ -57,7 +57,7 @@ def random_groups(
         "times_sampled": used,
         "last_step": np.where(used > 0, step - 1 - rng.integers(0, max(1, min(step, 8)), count), -1),
         "reward_mean": (rng.random(count) - 0.5) * scale,
-        "reward_std": rng.choice([0.0, 0.1, 1.0], count) * scale,
+        "reward_std": rng.choice([0.0, 0.1, 1.0], count) * scale * (rollouts > 1),
         "advantage_abs_mean": rng.choice([0.0, 1e-3, 0.5, 1.0], count) * scale,
         "arrival_s": np.cumsum(rng.random(count)),
         "priority": rng.choice([0.0, 1e-3, 0.5, 1.0], count) * scale,

@@ -6,14 +6,13 @@ were spent; what is dropped and why is counted (`replaybuf_groups_dropped_total{
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from replaybuf.errors import Invalid
-from replaybuf.strategy import BufferView, Evictions, Filter, Groups, StrategyOptions, contradiction
+from replaybuf.strategy import Budget, BufferView, Evictions, Filter, Groups, StrategyOptions, contradiction
 
 
 class ZeroVarianceOptions(StrategyOptions, frozen=True):
@@ -30,6 +29,13 @@ class ZeroVariance(Filter[ZeroVarianceOptions]):
     """
 
     Options: ClassVar[type[StrategyOptions]] = ZeroVarianceOptions
+
+    def check(self, budget: Budget, group_size: int | None) -> None:
+        """Refuse groups of one rollout. Raises `Invalid`."""
+        if group_size == 1:
+            raise contradiction(
+                "group_size", 1, "at least 2", "filter zero-variance would drop every group: one reward has no variance"
+            )
 
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
         """Name the groups without variance."""
@@ -93,11 +99,11 @@ class RewardWindow(Filter[RewardWindowOptions]):
 
 
 class OverlongOptions(StrategyOptions, frozen=True):
-    """`max_tokens`: most tokens of a rollout, prompt included; `max_truncated`: largest share of a group's rollouts
-    that ended at their token limit. null = no bound; one of them must be set.
+    """`max_tokens`: most tokens of a rollout, prompt included (2 is one of each, the fewest); `max_truncated`: largest share of a
+    group's rollouts that ended at their token limit. null = no bound; one of them must be set.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=2)] | None = None
     max_truncated: BelowOne | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +156,3 @@ def _dropped(groups: Groups, *rules: tuple[npt.NDArray[np.bool_], str]) -> Evict
         rows += found
         reasons += [reason] * len(found)
     return Evictions(tuple(rows), tuple(reasons))
-
-
-def _contradiction(name: str, value: Any, needed: str, why: str) -> Invalid:
-    return contradiction(f"filter.options.{name}", value, needed, why)

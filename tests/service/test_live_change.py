@@ -186,6 +186,7 @@ def test_a_change_that_changes_nothing_leaves_no_record(run: RunClient, change: 
         ({"strategy": replay(max_uses="two")}, "strategy.options"),
         ({"strategy": {"name": "nobody"}}, "strategy"),
         ({"filters": [{"name": "nobody"}]}, "filter"),
+        ({"limits": {"max_group_bytes": 99}}, "limits.max_group_bytes"),
         ({"strategy": replay(samples_per_insert=2, error_buffer=1.5)}, "strategy.options.error_buffer"),
     ],
     ids=str,
