@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -70,7 +71,7 @@ def _range(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            told = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and bound < _UNTOLD)
+            told = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < _UNTOLD)
             return f"{name} {told}".strip()
         case msgspec.inspect.LiteralType():
             return " | ".join(str(value) for value in kind.values)
@@ -89,12 +90,25 @@ def _range(kind: msgspec.inspect.Type) -> str:
     return type(kind).__name__.removesuffix("Type").lower()
 
 
+def _is_finite(value: Any) -> bool:
+    """Say whether all numbers in a value from JSON are finite."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kind: str = "strategy") -> OptionsT:
     """Build the options of a strategy or filter.
 
     Raises `Invalid` naming the option and listing the valid ones with their ranges; whatever the struct itself refuses
-    in `__post_init__` (options that contradict each other) is raised as it is.
+    in `__post_init__` (options that contradict each other) is raised as it is. No number may be NaN or infinite: nothing
+    compares with the one, bounds that are the other let everything or nothing through, and JSON has neither.
     """
+    for option, value in options.items():
+        if not _is_finite(value):
+            raise contradiction(f"{kind}.options.{option}", value, "finite numbers", f"{kind} {name!r} bounds by it")
     try:
         return msgspec.convert(options, shape)
     except msgspec.ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,20 @@ def test_the_first_filter_that_drops_a_group_names_the_reason() -> None:
         ("overlong", {"max_truncated": 1.0}, "filter.options"),
         ("overlong", {"max_tokens": 1}, "filter.options"),
         ("zero-variance", {"tolerance": -1}, "filter.options"),
+        ("zero-variance", {"tolerance": 1e39}, "filter.options"),
+        ("reward-window", {"low": 1e39}, "filter.options"),
+        ("reward-window", {"high": -1e39}, "filter.options"),
+        *(
+            (name, {option: value}, f"filter.options.{option}")
+            for name, option in (
+                ("zero-variance", "tolerance"),
+                ("reward-window", "low"),
+                ("reward-window", "high"),
+                ("reward-window", "easy_fraction"),
+                ("overlong", "max_truncated"),
+            )
+            for value in (math.nan, math.inf, -math.inf)
+        ),
         ("zero-variance", {"tolerances": 1}, "filter.options"),
     ],
 )

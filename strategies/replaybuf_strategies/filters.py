@@ -15,10 +15,16 @@ from msgspec import Meta
 from replaybuf.strategy import Budget, BufferView, Evictions, Filter, Groups, StrategyOptions, contradiction
 
 
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+"""Rewards are kept in single precision: beyond it a bound is infinite to them, and lets all or nothing through."""
+
+Reward = Annotated[float, Meta(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
+
+
 class ZeroVarianceOptions(StrategyOptions, frozen=True):
     """`tolerance`: largest standard deviation of rewards that counts as none."""
 
-    tolerance: Annotated[float, Meta(ge=0)] = 1e-6
+    tolerance: Annotated[float, Meta(ge=0, lt=LARGEST_FLOAT32)] = 1e-6
 
 
 class ZeroVariance(Filter[ZeroVarianceOptions]):
@@ -51,8 +57,8 @@ class RewardWindowOptions(StrategyOptions, frozen=True):
     `easy_fraction`, `hard_fraction`: share kept of the groups above `high`, and below `low`.
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: Reward | None = None
+    high: Reward | None = None
     easy_fraction: BelowOne = 0.0
     hard_fraction: BelowOne = 0.0
 
