@@ -26,6 +26,9 @@ _TICKET = re.compile(
     re.DOTALL,
 )
 
+TICKETS_AT_ONCE = 1000
+"""Most tickets that one call issues. They are written in one go, which holds everything else up for some 30 ms."""
+
 FORGIVEN = frozenset({"shutdown", "superseded", "lost_lineage"})
 """Reasons that say nothing about the prompt: a ticket given back for one of them is no failed attempt."""
 

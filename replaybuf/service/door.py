@@ -11,7 +11,7 @@ from typing import Any
 
 from replaybuf.config import RunConfig
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, NotLeader, StrategyFault, TooLarge
-from replaybuf.flow import TicketBook, TicketChange, parse_ticket, prompt_key
+from replaybuf.flow import TICKETS_AT_ONCE, TicketBook, TicketChange, parse_ticket, prompt_key
 from replaybuf.ledger import TicketRecord
 from replaybuf.portions import portions
 from replaybuf.room import Load, fitting
@@ -325,7 +325,8 @@ class Door:
                 capacity = self._selector.capacity(adapter)
                 if capacity < 1 or gone():
                     return self._selector.rate_limited(adapter, have)
-                change = book.issue(adapter, min(count, capacity), journal.state.generation, journal.clock())
+                count = min(count, capacity, TICKETS_AT_ONCE)
+                change = book.issue(adapter, count, journal.state.generation, journal.clock())
                 await self._keep(change)
                 return change
         except StrategyFault:  # of `admit`: the decision has paused the run with it

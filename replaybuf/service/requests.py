@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from replaybuf.decoding import decode_json
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
+from replaybuf.flow import TICKETS_AT_ONCE
 from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
 from replaybuf.group import GroupJson, group_from_json
 from replaybuf.service.judge import Incoming
@@ -29,7 +30,7 @@ class TicketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A producer asks for leave to generate `count` groups, waiting up to `wait_ms` for the first."""
 
     producer: str
-    count: int = 1
+    count: Annotated[int, msgspec.Meta(description=f"Tickets wanted; one call grants {TICKETS_AT_ONCE} at most.")] = 1
     adapter: str = ""
     wait_ms: int = 0
 

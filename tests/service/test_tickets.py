@@ -29,6 +29,17 @@ def test_tickets_count_prompts_from_zero_and_stop_at_the_window(run: RunClient) 
     assert denied["waiting"]["reason"] == "rate_limited"
 
 
+def test_one_call_grants_a_thousand_tickets_at_most_and_the_next_one_goes_on(run: RunClient) -> None:
+    """A hundred thousand at once held up every run of the service until it lost their leases."""
+    run.put(batch={"groups_per_batch": 10**9, "tokens_per_batch": None})
+    for first in (0, 1000):
+        tickets = run.post("tickets", producer="p", count=100_000).json()["tickets"]
+        assert [ticket["prompt_index"] for ticket in tickets] == list(range(first, first + 1000))
+    assert run.state()["tickets"]["out"] == 2000
+    asked = run.http.get("/openapi.json").json()["components"]["schemas"]["TicketRequest"]["properties"]["count"]
+    assert asked == {"type": "integer", "description": "Tickets wanted; one call grants 1000 at most.", "default": 1}
+
+
 def test_a_ticketed_group_takes_its_name_from_the_prompt(run: RunClient) -> None:
     """`p<prompt_index>`, once: whoever comes second is a duplicate."""
     run.put(batch={"groups_per_batch": 2})
