@@ -71,8 +71,8 @@ def _range(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            told = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < _UNTOLD)
-            return f"{name} {told}".strip()
+            told = [f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < _UNTOLD]
+            return f"{name} {' and '.join(told)}".strip()
         case msgspec.inspect.LiteralType():
             return " | ".join(str(value) for value in kind.values)
         case msgspec.inspect.UnionType():
@@ -103,8 +103,8 @@ def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kin
     """Build the options of a strategy or filter.
 
     Raises `Invalid` naming the option and listing the valid ones with their ranges; whatever the struct itself refuses
-    in `__post_init__` (options that contradict each other) is raised as it is. No number may be NaN or infinite: nothing
-    compares with the one, bounds that are the other let everything or nothing through, and JSON has neither.
+    in `__post_init__` (options that contradict each other) is raised as it is. No number may be NaN or infinite:
+    nothing compares with the one, the other as a bound lets everything or nothing through, and JSON has neither.
     """
     for option, value in options.items():
         if not _is_finite(value):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
@@ -345,7 +345,7 @@ def test_a_bad_option_is_refused_with_the_valid_ones(given_: dict[str, Any], tol
 @pytest.mark.parametrize("value", [math.nan, math.inf, [1.0, -math.inf], {"a": {"b": math.nan}}], ids=str)
 def test_a_number_that_is_none_is_refused_wherever_it_stands_in_an_option(value: Any) -> None:
     """Whatever the type of the option is: a plug-in need not bound its numbers to be safe of it."""
-    with pytest.raises(Invalid, match="cooldown is .*(NaN|Infinity).*; needed: finite numbers") as caught:
+    with pytest.raises(Invalid, match=r"cooldown is .*(NaN|Infinity).*; needed: finite numbers") as caught:
         check_options("mine", {"order": "fifo", "cooldown": value}, Options)
     assert caught.value.name == "strategy.options.cooldown"
 

@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from replaybuf.strategy import Budget, BufferView, Evictions, Filter, Groups, StrategyOptions, contradiction
 
-
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 """Rewards are kept in single precision: beyond it a bound is infinite to them, and lets all or nothing through."""
 
@@ -105,7 +104,7 @@ class RewardWindow(Filter[RewardWindowOptions]):
 
 
 class OverlongOptions(StrategyOptions, frozen=True):
-    """`max_tokens`: most tokens of a rollout, prompt included (2 is one of each, the fewest); `max_truncated`: largest share of a
+    """`max_tokens`: most tokens of a rollout, prompt included (2 at the least); `max_truncated`: largest share of a
     group's rollouts that ended at their token limit. null = no bound; one of them must be set.
     """
 
