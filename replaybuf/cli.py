@@ -1,7 +1,7 @@
 """The command line. Every option can also come from the environment and from a TOML file.
 
 Order: file, environment, flags; the later wins. `replaybuf serve --port 9000` is `REPLAYBUF_SERVE_PORT=9000` is
-`port = 9000` under `[serve]` in the file named by `--config`.
+`port = 9000` under `[serve]` in the file named by `--config`, `REPLAYBUF_SERVE_CONFIG` or `REPLAYBUF_CONFIG`.
 """
 
 from __future__ import annotations
@@ -257,6 +257,23 @@ def _summary(path: str) -> str | None:
     return None
 
 
+_OF_EVERY_COMMAND = ("config", "log-level")
+
+
+def _as_flags(arguments: Sequence[str]) -> list[str]:
+    """Read the options of every command from the variables of the one that is run: `REPLAYBUF_SERVE_CONFIG`.
+
+    They beat `REPLAYBUF_CONFIG`, and a flag beats them.
+    """
+    command = next((word for word in arguments if word in app and not word.startswith("-")), None)
+    flags: list[str] = []
+    for option in _OF_EVERY_COMMAND:
+        value = os.environ.get(f"REPLAYBUF_{command}_{option}".upper().replace("-", "_"))
+        if value and not any(argument.partition("=")[0] == f"--{option}" for argument in arguments):
+            flags += [f"--{option}", value]
+    return flags
+
+
 def _in_lower_case(type_: Any, tokens: Sequence[Token]) -> Any:
     """Read INFO as info: manifests of other services write levels as Python's logging does."""
     return convert(type_, [token.evolve(value=token.value.lower()) for token in tokens])
@@ -301,7 +318,8 @@ class _Environment(Env):
         if not commands:
             return
         prefix = "".join(f"{word}_" for word in (self.prefix.rstrip("_"), *commands)).upper()
-        known = {prefix + argument.name.lstrip("-").replace("-", "_").upper() for argument in arguments}
+        options = {*_OF_EVERY_COMMAND, *(argument.name.lstrip("-") for argument in arguments)}
+        known = {prefix + option.replace("-", "_").upper() for option in options}
         for name in sorted(os.environ):
             if name.startswith(prefix) and name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -374,7 +392,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         _mount_on_demand(arguments)
-        app.meta(arguments)
+        app.meta([*_as_flags(arguments), *arguments])
     except ReplaybufError as error:
         print(f"replaybuf: {error.detail}", file=sys.stderr)
         logger.debug("error", exc_info=True)

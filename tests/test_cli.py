@@ -92,6 +92,24 @@ def test_flags_beat_the_environment_and_the_environment_beats_the_file(tmp_path:
         assert f"host is '{host}'" in done.stderr
 
 
+def test_the_file_is_named_by_a_variable_of_the_command_or_of_all_of_them(tmp_path: Path) -> None:
+    """That of the command beats the other, a flag beats both, and none is told as no option."""
+    files = {}
+    for name in ("of_serve", "of_all", "flag"):
+        files[name] = str(tmp_path / f"{name}.toml")
+        Path(files[name]).write_text(f'[serve]\nhost = "{name}"\n')
+    both = {"REPLAYBUF_SERVE_CONFIG": files["of_serve"], "REPLAYBUF_CONFIG": files["of_all"]}
+    of_all = {"REPLAYBUF_CONFIG": files["of_all"], "REPLAYBUF_GENERATE_CONFIG": "of another"}
+    for done, host in (
+        (replaybuf("serve", REPLAYBUF_SERVE_CONFIG=files["of_serve"]), "of_serve"),
+        (replaybuf("serve", **both, REPLAYBUF_SERVE_LOG_LEVEL="debug"), "of_serve"),
+        (replaybuf("serve", **of_all), "of_all"),
+        (replaybuf("serve", "--config", files["flag"], **both), "flag"),
+        (replaybuf("serve", f"--config={files['flag']}", **both), "flag"),
+    ):
+        assert f"host is '{host}'" in done.stderr and "no option of" not in done.stderr
+
+
 def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_path: Path) -> None:
     """A name written wrong would else be ignored, and a default used in its place."""
     for written, told in (("[srve]\nport = 1\n", "table [srve]"), ("port = 1\n", "key 'port' outside the tables")):

@@ -93,6 +93,19 @@ def test_a_step_is_fetched_trained_acked_loaded_and_published(
     assert scripted.events == [*expected, f"fetch {STEPS}", f"checkpoint {STEPS}"]
 
 
+def test_without_engines_weights_are_written_and_announced_and_the_log_says_who_has_to_load_them(
+    tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else nobody would ever hear of them."""
+    service = ScriptedService(tmp_path / "checkpoints")
+    made = trainer_of(service, options(tmp_path, models))
+    assert made.train() == STEPS
+    published = [event for event in service.events if event.startswith(("load", "publish"))]
+    assert published == [f"publish {version}" for version in range(STEPS + 1)]
+    assert weights(tmp_path / "weights" / f"v{STEPS:06d}").keys() == weights(models / "a").keys()
+    assert "whoever samples has to load them" in caplog.text
+
+
 def test_weights_are_published_once_per_version(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:
     """With two steps per publication, after every second step."""
     scripted.steps_per_publish = 2

@@ -159,7 +159,7 @@ def train(
     url: str = "http://127.0.0.1:8900",
     run: str,
     model: Path,
-    engine: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
+    engine: Annotated[list[str], Parameter(consume_multiple=True, negative="")] = [],  # noqa: B006
     checkpoint_dir: Path = Path(".replaybuf/checkpoints"),
     weights_dir: Path = Path(".replaybuf/weights"),
     checkpoint_every_steps: PositiveInt = 20,
@@ -197,7 +197,8 @@ def train(
     model
         Model folder to start from; its tokenizer is copied beside the weights.
     engine
-        Addresses of the engines that get the weights.
+        Addresses of the engines that get the weights. Without any the weights are written and announced all the same,
+        and whoever samples has to load them.
     checkpoint_dir
         Folder of checkpoints.
     weights_dir

@@ -162,6 +162,12 @@ class Trainer:
         )
         self._epoch = attached.epoch
         logger.info("attached run=%s epoch=%d step=%d from=%s", options.run, self._epoch, self._step, source)
+        if not options.engines:
+            logger.warning(
+                "no engine is given: weights are written to %s and announced before anybody has loaded them; "
+                "whoever samples has to load them, from the announced weights_uri",
+                options.weights_dir,
+            )
         self._load_engines()
         self._engines.watch(self._confirm)
         how = ReaderOptions(
