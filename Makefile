@@ -6,6 +6,7 @@
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
 #   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
 #   make check                       lint, format, types, import rules
+#   make docs                        run what the pages promise: commands, examples, links, figures, names
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
@@ -26,7 +27,7 @@ JOBS ?= 4
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-vllm test-verifiers check bench chaos fuzz clean
+.PHONY: help install demo test test-vllm test-verifiers check docs bench chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -66,6 +67,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_*_page.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.errors import ReplaybufError
 from replaybuf.group import GroupJson, RolloutJson
+from replaybuf.ledger import AnyRecord
 from replaybuf.plan import Plan, PlannedGroup
+from replaybuf.plugins import STRATEGIES, names
 from replaybuf.service.answers import BLOCKED_ON, Buckets, Counted, DropAges, Histograms
 from replaybuf.service.http import CALLS, UNGUARDED
 from replaybuf.strategy import REASONS
@@ -163,6 +166,20 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
     }
     errors = HTTP.partition("## Errors")[2].partition("\n## ")[0]
     assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in errors} == set()
+
+
+def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> None:
+    """Of dead letters: those that the operator's page explains."""
+    strategy = re.findall(r"^\| `strategy` \|(.*)$", HTTP, re.MULTILINE)[0]
+    assert {name for name in names(STRATEGIES) if f"`{name}`" not in strategy} == set()
+    tags = {record.__struct_config__.tag for record in get_args(AnyRecord)}
+    types = re.findall(r"Types:\s`([A-Z_ ]+)`", HTTP)[0].split()
+    assert set(types) == tags and len(types) == len(tags)
+    explained = re.findall(r"^\| dead letter \|(.*)$", OPERATE, re.MULTILINE)[0]
+    reasons = set(re.findall(r"`(\w+)`", explained)) - {"tokens_per_batch"}
+    assert len(reasons) == 9
+    told = HTTP.partition("## The server itself")[0].rpartition("Reasons:")[2]
+    assert set(re.findall(r"`(\w+)`", told)) == reasons
 
 
 def test_the_producer_in_python_stores_the_groups_of_its_tickets(
