@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import uvloop
 from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, PositiveFloat
 from rich.console import Console
 from rich.table import Table
 
@@ -35,10 +36,10 @@ def evaluate_command(
     samples: int = 1,
     temperature: float = 0.0,
     max_inflight_prompts: int = 32,
-    engine_timeout_s: float = 300.0,
-    reward_timeout_s: float = 30.0,
+    engine_timeout_s: PositiveFloat = 300.0,
+    reward_timeout_s: PositiveFloat = 30.0,
     max_turns: int = 8,
-    start_timeout_s: float = 300.0,
+    start_timeout_s: NonNegativeFloat = 300.0,
     model: str | None = None,
     engine_api_key: str | None = None,
     name: str | None = None,
@@ -104,6 +105,7 @@ def evaluate_command(
         "max_turns": max_turns,
     }.items():
         check_least(option, value, 1)
+    check_least("temperature", temperature, 0)
     model_folder = Tokenizer(tokenizer)
     held_out = held_out_set(
         prompts,

@@ -166,6 +166,25 @@ def _check_form(line: PromptLine) -> None:
         raise Invalid(f"{given[0]} is empty")
     if line.prompt is not None and not line.prompt.strip():
         raise Invalid("prompt is white space alone")
+    if line.prompt_id == "":
+        raise Invalid("prompt_id is empty; leave it out to have it made of the content")
+    for number, message in enumerate(line.messages or (), start=1):
+        _check_message(number, message)
+    try:
+        msgspec.msgpack.encode(line.metadata)
+    except (TypeError, ValueError, OverflowError) as error:  # it goes into every group of the prompt
+        raise Invalid(f"metadata does not encode: {error}") from None
+
+
+def _check_message(number: int, message: dict[str, Any]) -> None:
+    """Refuse what a chat template renders as nothing, or as the word None."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise Invalid(f"messages: number {number} has no role")
+    if content is None and message.get("tool_calls"):
+        return
+    if not content or (isinstance(content, str) and not content.strip()):
+        raise Invalid(f"messages: number {number} ({role}) has no content")
 
 
 def _content_hash(line: PromptLine) -> str:

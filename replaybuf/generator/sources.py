@@ -7,11 +7,12 @@ is wrong with a row costs the ticket that asked for it. Code of the user's that 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -147,7 +148,7 @@ def to_line(source: Source, where: str, row: Any, *, strict: bool = False) -> Pr
         line = msgspec.convert({**fields, **rest}, PromptLine)
     except msgspec.ValidationError as error:
         raise refused(where, str(error)) from None
-    if line.prompt and (source.chat or source.system is not None):
+    if line.prompt and line.prompt.strip() and (source.chat or source.system is not None):
         system = [] if source.system is None else [{"role": "system", "content": source.system}]
         messages = [*system, {"role": "user", "content": line.prompt}]
         line = msgspec.structs.replace(line, prompt=None, messages=messages)
@@ -185,11 +186,11 @@ def _json_rows(file: Path) -> Iterator[Row]:
 
 def _files_of(folder: Path) -> list[Path]:
     """List the files of a `datasets` folder: what `save_to_disk` wrote, else Parquet files below it, by name."""
-    state = folder / "state.json"
+    state, listed = folder / "state.json", folder / "dataset_dict.json"
     if state.is_file():
-        return [folder / entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        return [folder / entry.filename for entry in _described(state, _DatasetState).data_files]
+    if listed.is_file():
+        splits = _described(listed, _DatasetDict).splits
         raise Invalid(
             f"prompts folder {folder} holds the splits {', '.join(splits)}; name one: {folder / splits[0]}",
             name="prompts",
@@ -203,6 +204,28 @@ def _files_of(folder: Path) -> list[Path]:
             value=str(folder),
         )
     return found
+
+
+class _DataFile(msgspec.Struct):
+    filename: str
+
+
+class _DatasetState(msgspec.Struct):
+    data_files: list[_DataFile] = msgspec.field(name="_data_files")
+
+
+class _DatasetDict(msgspec.Struct):
+    splits: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+_Described = TypeVar("_Described")
+
+
+def _described(file: Path, kind: type[_Described]) -> _Described:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Invalid(f"prompts file {file}: {error}", name="prompts", value=str(file)) from None
 
 
 def _arrow_rows(files: Iterable[Path]) -> Iterator[Row]:
@@ -231,7 +254,7 @@ def _arrow_rows(files: Iterable[Path]) -> Iterator[Row]:
 
 
 def _iterated(path: str, options: dict[str, Any]) -> Iterator[Row]:
-    for number, row in enumerate(_called(path, options), start=1):
+    for number, row in enumerate(_raising_ours(path, iter(_called(path, options))), start=1):
         if number > LARGEST_SOURCE_ROWS:
             raise Invalid(
                 f"prompts {path} gave more than {LARGEST_SOURCE_ROWS} rows; set endless = true in a curriculum file",
@@ -240,6 +263,18 @@ def _iterated(path: str, options: dict[str, Any]) -> Iterator[Row]:
                 bound=LARGEST_SOURCE_ROWS,
             )
         yield f"prompts {path}, row {number}", row
+
+
+def _raising_ours(path: str, rows: Iterator[Any]) -> Iterator[Any]:
+    """Go through rows of the user's. Raises `Invalid` naming the row that could not be made."""
+    for number in itertools.count(1):
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # whatever a user's iterator raises is its author's to read
+            raise Invalid(f"prompts {path}, row {number}, raised {error!r}", name="prompts", value=path) from error
+        yield row
 
 
 def _called(path: str, options: dict[str, Any]) -> Iterable[Any]:
@@ -289,7 +324,10 @@ class _Iterated:
 
 
 def _gym_rows(spec: str, options: dict[str, Any]) -> Iterator[Row]:
-    for number in range(int(options["size"])):
+    size = options["size"]
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise Invalid(f"prompts {spec}: size is {size!r}; it must be a whole number from 1 on", name="size", value=size)
+    for number in range(size):
         yield f"prompts {spec}, row {number + 1}", _gym_row(spec.removeprefix(GYM), options, number)
 
 
@@ -307,7 +345,10 @@ def _gym_row(name: str, options: dict[str, Any], number: int) -> dict[str, Any]:
 def _gym_dataset(name: str, options: str, block: int) -> Any:
     # In blocks, since some datasets make all they hold at once; most draw row i by seed + i, so blocks do not overlap.
     config = json.loads(options)
-    config |= {"size": _GYM_BLOCK, "seed": int(config.get("seed", 0)) + block * _GYM_BLOCK}
+    seed = config.get("seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise Invalid(f"prompts {GYM}{name}: seed is {seed!r}; it must be a whole number", name="seed", value=seed)
+    config |= {"size": _GYM_BLOCK, "seed": seed + block * _GYM_BLOCK}
     library = reasoning_gym()
     try:
         return library.create_dataset(name, **config)

@@ -36,3 +36,14 @@ def nothing() -> None:
 def broken() -> Iterator[dict[str, Any]]:
     """Raise."""
     raise RuntimeError("the network is away")
+
+
+def breaking() -> Iterator[dict[str, Any]]:
+    """Yield a row, then raise."""
+    yield {"prompt": "abc"}
+    raise RuntimeError("the connection was reset")
+
+
+def unwritable() -> Iterator[dict[str, Any]]:
+    """Yield a row with something that no group can carry."""
+    yield {"prompt": "abc", "source": object()}

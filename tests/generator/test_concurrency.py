@@ -33,9 +33,12 @@ def test_a_server_without_one_of_the_gauges_tells_no_load() -> None:
     assert read_load("", "a", "b") is None
 
 
-def test_a_gauge_that_is_no_number_is_not_taken() -> None:
-    with pytest.raises(ValueError, match="could not convert"):
-        read_load("a x\nb 1\n", "a", "b")
+@pytest.mark.parametrize(
+    ("line", "told"), [("a x", "could not convert"), ("a +Inf", "a is"), ('a{b="c"}', "a is missing")]
+)
+def test_a_gauge_that_is_no_number_is_not_taken(line: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_load(f"{line}\nb 1\n", "a", "b")
 
 
 def test_where_rollouts_queue_that_share_of_the_own_groups_is_asked_for_no_more() -> None:

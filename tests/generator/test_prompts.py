@@ -103,7 +103,15 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
         ({"prompt": "a", "answr": "b"}, "unknown field `answr`"),
         ({"prompt": 3}, "Expected `str | null`"),
         ({"prompt_id": "first", "prompt": "b"}, "prompt_id 'first' stands already in prompts file"),
-        ({"messages": [{"role": "user"}]}, "no chat template"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
+        ({"messages": [{"role": "user"}]}, "messages: number 1 (user) has no content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages: number 1 (user) has no content"),
+        (
+            {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": " "}]},
+            "number 2 (user) has no",
+        ),
+        ({"messages": [{}]}, "messages: number 1 has no role"),
+        ({"prompt_id": "", "prompt": "a"}, "prompt_id is empty"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: dict[str, Any] | str, message: str) -> None:

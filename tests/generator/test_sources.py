@@ -134,6 +134,36 @@ def test_without_pyarrow_the_install_command_is_told(tmp_path: Path, monkeypatch
         opened(tmp_path / "x.parquet")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("state.json", "{}", "missing required field `_data_files`"),
+        ("state.json", "{", "truncated"),
+        ("dataset_dict.json", '{"splits": []}', "length >= 1"),
+    ],
+)
+def test_a_broken_datasets_folder_is_named(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Invalid, match=f"{name}: .*{told}"):
+        opened(tmp_path)
+
+
+def test_a_blank_text_is_no_chat(tmp_path: Path) -> None:
+    """The template would make a prompt of it that asks for nothing."""
+    with pytest.raises(Invalid, match="white space alone"):
+        source = Source(prompts=str(write_lines(tmp_path / "x.jsonl", [{"prompt": " "}])), name="s", chat=True)
+        open_source(source, Tokenizer(write_tokenizer(tmp_path / "model", chat_template="x")))
+
+
+@pytest.mark.parametrize("options", [{"size": "x"}, {"size": 0}, {"size": 2, "seed": "x"}, {"seed": 1.5}])
+def test_a_reasoning_gym_of_a_wrong_size_or_seed_is_refused(options: dict[str, Any]) -> None:
+    source = Source(prompts="reasoning-gym:chain_sum", options=options)
+    with pytest.raises(Invalid, match="must be a whole number"):
+        found = open_source(source, Letters())
+        assert isinstance(found, Endless)
+        found.tried()
+
+
 def test_a_text_becomes_a_chat_where_that_is_asked_for(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role[0] }}>{{ m.content }} {% endfor %}"
     tokenizer = Tokenizer(write_tokenizer(tmp_path / "model", chat_template=template))
@@ -155,6 +185,8 @@ def test_a_function_gives_rows() -> None:
         ("broken", "raised RuntimeError('the network is away')"),
         ("nothing", "returned NoneType; needed: an iterable"),
         ("absent", "does not import: AttributeError"),
+        ("breaking", "row 2, raised RuntimeError('the connection was reset')"),
+        ("unwritable", "row 1: metadata does not encode: Encoding objects of type object"),
     ],
 )
 def test_a_function_that_gives_no_rows_is_refused(name: str, message: str) -> None:

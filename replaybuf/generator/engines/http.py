@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 INITIAL_WEIGHTS = "default"
 """What vLLM and SGLang call their weights until a version is set: those they were started with, version 0."""
+LARGEST_VERSION = 2**31 - 1
+"""Columns of a group hold versions as int32; a date for a label is beyond it."""
 
 
 class _Model(msgspec.Struct):
@@ -206,10 +208,16 @@ class HttpEngine(abc.ABC):
         if label == INITIAL_WEIGHTS:
             return 0
         try:
-            return int(label)
+            version = int(label)
         except ValueError:
-            detail = f"engine {self.url} calls its weights {label!r}; needed is the policy version, a number"
-            raise EngineUnfit("engine_unfit", detail, name="weight_version", value=label) from None
+            version = -1
+        if not 0 <= version <= LARGEST_VERSION:
+            detail = (
+                f"engine {self.url} calls its weights {label!r}; needed is the policy version, a number from 0 to "
+                f"{LARGEST_VERSION}"
+            )
+            raise EngineUnfit("engine_unfit", detail, name="weight_version", value=label, bound=LARGEST_VERSION)
+        return version
 
     def _metadata(self, answer: Answer, sampling: Sampling) -> dict[str, Any]:
         return {

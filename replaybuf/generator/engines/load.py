@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ def read_load(exposition: str, running: str, waiting: str) -> Load | None:
     """Read both gauges from Prometheus text, summed over their labels; None where one is not there.
 
     A server of several data-parallel engines has one sample of each per engine. Raises `ValueError` where a sample is
-    no number.
+    no finite number.
     """
     found = [_summed(exposition, name) for name in (running, waiting)]
     if found[0] is None or found[1] is None:
@@ -27,8 +28,15 @@ def read_load(exposition: str, running: str, waiting: str) -> Load | None:
 
 def _summed(exposition: str, name: str) -> int | None:
     samples = [
-        line[len(name) :].rpartition("}")[2].split()[0]
+        line[len(name) :].rpartition("}")[2].partition("#")[0].split()
         for line in exposition.splitlines()
         if line.startswith((f"{name}{{", f"{name} "))
     ]
-    return sum(int(float(sample)) for sample in samples) if samples else None
+    return sum(_whole(name, sample) for sample in samples) if samples else None
+
+
+def _whole(name: str, sample: list[str]) -> int:
+    value = float(sample[0]) if sample else math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {' '.join(sample) or 'missing'}")
+    return int(value)
