@@ -29,8 +29,16 @@ _TICKET = re.compile(
 TICKETS_AT_ONCE = 1000
 """Most tickets that one call issues. They are written in one go, which holds everything else up for some 30 ms."""
 
-FORGIVEN = frozenset({"shutdown", "superseded", "lost_lineage"})
-"""Reasons that say nothing about the prompt: a ticket given back for one of them is no failed attempt."""
+_SERVERS_AWAY = (
+    *("engine_away", "engine_stale", "ref_engine_away", "teacher_engine_away"),
+    *("old_engine_away", "old_engine_stale"),
+)
+FORGIVEN = frozenset({"shutdown", "superseded", "lost_lineage", *_SERVERS_AWAY})
+"""Reasons that say nothing about the prompt: a ticket given back for one of them is no failed attempt.
+
+Not `engine_timeout`: a prompt that always takes too long would come again for ever. Not `engine_lost`: so would one
+that brings engines down.
+"""
 
 
 def forgiven(reason: str) -> bool:

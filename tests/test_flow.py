@@ -175,7 +175,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.storage.keep(change)
 
     @precondition(lambda self: self.those("out"))
-    @rule(data=st.data(), reason=st.sampled_from(["engine_away: x", "", *(f"{word}: x" for word in sorted(FORGIVEN))]))
+    @rule(data=st.data(), reason=st.sampled_from(["engine_error: x", "", *(f"{word}: x" for word in sorted(FORGIVEN))]))
     def give_back(self, data: st.DataObject, reason: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.those("out"))))
         ticket = self.ticket_of(key)
@@ -201,7 +201,7 @@ class TicketMachine(RuleBasedStateMachine):
             return
         assert not self.book.holds(ticket)
         with pytest.raises(NotFound, match="is not out"):
-            self.book.give_back(ticket, "engine_away")
+            self.book.give_back(ticket, "engine_error")
 
     @precondition(lambda self: any(self.prompts.values()))
     @rule(data=st.data())
@@ -269,10 +269,10 @@ TestTicketBookAgainstAModel.settings = settings(
 def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
     first = book.issue("", 1, 0, 0.0).issued[0]
-    assert book.give_back(first, "engine_away").failed == []
+    assert book.give_back(first, "engine_error").failed == []
     second = book.issue("", 1, 0, 0.0).issued[0]
     assert (second.prompt_index, second.attempt) == (0, 2)
-    assert book.give_back(second, "engine_away").failed == [second]
+    assert book.give_back(second, "engine_error").failed == [second]
     assert book.used_up("") and book.issue("", 1, 0, 0.0).issued == []
 
 
@@ -289,7 +289,7 @@ def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: 
     assert len(texts) == 10
 
 
-@pytest.mark.parametrize("reason", ["", "engine_away", "returned", "not shutdown", "shutdowns", "x: shutdown"])
+@pytest.mark.parametrize("reason", ["", "engine_timeout", "engine_lost", "not shutdown", "shutdowns", "x: shutdown"])
 def test_any_other_reason_is_a_failed_attempt(reason: str) -> None:
     assert not forgiven(reason)
     book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
@@ -333,7 +333,7 @@ def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
     ticket = book.issue("", 5, 0, 0.0).issued[0]
     assert book.used_up("")
-    book.give_back(ticket, "engine_away")
+    book.give_back(ticket, "engine_error")
     assert not book.used_up("")
 
 

@@ -200,7 +200,9 @@ class Fleet:
             except EngineAway as error:
                 self._count(member, error)
                 failed.append(member)
-                if len(failed) >= TRIES or error.reason == "engine_timeout":
+                if len(failed) >= TRIES:
+                    raise _after_tries(error) from error
+                if error.reason == "engine_timeout":
                     raise
             except EngineUnfit as error:
                 if not any(other.fault is None for other in self._members if other is not member):
@@ -392,6 +394,14 @@ class Fleet:
         for member in self._members:
             if member.watch is not None and member.watch.done():
                 member.watch.result()
+
+
+def _after_tries(error: EngineAway) -> EngineAway:
+    """Return what to tell of a request whose last try failed; servers may be lost because of it: not `away`."""
+    if error.reason != "engine_away":
+        return error
+    detail = f"the engine was lost in {TRIES} tries one after another; the last: {error.detail}"
+    return EngineAway("engine_lost", detail, name="engine", value=error.value, bound=TRIES)
 
 
 def stale_fault(url: str, what: str, published: int | None) -> EngineAway:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from starlette.responses import Response, StreamingResponse
 
+from replaybuf.flow import forgiven
+from replaybuf.generator import member as member_module
+from replaybuf.generator.fleet import TRIES
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Script, ServiceDouble
 from tests.generator.test_daemon import World, run, sampled_by, until, world
 
@@ -78,6 +81,19 @@ def test_an_engine_that_dies_in_the_middle_of_an_answer_costs_no_ticket(tmp_path
     assert w.service.returned == []
     assert [group.prompt_index for group in w.service.groups] == list(range(PROMPTS))
     assert w.daemon.engines[0].outcomes == {"ok": PROMPTS, "engine_away": 1}
+
+
+def test_a_request_over_which_an_engine_dies_again_and_again_is_told_from_an_engine_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a failed try of its prompt: one that brings engines down would come again for ever."""
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
+    engine = EngineDouble()
+    engine.script.extend([die] * TRIES)
+    w = generated(tmp_path, engine)
+    ((ticket, said),) = w.service.returned
+    assert ticket == "t0" and said.startswith("engine_lost: the engine was lost in 3 tries") and not forgiven(said)
+    assert [group.prompt_index for group in w.service.groups] == [1, 2, 3]
 
 
 def test_what_an_engine_sampled_with_old_weights_is_not_stored_and_it_is_used_once_they_are_right(

@@ -114,7 +114,7 @@ def test_a_generator_that_is_restarted_again_and_again_fails_no_prompt(run: RunC
     assert len(seen) == 5
     assert run.state()["tickets"] == {"issued": 5, "out": 0, "expired": 0, "returned": 5, "failed": 0}
     (ticket,) = run.post("tickets", producer="p", count=1).json()["tickets"]
-    assert give_back(run, ticket["ticket"], "engine_away") == 200
+    assert give_back(run, ticket["ticket"], "engine_error") == 200
     assert run.post("tickets", producer="p", count=1).json()["tickets"][0]["attempt"] == 2
 
 
@@ -133,7 +133,7 @@ def test_the_late_group_of_a_failed_prompt_is_stored_and_the_prompt_has_not_fail
     """Stored wins over failed, whichever came first."""
     run.put(batch={"groups_per_batch": 1}, tickets={"max_attempts": 1})
     (ticket,) = take(run, 1)
-    assert give_back(run, ticket, "engine_away") == 200
+    assert give_back(run, ticket, "engine_error") == 200
     assert run.state()["tickets"]["failed"] == 1
     assert run.append(group(None, ticket=ticket))[0] == {"group_id": "p0", "status": "stored"}
     assert run.state()["tickets"]["failed"] == 0
@@ -147,10 +147,10 @@ def test_tickets_and_their_counts_survive_a_killed_service(
     run = connect(own_service.url, "r")
     run.put(batch={"groups_per_batch": 8}, tickets={"ttl_s": 30, "max_attempts": 2}, strategy={"name": "on-policy"})
     out, failing, back, stored = take(run, 4)
-    give_back(run, failing, "engine_away")
+    give_back(run, failing, "engine_error")
     (failing,) = take(run, 1)
-    give_back(run, failing, "engine_away")
-    give_back(run, back, "engine_away")
+    give_back(run, failing, "engine_error")
+    give_back(run, back, "engine_error")
     run.append(group(None, ticket=stored))
     before = run.state()["tickets"]
     assert before == {"issued": 5, "out": 1, "expired": 0, "returned": 3, "failed": 1}
@@ -193,7 +193,7 @@ def test_a_group_from_an_expired_ticket_is_stored_if_it_is_first(run: RunClient)
     (newer,) = take(run, 1, wait_ms=10000)
     assert run.append(group(None, ticket=late))[0]["status"] == "stored"
     assert run.state()["tickets"]["out"] == 0
-    assert give_back(run, newer, "engine_away") == 404
+    assert give_back(run, newer, "engine_error") == 404
     assert run.append(group(None, ticket=newer))[0]["status"] == "duplicate"
     assert run.state()["groups"]["stored"] == 1
 
