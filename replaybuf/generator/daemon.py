@@ -22,7 +22,7 @@ from typing import Any
 
 from replaybuf.aggregation import Window
 from replaybuf.client import AsyncClient, Ticket, Waiting
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, ReplaybufError, RewardFault, RunFinished
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
 from replaybuf.generator.concurrency import Bounds, Concurrency
 from replaybuf.generator.delivery import Delivery
 from replaybuf.generator.engines import Sample, Sampling, request_seed
@@ -34,21 +34,17 @@ from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.process_rewards import by_text
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
-from replaybuf.generator.publication import SUPERSEDED
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scores, Scoring
-from replaybuf.generator.stages import Rollout, Stage, Stages, stage_name
+from replaybuf.generator.setbacks import Setbacks
+from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.group import OPTIONAL_LOGPROBS, Group
+from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
 
 FINISH_S = 2.0
 """After a stop, work in flight may still finish for so long; with `flight.GIVE_BACK_S` the process ends within 4 s."""
-FAULTS_IN_A_ROW = 64
-"""So many groups failing one after another, none succeeding, mean that something is broken for good."""
-_NOBODYS_FAULT = ("engine_away", *(f"{stage_name(column)}_engine_away" for column in OPTIONAL_LOGPROBS), SUPERSEDED)
-"""Engines that are away are waited for before the next ticket is taken; new weights come all the time."""
 _ENGINE_POLL_S = 1.0
 _LOAD_EVERY_S = 1.0
 _EARLY_ANSWER = 0.9
@@ -127,7 +123,7 @@ class Daemon:
         self._concurrency = Concurrency(options.bounds)
         self._generating = 0
         self._scoring = 0
-        self._faults_in_a_row = 0
+        self._setbacks = Setbacks()
         self._denied: str | None = None
 
     @property
@@ -186,6 +182,8 @@ class Daemon:
             return self._engine.waiting
         if self._stages is not None and self._stages.waiting:
             return self._stages.waiting
+        if self._setbacks.in_a_row > 1:
+            return "groups_fail"
         return "awaiting_publication" if self._delivery.holding and not self._generating else self._denied
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -224,6 +222,7 @@ class Daemon:
         flight, clock, last_s = self._flight, asyncio.get_running_loop().time, -math.inf
         while not (flight.stopping or flight.no_more_tickets):
             await flight.until(lambda: flight.stopping or self._room > 0)
+            await self._rest()
             await flight.gather(lambda: self._room, lambda: self.limit, last_s)
             if not flight.stopping and await self._engine_up():
                 await self._take_some()
@@ -231,9 +230,15 @@ class Daemon:
         flight.no_more_tickets = True
         await flight.wake()
 
+    async def _rest(self) -> None:
+        """Wait after setbacks; a group that began before them may end that."""
+        while not self._flight.stopping and (rest_s := self._setbacks.rest_s(asyncio.get_running_loop().time())) > 0:
+            await self._flight.until(lambda: self._flight.stopping or not self._setbacks.in_a_row, rest_s)
+
     @property
     def _room(self) -> int:
-        return min(self._options.max_inflight_groups - self.inflight, self.limit - self._generating)
+        together = 1 if self._setbacks.in_a_row else self.limit
+        return min(self._options.max_inflight_groups - self.inflight, together - self._generating)
 
     async def _engine_up(self) -> bool:
         """Wait a moment for the engine: a ticket is worth taking only when its group can be made."""
@@ -287,12 +292,11 @@ class Daemon:
         try:
             work.group = await self._generated(work.ticket)
             if self._stages is None:  # else it is not whole yet
-                self._faults_in_a_row = 0
+                self._setbacks.succeeded()
         except EngineUnfit:
             raise
         except (EngineFault, PromptFault, RewardFault) as fault:
-            await self._flight.give_back(work, fault.reason, fault.detail)
-            self._count_fault(fault)
+            await self._fail(work, fault)
         finally:
             self._generating -= 1
         await self._pass_on(work)
@@ -335,12 +339,12 @@ class Daemon:
         seed = request_seed(options.request_seed, ticket.prompt_index, ticket.attempt)
         return dataclasses.replace(options.sampling, seed=seed)
 
-    def _count_fault(self, fault: EngineFault | PromptFault | RewardFault) -> None:
-        if fault.reason in _NOBODYS_FAULT:
-            return
-        self._faults_in_a_row += 1
-        if self._faults_in_a_row >= FAULTS_IN_A_ROW:
-            raise ReplaybufError(f"{FAULTS_IN_A_ROW} groups in a row failed; the last: {fault.detail}", name="faults")
+    async def _fail(self, work: Work, fault: EngineFault | PromptFault | RewardFault) -> None:
+        """Give a ticket back; raises `ReplaybufError` where too many failed in a row."""
+        clock = asyncio.get_running_loop().time
+        self._setbacks.failed(fault.reason, fault.detail, work.taken_at_s, clock())
+        await self._flight.give_back(work, fault.reason, fault.detail)
+        self._setbacks.check(fault.detail)
 
     async def _pass_on(self, work: Work) -> None:
         """Deliver a group, through the stages where there are any.
@@ -363,12 +367,11 @@ class Daemon:
         whole: list[Work] = []
         for work, made in zip(works, await stages.complete(groups, window), strict=True):
             if isinstance(made, EngineFault):
-                await self._flight.give_back(work, made.reason, made.detail)
-                self._count_fault(made)
+                await self._fail(work, made)
             else:
                 work.group = made
                 whole.append(work)
-                self._faults_in_a_row = 0
+                self._setbacks.succeeded()
         await self._delivery.put(whole)
 
     # ------------------------------------------------------------------ stop and status

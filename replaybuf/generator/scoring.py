@@ -12,14 +12,14 @@ from typing import Protocol
 import numpy as np
 
 from replaybuf.advantages import ProcessReward
-from replaybuf.errors import Invalid, ReplaybufError, RewardFault
+from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score, score_of, takes_turns
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
 from replaybuf.group import Float64s
 
 MAX_STUCK = 16
-"""So many scorings may hang at the same time before the environment counts as broken."""
+"""So many scorings may hang at the same time before no further one is begun."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Scorer:
     """Runs environments, each group in a thread of its own, for at most `timeout_s` seconds.
 
     A thread that hangs cannot be ended. It is left behind, as a daemon thread, so that it does not hold up the end of
-    the process either; `stuck` <= MAX_STUCK counts them, and beyond that scoring raises `ReplaybufError`. Code that
+    the process either; `stuck` counts them, and as long as MAX_STUCK of them run no further one is begun. Code that
     hangs inside an extension without releasing the interpreter lock is out of reach of this bound, but not of that of a
     `RewardPool`. Coroutines all run in one thread of their own, and are cancelled at the bound.
 
@@ -80,7 +80,7 @@ class Scorer:
         Raises `RewardFault` where a score raises, is late, is not finite, or has other parts than its neighbours.
         """
         if self.stuck >= MAX_STUCK:
-            raise ReplaybufError(f"{MAX_STUCK} scorings hang; the environment is broken", name="stuck", bound=MAX_STUCK)
+            raise reward_fault("timeout", prompt, f"is not computed: {self.stuck} scorings before it still hang")
         promises = [self._start(reward, prompt, completions) for reward in self._rewards]
         try:
             async with asyncio.timeout(self._timeout_s) as bound:

@@ -32,6 +32,7 @@ from replaybuf.errors import (
 from replaybuf.flow import forgiven
 from replaybuf.frame import encode_frame
 from replaybuf.generator import daemon as daemon_module
+from replaybuf.generator import setbacks as setbacks_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Score
@@ -410,7 +411,8 @@ def test_no_ticket_is_taken_while_a_stage_is_away(tmp_path: Path) -> None:
 def test_a_stage_that_fails_every_group_ends_generating_though_the_engine_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_module, "FAULTS_IN_A_ROW", 5)
+    monkeypatch.setattr(setbacks_module, "FAULTS_IN_A_ROW", 5)
+    monkeypatch.setattr(setbacks_module, "FIRST_PAUSE_S", 0.01)
 
     async def main() -> None:
         async with EngineDouble().up() as judge, reference(judge) as stage:
@@ -629,7 +631,8 @@ def test_no_ticket_is_taken_while_no_engine_is_up(tmp_path: Path, caplog: pytest
 def test_an_engine_that_fails_every_group_ends_it_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_module, "FAULTS_IN_A_ROW", 5)
+    monkeypatch.setattr(setbacks_module, "FAULTS_IN_A_ROW", 5)
+    monkeypatch.setattr(setbacks_module, "FIRST_PAUSE_S", 0.01)
 
     async def main() -> None:
         engine, service = EngineDouble(), ServiceDouble()
@@ -642,6 +645,53 @@ def test_an_engine_that_fails_every_group_ends_it_with_the_reason(
             assert not service.out  # of the call that was under way, too
 
     run(main())
+
+
+def test_an_engine_that_stands_still_once_costs_what_was_in_flight_and_the_run_goes_on(tmp_path: Path) -> None:
+    """By default 64 groups are in flight, and all of them fail together."""
+    slots = DaemonOptions(producer="me", sampling=Sampling(n=1, max_tokens=1)).max_inflight_groups
+
+    async def main() -> None:
+        gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=2 * slots)
+        engine.always = gate
+        async with world(tmp_path, engine, service, engine_timeout_s=1.0) as w:
+            w.start()
+            await gate.requests(slots)
+            engine.always = None
+            await w.end()
+            assert [said.partition(":")[0] for _, said in service.returned] == ["engine_timeout"] * slots
+            assert len(service.groups) == slots
+
+    run(main())
+
+
+def test_while_every_group_fails_one_at_a_time_is_tried_and_the_run_goes_on_when_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A judge that is away: of 64 in flight all fail, then few more; once it is back, all slots are used again."""
+    monkeypatch.setattr(setbacks_module, "FIRST_PAUSE_S", 0.01)
+    back = threading.Event()
+
+    def judge(prompt: Prompt, text: str) -> Score:
+        if not back.is_set():
+            raise ConnectionError("judge is away")
+        return Score(1.0)
+
+    async def main() -> None:
+        service = ServiceDouble(prompts=200)
+        async with world(tmp_path, EngineDouble(), service, environment=Broken(judge)) as w:
+            w.start()
+            await service.until(lambda: len(service.returned) >= 64)
+            await until(lambda: w.daemon.waiting == "groups_fail")
+            assert max(request["count"] for request in service.asked[1:]) == 1
+            assert w.daemon.generating <= 1
+            back.set()
+            await w.end()
+            assert len(service.groups) + len(service.returned) == 200
+            assert len(service.returned) < 80
+
+    run(main())
+    assert "groups in a row failed, so one at a time is tried, the next in 0.01 s: reward of prompt" in caplog.text
 
 
 # ---------------------------------------------------------------------- faults of the reward

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.errors import ReplaybufError, RewardFault
+from replaybuf.errors import RewardFault
 from replaybuf.generator.environments import Score, load_rewards
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import MAX_STUCK, Scorer, Scores
@@ -92,10 +92,13 @@ def test_a_reward_that_hangs_is_left_behind_after_the_bound() -> None:
     asyncio.run(main())
 
 
-def test_an_environment_that_hangs_again_and_again_is_broken() -> None:
+def test_while_many_scorings_hang_no_further_one_is_begun() -> None:
+    """Each is a failure with a reason, and the next one is begun as soon as they have ended."""
     released = threading.Event()
+    begun: list[str] = []
 
     def hang(prompt: Prompt, text: str) -> Score:
+        begun.append(text)
         released.wait(TIMEOUT_S)
         return Score(0.0)
 
@@ -104,11 +107,17 @@ def test_an_environment_that_hangs_again_and_again_is_broken() -> None:
         for _ in range(MAX_STUCK):
             with pytest.raises(RewardFault):
                 await scorer.score(PROMPT, ["x"])
-        with pytest.raises(ReplaybufError, match=r"16 scorings hang; the environment is broken"):
-            await scorer.score(PROMPT, ["x"])
+        with pytest.raises(RewardFault, match="16 scorings before it still hang") as caught:
+            await scorer.score(PROMPT, ["late"])
+        assert caught.value.reason == "reward_timeout" and "late" not in begun
+        released.set()
+        async with asyncio.timeout(TIMEOUT_S):
+            while scorer.stuck:  # noqa: ASYNC110 - the threads' last instructions have no event
+                await asyncio.sleep(0.001)
+        scorer = Scorer(Broken(hang), timeout_s=TIMEOUT_S)
+        assert (await scorer.score(PROMPT, ["x"])).rewards.tolist() == [0.0]
 
     asyncio.run(main())
-    released.set()
 
 
 def test_groups_are_scored_at_the_same_time() -> None:
