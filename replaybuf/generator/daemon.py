@@ -39,6 +39,7 @@ from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.setbacks import Setbacks
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
+from replaybuf.generator.threads import asked_to_end, contained
 from replaybuf.group import Group
 
 logger = logging.getLogger(__name__)
@@ -297,9 +298,14 @@ class Daemon:
             raise
         except (EngineFault, PromptFault, RewardFault) as fault:
             await self._fail(work, fault)
+        except asyncio.CancelledError:
+            if asked_to_end():
+                raise
+            # Left alone, this task would count as cancelled, the TaskGroup would ignore it, and its slot be lost.
+            await self._fail(work, RewardFault("reward_raised", "something let out a CancelledError of its own"))
         finally:
             self._generating -= 1
-        await self._pass_on(work)
+        await contained(self._pass_on(work))
 
     async def _generated(self, ticket: Ticket) -> Group:
         options = self._options

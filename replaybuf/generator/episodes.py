@@ -28,7 +28,7 @@ from replaybuf.generator.process_rewards import by_turn
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.scoring import Scores, columns_of, episode_fault
-from replaybuf.generator.threads import LoopThread
+from replaybuf.generator.threads import LoopThread, contained
 from replaybuf.group import Bools
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,6 @@ async def _closed(episode: Episode, prompt: Prompt, timeout_s: float) -> None:
         return
     try:
         async with asyncio.timeout(timeout_s):
-            await close()
+            await contained(close())
     except Exception as error:  # noqa: BLE001 - its author's to read; the rollout is whole without it
         logger.warning("episode of prompt %r did not close: %r", prompt.prompt_id, error)

@@ -1,13 +1,21 @@
-"""Threads for code that is not ours: what hangs there holds up neither the event loop nor the end of the process."""
+"""Threads for code that is not ours: what hangs there holds up neither the event loop nor the end of the process.
+
+Nor does what it raises end a thread or a task of ours: code that scores code may run `exit()`, and a coroutine may let
+out the `CancelledError` of something that it cancelled itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,9 +40,8 @@ class Worker:
         def run() -> None:
             try:
                 promise.set_result(job())
-            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever awaits the promise judges it
-                # An exception that means something to coroutines must not travel through one as itself.
-                promise.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+            except BaseException as error:  # noqa: BLE001 - the boundary of the thread: who awaits the promise judges it
+                promise.set_exception(_harmless(error))
 
         self._jobs.put(run)
         return promise
@@ -50,8 +57,40 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="replaybuf-loop", daemon=True).start()
+        threading.Thread(target=self._run, name="replaybuf-loop", daemon=True).start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(contained(work), self._loop)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # noqa: BLE001 - asyncio lets SystemExit of any task out of the loop
+                logger.warning("a task of the environment ended with %r; the others go on", error)
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Await what is not ours; whatever it raises comes as an `Exception`, but for a cancellation that was asked for."""
+    try:
+        return await work
+    except GeneratorExit:  # the loop is gone
+        raise
+    except BaseException as error:
+        harmless = _harmless(error)
+        if harmless is error or (isinstance(error, asyncio.CancelledError) and asked_to_end()):
+            raise
+        raise harmless from error
+
+
+def asked_to_end() -> bool:
+    """Say whether somebody cancelled the task that runs; a `CancelledError` may also come from something within it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _harmless(error: BaseException) -> Exception:
+    """Return an error as it may travel through coroutines: what means something to them or to a loop, as a text."""
+    meant = isinstance(error, StopIteration | concurrent.futures.CancelledError)
+    return error if isinstance(error, Exception) and not meant else RuntimeError(repr(error))

@@ -719,6 +719,47 @@ def test_a_reward_that_raises_hangs_or_is_nan_gives_its_ticket_back_and_the_run_
     released.set()
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError("inner"), SystemExit("inner")], ids=repr)
+def test_a_coroutine_that_lets_out_what_ends_tasks_and_loops_holds_no_slot(
+    tmp_path: Path, error: BaseException
+) -> None:
+    class Raising:
+        def check(self, prompt: Prompt) -> None:
+            """Take any prompt."""
+
+        async def score(self, prompt: Prompt, text: str) -> Score:
+            if prompt.text == "abc":
+                raise error
+            return Score(1.0)
+
+    async def main() -> None:
+        service = ServiceDouble(prompts=8)
+        async with world(tmp_path, EngineDouble(), service, environment=Raising(), max_inflight_groups=1) as w:
+            await w.run()
+            reasons = {ticket: said.partition(":")[0] for ticket, said in service.returned}
+            assert reasons == {"t0": "reward_raised", "t4": "reward_raised"}
+            assert len(service.groups) == 6
+
+    run(main())
+
+
+def test_a_cancellation_that_nobody_asked_for_gives_the_ticket_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Cancelled:
+        def at(self, prompt_index: int) -> Prompt:
+            if prompt_index == 1:
+                raise asyncio.CancelledError
+            return make_prompt()
+
+    async def main() -> None:
+        service = ServiceDouble(prompts=3)
+        async with world(tmp_path, EngineDouble(), service, prompts=Cancelled(), max_inflight_groups=1) as w:
+            await w.run()
+            assert sorted(group.prompt_index or 0 for group in service.groups) == [0, 2]
+            assert [ticket for ticket, _ in service.returned] == ["t1"]
+
+    run(main())
+
+
 def test_a_prompt_that_cannot_be_made_costs_its_own_ticket(tmp_path: Path) -> None:
     class Gappy:
         def at(self, prompt_index: int) -> Prompt:

@@ -183,6 +183,17 @@ async def _raise(number: int, turn: Turn) -> str:
     raise ConnectionError("sandbox is gone")
 
 
+async def _let_out(number: int, turn: Turn) -> str:
+    inner = asyncio.ensure_future(asyncio.sleep(TIMEOUT_S))
+    inner.cancel()
+    await inner
+    return ""
+
+
+async def _exit(number: int, turn: Turn) -> str:
+    raise SystemExit("tool ended")
+
+
 async def _fault(number: int, turn: Turn) -> str:
     raise RewardFault("environment_rewritten", "a reason of its own")
 
@@ -192,13 +203,25 @@ async def _fault(number: int, turn: Turn) -> str:
     [
         (Scripted(_raise), "environment_raised", "raised ConnectionError('sandbox is gone')"),
         (Scripted(_hang), "environment_timeout", "gave nothing for 0.3 s"),
+        (Scripted(_let_out), "environment_raised", "CancelledError()"),
+        (Scripted(_exit), "environment_raised", "SystemExit('tool ended')"),
         (Scripted(_fault), "environment_rewritten", "a reason of its own"),
         (scripted(""), "environment_bad_answer", "answered a turn with ''"),
         (scripted([3, 999]), "environment_bad_answer", "ids below 29"),
         (scripted(score=ValueError("no verdict")), "reward_raised", "raised ValueError('no verdict')"),
         (scripted(score=float("nan")), "reward_not_finite", "is not finite"),
     ],
-    ids=["raises", "hangs", "names it", "empty", "unknown ids", "score raises", "nan"],
+    ids=[
+        "raises",
+        "hangs",
+        "cancels",
+        "exits",
+        "names it",
+        "empty",
+        "unknown ids",
+        "score raises",
+        "nan",
+    ],
 )
 def test_what_an_environment_does_wrong_is_a_fault_of_the_group_and_closes_it(
     tmp_path: Path, environment: Scripted, reason: str, told: str
@@ -220,9 +243,12 @@ def test_an_environment_of_several_turns_is_found_by_name_and_stands_alone() -> 
             Scorer(rewards, timeout_s=1.0)
 
 
-def test_an_episode_that_does_not_close_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [OSError("busy"), SystemExit("busy"), asyncio.CancelledError("busy")], ids=repr)
+def test_an_episode_that_does_not_close_costs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
     environment = scripted()
-    environment.close_raises = OSError("busy")
+    environment.close_raises = error
     sample, _ = play(tmp_path, Speaking("a"), environment)
     assert sample.completion_ids.tolist() == ids("a")
-    assert "episode of prompt 'abc' did not close: OSError('busy')" in caplog.text
+    assert "episode of prompt 'abc' did not close: " in caplog.text and repr("busy") in caplog.text

@@ -72,6 +72,9 @@ def test_what_hangs_dies_or_is_no_number_costs_its_own_group() -> None:
     async def main(pool: RewardPool) -> None:
         assert (await fault(pool, "nan")).reason == "reward_not_finite"
         first = await pid(pool)
+        left = await fault(pool, "raise exit")
+        assert (left.reason, "SystemExit(3)" in left.detail) == ("reward_raised", True)
+        assert await pid(pool) == first
         ended = await fault(pool, "exit")
         assert (ended.reason, "ended the process" in ended.detail) == ("reward_raised", True)
         second = await pid(pool)

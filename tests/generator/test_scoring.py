@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,18 +41,71 @@ def fault(environment: Any, **options: float) -> RewardFault:
     return caught.value
 
 
-def raising(error: Exception) -> Callable[[Prompt, str], Score]:
+def raising(error: BaseException) -> Callable[[Prompt, str], Score]:
     def score(prompt: Prompt, text: str) -> Score:
         raise error
 
     return score
 
 
-@pytest.mark.parametrize("error", [ValueError("no parse"), StopIteration("no parse"), TimeoutError("no parse")])
-def test_a_reward_that_raises_is_a_fault_with_its_error(error: Exception) -> None:
+class Panic(BaseException):
+    """What extensions raise that were not written in Python."""
+
+
+RAISED = [
+    *(ValueError("no parse"), TimeoutError("no parse"), SystemExit("no parse"), KeyboardInterrupt("no parse")),
+    *(asyncio.CancelledError("no parse"), concurrent.futures.CancelledError("no parse"), Panic("no parse")),
+]
+
+
+@pytest.mark.parametrize("error", [*RAISED, StopIteration("no parse")], ids=repr)
+def test_a_reward_that_raises_is_a_fault_with_its_error(error: BaseException) -> None:
     found = fault(Broken(raising(error)))
     assert found.reason == "reward_raised"
     assert "no parse" in found.detail
+
+
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+def test_a_coroutine_that_raises_costs_its_own_group_alone(error: BaseException) -> None:
+    """It ends neither the loop that all coroutines share nor, in silence, the task that waits for it."""
+
+    class Raising:
+        def check(self, prompt: Prompt) -> None:
+            """Take any prompt."""
+
+        async def score(self, prompt: Prompt, text: str) -> Score:
+            await begun.wait() if text == "other" else begun.set()
+            if text == "task":
+                await asyncio.create_task(self.score(prompt, "raise"))
+            if text in ("raise", "task"):
+                raise error
+            return Score(1.0)
+
+    begun = asyncio.Event()
+
+    async def main() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            scorer = Scorer(Raising(), timeout_s=TIMEOUT_S)
+            other = asyncio.create_task(scorer.score(PROMPT, ["other"]))
+            await asyncio.sleep(0)
+            for text in ("raise", "task", "raise"):
+                with pytest.raises(RewardFault, match="no parse") as caught:
+                    await scorer.score(PROMPT, [text, "x"])
+                assert caught.value.reason == "reward_raised"
+            assert (await other).rewards.tolist() == [1.0]
+
+    asyncio.run(main())
+
+
+def test_scoring_that_is_cancelled_is_no_fault() -> None:
+    async def main() -> None:
+        scoring = asyncio.create_task(Scorer(load_rewards(f"{HERE}:waited"), timeout_s=60.0).score(PROMPT, ["hang"]))
+        await asyncio.sleep(0)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

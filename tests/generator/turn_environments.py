@@ -20,7 +20,7 @@ class Scripted:
         self.reward = score
         self.turns: list[list[Turn]] = []
         self.closed = 0
-        self.close_raises: Exception | None = None
+        self.close_raises: BaseException | None = None
 
     def check(self, prompt: Prompt) -> None:
         """Take any prompt."""
