@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -64,12 +64,25 @@ _AT_ONCE = ("engine_away", STALE)
 """Reasons that put a server aside without a second failure."""
 
 
+_DOUBTFUL = ("engine_bad_answer", "engine_refused")
+"""The request's fault, or the server's: another server knows."""
+
+
+class _Doubt(NamedTuple):
+    """A server, and an answer of it that would be its failure if another one answers well."""
+
+    member: Member
+    fault: EngineFault
+
+
 class Fleet:
     """Engines side by side, serving the same model.
 
     A request that fails with `EngineAway` goes to another server; only a timeout is told at once, since the next try
-    may take as long again and the ticket does not wait. With no server up it waits up to `patience_s` seconds for any
-    to come back. An `EngineUnfit` server is put aside too while others are up.
+    may take as long again and the ticket does not wait. One that is refused, or answered in a way that cannot be used,
+    goes to one other server: if that answers well, the first one has failed; if not, the request is at fault. With no
+    server up it waits up to `patience_s` seconds for any to come back. An `EngineUnfit` server is put aside too while
+    others are up.
 
     `max_staleness`: the run's, None = not known or unbounded. A group that a publication puts beyond it is given up.
     """
@@ -192,6 +205,7 @@ class Fleet:
         self, tokens: int, call: Callable[[Member], Awaitable[T]], avoid: Member | None = None
     ) -> tuple[T, Member]:
         failed: list[Member] = []
+        doubt: _Doubt | None = None
         while True:
             member = await self._choose(failed, avoid)
             try:
@@ -208,8 +222,16 @@ class Fleet:
                 if not any(other.fault is None for other in self._members if other is not member):
                     raise
                 self._put_aside(member, error)
+            except EngineFault as error:
+                member.doubts += error.reason in _DOUBTFUL
+                if error.reason not in _DOUBTFUL or doubt is not None or not self._usable([*failed, member]):
+                    raise
+                doubt = _Doubt(member, error)
+                failed.append(member)
             else:
-                member.failures = member.setbacks = 0
+                member.failures = member.setbacks = member.doubts = 0
+                if doubt is not None:
+                    self._count(doubt.member, doubt.fault)
                 return result, member
 
     async def _sampled(self, member: Member, prompt_ids: Int32s, sampling: Sampling) -> Sample:
@@ -281,7 +303,7 @@ class Fleet:
         others = self._usable([*failed, avoid]) if avoid is not None else ()
         usable = others or self._usable(failed) or self._usable(())
         calm = [member for member in usable if member.state == "up" or not member.requests]
-        return min(calm or usable, key=lambda member: (member.tokens, member.requests))
+        return min(calm or usable, key=lambda member: (member.doubts if failed else 0, member.tokens, member.requests))
 
     def _usable(self, failed: Sequence[Member]) -> list[Member]:
         return [member for member in self._members if member.fault is None and member not in failed]
@@ -294,7 +316,7 @@ class Fleet:
 
     # ------------------------------------------------------------------ the circuit breaker
 
-    def _count(self, member: Member, error: EngineAway) -> None:
+    def _count(self, member: Member, error: EngineFault) -> None:
         if error.reason in _NO_FAILURE:
             return
         member.failures += 1

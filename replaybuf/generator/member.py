@@ -47,6 +47,8 @@ class Member:
     tokens: int = 0
     failures: int = 0
     """Since the last answer."""
+    doubts: int = 0
+    """Requests since the last answer that it refused or answered badly."""
     setbacks: int = 0
     """Times put aside and probes failed since the last answer; the pause before a probe doubles with each."""
     fault: EngineFault | None = None

@@ -15,7 +15,7 @@ from replaybuf.generator import fleet as fleet_module
 from replaybuf.generator import member as member_module
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.fleet import FAILURES_IN_A_ROW, TRIES, Fleet
-from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, fail, reply
+from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, Script, fail, reply
 
 PROMPT = np.array([2, 0, 1], np.int32)
 SAMPLING = Sampling(n=1, max_tokens=5)
@@ -264,6 +264,61 @@ def test_a_fault_of_the_request_is_not_tried_again() -> None:
                 await fleet.generate(PROMPT, SAMPLING)
             assert len(double.requests) == 1
             assert fleet.up
+
+    run(main())
+
+
+@pytest.mark.parametrize("answer", [fail(400, "bad"), fail(200, "<html>gateway</html>"), reply(token_ids=None)])
+def test_a_server_that_alone_answers_badly_is_put_aside_and_costs_no_request(quick: None, answer: Script) -> None:
+    """It answers at once, so it is the least loaded one: all requests would go there, and fail."""
+
+    async def main() -> None:
+        sound, broken = EngineDouble(), EngineDouble()
+        async with fleet_of(sound, broken) as fleet:
+            broken.always, broken.healthy, sound.always = answer, False, (gate := Gate())
+            tasks = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(2 * FAILURES_IN_A_ROW)]
+            await gate.requests(len(tasks))
+            gate.open.set()
+            await asyncio.gather(*tasks)
+            assert [status.state for status in fleet.status()] == ["up", "aside"]
+            asked = len(broken.requests)
+            await fleet.generate(PROMPT, SAMPLING)
+            assert len(broken.requests) == asked
+
+    run(main())
+
+
+def test_a_request_that_two_servers_refuse_is_at_fault_itself(quick: None) -> None:
+    async def main() -> None:
+        doubles = EngineDouble(), EngineDouble(), EngineDouble()
+        async with fleet_of(*doubles) as fleet:
+            for double in doubles:
+                double.always = fail(400, "no such token")
+            for _ in range(2 * FAILURES_IN_A_ROW):
+                with pytest.raises(EngineFault, match="no such token") as caught:
+                    await fleet.generate(PROMPT, SAMPLING)
+                assert caught.value.reason == "engine_refused"
+            assert sum(len(double.requests) for double in doubles) == 4 * FAILURES_IN_A_ROW
+            assert [status.state for status in fleet.status()] == ["up"] * 3
+
+    run(main())
+
+
+def test_what_one_server_answered_badly_goes_to_one_that_has_not(quick: None) -> None:
+    """So that of several broken servers none stays unknown, as long as one is sound."""
+
+    async def main() -> None:
+        sound, *broken = (EngineDouble() for _ in range(4))
+        async with fleet_of(*broken, sound) as fleet:
+            for double in broken:
+                double.always, double.healthy = fail(400), False
+            failed = 0
+            while sum(status.state == "up" for status in fleet.status()) > 1:
+                try:
+                    await fleet.generate(PROMPT, SAMPLING)
+                except EngineFault:
+                    failed += 1
+            assert failed < len(broken) and fleet.status()[-1].state == "up"
 
     run(main())
 
