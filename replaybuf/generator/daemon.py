@@ -6,7 +6,8 @@ A slot (of `max_inflight_groups`) is held from a ticket's first to its last stat
                    └─────────────┴───────────┴──────────────┴──► given back, with a reason
 
 Of these slots no more are generating than `Concurrency` says. Tasks, all in one TaskGroup: `_take_tickets`, one `_make`
-per ticket, `_follow_load`, `_report`, and the loops of `Delivery`. A fault that is not one group's own ends them all.
+per ticket, `_follow_load`, `_follow_held`, `_report`, and the loops of `Delivery`. A fault that is not one group's own
+ends them all.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ FINISH_S = 2.0
 """After a stop, work in flight may still finish for so long; with `flight.GIVE_BACK_S` the process ends within 4 s."""
 _ENGINE_POLL_S = 1.0
 _LOAD_EVERY_S = 1.0
+_HELD_LOOK_S = 1.0
 _EARLY_ANSWER = 0.9
 
 
@@ -121,6 +123,7 @@ class Daemon:
             compress=options.compress,
             adapter=options.adapter,
         )
+        engine.on_lost = self._delivery.lose_above
         self._concurrency = Concurrency(options.bounds)
         self._generating = 0
         self._scoring = 0
@@ -193,7 +196,7 @@ class Daemon:
         reason = "producer_fault"
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                following = (delivery.follow_policy(), self._follow_load())
+                following = (delivery.follow_policy(), self._follow_held(), self._follow_load())
                 loops = (self._take_tickets(), delivery.append_ready(), *following, self._report(), self._heed(stop))
                 background = [self._tasks.create_task(loop) for loop in loops]
                 if self._schedule is not None:
@@ -394,6 +397,13 @@ class Daemon:
             sampling = self._generating - self._scoring
             if loads and self._concurrency.follow(loads, sampling=sampling, scoring=self._scoring):
                 await self._flight.wake()
+
+    async def _follow_held(self) -> None:
+        """Loop: while groups wait for their version to be published, see that engines have not lost it."""
+        while True:
+            await asyncio.sleep(_HELD_LOOK_S)
+            if self._delivery.holding:
+                await self._engine.look_for_lost()
 
     async def _report(self) -> None:
         while True:

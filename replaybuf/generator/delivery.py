@@ -6,7 +6,7 @@
      │        ▲         ├──────► given back (rejected, lost_lineage)
      │        │         └──────► ready again while the service is away
      └──► held┘ published
-           └──────────► given back (ticket's life over, run rewound)
+           └──────────► given back (ticket's life over, version taken back)
 """
 
 from __future__ import annotations
@@ -74,12 +74,20 @@ class Delivery:
         self._published = max(self._published, version)
         self._heed(self._published)
 
+    def lose_above(self, version: int) -> None:
+        """Mark what is in flight: the same numbers will mean other weights, so versions above this one are lost.
+
+        What is held is given back with the next answer to `follow_policy`.
+        """
+        for work in self._flight.works.values():
+            work.rewound_to = version if work.rewound_to is None else min(version, work.rewound_to)
+
     async def put(self, works: Sequence[Work]) -> None:
         """Queue groups for append; those of a version not published yet are held, not sent in vain."""
         for work in works:
             newest = work.scored.policy_version_max
             if work.rewound_to is not None and newest > work.rewound_to:
-                how = f"holds tokens of version {newest}; the run was rewound to {work.rewound_to}"
+                how = f"holds tokens of version {newest}; those after {work.rewound_to} were taken back"
                 await self._flight.give_back(work, LOST_LINEAGE, how)
             else:
                 (self._held if newest > self._published else self._ready).append(work)
@@ -172,11 +180,9 @@ class Delivery:
         return await self._flight.client.get_policy(after, self._poll_wait_ms, self._adapter)
 
     def _rewind(self, before: int, version: int) -> None:
-        """Mark what is in flight: the same numbers will mean other weights, so versions above this one are lost."""
         logger.warning("the run was rewound: the published version fell from %d to %d", before, version)
         self._published = version
-        for work in self._flight.works.values():
-            work.rewound_to = version if work.rewound_to is None else min(version, work.rewound_to)
+        self.lose_above(version)
 
     async def _release(self, now_s: float) -> None:
         """Pass on the held groups whose version is published now; give back those whose ticket has run out."""

@@ -11,9 +11,10 @@ the first), or by a connection that fails; in trial, one answer makes it up. Asi
 (`healthy`, then `prepare`: it may have been started anew) after pauses that double. In trial it gets one request at a
 time while others are up.
 
-An engine that missed a publication is stale: it was started anew, or its weights did not come. It is found out by its
-version: whenever one is published, before it comes back from aside, and by what it samples. It is put aside until its
-version is right. What a publication does to the requests in flight: `replaybuf.generator.publication`.
+An engine that missed a publication is stale: it was started anew, or its weights did not come. So is one more than one
+version ahead: it has weights of another run. It is found out by its version: whenever one is published, before it comes
+back from aside, and by what it samples. It is put aside until its version is right. What a publication does to the
+requests in flight: `replaybuf.generator.publication`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from replaybuf.generator.publication import (
     SUPERSEDED,
     OnPublish,
     Piece,
+    ahead,
     doomed,
     finished,
     joined,
@@ -85,6 +87,7 @@ class Fleet:
     others are up.
 
     `max_staleness`: the run's, None = not known or unbounded. A group that a publication puts beyond it is given up.
+    `on_lost` is told the published version when a server has lost a later one, which will never be published as it was.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Fleet:
         max_staleness: int | None = None,
     ) -> None:
         self.max_staleness = max_staleness
+        self.on_lost: Callable[[int], None] = lambda published: None
         self._members = [Member(server) for server in servers]
         self._patience_s = patience_s
         self._on_publish = on_publish
@@ -159,12 +163,19 @@ class Fleet:
         before, self._published = self._published, version
         for member in self._members:
             if before is not None and version < before:
-                member.rewound = True
+                member.rewound, member.newest = True, min(member.newest, version)
                 self._put_aside(
                     member, stale_fault(member.server.url, f"weights from before a rewind to {version}", version)
                 )
             elif version != before:
                 self._look_again(member)
+
+    async def look_for_lost(self) -> None:
+        """Ask the servers that are up for their versions, for `on_lost`; one that does not answer is left alone."""
+        asked = (self._loaded(member) for member in self._members if member.fault is None)
+        for told in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(told, BaseException) and not isinstance(told, EngineFault):
+                raise told
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as a server is up. Raises `EngineAway` after `timeout_s` seconds."""
@@ -237,8 +248,13 @@ class Fleet:
     async def _sampled(self, member: Member, prompt_ids: Int32s, sampling: Sampling) -> Sample:
         published, url = self._published, member.server.url
         sample = await member.server.generate(prompt_ids, sampling)
-        if len(sample.version_spans) and stale(sample.policy_version, published):
-            raise stale_fault(url, f"version {sample.policy_version}", published)
+        if len(sample.version_spans):
+            newest = int(sample.version_spans[:, 1].max())
+            if stale(sample.policy_version, published):
+                raise stale_fault(url, f"version {sample.policy_version}", published)
+            if ahead(newest, self._published):
+                raise stale_fault(url, f"version {newest}", self._published)
+            member.newest = max(member.newest, newest)
         refused = refusal(self._on_publish, sample)
         if refused is not None:
             raise EngineAway(refused[0], f"engine {url} {refused[1]}", name="engine", value=url)
@@ -386,12 +402,27 @@ class Fleet:
                 logger.warning("engine %s tells no version: %s", member.server.url, error)
 
     async def _check_weights(self, member: Member) -> None:
-        """Raise `EngineAway` (`engine_stale`) where a server has older weights than are published, or lost ones."""
+        """Raise `EngineAway` (`engine_stale`) where a server has weights that are not, nor about to be, published."""
         published = self._published  # now: a version published while the server is asked may be newer than the answer
-        version = await member.server.loaded_version()
-        if stale(version, published) or (member.rewound and stale(published, version)):
+        version = await self._loaded(member)
+        wrong = stale(version, published) or ahead(version, self._published)
+        if wrong or (member.rewound and stale(published, version)):
             raise stale_fault(member.server.url, f"version {version}", published)
         member.rewound = False
+
+    async def _loaded(self, member: Member) -> int | None:
+        """Ask a server for its version. Where it fell from one that was not published, that one is lost."""
+        before = member.newest  # what comes while the server is asked may be newer than its answer
+        version = await member.server.loaded_version()
+        if version is None or version >= before:
+            member.newest = max(member.newest, version or 0)
+            return version
+        member.newest = version
+        if self._published is not None and before > self._published:
+            told = "engine %s has lost version %d before it was published: it has %d"
+            logger.warning(told, member.server.url, before, version)
+            self.on_lost(self._published)
+        return version
 
     # ------------------------------------------------------------------ waiting
 

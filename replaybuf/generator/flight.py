@@ -41,7 +41,7 @@ _REASON_CHARS = 200
 class Work:
     """One ticket in flight; `expires_at_s` by the event loop's clock; `group` once it is scored.
 
-    `rewound_to`: the run went back to this version while it was in flight, so newer ones it holds are lost.
+    `rewound_to`: later versions than this one were taken back while it was in flight, so those it holds are lost.
     """
 
     ticket: Ticket

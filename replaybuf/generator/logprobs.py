@@ -23,7 +23,7 @@ from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, stale_fault
 from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.preflight import check_least
-from replaybuf.generator.publication import stale
+from replaybuf.generator.publication import ahead, stale
 from replaybuf.generator.stages import Computed, Rollout, stage_name
 from replaybuf.generator.threads import Worker
 from replaybuf.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
@@ -222,7 +222,7 @@ class PolicyStage(EngineStage):
     async def _by_one_version(self, url: str, rollouts: Sequence[Rollout], least_version: int) -> Computed:
         server = self._servers[url]
         before = await self._version_of(server)
-        if stale(before, self._published):
+        if stale(before, self._published) or ahead(before, self._published):
             raise stale_fault(url, f"version {before}", self._published)
         if before < least_version:
             detail = f"engine {url} has version {before}; the rollouts were sampled by {least_version}"

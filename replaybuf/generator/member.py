@@ -59,6 +59,8 @@ class Member:
     """Probes it while it is aside."""
     check: asyncio.Task[None] | None = None
     """Asks for its version after a publication."""
+    newest: int = 0
+    """Version that it had last, as far as is known."""
     rewound: bool = False
     """May still have weights that a rewind took back."""
     outcomes: Counter[str] = dataclasses.field(default_factory=Counter)

@@ -55,6 +55,14 @@ def stale(version: int | None, published: int | None) -> bool:
     return version is not None and published is not None and version < published
 
 
+def ahead(version: int | None, published: int | None) -> bool:
+    """Say whether an engine has what this run is not about to publish: weights of another run, or of before a rewind.
+
+    One above the published version is normal: engines are loaded first. None = not told; then nothing is.
+    """
+    return version is not None and published is not None and version > published + 1
+
+
 def doomed(oldest: int, published: int | None, max_staleness: int | None) -> bool:
     """Say whether a group whose oldest token is of version `oldest` can be in no batch any more.
 

@@ -989,6 +989,32 @@ def test_a_held_group_is_given_back_when_the_run_is_rewound(tmp_path: Path) -> N
     run(main())
 
 
+def test_a_held_group_is_given_back_when_the_engine_loses_its_version_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet still labelled by the last run, or a trainer that died between loading and announcing: its number comes
+    again, and means other weights."""
+    monkeypatch.setattr(daemon_module, "_HELD_LOOK_S", 0.01)
+
+    async def main() -> None:
+        engine, service = EngineDouble(version=1), ServiceDouble()
+        service.open = 1
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await until(lambda: w.daemon.waiting == "awaiting_publication")
+            engine.version = 0
+            await service.until(lambda: bool(service.returned))
+            assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
+            engine.version = 1
+            await service.change(published=1, open=1)
+            await service.until(lambda: bool(service.groups))
+            assert [group.prompt_index for group in service.groups] == [1]
+            w.stop.set()
+            await w.end()
+
+    run(main())
+
+
 def test_a_group_of_a_version_that_was_taken_back_is_given_back(tmp_path: Path) -> None:
     async def main() -> None:
         gate, engine, service = Gate(), EngineDouble(version=5), ServiceDouble(prompts=1)
@@ -996,8 +1022,8 @@ def test_a_group_of_a_version_that_was_taken_back_is_given_back(tmp_path: Path) 
         async with world(tmp_path, engine, service) as w:
             w.start()
             await gate.requests(1)
-            engine.version = 3
-            await service.change(published=3)
+            engine.version = 4
+            await service.change(published=4)
             gate.open.set()
             await w.end()
             assert [said.partition(":")[0] for _, said in service.returned] == ["lost_lineage"]
@@ -1016,7 +1042,7 @@ def test_groups_of_weights_that_a_rewind_took_back_are_given_back_even_where_the
         async with world(tmp_path, engine, service) as w:
             w.start()
             await gate.requests(1)
-            await service.change(published=3)
+            await service.change(published=4)
             await until(lambda: w.daemon.waiting == "engine_stale")
             engine.version = 5  # of the new history
             await service.change(published=5)

@@ -241,6 +241,62 @@ def test_completions_of_a_server_that_was_started_anew_unnoticed_are_not_taken()
     run(main())
 
 
+def test_a_server_with_weights_of_another_run_is_not_used_until_it_has_this_ones() -> None:
+    """One version ahead is normal, since servers are loaded before the version is announced."""
+
+    async def main() -> None:
+        double = ByRule(2)
+        async with fleet_of(double) as fleet:
+            fleet.learn_published(0)
+            await until(lambda: fleet.waiting == "engine_stale")
+            assert "has version 2; published is 0" in (fleet.status()[0].fault or "")
+            asking = generate(fleet)
+            double.version = 1
+            assert versions_of(await asking) == [[(1, 6)], [(1, 6)]]
+
+    run(main())
+
+
+def test_completions_of_weights_that_no_publication_is_about_to_announce_are_not_taken() -> None:
+    async def main() -> None:
+        double = ByRule(4)
+        async with fleet_of(double) as fleet:
+            fleet.learn_published(4)
+            await until(lambda: "weight_info" in double.calls)
+            double.version = 6
+            asking = generate(fleet)
+            await until(lambda: fleet.waiting == "engine_stale")
+            assert len(double.requests) == 1 and not asking.done()
+            fleet.learn_published(5)
+            assert versions_of(await asking) == [[(6, 6)], [(6, 6)]]
+
+    run(main())
+
+
+def test_a_version_that_a_server_loses_before_it_is_published_is_told_once() -> None:
+    async def main() -> None:
+        lost: list[int] = []
+        double = ByRule(4)
+        async with fleet_of(double) as fleet:
+            fleet.on_lost = lost.append
+            fleet.learn_published(3)
+            await generate(fleet)
+            await fleet.look_for_lost()
+            assert lost == []
+            double.version = 3
+            await fleet.look_for_lost()
+            await fleet.look_for_lost()
+            assert lost == [3]
+            double.version = 4
+            await generate(fleet)
+            fleet.learn_published(4)
+            double.version = 3  # started anew: stale, and nothing of version 4 is lost
+            await until(lambda: fleet.waiting == "engine_stale")
+            assert lost == [3]
+
+    run(main())
+
+
 @contextlib.asynccontextmanager
 async def process(port: int, version: int, cuts: str, hold: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run an engine as a process; it is killed in the end, if not before."""
