@@ -35,7 +35,7 @@ from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import setbacks as setbacks_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
-from replaybuf.generator.environments import Environment, Score
+from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.logprobs import EngineStage, PolicyStage
 from replaybuf.generator.member import ServerStatus
@@ -90,7 +90,7 @@ async def world(
     engine: EngineDouble,
     service: ServiceDouble,
     *,
-    environment: Environment | None = None,
+    environment: Environment | Sequence[Reward] | None = None,
     reward_timeout_s: float = TIMEOUT_S,
     engine_timeout_s: float = TIMEOUT_S,
     patience_s: float = TIMEOUT_S,
@@ -727,14 +727,16 @@ def test_a_coroutine_that_lets_out_what_ends_tasks_and_loops_holds_no_slot(
         def check(self, prompt: Prompt) -> None:
             """Take any prompt."""
 
-        async def score(self, prompt: Prompt, text: str) -> Score:
+        async def score(self, prompt: Prompt, completion_text: str) -> Score:
             if prompt.text == "abc":
                 raise error
             return Score(1.0)
 
     async def main() -> None:
         service = ServiceDouble(prompts=8)
-        async with world(tmp_path, EngineDouble(), service, environment=Raising(), max_inflight_groups=1) as w:
+        async with world(
+            tmp_path, EngineDouble(), service, environment=[Reward("raising", Raising())], max_inflight_groups=1
+        ) as w:
             await w.run()
             reasons = {ticket: said.partition(":")[0] for ticket, said in service.returned}
             assert reasons == {"t0": "reward_raised", "t4": "reward_raised"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import RewardFault
-from replaybuf.generator.environments import Score, load_rewards
+from replaybuf.generator.environments import Reward, Score, load_rewards
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import MAX_STUCK, Scorer, Scores
 from tests.generator.doubles import TIMEOUT_S, Broken, Spelling, make_prompt
@@ -73,11 +73,11 @@ def test_a_coroutine_that_raises_costs_its_own_group_alone(error: BaseException)
         def check(self, prompt: Prompt) -> None:
             """Take any prompt."""
 
-        async def score(self, prompt: Prompt, text: str) -> Score:
-            await begun.wait() if text == "other" else begun.set()
-            if text == "task":
+        async def score(self, prompt: Prompt, completion_text: str) -> Score:
+            await begun.wait() if completion_text == "other" else begun.set()
+            if completion_text == "task":
                 await asyncio.create_task(self.score(prompt, "raise"))
-            if text in ("raise", "task"):
+            if completion_text in ("raise", "task"):
                 raise error
             return Score(1.0)
 
@@ -85,7 +85,7 @@ def test_a_coroutine_that_raises_costs_its_own_group_alone(error: BaseException)
 
     async def main() -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            scorer = Scorer(Raising(), timeout_s=TIMEOUT_S)
+            scorer = Scorer([Reward("raising", Raising())], timeout_s=TIMEOUT_S)
             other = asyncio.create_task(scorer.score(PROMPT, ["other"]))
             await asyncio.sleep(0)
             for text in ("raise", "task", "raise"):
