@@ -357,9 +357,9 @@ def fill(
     """Fill the budget with whole groups in the given order of positions: one array, or pieces that are made as needed.
 
     Full means: `budget.groups` groups, or no room for the next one. Then of the `LOOK_AHEAD` groups that follow those
-    are taken that fit, and where more than `LEFTOVER` of the tokens stays unused, up to three of the last taken are
-    left for others that fill the batch better: what is left comes first in the next batch. Groups of versions below
-    `last_version` are never left: they would be too stale by then.
+    are taken that fit in both bounds, and where more than `LEFTOVER` of the tokens is unused, up to three of the last
+    taken are left for others that fill the batch better: what is left comes first in the next batch. Groups of versions
+    below `last_version` are never left: they would be too stale by then.
     Raises nothing; returns `Waiting` where the groups do not fill the budget.
     """
     limit = _UNBOUNDED if budget.groups is None else budget.groups
@@ -391,8 +391,8 @@ def _look_ahead(
     groups: Groups, chosen: list[int], following: list[int], budget: Budget, last_version: int | None
 ) -> list[int]:
     """Complete a batch from the groups that follow; the fewer of those chosen are left, the better."""
-    there = groups.take(np.array(chosen + following, np.int64))
-    tokens, versions = there.tokens.tolist(), there.policy_version
+    window = groups.take(np.array(chosen + following, np.int64))
+    tokens, versions = window.tokens.tolist(), window.policy_version
     room = (budget.tokens or 0) - sum(tokens[: len(chosen)])
     unused = int((budget.tokens or 0) * LEFTOVER)
     best, best_left = chosen, room + 1
@@ -403,23 +403,27 @@ def _look_ahead(
             if last_version is not None and int(versions[at]) < last_version:
                 break
             room += tokens[at]
-        for taken in (_that_fit(tokens[at:], room) if not left_out else [], closest(tokens[at:], room, room - unused)):
-            left = room - sum(tokens[at + n] for n in taken)
-            if left < best_left and (budget.groups is None or at + len(taken) <= budget.groups):
+        there, most = tokens[at:], (len(tokens) if budget.groups is None else budget.groups) - at
+        fitting = closest(there, room, room - unused, most)
+        for begun in (fitting,) if left_out else ([], fitting):
+            taken = _that_fit(there, room, most, begun)
+            left = room - sum(there[n] for n in taken)
+            if left < best_left:
                 best, best_left = chosen[:at] + [(chosen + following)[at + n] for n in taken], left
             if best_left <= unused:
                 return best
     return best
 
 
-def _that_fit(sizes: list[int], room: int) -> list[int]:
-    """Take what fits, in order."""
-    taken = []
+def _that_fit(sizes: list[int], room: int, most: int, begun: list[int]) -> list[int]:
+    """Add to what was begun what fits beside it, in order, `most` in all."""
+    taken = set(begun)
+    room -= sum(sizes[position] for position in begun)
     for position, size in enumerate(sizes):
-        if size <= room:
-            taken.append(position)
+        if size <= room and len(taken) < most and position not in taken:
+            taken.add(position)
             room -= size
-    return taken
+    return sorted(taken)
 
 
 def too_few(budget: Budget) -> str:

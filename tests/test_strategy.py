@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from replaybuf.errors import Invalid
 from replaybuf.strategy import (
+    LOOK_AHEAD,
     REASONS,
     Budget,
     BufferView,
@@ -102,6 +103,46 @@ def test_fill_takes_no_fewer_tokens_than_passing_over_what_does_not_fit(
     assert sum(tokens[row - 1] for row in chosen.rows.tolist()) >= plainly
     if tokens[0] <= budget.tokens:
         assert chosen.rows[0] == 1
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=90), BUDGETS, st.integers(0, 3))
+@steady
+def test_no_group_of_the_window_fits_beside_those_of_a_batch(tokens: list[int], budget: Budget, last: int) -> None:
+    """In both bounds: whoever follows within the look-ahead, or was left for a better fit."""
+    chosen = fill(live_groups(tokens), np.arange(len(tokens)), budget, last_version=last)
+    if isinstance(chosen, Waiting) or len(chosen.rows) == budget.groups:
+        return
+    assert budget.tokens is not None
+    taken = {row - 1 for row in chosen.rows.tolist()}
+    room = budget.tokens - sum(tokens[at] for at in taken)
+    in_order = int(np.searchsorted(np.cumsum(tokens), budget.tokens, side="right"))
+    first = in_order if budget.groups is None else min(in_order, budget.groups)
+    assert not [size for at, size in enumerate(tokens[: first + LOOK_AHEAD]) if at not in taken and size <= room]
+
+
+def test_a_batch_of_both_bounds_takes_as_many_as_fit_in_both() -> None:
+    """One more group fits: not all that have the tokens for it, but the one that fills the batch."""
+    groups = live_groups([300, 300, 300, 200, 40, 60, 99, 500])
+    chosen = fill(groups, np.arange(8), Budget(tokens=1000, groups=4, seq_len=512))
+    assert isinstance(chosen, Selection) and chosen.rows.tolist() == [1, 2, 3, 7]
+
+
+def test_with_both_bounds_a_batch_has_all_its_groups_or_99_percent_of_its_tokens() -> None:
+    """Nine groups of about a ninth of the budget each: now one bound binds, now the other; batch after batch."""
+    by_bound = {"groups": 0, "tokens": 0}
+    for seed in range(6):
+        drawn = np.random.default_rng(seed).lognormal(6.5, 0.9, (300, 8)).sum(axis=1).astype(int)
+        budget = Budget(tokens=65536, groups=9, seq_len=32768)
+        pool = [(number, int(size)) for number, size in enumerate(drawn) if size <= 65536]
+        while sum(size for _, size in pool) >= 3 * 65536:
+            chosen = fill(live_groups([size for _, size in pool], first_row=0), np.arange(len(pool)), budget)
+            assert isinstance(chosen, Selection)
+            taken = set(chosen.rows.tolist())
+            used = sum(pool[at][1] for at in taken)
+            assert used <= 65536 and len(taken) <= 9 and (len(taken) == 9 or used >= 0.99 * 65536)
+            by_bound["groups" if len(taken) == 9 else "tokens"] += 1
+            pool = [entry for at, entry in enumerate(pool) if at not in taken]
+    assert min(by_bound.values()) > 20
 
 
 @pytest.mark.parametrize("mean", [6.5, 7.2])

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replaybuf.strategy import LOOK_AHEAD, Budget, Waiting, fill
 from replaybuf.turns import Portion, Progress, Turns, share
-from tests.builders import steady
+from tests.builders import live_groups, steady
 
 NAMES = "abcd"
 QUEUES = st.dictionaries(st.sampled_from(NAMES), st.lists(st.integers(1, 40), max_size=12), min_size=1)
@@ -105,3 +106,25 @@ def test_an_adapter_that_is_not_ready_holds_nobody_up_and_keeps_no_turn() -> Non
     assert [*portions] == ["b"]
     assert turns == Turns("a", {"b": 2})
     assert batch(Queues({"a": [], "b": [10]}), turns, {"a": 2, "b": 2}, 50) == ({}, turns)
+
+
+@given(QUEUES, SIZES, st.integers(40, 120))
+@steady
+def test_no_group_of_an_adapter_that_gave_some_fits_beside_the_portions_of_a_batch(
+    queues: dict[str, list[int]], sizes: dict[str, int], tokens: int
+) -> None:
+    """Portions have both bounds, always: what is left of the tokens, and what the adapter's own batch lacks."""
+
+    def offer(name: str, room: int | None, lacking: int) -> Portion | None:
+        budget = Budget(room, lacking, seq_len=64)
+        chosen = fill(live_groups(queues[name], first_row=0), np.arange(len(queues[name])), budget)
+        if isinstance(chosen, Waiting):
+            return None
+        return Portion(chosen.rows, None, sum(queues[name][row] for row in chosen.rows.tolist()))
+
+    portions, _ = share(Turns(), {name: sizes[name] for name in queues}, tokens, offer)
+    room = tokens - sum(portion.tokens for portion in portions.values())
+    assert room >= 0
+    for name, portion in portions.items():
+        left = [size for row, size in enumerate(queues[name][:LOOK_AHEAD]) if row not in portion.rows]
+        assert len(portion.rows) == sizes[name] or min(left, default=tokens + 1) > room
