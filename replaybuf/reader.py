@@ -53,8 +53,8 @@ TELL_WAITING_EVERY_S = 5.0
 class ReaderOptions:
     """How to read.
 
-    - `dp_rank`: whose part of each batch; `dp_world_size`: how many ranks read, None = not checked. A batch packed for
-      another number raises `Conflict`: with fewer readers than ranks a part of it would go untrained
+    - `dp_rank`: whose part of each batch, below `dp_world_size`: how many ranks read. A batch packed for another number
+      raises `Conflict`: with fewer readers than ranks a part of it would go untrained
     - `poll_s`: seconds from one question for a batch to the next; `wait_ms`: how long the service may hold each
       (0 = poll, else long-poll); `close` may have to wait for that long
     - `prefetch`: fetch the next batch while this one trains
@@ -67,7 +67,7 @@ class ReaderOptions:
     """
 
     dp_rank: int = 0
-    dp_world_size: int | None = None
+    dp_world_size: int = 1
     poll_s: float = 0.5
     wait_ms: int = 0
     prefetch: bool = True
@@ -77,11 +77,18 @@ class ReaderOptions:
     direct_redis_url: str | None = None
 
     def __post_init__(self) -> None:
-        least = {"dp_rank": 0, "wait_ms": 0, "service_timeout_s": 0, "close_timeout_s": 0}
+        least = {"dp_rank": 0, "dp_world_size": 1, "wait_ms": 0, "service_timeout_s": 0, "close_timeout_s": 0}
         for name, bound in least.items():
             if not getattr(self, name) >= bound:
                 value = getattr(self, name)
                 raise Invalid(f"{name} is {value}; at least {bound} is needed", name=name, value=value, bound=bound)
+        if self.dp_rank >= self.dp_world_size:
+            raise Invalid(
+                f"dp_rank is {self.dp_rank}; it must be below dp_world_size = {self.dp_world_size}",
+                name="dp_rank",
+                value=self.dp_rank,
+                bound=self.dp_world_size,
+            )
         if not self.poll_s > 0:
             raise Invalid(f"poll_s is {self.poll_s}; more than 0 is needed", name="poll_s", value=self.poll_s, bound=0)
 
@@ -227,10 +234,10 @@ class StepReader(Generic[B]):
 
     def _checked(self, batch: B) -> B:
         packed, reading = batch.meta.dp_world_size, self.options.dp_world_size
-        if reading not in (None, packed):
+        if reading != packed:
             raise Conflict(
-                f"batch {batch.meta.step} is packed for {packed} ranks, {reading} read it; attach with dp_world_size "
-                f"{reading}",
+                f"batch {batch.meta.step} is packed for dp_world_size = {packed}, the reader's is {reading}: attach "
+                f"with {reading}, or give ReaderOptions(dp_rank=, dp_world_size={packed}) to a reader for each rank",
                 name="dp_world_size",
                 value=reading,
                 bound=packed,

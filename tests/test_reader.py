@@ -28,7 +28,7 @@ WAIT = Waiting(reason="awaiting_ack", blocked_on="trainer")
 
 def body(step: int) -> bytes:
     """The body of a step without rollouts."""
-    return bytes(encode_batch(batch_meta(step=step), [[]]))
+    return bytes(encode_batch(batch_meta(step=step, dp_rank=3, dp_world_size=4), [[]]))
 
 
 class ScriptedClient:
@@ -83,7 +83,7 @@ def reading(client: ScriptedClient) -> Iterator[Reading]:
     made: list[BatchReader] = []
 
     def make(**fields: object) -> BatchReader:
-        options = {"dp_rank": 3, "poll_s": NEVER_S, "close_timeout_s": TIMEOUT_S} | fields
+        options = {"dp_rank": 3, "dp_world_size": 4, "poll_s": NEVER_S, "close_timeout_s": TIMEOUT_S} | fields
         made.append(BatchReader(cast(Client, client), EPOCH, 0, ReaderOptions(**options)))  # type: ignore[arg-type]
         return made[-1]
 
@@ -259,7 +259,7 @@ def test_a_run_is_read_to_its_end(run: RunClient, service: ServeProcess, strateg
         attached = client.attach(dp_world_size=2)
 
         def options(rank: int) -> ReaderOptions:
-            return ReaderOptions(dp_rank=rank, poll_s=0.05, wait_ms=500 * rank)
+            return ReaderOptions(dp_rank=rank, dp_world_size=2, poll_s=0.05, wait_ms=500 * rank)
 
         with (
             BatchReader(client, attached.epoch, attached.step, options(0)) as first,
@@ -290,14 +290,16 @@ def test_a_reader_whose_run_another_trainer_took_is_fenced(run: RunClient, servi
 
 
 def test_a_batch_packed_for_another_number_of_ranks_is_refused(run: RunClient, service: ServeProcess) -> None:
-    """A trainer that comes back with fewer ranks and does not attach would leave a part of every batch untrained."""
+    """Fewer readers than ranks would leave a part of every batch untrained; told nothing, one is the only one."""
     run.put(batch={"groups_per_batch": 1})
     run.append(group("a"))
     with Client(service.url, run.run) as client:
         attached = client.attach(dp_world_size=2)
-        refused = pytest.raises(Conflict, match="batch 0 is packed for 2 ranks, 1 read it")
-        with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=1)) as one, refused:
-            next(one)
+        for options in (ReaderOptions(), ReaderOptions(dp_world_size=1), ReaderOptions(dp_rank=1, dp_world_size=3)):
+            told = rf"batch 0 is packed for dp_world_size = 2, the reader's is {options.dp_world_size}: attach with"
+            refused = pytest.raises(Conflict, match=told)
+            with BatchReader(client, attached.epoch, 0, options) as one, refused:
+                next(one)
         with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=2)) as two:
             assert next(two).meta.dp_world_size == 2
 
@@ -314,6 +316,9 @@ def test_a_body_may_be_any_bytes_like_object() -> None:
     [
         ({"poll_s": 0.0}, "poll_s is 0.0; more than 0 is needed"),
         ({"wait_ms": -1}, "wait_ms is -1; at least 0 is needed"),
+        ({"dp_rank": 1}, "dp_rank is 1; it must be below dp_world_size = 1"),
+        ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank is 2; it must be below dp_world_size = 2"),
+        ({"dp_world_size": 0}, "dp_world_size is 0; at least 1 is needed"),
         ({"service_timeout_s": float("nan")}, "service_timeout_s is nan; at least 0 is needed"),
     ],
 )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from tests.conftest import RunClient, ServeProcess, group
 PAGE = (Path(__file__).parents[1] / "docs" / "trainers.md").read_text()
 LONGEST_EXAMPLE_LINES = 20
 STEPS = 2
+TIMEOUT_S = 120.0
 
 
 def example(heading: str) -> str:
@@ -57,6 +62,26 @@ def test_an_example_trains_the_run_to_its_end(
     state = main.state()
     assert (state["state"], state["step"], state["published_version"]) == ("finished", STEPS, STEPS)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1"]
+
+
+def test_the_example_of_several_ranks_trains_on_each_of_them(main: RunClient) -> None:
+    """Two processes, as torchrun starts them: both get a part of every step, and both end with the run."""
+    pytest.importorskip("torch")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    torchrun = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", example("Several ranks")]
+    ranks = [
+        subprocess.Popen(command, env=torchrun | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=TIMEOUT_S)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert told == [[f"{step} {rank} 1" for step in range(STEPS)] for rank in range(2)]
+    assert [rank.returncode for rank in ranks] == [0, 0] and main.state()["state"] == "finished"
 
 
 def test_the_example_of_the_way_back_sends_priorities(main: RunClient) -> None:
