@@ -8,6 +8,8 @@
 
       sums = merged(gathered_from_all_ranks)
       reader.ack({"priorities": {group_id: sum.mean for group_id, sum in sums.items()}})
+
+All of it is numpy. `replaybuf_trainer.unpack` has the same two calls for tensors and batches of tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from replaybuf.errors import Invalid
 Tokens: TypeAlias = Literal["all", "completion", "sampled"]
 """Of a rollout: all tokens; those from the first sampled one on (a body does not say where a prompt ends; completions
 begin with a sampled token); or those that the policy sampled (`loss_mask`)."""
+
+_FOR_TENSORS = "replaybuf_trainer.unpack takes tensors"
 
 
 class RolloutKey(NamedTuple):
@@ -55,7 +59,7 @@ def per_rollout(
 ) -> dict[RolloutKey, npt.NDArray[Any]]:
     """Cut the values of a micro-batch into its rollouts: views, but for `sampled`, which copies. Padding is left out.
 
-    Raises `Invalid` where there are not L values.
+    Raises `Invalid` where there are not L values, and for tensors that numpy cannot read.
     """
     values = _values_of(row, row_values)
     bounds = row.cu_seqlens.tolist()
@@ -75,8 +79,9 @@ def per_rollout(
 def per_group(batch: Batch, row_values: Sequence[npt.ArrayLike]) -> dict[str, GroupSum]:
     """Sum values [L] of every micro-batch over the sampled tokens of each group of this rank.
 
-    Raises `Invalid` where there is not one array of L values per micro-batch.
+    Raises `Invalid` where there is not one array of L values per micro-batch, and for tensors that numpy cannot read.
     """
+    _check_kind(batch, Batch)
     rows = batch.micro_batches
     if len(row_values) != len(rows):
         raise Invalid(
@@ -111,7 +116,12 @@ def merged(parts: Iterable[Mapping[str, GroupSum]]) -> dict[str, GroupSum]:
 
 
 def _values_of(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]:
-    values = np.asarray(row_values)
+    _check_kind(row, MicroBatch)
+    try:
+        values = np.asarray(row_values)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's, for a gradient, bfloat16, another device
+        told = f"numpy cannot read the values ({error}); {_FOR_TENSORS}"
+        raise Invalid(told, name="row_values", value=type(row_values).__name__) from error
     length = len(row.input_ids)
     if values.ndim == 0 or len(values) != length:
         raise Invalid(
@@ -121,3 +131,9 @@ def _values_of(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]:
             bound=length,
         )
     return values
+
+
+def _check_kind(given: object, kind: type) -> None:
+    if not isinstance(given, kind):
+        found = type(given).__name__
+        raise Invalid(f"{found} is no {kind.__name__}; {_FOR_TENSORS}", name=kind.__name__, value=found)

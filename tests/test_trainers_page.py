@@ -27,7 +27,7 @@ TIMEOUT_S = 120.0
 
 def example(heading: str) -> str:
     """Cut the one Python block out of a section."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = re.split(r"\n##+ ", PAGE.partition(f"# {heading}\n")[2])[0]
     (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert len(block.splitlines()) <= LONGEST_EXAMPLE_LINES
     return str(block)
@@ -91,6 +91,19 @@ def test_the_example_of_the_way_back_sends_priorities(main: RunClient) -> None:
         with BatchReader(client, attached.epoch, attached.step) as reader:
             names = run_example("From packed rows back to rollouts", reader=reader, batch=next(reader))
     assert names["feedback"] == {"priorities": {"g0": pytest.approx(1.0, abs=0.01)}}
+
+
+def test_the_example_of_the_way_back_from_torch_sends_priorities(main: RunClient) -> None:
+    """As numpy's does."""
+    pytest.importorskip("torch")
+    from replaybuf_trainer.reading import TensorReader
+
+    with Client(str(main.http.base_url), "main") as client:
+        attached = client.attach()
+        with TensorReader(client, attached.epoch, attached.step) as reader:
+            names = run_example("Results of torch", reader=reader, batch=next(reader))
+    assert names["feedback"] == {"priorities": {"g0": pytest.approx(1.0, abs=0.01)}}
+    assert len(names["first"]) == len(names["batch"].host.micro_batches[0].rewards)
 
 
 def test_every_option_of_the_reader_is_documented_with_its_default() -> None:
