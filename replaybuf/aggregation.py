@@ -10,8 +10,10 @@ A stage that takes every sample several times (several completions of a prompt, 
 s repeats each sample in its place, `batch_repeat` r repeats the batch behind itself, so that of a, b with s = r = 2 the
 stages see a a b b a a b b. A window is then the least number W of samples for which W·s·r is a multiple of every size.
 
-A batch that was added is never cut: it leaves whole, in the order in which it came. Only the tail, what leaves at the
-end of input (`flush`) or at a step limit, and windows whose batches do not add up to W have a shorter last micro-batch.
+A batch that was added is never cut (its results are of one version of the weights): it leaves whole, in the order in
+which it came. Where batches do not add up to W they are collected until they add up to a multiple of it: of k samples
+each to lcm(k, W), at most `MOST_WINDOWS` times W. Only what leaves at that bound, at the end of input (`flush`) or at a
+step limit has a shorter last micro-batch.
 
 Time model, with an example: docs/packing.md#micro-batches-of-several-stages.
 """
@@ -27,6 +29,9 @@ from replaybuf.errors import Invalid
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+MOST_WINDOWS = 8
+"""So many times W are held for batches that do not add up to a multiple of it; then they leave as they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +60,10 @@ class Window(Generic[T]):
 
 
 class Aggregator(Generic[T]):
-    """Collects batches until a whole window of samples is there.
+    """Collects batches until a whole window of samples is there, or several whole ones.
 
-    `held` samples wait here, 0 <= held < window: a caller that has nothing more to add must `flush`, or they stay.
+    `held` samples wait here: 0 <= held < window where batches of one size divide it, else < MOST_WINDOWS * window. A
+    caller that has nothing more to add must `flush`, or they stay.
     With a `step_limit` the batch of that number, the last one, takes everything along.
     """
 
@@ -81,7 +87,7 @@ class Aggregator(Generic[T]):
         self._batches: list[tuple[T, ...]] = []
 
     def add(self, batch: Sequence[T]) -> Window[T] | None:
-        """Add one batch; return everything held as a window when it has reached the window's size or the last step.
+        """Add one batch; return everything held when that is whole windows, or at the bound, or with the last step.
 
         Raises `Invalid` behind the step limit.
         """
@@ -95,7 +101,9 @@ class Aggregator(Generic[T]):
         self.steps += 1
         self._batches.append(repeated(batch, *self._repeats))
         self.held += len(batch)
-        return self.flush() if self.held >= self.window or self.steps == self.step_limit else None
+        whole = self.held > 0 and self.held % self.window == 0
+        leaves = whole or self.held >= MOST_WINDOWS * self.window or self.steps == self.step_limit
+        return self.flush() if leaves else None
 
     def flush(self) -> Window[T] | None:
         """Return what is held, however little; None where there is nothing."""
@@ -128,7 +136,9 @@ def repeated(batch: Sequence[T], sample_repeat: int = 1, batch_repeat: int = 1) 
 
 
 def chunks(samples: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Cut samples into micro-batches of `size`, the last one shorter where it must be."""
+    """Cut samples into micro-batches of `size`, the last one shorter where it must be. Raises `Invalid` below 1."""
+    if size < 1:
+        raise Invalid(f"micro_batch is {size}; it must be at least 1", name="micro_batch", value=size, bound=1)
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 
@@ -136,7 +146,8 @@ def chunks(samples: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 def compute(window: Window[T], micro_batch: int, stage: Callable[[Sequence[T]], Sequence[R]]) -> list[list[R]]:
     """Run one stage over a window in micro-batches; return its results by batch.
 
-    `stage` returns one result per sample, in order. Raises `Invalid` where it returns another number.
+    `stage` returns one result per sample, in order. Raises `Invalid` where it returns another number, and for a
+    `micro_batch` below 1.
     """
     results = [result for chunk in chunks(window.samples, micro_batch) for result in stage(chunk)]
     return window.split(results)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.aggregation import Aggregator, Window, chunks, compute, repeated, window_samples
+from replaybuf.aggregation import MOST_WINDOWS, Aggregator, Window, chunks, compute, repeated, window_samples
 from replaybuf.errors import Invalid
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
@@ -94,11 +94,54 @@ def test_stages_have_no_partial_micro_batch_where_batch_sizes_divide_the_window(
 
 
 @given(SIZES, BATCHES)
-def test_fewer_samples_than_a_window_are_held(sizes: list[int], batches: list[list[int]]) -> None:
+def test_no_more_is_held_than_the_bound_and_less_than_a_window_where_batches_divide_it(
+    sizes: list[int], batches: list[list[int]]
+) -> None:
     aggregator: Aggregator[int] = Aggregator(sizes)
     for batch in batches:
         aggregator.add(batch)
-        assert 0 <= aggregator.held < aggregator.window == math.lcm(*sizes)
+        divide = all(math.lcm(*sizes) % max(1, len(one)) == 0 for one in batches)
+        assert aggregator.window == math.lcm(*sizes)
+        assert (
+            0
+            <= aggregator.held
+            < (1 if divide and len(set(map(len, batches))) == 1 else MOST_WINDOWS) * aggregator.window
+        )
+
+
+@given(SIZES, st.integers(1, 30), st.integers(1, 60))
+def test_stages_are_called_as_rarely_as_can_be_where_batches_do_not_divide_a_window(
+    sizes: list[int], samples: int, count: int
+) -> None:
+    """Of windows within the bound: only what is left at the end has a shorter last micro-batch."""
+    windows = windows_of(sizes, [[0] * samples] * count)
+    whole = math.lcm(samples, *sizes)
+    if whole > MOST_WINDOWS * math.lcm(*sizes):
+        return
+    assert all(len(window.samples) == whole for window in windows[: samples * count // whole])
+    for size in sizes:
+        calls = sum(len(list(chunks(window.samples, size))) for window in windows)
+        assert calls == math.ceil(samples * count / size)
+
+
+def test_batches_of_seven_are_computed_by_six_and_four_in_whole_micro_batches() -> None:
+    """Twelve of them are 84 samples: 14 calls by 6 and 21 by 4."""
+    (window,) = windows_of([6, 4], [list(range(7))] * 12)
+    for size in (6, 4):
+        assert {len(chunk) for chunk in chunks(window.samples, size)} == {size}
+
+
+def test_batches_that_never_add_up_leave_at_the_bound() -> None:
+    """One above a multiple of 6, however many come."""
+    aggregator: Aggregator[int] = Aggregator([6])
+    made = [aggregator.add([0] * size) for size in (1, *[6] * MOST_WINDOWS)]
+    assert made[-1] is not None and not any(made[:-1]) and len(made[-1].samples) == 6 * MOST_WINDOWS + 1
+
+
+@pytest.mark.parametrize("micro_batch", [0, -1])
+def test_a_micro_batch_below_one_is_refused(micro_batch: int) -> None:
+    with pytest.raises(Invalid, match=f"micro_batch is {micro_batch}; it must be at least 1"):
+        compute(Window(((1, 2),)), micro_batch, list)
 
 
 def test_samples_are_repeated_in_their_place_and_batches_behind_themselves() -> None:
