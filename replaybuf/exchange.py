@@ -33,9 +33,8 @@ def even_out(grid: list[list[list[int]]], totals: Ints, rollouts: Rollouts, seq_
 
     `totals` [ranks]: cost of each rank.
     """
-    if len(grid) == 1:
-        return
-    goal = EVEN_ENOUGH * int(totals.sum()) / len(grid)
+    # No grid has its costliest rank below the dearest rollout: where one has it alone nothing helps.
+    goal = max(EVEN_ENOUGH * int(totals.sum()) / len(grid), int(rollouts.costs.max()))
     sides: dict[int, _Side] = {}
 
     def side(rank: int) -> _Side:

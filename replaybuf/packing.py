@@ -63,6 +63,8 @@ def pack(
     sizes = lengths.astype(np.int64)
     order = _order(seq_len - sizes, seq_len)
     parts = [order] if adapters is None else [order[adapters[order] == code] for code in np.unique(adapters).tolist()]
+    if ranks == 1:
+        return _of_one_rank(parts, sizes, costs, seq_len)
     grid, totals = _grid(parts, sizes, costs, seq_len, ranks)
     even_out(grid, totals, Rollouts(sizes, costs, adapters), seq_len)
     return grid
@@ -71,7 +73,7 @@ def pack(
 def best_fit_decreasing(lengths: npt.NDArray[np.int32], seq_len: int) -> list[Row]:
     """Put each rollout, longest first, into the row with the least room that takes it."""
     sizes = lengths.astype(np.int64)
-    return _best_fit_decreasing(_order(seq_len - sizes, seq_len), sizes, seq_len)
+    return _best_fit_decreasing(_order(seq_len - sizes, seq_len), sizes, sizes, seq_len)[0]
 
 
 def padding_fraction(lengths: npt.NDArray[np.int32], grid: Sequence[Sequence[Row]], seq_len: int) -> float:
@@ -109,6 +111,7 @@ def _grid(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int, ranks: int)
     `parts`: positions that may share rows, longest first.
     """
     fewest = [_fewest(sizes[part], seq_len) for part in parts]
+    best_fit: dict[int, tuple[list[Row], Ints]] = {}
     while True:
         total = max(1, -(-sum(fewest) // ranks)) * ranks
         counts = _share_out(parts, fewest, costs, total)
@@ -117,14 +120,15 @@ def _grid(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int, ranks: int)
         loads: list[Ints] = []
         in_place = True
         for number, (part, level) in enumerate(zip(parts, levels, strict=True)):
-            # One rank waits for no other: its rows need not be level.
-            made = _spread(part, sizes, costs, seq_len, level, ranks) if ranks > 1 else None
+            made = _spread(part, sizes, costs, seq_len, level, ranks)
             if made is None:
-                best_fit = _best_fit_decreasing(part, sizes, seq_len)
-                if len(best_fit) > counts[number]:
-                    fewest[number] = len(best_fit)
+                if number not in best_fit:
+                    best_fit[number] = _best_fit_decreasing(part, sizes, costs, seq_len)
+                fitted, load = best_fit[number]
+                if len(fitted) > counts[number]:
+                    fewest[number] = len(fitted)
                     break
-                made = _split(best_fit, costs, counts[number])
+                made = _split(fitted, load, costs, counts[number])
                 in_place = False
             rows += made[0]
             loads.append(made[1])
@@ -133,6 +137,14 @@ def _grid(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int, ranks: int)
             load = np.concatenate([*loads, np.zeros(empty, np.int64)])
             rows += [[] for _ in range(empty)]
             return _by_number(rows, load, ranks) if in_place else _deal(rows, load, ranks)
+
+
+def _of_one_rank(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int) -> list[list[Row]]:
+    """Fill rows by best fit: a rank that waits for no other needs no level ones, and no more than these."""
+    made = [_best_fit_decreasing(part, sizes, costs, seq_len) for part in parts]
+    rows = [row for fitted, _ in made for row in fitted]
+    load = np.concatenate([load for _, load in made])
+    return [[rows[at] for at in np.argsort(-load, kind="stable").tolist()]]
 
 
 def _fewest(sizes: Ints, seq_len: int) -> int:
@@ -275,9 +287,12 @@ def _spread(
     return None if len(rest) else (_collect(part, spread.row_of, count), spread.load)
 
 
-def _best_fit_decreasing(part: Ints, sizes: Ints, seq_len: int) -> list[Row]:
+def _best_fit_decreasing(part: Ints, sizes: Ints, costs: Ints, seq_len: int) -> tuple[list[Row], Ints]:
+    """Open rows as they are needed; the rows and what each costs."""
     row_of = _best_fit(sizes[part], np.empty(0, np.int64), new_room=seq_len)
-    return _collect(part, row_of, int(row_of.max()) + 1 if len(row_of) else 0)
+    load = np.zeros(int(row_of.max(initial=-1)) + 1, np.int64)
+    np.add.at(load, row_of, costs[part])
+    return _collect(part, row_of, len(load)), load
 
 
 def _best_fit(sizes: Ints, rooms: Ints, new_room: int | None = None) -> Ints:
@@ -323,25 +338,29 @@ def _order(values: Ints, bound: int) -> npt.NDArray[np.intp]:
     return np.argsort(values.astype(np.uint16) if bound < 1 << 16 else values, kind="stable")
 
 
-def _split(rows: list[Row], costs: Ints, wanted: int) -> tuple[list[Row], Ints]:
+def _split(fitted: list[Row], load: Ints, costs: Ints, wanted: int) -> tuple[list[Row], Ints]:
     """Split the costliest rows until there are `wanted`, as far as rollouts go; cost of each row."""
-    heap = [(-int(costs[row].sum()), number) for number, row in enumerate(rows) if len(row) > 1]
-    if len(rows) < wanted:
-        heapq.heapify(heap)
+    rows, each = list(fitted), load.tolist()
+    heap = [(-each[number], number) for number, row in enumerate(rows) if len(row) > 1 and len(rows) < wanted]
+    heapq.heapify(heap)
     while len(rows) < wanted and heap:
         _, number = heapq.heappop(heap)
         # Alternating over the row's rollouts, longest first, halves its cost closely enough.
         row = rows[number]
         rows[number], half = row[::2], row[1::2]
         rows.append(half)
+        each.append(0)
         for at in (number, len(rows) - 1):
+            each[at] = int(costs[rows[at]].sum())
             if len(rows[at]) > 1:
-                heapq.heappush(heap, (-int(costs[rows[at]].sum()), at))
-    return rows, np.array([int(costs[row].sum()) for row in rows], np.int64)
+                heapq.heappush(heap, (-each[at], at))
+    return rows, np.array(each, np.int64)
 
 
 def _by_number(rows: list[Row], load: Ints, ranks: int) -> tuple[list[list[Row]], Ints]:
     """Give row r to rank r % ranks."""
+    if len(rows) == ranks:
+        return [[row] for row in rows], load
     of_rank = load.reshape(-1, ranks).T
     order = np.argsort(-of_rank, axis=1, kind="stable")
     grid = [[rows[slot * ranks + rank] for slot in slots] for rank, slots in enumerate(order.tolist())]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaybuf import exchange
 from replaybuf.cost import Cost, rollout_costs
 from replaybuf.errors import Invalid
 from replaybuf.packing import MAX_RANKS, best_fit_decreasing, fillers, pack, padding_fraction
@@ -133,19 +134,40 @@ def test_little_of_the_bins_is_unused(count: int, seeds: int, most: float) -> No
     assert np.mean([padding_fraction(lengths, pack(lengths, SEQ_LEN, 1), SEQ_LEN) for lengths in batches]) <= most
 
 
+def best_s(work: Callable[[], object], repeats: int) -> float:
+    """Time a call, in s of processor time, the best of several."""
+    taken = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        taken.append(time.process_time() - start)
+    return min(taken)
+
+
 def test_packing_4096_rollouts_is_ten_times_faster_than_a_naive_first_fit() -> None:
     """Processor time, the best of several: others may use the machine."""
     lengths = lognormal_lengths(4096, 0)
 
-    def best_s(work: Callable[[], object], repeats: int) -> float:
-        taken = []
-        for _ in range(repeats):
-            start = time.process_time()
-            work()
-            taken.append(time.process_time() - start)
-        return min(taken)
-
     assert best_s(lambda: first_fit_decreasing(lengths, SEQ_LEN), 3) > 10 * best_s(lambda: pack(lengths, SEQ_LEN, 8), 9)
+
+
+def test_one_rank_has_the_rows_of_best_fit_and_packs_in_little_more_time() -> None:
+    """It waits for no other, so its rows are not made level, only put in the order of their cost."""
+    lengths = lognormal_lengths(4096, 0)
+    (rows,) = pack(lengths, SEQ_LEN, 1)
+    assert sorted(rows) == sorted(best_fit_decreasing(lengths, SEQ_LEN))
+    alone = best_s(lambda: best_fit_decreasing(lengths, SEQ_LEN), 9)
+    assert best_s(lambda: pack(lengths, SEQ_LEN, 1), 9) <= 1.6 * alone
+
+
+def test_no_exchange_is_looked_for_where_the_costliest_rank_has_the_dearest_rollout_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No grid is more even then."""
+    monkeypatch.setattr(exchange, "_find", lambda *_: pytest.fail("an exchange was looked for"))
+    for seed in range(3):
+        grid = pack(lognormal_lengths(4096, seed), SEQ_LEN, 512)
+        assert {len(rank) for rank in grid} == {1}
 
 
 def test_costs_of_8_ranks_differ_by_at_most_half_a_percent() -> None:
