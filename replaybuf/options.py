@@ -119,3 +119,9 @@ def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kin
             value=options,
             bound=valid,
         ) from None
+
+
+def repr_without(options: msgspec.Struct, secret: str) -> str:
+    """Show options as `repr` does, but for the field that may hold a password or a token."""
+    shown = ", ".join(f"{name}={getattr(options, name)!r}" for name in options.__struct_fields__ if name != secret)
+    return f"{type(options).__name__}({shown})"

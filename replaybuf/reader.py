@@ -74,7 +74,7 @@ class ReaderOptions:
     service_timeout_s: float = 60.0
     close_timeout_s: float = 10.0
     on_waiting: Callable[[Waiting], None] | None = None
-    direct_redis_url: str | None = None
+    direct_redis_url: str | None = dataclasses.field(default=None, repr=False)  # it may hold a password
 
     def __post_init__(self) -> None:
         least = {"dp_rank": 0, "dp_world_size": 1, "wait_ms": 0, "service_timeout_s": 0, "close_timeout_s": 0}

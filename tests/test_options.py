@@ -9,6 +9,8 @@ import pytest
 from msgspec import Meta
 
 from replaybuf.options import StrategyOptions, option_ranges, told_options
+from replaybuf.reader import ReaderOptions
+from replaybuf.service.service import ServeOptions
 from replaybuf.strategy import Strategy
 
 
@@ -47,3 +49,17 @@ def test_a_range_names_the_default_where_there_is_one(name: str, may_be: str, de
 
 def test_a_strategy_without_options_has_none_to_tell() -> None:
     assert told_options(Strategy.Options) == [] and option_ranges(Strategy.Options) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ReaderOptions(poll_s=7.5, direct_redis_url="redis://ranks:SECRET@redis:6379/0"),
+        ServeOptions(wait_timeout_s=7.5, redis_url="redis://serve:SECRET@redis:6379/0"),
+    ],
+    ids=["ReaderOptions", "ServeOptions"],
+)
+def test_options_show_no_password(options: object) -> None:
+    """Who logs them, or meets them in a traceback, sees the others."""
+    for shown in (repr(options), str(options), f"{options}"):
+        assert "SECRET" not in shown and "=7.5" in shown and shown.startswith(type(options).__name__)

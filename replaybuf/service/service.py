@@ -25,6 +25,7 @@ import msgspec
 from replaybuf.config import RunConfig, check_run_name
 from replaybuf.errors import Conflict, DataLost, Invalid, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
 from replaybuf.history import KEPT_GROUPS
+from replaybuf.options import repr_without
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run import Run
@@ -69,6 +70,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     wait_replicas: int = 0
     wait_timeout_s: float = 2.0
     tokenizer: str | None = None
+
+    def __repr__(self) -> str:
+        return repr_without(self, "redis_url")
 
 
 class Service:

@@ -81,9 +81,21 @@ def test_moving_leaves_the_views_of_the_host_in_place() -> None:
     assert moved.host is batch.host
 
 
-def test_bytes_that_are_no_body_are_malformed() -> None:
+@pytest.mark.parametrize("raw", [b"", b"no", b"no body at all"])
+def test_bytes_that_are_no_body_are_malformed(raw: bytes) -> None:
     with pytest.raises(Malformed):
-        read_tensors(b"no body at all")
+        read_tensors(raw)
+
+
+@pytest.mark.parametrize("off", [1, 2, 3])
+def test_a_tensor_that_torch_cannot_view_is_malformed(off: int) -> None:
+    """A header longer by less than a word moves all tensors; a reader of numpy views takes that."""
+    raw = body()
+    length = int.from_bytes(raw[:8], "little")
+    moved = (length + off).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * off + raw[8 + length :]
+    with pytest.raises(Malformed, match=r"tensor \w+ begins at byte \d+ of the body; torch needs a multiple of 4"):
+        read_tensors(moved)
+    assert len(read_batch(moved).micro_batches) == 3
 
 
 @pytest.fixture

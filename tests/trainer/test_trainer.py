@@ -62,6 +62,11 @@ def options(tmp_path: Path, models: Path, **fields: Any) -> TrainOptions:
     return TrainOptions(**filled | fields)
 
 
+def test_options_show_no_token(tmp_path: Path) -> None:
+    shown = repr(options(tmp_path, tmp_path, token="SECRET", seed=7))
+    assert "SECRET" not in shown and shown.startswith("TrainOptions(url=") and "seed=7" in shown
+
+
 def trainer_of(service: ScriptedService, made: TrainOptions) -> Trainer:
     """A trainer on the scripted service."""
     return Trainer(made, cast(Client, service))

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from replaybuf.batch import Batch, BatchMeta, MicroBatch, read_batch
 from replaybuf.client import Client
 from replaybuf.direct import Body
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, Malformed
 from replaybuf.reader import DEFAULTS, ReaderOptions, StepReader
 
 logger = logging.getLogger(__name__)
@@ -69,15 +69,19 @@ class TensorBatch:
 
 
 def read_tensors(body: Body, *, pin_memory: bool = False) -> TensorBatch:
-    """Read a body into tensors that are views of it, or of a page-locked copy. Raises `Malformed` as `read_batch`."""
-    buffer = torch.frombuffer(body, dtype=torch.uint8)
+    """Read a body into tensors that are views of it, or of a page-locked copy.
+
+    Raises `Malformed` as `read_batch`, and where a tensor does not begin at a multiple of its item's size, which torch
+    cannot view. Those of the service do.
+    """
+    buffer = torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
     if pin_memory:
         buffer = torch.empty(len(body), dtype=torch.uint8, pin_memory=True).copy_(buffer)
         host = read_batch(buffer.numpy().data)
     else:
         host = read_batch(body)
     # Views of the buffer, not of the arrays: so torch keeps page-locked memory until copies out of it are done.
-    rows = [{name: _view(buffer, array) for name, array in _arrays(row)} for row in host.micro_batches]
+    rows = [{name: _view(buffer, name, array) for name, array in _arrays(row)} for row in host.micro_batches]
     return TensorBatch(host, rows)
 
 
@@ -88,11 +92,14 @@ def _arrays(row: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
             yield name, array
 
 
-def _view(buffer: torch.Tensor, array: npt.NDArray[Any]) -> torch.Tensor:
+def _view(buffer: torch.Tensor, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
     dtype = _DTYPES[array.dtype]
     if not array.size:
         return torch.empty(0, dtype=dtype)
     start = array.__array_interface__["data"][0] - buffer.data_ptr()
+    if start % array.itemsize:
+        told = f"tensor {name} begins at byte {start} of the body; torch needs a multiple of {array.itemsize}"
+        raise Malformed(told, name=name, value=start, bound=array.itemsize)
     return buffer[start : start + array.nbytes].view(dtype)
 
 

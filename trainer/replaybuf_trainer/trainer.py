@@ -25,6 +25,7 @@ from replaybuf.client import Client
 from replaybuf.cost import cost_of
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.generator.publication import OnPublish
+from replaybuf.options import repr_without
 from replaybuf.reader import BatchReader, ReaderOptions
 from replaybuf_trainer.checkpoint import (
     TrainerState,
@@ -71,6 +72,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_timeout_s: float = 60.0
     on_publish: OnPublish = "in-flight"
     seed: int = 0
+
+    def __repr__(self) -> str:
+        return repr_without(self, "token")
 
 
 class Stopped(Exception):
