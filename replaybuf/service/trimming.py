@@ -67,34 +67,43 @@ class Trimming:
 
     async def _write(self, snapshot: Snapshot) -> None:
         journal = self._journal
+        # Read once: this server may lose the lead meanwhile and have it again, by a token that would let us delete what
+        # the leader between set aside.
+        token = journal.token or ""
         held = set(memoryview(snapshot.set_aside).cast("q"))
         aside: dict[int, bytes] = {}
         async for chunk in journal.store.read_index(journal.name, 0, snapshot.trimmed):
             entries = chunk.entries()
             freed = [entry for entry in entries if entry.number not in held]
-            await journal.store.mark_done(journal.name, journal.token or "", _ticketed(freed))
+            await journal.store.mark_done(journal.name, token, _ticketed(freed))
             kept = [position for position, entry in enumerate(entries) if entry.number in held]
             aside |= {entries[position].number: to_set_aside(chunk, position) for position in kept}
-        await journal.store.write_snapshot(
+        written = await journal.store.write_snapshot(
             journal.name,
-            journal.token or "",
+            token,
             encode_snapshot(snapshot),
             snapshot.trimmed + 1,
             snapshot.trimmed_entries + 1,
             aside,
         )
+        if not written:
+            return
         before, journal.snapshot = journal.snapshot, snapshot
         if before is None or before.set_aside != snapshot.set_aside:
-            await self._drop_freed(held)
+            await self._drop_freed(held, token)
 
-    async def _drop_freed(self, held: set[int]) -> None:
-        """Delete entries set aside of groups freed since: only now, as the snapshot before this one needs them."""
+    async def _drop_freed(self, held: set[int], token: str) -> None:
+        """Delete entries set aside of groups freed since: only now, as the snapshot before this one needs them.
+
+        All that is read here is looked at, not what the last snapshot held: an older leader may have died before this.
+        Behind the fence, nobody but this leader has set anything aside since `held` was known.
+        """
         journal = self._journal
         async for chunk in journal.store.read_set_aside(journal.name):
             freed = [entry for entry in chunk.entries() if entry.number not in held]
             if freed:
-                await journal.store.mark_done(journal.name, journal.token or "", _ticketed(freed))
-                await journal.store.drop_set_aside(journal.name, [entry.number for entry in freed])
+                await journal.store.mark_done(journal.name, token, _ticketed(freed))
+                await journal.store.drop_set_aside(journal.name, token, [entry.number for entry in freed])
 
 
 def _ticketed(entries: Sequence[IndexEntry]) -> list[tuple[str, int, int]]:

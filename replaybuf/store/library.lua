@@ -169,11 +169,25 @@ local function snapshot(keys, args)
   return {'ok', ''}
 end
 
+-- Delete entries set aside, unless the caller is fenced: a newer leader's may have the same numbers to keep.
+-- keys: entries set aside, fence; args: fencing token, numbers...
+local function drop(keys, args)
+  local fence = newest_fence(keys[2])
+  if fence ~= args[1] then
+    return {'fenced', fence}
+  end
+  for at = 2, #args do
+    redis.call('HDEL', keys[1], args[at])
+  end
+  return {'ok', ''}
+end
+
 -- All may run on a full server: what fills it are payloads, which are refused by themselves.
 redis.register_function{function_name = 'rb_publish', callback = publish, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_count', callback = count, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_done', callback = done, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_snapshot', callback = snapshot, flags = {'allow-oom'}}
+redis.register_function{function_name = 'rb_drop', callback = drop, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_append', callback = append, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_lead', callback = lead, flags = {'allow-oom'}}
 redis.register_function{function_name = 'rb_resign', callback = resign, flags = {'allow-oom'}}

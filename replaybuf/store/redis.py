@@ -3,6 +3,16 @@
 Nothing here decides anything. Calls are safe to repeat: a publish is recognised by group id, a ledger append by its
 number, a payload has a key of its own per attempt. What goes wrong is told as in `connection`; besides, a lost lease
 raises `NotLeader`, a Redis that forgot what it had acknowledged `DataLost`.
+
+What only a leader may do is a function that checks its fencing token first (`library.lua`). These writes have no fence,
+and do no harm from a leader that was held up, and goes on after another one took over:
+
+    SET, PERSIST, UNLINK of a payload   its key is of one attempt at an append; to persist what is gone does nothing
+    UNLINK of payloads that are freed   a fenced record freed them, and no later one brings a freed group back
+    `freed_through` set                 it may go back: who leads next then deletes again what is gone already
+    counters raised (`rb_count`)        they add up what each server did answer
+    names of runs, evaluations          they only grow; the name "" that is taken out to see a write is never there
+    `rb_lead`, `rb_resign`              they are asked by the holder, and compare him
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 import numpy as np
 
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection
+from replaybuf.store.connection import Connection, text
 from replaybuf.store.entries import IndexChunk, read_stored
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
 
@@ -25,16 +25,16 @@ class SnapshotCommands(Connection):
 
     async def write_snapshot(
         self, run: str, token: str, raw: bytes, first_group: int, first_entry: int, set_aside: Mapping[int, bytes]
-    ) -> None:
+    ) -> bool:
         """Replace the snapshot, set entries aside, trim both streams to what is named first: all or nothing.
 
-        A snapshot older than the one that stands there changes nothing. Raises `NotLeader`.
+        A snapshot older than the one that stands there changes nothing: False. Raises `NotLeader`.
         """
         names = [keys.snapshot(run), keys.fence(run), keys.index(run), keys.ledger(run), keys.set_aside(run)]
         aside = [part for pair in set_aside.items() for part in pair]
-        self._check_fence(
-            run, token, await self._call("rb_snapshot", names, [token, raw, first_group, first_entry, *aside])
-        )
+        reply = await self._call("rb_snapshot", names, [token, raw, first_group, first_entry, *aside])
+        self._check_fence(run, token, reply)
+        return text(reply[0]) == "ok"
 
     async def read_set_aside(self, run: str) -> AsyncIterator[IndexChunk]:
         """Read the entries that trimming set aside, in the order of their numbers, in chunks."""
@@ -44,9 +44,10 @@ class SnapshotCommands(Connection):
             raw = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in chunk.tolist()]))
             yield read_stored(chunk, raw)
 
-    async def drop_set_aside(self, run: str, numbers: Sequence[int]) -> None:
-        """Delete entries that trimming set aside."""
-        await self._guard(self._redis.hdel(keys.set_aside(run), *[str(number) for number in numbers]))
+    async def drop_set_aside(self, run: str, token: str, numbers: Sequence[int]) -> None:
+        """Delete entries that trimming set aside. Raises `NotLeader`."""
+        names = [keys.set_aside(run), keys.fence(run)]
+        self._check_fence(run, token, await self._call("rb_drop", names, [token, *numbers]))
 
     async def mark_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
         """Remember a bit each of these prompts instead of the default id of their group, which is freed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -234,23 +235,83 @@ def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: Embedd
         await trial.create()
         await trial.steps(0, 3)
         token, raw = trial.run.journal.token or "", encode_snapshot(take(trial.run.state))
-        await trial.store.write_snapshot("fenced", token, raw, 1, 1, {})
+        assert await trial.store.write_snapshot("fenced", token, raw, 1, 1, {})
         later = raw.replace(b"%020d" % trial.run.state.entries, b"%020d" % (trial.run.state.entries + 5))
         await trial.store.write_snapshot("fenced", token, later, 1, 1, {})
-        await trial.store.write_snapshot("fenced", token, raw, 5, 5, {})
+        assert not await trial.store.write_snapshot("fenced", token, raw, 5, 5, {})
         assert await trial.store.read_snapshot("fenced") == later
         await trial.store.lead("fenced", "another", 5000, force=True)
+        with client_of(server) as client:
+            client.hset(keys.set_aside("fenced"), "7", b"entry")
         for call in (
             trial.store.write_snapshot("fenced", token, raw, 3, 3, {}),
             trial.store.mark_done("fenced", token, [("", 0, 1)]),
+            trial.store.drop_set_aside("fenced", token, [7]),
         ):
             with pytest.raises(NotLeader):
                 await call
         with client_of(server) as client:
             assert client.xlen(keys.index("fenced")) == 6
+            assert client.hkeys(keys.set_aside("fenced")) == [b"7"]
+            client.delete(keys.set_aside("fenced"))
             assert client.hexists(keys.group_ids("fenced"), "p0")
 
     attempt(server, "fenced", work)
+
+
+@pytest.mark.parametrize("leads_again", [False, True])
+def test_a_trimming_that_another_leader_overtook_deletes_nothing_that_was_set_aside_since(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, leads_again: bool
+) -> None:
+    """It was held up behind its snapshot; also where its server leads again by now, and has not its old token."""
+    name = f"overtaken-{leads_again:d}"
+
+    async def append_broken(trial: Trial, group_id: str) -> None:
+        """Store a group that is found out when it is selected: a dead letter stays in the index."""
+        await trial.post("groups", groups=[group(group_id, trial.run.state.published[""])])
+        with client_of(server) as client:
+            client.unlink(*client.keys(f"rb:p:{{{name}:{group_id}}}:*"))
+
+    async def overtake(old: Trial) -> None:
+        new = Trial(await Store.open(server.url), name)
+        try:
+            await new.service.start()
+            new.run.trimming.kept_groups, new.epoch = KEPT_GROUPS, old.epoch
+            await append_broken(new, "second")
+            if leads_again:
+                old.run.journal.follow(None)
+            for _ in range(40):
+                await new.steps(new.run.state.step, 1, named=True)
+                if leads_again:
+                    await old.run.take_in()
+        finally:
+            await new.http.aclose()
+            await new.store.close()
+        if leads_again:
+            await old.service._leadership.seek(old.run, force=True)
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        await append_broken(trial, "first")
+        write, overtaken = trial.store.write_snapshot, asyncio.Event()
+
+        async def held_up(*arguments: Any) -> bool:
+            written = await write(*arguments)
+            if arguments[-1]:
+                overtaken.set()
+                await overtake(trial)
+            return written
+
+        monkeypatch.setattr(trial.store, "write_snapshot", held_up)
+        with contextlib.suppress(NotLeader):
+            while not overtaken.is_set():
+                await trial.steps(trial.run.state.step, 1, named=True)
+        again = await trial.restarted()
+        assert [(await again.http.get(f"groups/{one}")).json()["state"] for one in ("first", "second")] == [
+            "dead_lettered"
+        ] * 2
+
+    attempt(server, name, work)
 
 
 def test_only_prompts_that_were_issued_get_a_bit(server: EmbeddedServer) -> None:
