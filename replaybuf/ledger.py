@@ -183,5 +183,22 @@ AnyRecord = (
     | TrimRecord
 )
 
+
+def newest_named(record: AnyRecord) -> int:
+    """Return the highest group number that a record goes by; 0 where it goes by none. All were stored before it."""
+    match record:
+        case BatchRecord():
+            return max((group.number for group in record.groups), default=0)
+        case EvictRecord() | DeadLetterRecord():
+            return max((number for numbers in record.numbers.values() for number in numbers), default=0)
+        case PurgeRecord():
+            return max(record.numbers, default=0)
+        case RewindRecord():
+            return record.until
+        case TrimRecord():
+            return record.groups
+    return 0
+
+
 encode_record = msgspec.msgpack.Encoder().encode
 decode_record = msgspec.msgpack.Decoder(AnyRecord).decode

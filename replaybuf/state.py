@@ -31,6 +31,7 @@ from replaybuf.ledger import (
     RewindRecord,
     TicketRecord,
     TrimRecord,
+    newest_named,
 )
 from replaybuf.tallies import Tallies, ages_ms
 
@@ -116,10 +117,21 @@ class RunState(Known):
                 self.failed_prompts.discard(names.get(code, ""), index)
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
-        """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed."""
+        """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed.
+
+        Raises `LedgerGap` where records before it are missing, or groups that it names.
+        """
         if entry != self.entries + 1:
             raise LedgerGap(
                 f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
+            )
+        if (newest := newest_named(record)) > self.stored:
+            raise LedgerGap(
+                f"ledger entry {entry} names group {newest}; the index stream was read up to {self.stored} and has no "
+                "more: it was trimmed",
+                name="number",
+                value=newest,
+                bound=self.stored,
             )
         self.entries = entry
         if not isinstance(record, _MOVES_NOTHING):

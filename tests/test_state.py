@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import LedgerGap, ReplaybufError
 from replaybuf.ledger import (
     AckRecord,
     AnyRecord,
@@ -22,7 +22,9 @@ from replaybuf.ledger import (
     PurgeRecord,
     RewindRecord,
     TicketRecord,
+    TrimRecord,
 )
+from replaybuf.snapshot import take
 from replaybuf.state import LOST_LINEAGE, RunState, remembered_rewinds
 from tests.builders import batch_entry, batch_record, config_record, entries
 
@@ -258,6 +260,29 @@ def test_a_gap_in_the_ledger_is_an_error() -> None:
     run = Run()
     with pytest.raises(ReplaybufError, match="ledger entry 3 follows 1"):
         run.state.apply(3, AckRecord(step=0, epoch=1))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        batch_record(1, [batch_entry(2), batch_entry(3)]),
+        EvictRecord(step=1, numbers={"too_stale": [2], "overlong": [3, 1]}),
+        DeadLetterRecord(numbers={"broken_frame": [3]}),
+        PurgeRecord(numbers=[3]),
+        RewindRecord(step=0, generation=1, on_resume="redeliver", version=0, until=3),
+        TrimRecord(groups=3, entries=1),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_record_of_groups_that_are_not_there_is_a_gap_and_changes_nothing(record: AnyRecord) -> None:
+    """Their index entries were trimmed before this reader saw them: what it knows is too old to go on from."""
+    run = Run()
+    run.store(0, 0)
+    run.train(1)
+    before = take(run.state)
+    with pytest.raises(LedgerGap, match=f"entry {run.state.entries + 1} names group 3; .* read up to 2 and"):
+        run.apply(record)
+    assert take(run.state) == before
 
 
 def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:

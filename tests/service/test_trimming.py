@@ -259,6 +259,29 @@ def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: Embedd
     attempt(server, "fenced", work)
 
 
+def test_a_follower_that_lags_behind_an_emptied_index_stream_reads_the_run_anew(server: EmbeddedServer) -> None:
+    """No history is kept at all: what it missed is not in the stream, and no gap in it tells that."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        trial.run.trimming.kept_groups = 0
+        await trial.steps(0, 2, named=True)
+        follower = Trial(trial.store, trial.name)
+        follower.service = Service(trial.store, url="http://f", embedded=False, history_groups=0)
+        await follower.service.start()
+        read_first = follower.run
+        assert not read_first.journal.leading and read_first.state.stored == 4
+        with client_of(server) as client:
+            while trial.run.state.stored == 4 or client.xlen(keys.index(trial.name)):
+                await trial.steps(trial.run.state.step, 1, named=True)
+        await follower.service._work(read_first, read_first.take_in)
+        await follower.service._discover()
+        assert follower.run is not read_first
+        assert take(follower.run.state) == take(trial.run.state)
+
+    attempt(server, "lagging", work)
+
+
 @pytest.mark.parametrize("leads_again", [False, True])
 def test_a_trimming_that_another_leader_overtook_deletes_nothing_that_was_set_aside_since(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, leads_again: bool
