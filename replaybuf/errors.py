@@ -26,6 +26,7 @@
     │   ├── LedgerGap       503  a stream that does not go on where it was folded to; its run is read anew
     │   └── UnsupportedServer    a Redis that is too old or lacks what we need
     ├── DataLost            500  Redis does not hold what it acknowledged; the service refuses to go on
+    │   └── Unreadable      500  what Redis holds of a run cannot be read; the other runs are served
     ├── StrategyFault       500  a strategy broke its contract
     ├── EngineFault              an inference engine gave no usable answer to one request
     │   ├── EngineAway           an engine that is not reachable, too late or broken; another try may help
@@ -228,6 +229,12 @@ class DataLost(ReplaybufError):
     """Redis does not hold what it acknowledged: it was emptied or replaced under a running service."""
 
     slug, title = "data-lost", "Redis lost data"
+
+
+class Unreadable(DataLost):
+    """What Redis holds of a run that cannot be read: it was spoiled, or another release wrote it."""
+
+    slug, title = "unreadable", "Run cannot be read"
 
 
 class StrategyFault(ReplaybufError):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import DataLost, Unreadable
 from replaybuf.index import DEAD, FREED, STATE_ROW
 from replaybuf.known import Attached, BatchState, Standing, VoidedBatch
 from replaybuf.prompt_set import PromptSet
@@ -150,10 +150,10 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     """Bring a state to the ledger entry of a snapshot.
 
     `state` has begun behind `snapshot.trimmed` and taken in the groups set aside, then the whole index stream, and no
-    ledger record. Raises `ReplaybufError` where groups are missing that the snapshot knows.
+    ledger record. Raises `DataLost` where groups are missing that the snapshot knows.
     """
     if state.trimmed != snapshot.trimmed or state.stored < snapshot.stored:
-        raise ReplaybufError(
+        raise DataLost(
             f"the index stream ends at group {state.stored}; the snapshot at ledger entry {snapshot.entries} knows "
             f"{snapshot.stored}: Redis lost data",
             name="stored",
@@ -193,7 +193,7 @@ def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
     held = _numbers(snapshot.set_aside)
     missing = np.setdiff1d(held, aside)
     if len(missing):
-        raise ReplaybufError(
+        raise DataLost(
             f"group {missing[0]} was set aside by a trimming and is not there: Redis lost data",
             name="number",
             value=int(missing[0]),
@@ -209,9 +209,9 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def decode_snapshot(raw: bytes) -> Snapshot:
-    """Read a snapshot. Raises `ReplaybufError` for another version or for bytes that are none."""
+    """Read a snapshot. Raises `Unreadable` for another version or for bytes that are none."""
     if raw[: len(MAGIC)] != MAGIC:
-        raise ReplaybufError(
+        raise Unreadable(
             f"the snapshot has format {raw[: len(MAGIC)]!r}; this release reads {MAGIC!r}",
             name="snapshot",
             value=repr(raw[: len(MAGIC)]),
@@ -220,7 +220,7 @@ def decode_snapshot(raw: bytes) -> Snapshot:
     try:
         return _decode(zlib.decompress(raw[_HEADER_BYTES:]))
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplaybufError(f"the snapshot does not decode: {error}", name="snapshot", value=len(raw)) from error
+        raise Unreadable(f"the snapshot does not decode: {error}", name="snapshot", value=len(raw)) from error
 
 
 def _copied(source: RunState | Snapshot) -> dict[str, Any]:

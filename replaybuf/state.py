@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.config import RunConfig
-from replaybuf.errors import LedgerGap
+from replaybuf.errors import LedgerGap, Unreadable
 from replaybuf.group import name_code
 from replaybuf.index import DEAD, EVICTED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Numbers
 from replaybuf.known import PURGED, RETIRED, Attached, BatchState, Known, LiveTotals, Standing, VoidedBatch
@@ -119,7 +119,8 @@ class RunState(Known):
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed.
 
-        Raises `LedgerGap` where records before it are missing, or groups that it names.
+        Raises `LedgerGap` where records before it, or groups that it names, are missing, and `Unreadable` for a
+        configuration that this release does not know.
         """
         if entry != self.entries + 1:
             raise LedgerGap(
@@ -182,7 +183,10 @@ class RunState(Known):
         return bool((its & (self.index["prompt_index"] == prompt_index)).any())
 
     def _configure(self, record: ConfigRecord) -> None:
-        self.config = msgspec.convert(record.config, RunConfig)
+        try:
+            self.config = msgspec.convert(record.config, RunConfig)
+        except msgspec.ValidationError as error:
+            raise Unreadable(f"the configuration in ledger entry {self.entries} does not decode: {error}") from error
         self.published |= {name: self.published.get(name, 0) for name in self.config.adapters}
         self.weights_uri |= {name: self.weights_uri.get(name) for name in self.config.adapters}
         self.config_state, self.config_reason = record.state, record.reason

@@ -27,7 +27,7 @@ def show(url: str, run: str | None, token: str | None, console: Console) -> None
     ready = _ask(address, READINESS, None)
     for line in _server(ready):
         console.print(line, markup=False)
-    if not runs:
+    if not runs and not ready["unreadable"]:
         console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
     for state in runs:
         kept = _ask(address, f"/v1/runs/{state['run']}/evaluations", token)["evaluations"]
@@ -35,7 +35,7 @@ def show(url: str, run: str | None, token: str | None, console: Console) -> None
 
 
 def _server(ready: dict[str, Any]) -> list[str]:
-    """Describe the server from its `/readyz`: durability, what is weaker than wanted, what it waits for."""
+    """Describe the server from its `/readyz`: durability, what is weaker than wanted, waited for, or unreadable."""
     lines = [
         f"durability {ready['durability']} ({ready['durability_met_by']}), wanted {ready['durability_wanted']}, "
         f"{ready['replicas']} replicas connected, {ready['wait_replicas']} waited for, redis {ready['redis_version']}"
@@ -43,7 +43,7 @@ def _server(ready: dict[str, Any]) -> list[str]:
     lines += [f"  {reason}" for reason in ready["durability_reasons"]]
     if ready["waiting_for"]:
         lines.append(f"waiting for redis: {ready['waiting_for']}")
-    return lines
+    return lines + list(ready["unreadable"].values())
 
 
 def _first_answer(addresses: Sequence[str], path: str, token: str | None) -> tuple[str, dict[str, Any]]:

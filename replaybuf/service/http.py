@@ -109,7 +109,9 @@ async def put_run(request: Request) -> Response:
 
 
 async def get_runs(request: Request) -> Response:
-    return json_response({"runs": [run.describe() for _, run in sorted(_service(request).runs.items())]})
+    service = _service(request)
+    runs = [run.describe() for _, run in sorted(service.runs.items())]
+    return json_response({"runs": runs, "unreadable": service.unread.reasons})
 
 
 async def get_run(request: Request) -> Response:
@@ -283,6 +285,7 @@ async def get_readyz(request: Request) -> Response:
         "redis_version": report.version if report else None,
         "waiting_for": trouble,
         "runs": sorted(service.runs),
+        "unreadable": service.unread.reasons,
         "leaders": {name: run.journal.leader_url for name, run in sorted(service.runs.items())},
     }
     return json_response(answer, 200 if ready else 503)

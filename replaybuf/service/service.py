@@ -23,13 +23,24 @@ from typing import Any
 import msgspec
 
 from replaybuf.config import RunConfig, check_run_name
-from replaybuf.errors import Conflict, DataLost, Invalid, LedgerGap, NoRoom, NotFound, NotLeader, ServiceUnavailable
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    Invalid,
+    LedgerGap,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    ServiceUnavailable,
+    Unreadable,
+)
 from replaybuf.history import KEPT_GROUPS
 from replaybuf.options import repr_without
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run import Run
 from replaybuf.service.traffic import Traffic
+from replaybuf.service.unread import Unread
 from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
 from replaybuf.store.durability import Level
 from replaybuf.tokenizer import Tokenizer
@@ -95,6 +106,7 @@ class Service:
         self.url = url
         self.tokenizer = tokenizer
         self.runs: dict[str, Run] = {}
+        self.unread = Unread()
         self.traffic = Traffic()
         # Random, not the process id: a container that starts again has the same one as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
@@ -110,7 +122,7 @@ class Service:
     # ------------------------------------------------------------------ runs
 
     async def run(self, name: str) -> Run:
-        """Return a run to look at. Raises `NotFound`, and `DataLost` where Redis was emptied under it."""
+        """Return a run to look at. Raises `NotFound`, `DataLost` where Redis was emptied under it, and as `_open`."""
         check_run_name(name)
         run = self.runs.get(name)
         if run is None:
@@ -162,11 +174,19 @@ class Service:
         return existing, False
 
     async def _open(self, name: str) -> Run | None:
-        """Return a run, folded from its streams where it is new to this server; None where there is none."""
+        """Return a run, folded from its streams where it is new to this server; None where there is none.
+
+        Raises `Unreadable`, `DataLost` or `LedgerGap` where it cannot be read, which is no trouble of the other runs.
+        """
         if name in self.runs:
             return self.runs[name]
+        self.unread.check(name)
         started = time.monotonic()
-        run = await Run.load(name, self.store, self._clock)
+        try:
+            run = await Run.load(name, self.store, self._clock)
+        except (DataLost, LedgerGap) as error:
+            raise self.unread.note(name, error) from error
+        self.unread.read(name)
         if run is None:
             return None
         self._add(run)
@@ -240,8 +260,9 @@ class Service:
                 logger.warning("redis has the data of the run again run=%s", run.name)
         except NotLeader as error:
             logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
-        except LedgerGap as error:
+        except (LedgerGap, Unreadable) as error:
             # The leader trimmed what this follower had not read, or a relaxed Redis forgot what it had: start over.
+            # What cannot be read, perhaps written by a leader of a later release, is told where that fails.
             logger.warning("run is read anew run=%s: %s", run.name, error.detail)
             if self.runs.get(run.name) is run:
                 del self.runs[run.name]
@@ -304,8 +325,9 @@ class Service:
     async def _discover(self) -> None:
         for name in await self.store.runs():
             if name not in self.runs:
-                async with self._opening:
-                    await self._open(name)
+                with contextlib.suppress(DataLost, LedgerGap):  # told by `unread`, and tried again
+                    async with self._opening:
+                        await self._open(name)
 
     async def _measure(self) -> None:
         before, self.report = self.report, await self.store.report()

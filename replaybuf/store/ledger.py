@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from replaybuf.errors import Conflict
+import msgspec
+
+from replaybuf.errors import Conflict, Unreadable
 from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
@@ -49,14 +51,14 @@ class LedgerCommands(Connection):
     async def read_ledger(
         self, run: str, after: int, count: int | None = None
     ) -> AsyncIterator[list[tuple[int, AnyRecord]]]:
-        """Read ledger entries behind `after`, in chunks; at most `count` in all."""
+        """Read ledger entries behind `after`, in chunks; at most `count` in all. Raises `Unreadable`."""
         left = count
         while left is None or left > 0:
             chunk = 1000 if left is None else min(left, 1000)
             raw = await self._guard(self._redis.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk))
             if not raw:
                 return
-            records = [(int(e[0].partition(b"-")[0]), decode_record(e[1][b"r"])) for e in raw]
+            records = [_read(*entry) for entry in raw]
             yield records
             after = records[-1][0]
             left = None if left is None else left - len(records)
@@ -110,3 +112,11 @@ class LedgerCommands(Connection):
             raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
         news = set(reply or {})
         return [run for run in known if news & {keys.index(run).encode(), keys.ledger(run).encode()}]
+
+
+def _read(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, AnyRecord]:
+    number = int(entry_id.partition(b"-")[0])
+    try:
+        return number, decode_record(fields[b"r"])
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(f"ledger entry {number} does not decode: {error}", name="entry", value=number) from error
