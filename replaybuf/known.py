@@ -5,7 +5,7 @@ Where a group stands (guarantee 3, conservation)::
     stored ──► live ──select──► in_batches ──checkpoint──► retired
                 │  ◄──resample──┘
                 ├──evict──► evicted          (given back by a resample to an earlier step)
-                └──poison─► dead_lettered
+                └──poison─► dead_lettered   (from in_batches too: its batch cannot be served again)
 
     stored = live + in_batches + retired + sum(evicted) + dead_lettered
 """

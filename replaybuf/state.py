@@ -274,7 +274,9 @@ class RunState(Known):
         self._settle(rows)
 
     def _dead_letter(self, rows: npt.NDArray[np.int64], reason: str, step: int, at_s: float) -> None:
-        rows = rows[self.index["state"][rows] == LIVE]
+        """Take groups out for good, also out of a standing batch, which cannot be served again as it was."""
+        states = self.index["state"][rows]
+        rows = rows[(states == LIVE) | (states == IN_BATCHES)]
         self.recount()
         self.index["state"][rows] = DEAD
         self.index["reason"][rows] = self._code(reason)
@@ -296,6 +298,8 @@ class RunState(Known):
         self.generation = record.generation
         if record.on_resume == "resample":
             self._void(lost, record.generation)
+        for undone in ("evicted_at", "evicted_version", "evicted_age_ms"):  # else a rewind would bring them back
+            self.index[undone][rows] = NEVER
             self._restore(np.flatnonzero(self.index["evicted_at"] > record.step))
         for step in lost:
             if step in self.batches:

@@ -218,6 +218,19 @@ def test_a_dead_letter_in_a_batch_that_may_be_asked_for_again_is_not_purged() ->
     assert run.state.purgeable() == [1, 2]
 
 
+def test_a_group_that_broke_in_its_batch_comes_back_by_no_rewind_though_it_was_evicted_there() -> None:
+    """The eviction would be undone by a resample, and the broken group be live again."""
+    run = Run(max_uses=2)
+    run.store(0, 0)
+    run.train(1, 2)
+    run.evict(1)
+    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1, 2]}))
+    assert run.places() == ["dead_lettered: bad_checksum"] * 2
+    run.rewind(0, "resample")
+    assert run.places() == ["dead_lettered: bad_checksum"] * 2
+    assert run.state.dead_lettered == {"bad_checksum": 2} and not +run.state.evicted
+
+
 def test_a_purged_dead_letter_is_still_told_as_one() -> None:
     run = Run()
     run.store(0, 0)

@@ -463,10 +463,11 @@ class RunStateMachine(RuleBasedStateMachine):
             group.evicted, group.evicted_s = (self.model.next_step, reason), self.model.now_s
         self.write(EvictRecord(step=self.model.next_step, numbers={reason: [g.number for g in chosen]}))
 
-    @precondition(lambda self: self.model.at("live"))
+    @precondition(lambda self: self.model.at("live") or self.model.at("in_batches"))
     @rule(data=st.data())
     def bury(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(self.model.at("live")))
+        """Before it is selected, or when its batch is to be served again."""
+        group = data.draw(st.sampled_from(self.model.at("live") + self.model.at("in_batches")))
         group.poison, group.poisoned = "bad_checksum", (self.model.next_step, self.model.now_s)
         self.write(DeadLetterRecord(numbers={"bad_checksum": [group.number]}))
 

@@ -150,7 +150,8 @@ def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled
         if entry.number not in loaded.groups:
             raise Gone(
                 f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone: "
-                f"{loaded.broken[entry.number]}",
+                f"{loaded.broken[entry.number]}; attach with on_resume = resample at step {record.step}, or an earlier "
+                "one, to have its steps made anew without it",
                 name="group_id",
                 value=entry.group_id,
             )

@@ -11,6 +11,7 @@ import numpy as np
 
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
 from replaybuf.group import Group
+from replaybuf.known import BatchState
 from replaybuf.ledger import AdapterStep, BatchEntry, BatchRecord, DeadLetterRecord
 from replaybuf.service import answers
 from replaybuf.service.ahead import Ahead
@@ -285,7 +286,20 @@ class Batches:
                 return ready
             record = await self._journal.batch_record(standing.entry)
             loaded = await load(self._journal.store, self._journal.name, [entry.number for entry in record.groups])
+            if loaded.broken and self._journal.leading:
+                await self._bury_of(step, standing, loaded.broken)
             return await self._pack(record, loaded)
+
+    async def _bury_of(self, step: int, standing: BatchState, broken: dict[int, str]) -> None:
+        """Record groups of a standing batch that broke since it was made; once, however often it is asked for."""
+        async with self._journal.decision():
+            if self._state.batches.get(step) is not standing:
+                return  # a checkpoint freed it, bytes and all, while it was read
+            found = {n: reason for n, reason in broken.items() if self._state.place_of(n)[0] != "dead_lettered"}
+            if found:
+                logger.error("batch cannot be served run=%s step=%d: a resample does without", self._journal.name, step)
+                await self._bury(found)
+        await self._journal.notify()
 
     async def _pack(self, record: BatchRecord, loaded: Loaded) -> Assembled:
         layout = self._state.attached

@@ -64,23 +64,58 @@ def test_a_flipped_bit_in_redis_is_found_by_its_checksum(
     assert run.get("dead-letters").json()["dead_letters"][0]["reason"] == "bad_checksum"
 
 
-def test_a_frame_that_broke_after_its_batch_was_made_is_named_with_its_reason(
+def batch_with_a_broken_group(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient]
-) -> None:
-    """410: other bytes than those that were trained on are never served; a resample does without the group."""
+) -> tuple[RunClient, int]:
+    """Serve a batch of the groups "bad" and "fine", break the frame of "bad", start the service again."""
     run = connect(own_service.url, "r")
-    run.put(batch={"groups_per_batch": 1})
+    run.put(batch={"groups_per_batch": 2})
     epoch = run.attach()
-    run.append(group("bad"), group("good"))
+    run.append(group("bad"), group("fine"), group("more"))
     assert run.batch(0, epoch).status_code == 200
     with redis.Redis(unix_socket_path=own_service.valkey_socket) as client:
         (key,) = client.keys("rb:p:{*:bad}:*")
         last = 8 * client.strlen(key) - 1
         client.setbit(key, last, 1 - client.getbit(key, last))
     own_service.kill()
-    run = connect(own_service.start().url, "r")
-    response = run.batch(0, epoch)
-    assert (response.status_code, response.json()["value"]) == (410, "bad")
-    assert "bad_checksum" in response.json()["detail"]
+    return connect(own_service.start().url, "r"), epoch
+
+
+def test_a_frame_that_broke_after_its_batch_was_made_is_named_with_its_reason_and_a_dead_letter(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """410 says what to do: other bytes than those that were trained on are never served; a resample does without it."""
+    run, epoch = batch_with_a_broken_group(own_service, connect)
+    for _ in range(2):
+        response = run.batch(0, epoch)
+        assert (response.status_code, response.json()["value"]) == (410, "bad")
+        assert "bad_checksum; attach with on_resume = resample at step 0" in response.json()["detail"]
+    (letter,) = run.get("dead-letters").json()["dead_letters"]
+    told = ("group_id", "state", "reason", "batches")
+    assert [letter[name] for name in told] == ["bad", "dead_lettered", "bad_checksum", [0]]
+    assert [one["type"] for one in run.get("ledger").json()["records"]].count("DEAD_LETTER") == 1
+    assert "batch cannot be served run=r step=0" in own_service.log()
+    assert counts(run) == {"stored": 3, "live": 1, "in_batches": 1, "retired": 0, "dead_lettered": 1}
     epoch = run.attach(resume_step=0, on_resume="resample")
-    assert read_batch(run.batch(0, epoch).content).meta.group_ids == ["good"]
+    assert read_batch(run.batch(0, epoch).content).meta.group_ids == ["fine", "more"]
+    assert run.http.delete(f"{run.path}/dead-letters").json() == {"purged": 1}
+    assert counts(run) == {"stored": 3, "live": 0, "in_batches": 2, "retired": 0, "dead_lettered": 1}
+
+
+def test_a_broken_group_of_a_batch_that_is_acked_all_the_same_stays_a_dead_letter(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """It is not retired with the others, and its bytes are the operator's to let go."""
+    run, epoch = batch_with_a_broken_group(own_service, connect)
+    assert run.batch(0, epoch).status_code == 410
+    assert run.http.delete(f"{run.path}/dead-letters").json() == {"purged": 0}
+    assert run.ack(0, epoch).status_code == 200
+    assert run.post("checkpoints", epoch=epoch, step=1).status_code == 200
+    assert counts(run) == {"stored": 3, "live": 1, "in_batches": 0, "retired": 1, "dead_lettered": 1}
+    assert run.http.delete(f"{run.path}/dead-letters").json() == {"purged": 1}
+
+
+def counts(run: RunClient) -> dict[str, int]:
+    """Where the groups stand, but for evicted ones."""
+    groups = run.state()["groups"]
+    return {name: groups[name] for name in ("stored", "live", "in_batches", "retired", "dead_lettered")}
