@@ -25,6 +25,7 @@ from replaybuf.cost import Cost
 from replaybuf.errors import Gone
 from replaybuf.group import name_code
 from replaybuf.index import DEAD, EVICTED, FREED, LIVE, Index, Numbers
+from replaybuf.ledger import TicketRecord
 from replaybuf.prompt_set import PromptSet
 from replaybuf.tallies import Tallies
 from replaybuf.turns import Progress, Turns
@@ -34,6 +35,9 @@ PLACES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)
 """Names of the states of an index row, in their order there; a freed row was retired, or evicted before."""
 PURGED = 128
 """Bit of a fate: the group was a dead letter."""
+KEPT_FAILURES = 10_000
+LONGEST_REASON = 200
+"""Characters that are kept of why a prompt failed; with `KEPT_FAILURES` that is 4 MB at most."""
 NO_TURNS = Turns()
 
 
@@ -118,7 +122,7 @@ class Known:
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `groups_used` counts all uses, `uses` those of the surviving history
     - `rewinds`: by policy, (generation, version), see `remembered_rewinds`
-    - `failed_prompts`: the ledger tells their reasons
+    - `failed_prompts`, all of them; `failures` tells why, of the newest `KEPT_FAILURES` in the order of their records
     - `tallies`: histograms of lengths, ages and reuse; coverage of prompts. Groups up to number `tallied` are in it as
       stored; the others join when it is looked at, many at a time, before anything becomes of them
     - `turns` of the adapters before the next batch; `standings`: what the run has of each adapter, by code
@@ -144,6 +148,7 @@ class Known:
         self.turns = NO_TURNS
         self.standings: dict[int, Standing] = {}
         self.failed_prompts = PromptSet()
+        self.failures: dict[tuple[str, int], TicketRecord] = {}
         self.index = Index()
         self.entries = 0
         self.stored = 0

@@ -23,6 +23,7 @@ from replaybuf.config import RunConfig
 from replaybuf.errors import DataLost, Unreadable
 from replaybuf.index import DEAD, FREED, STATE_ROW
 from replaybuf.known import Attached, BatchState, Standing, VoidedBatch
+from replaybuf.ledger import TicketRecord
 from replaybuf.prompt_set import PromptSet
 from replaybuf.state import BAD_INDEX_ENTRY, RunState
 from replaybuf.tallies import Tallies, ages_ms
@@ -76,6 +77,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     turns: Turns
     standings: dict[int, Standing]
     failed_prompts: dict[str, bytes]
+    failures: list[TicketRecord] = []
     retired: int
     evicted: dict[str, int]
     dead_lettered: dict[str, int]
@@ -98,6 +100,7 @@ _PACKED = (
     "batches",
     "records",
     "failed_prompts",
+    "failures",
     "tallies",
     "reasons",
     "fates",
@@ -139,6 +142,7 @@ def take(state: RunState) -> Snapshot:
         records=np.array(records, np.int64).tobytes(),
         tallies=tallies,
         failed_prompts=state.failed_prompts.bits,
+        failures=list(state.failures.values()),
         reasons=list(state.reasons),
         fates=bytes(state.fates),
         set_aside=aside.tobytes(),
@@ -169,6 +173,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.records = {step: entry for step, entry, _, _ in records}
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
     state.failed_prompts = PromptSet(snapshot.failed_prompts)
+    state.failures = {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failures}
     state.resume_tallies(copy.deepcopy(snapshot.tallies), snapshot.stored)
     _restore_rows(state, snapshot)
 

@@ -16,7 +16,18 @@ from replaybuf.config import RunConfig
 from replaybuf.errors import LedgerGap, Unreadable
 from replaybuf.group import name_code
 from replaybuf.index import DEAD, EVICTED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Numbers
-from replaybuf.known import PURGED, RETIRED, Attached, BatchState, Known, LiveTotals, Standing, VoidedBatch
+from replaybuf.known import (
+    KEPT_FAILURES,
+    LONGEST_REASON,
+    PURGED,
+    RETIRED,
+    Attached,
+    BatchState,
+    Known,
+    LiveTotals,
+    Standing,
+    VoidedBatch,
+)
 from replaybuf.ledger import (
     AckRecord,
     AnyRecord,
@@ -115,6 +126,7 @@ class RunState(Known):
             names = {name_code(name): name for name in self.config.policies}
             for code, index in zip(adapters.tolist(), prompt_indexes.tolist(), strict=True):
                 self.failed_prompts.discard(names.get(code, ""), index)
+                self.failures.pop((names.get(code, ""), index), None)
 
     def apply(self, entry: int, record: AnyRecord) -> Numbers:
         """Take in ledger record number `entry`; return the numbers of groups whose payload is no longer needed.
@@ -168,10 +180,17 @@ class RunState(Known):
                 self.weights_uri[record.adapter] = record.weights_uri
             case TicketRecord():
                 if not self._has_group(record.adapter, record.prompt_index):
-                    self.failed_prompts.add(record.adapter, record.prompt_index)
+                    self._fail(record)
             case TrimRecord():
                 self._trim(record)
         return _NONE
+
+    def _fail(self, record: TicketRecord) -> None:
+        prompt = record.adapter, record.prompt_index
+        self.failed_prompts.add(*prompt)
+        self.failures[prompt] = msgspec.structs.replace(record, reason=record.reason[:LONGEST_REASON])
+        if len(self.failures) > KEPT_FAILURES:
+            del self.failures[next(iter(self.failures))]
 
     def _has_group(self, adapter: str, prompt_index: int) -> bool:
         """Say whether the group of a prompt is stored.
@@ -279,6 +298,8 @@ class RunState(Known):
         rows = rows[(states == LIVE) | (states == IN_BATCHES)]
         self.recount()
         self.index["state"][rows] = DEAD
+        for undone in ("evicted_at", "evicted_version", "evicted_age_ms"):  # else a rewind would bring them back
+            self.index[undone][rows] = NEVER
         self.index["reason"][rows] = self._code(reason)
         self.dead_lettered[reason] += len(rows)
         ages = ages_ms(self.index["arrival_s"][rows], at_s)
@@ -298,8 +319,6 @@ class RunState(Known):
         self.generation = record.generation
         if record.on_resume == "resample":
             self._void(lost, record.generation)
-        for undone in ("evicted_at", "evicted_version", "evicted_age_ms"):  # else a rewind would bring them back
-            self.index[undone][rows] = NEVER
             self._restore(np.flatnonzero(self.index["evicted_at"] > record.step))
         for step in lost:
             if step in self.batches:

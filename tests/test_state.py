@@ -359,6 +359,19 @@ def test_prompts_that_failed_are_remembered() -> None:
     assert list(run.state.failed_prompts) == [("", 4)]
 
 
+def test_why_prompts_failed_is_kept_of_the_newest_and_goes_with_a_late_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stay failed; of the reason the beginning is kept."""
+    monkeypatch.setattr("replaybuf.state.KEPT_FAILURES", 2)
+    run = Run()
+    for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
+        run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))
+    kept = [(failed.prompt_index, failed.reason) for failed in run.state.failures.values()]
+    assert kept == [(1, "second"), (2, "third" + 195 * "!")]
+    assert len(run.state.failed_prompts) == 3
+    run.state.store(np.array([1]), entries({"prompt_index": 1}))
+    assert [failed.prompt_index for failed in run.state.failures.values()] == [2]
+
+
 def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read_first() -> None:
     """Stored wins: one prompt never counts as failed and as stored."""
     failures = [

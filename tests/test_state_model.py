@@ -252,7 +252,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "counts": (state.stored, state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
         "used": (state.groups_used, state.tokens_used, state.used_staleness),
         "tallies": told_of(state.tallies),
-        "words": (state.epoch, state.failed_prompts, state.config, state.max_uses, state.entries),
+        "words": (state.epoch, state.failed_prompts, state.failures, state.config, state.max_uses, state.entries),
     }
 
 

@@ -73,6 +73,13 @@ async def describe_dead_letters(run: Run) -> dict[str, Any]:
     return {"dead_letters": [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]}
 
 
+def list_failed_prompts(run: Run, limit: int) -> dict[str, Any]:
+    """Render the newest `limit` prompts that came to their end without a group, the oldest of them first."""
+    newest = list(run.state.failures.values())[-limit:]
+    told = [msgspec.structs.asdict(failed) for failed in newest]
+    return {"failed": len(run.state.failed_prompts), "failed_prompts": told}
+
+
 def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:
     place, reason = run.state.place_of(entry.number)
     rows = run.state.index.rows_of([entry.number])

@@ -24,7 +24,7 @@ from replaybuf.errors import NotFound, ReplaybufError
 from replaybuf.service import sending
 from replaybuf.service.answers import Counted, WaitingAnswer
 from replaybuf.service.auth import Tokens
-from replaybuf.service.browse import describe_dead_letters, describe_group, list_groups
+from replaybuf.service.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
 from replaybuf.service.evaluations import Evaluation, EvaluationRequest, list_evaluations, record_evaluation
 from replaybuf.service.metrics import exposition
 from replaybuf.service.openapi import describe
@@ -240,6 +240,12 @@ async def get_evaluations(request: Request) -> Response:
     return json_response(await list_evaluations(run, limit))
 
 
+async def get_failed_prompts(request: Request) -> Response:
+    run = await _run(request)
+    _, limit = page(request)
+    return json_response(list_failed_prompts(run, limit))
+
+
 async def get_ledger(request: Request) -> Response:
     run = await _run(request)
     after, limit = page(request)
@@ -351,6 +357,7 @@ CALLS = (
         "POST", f"{_R}/checkpoints", post_checkpoint, _TRAINER, "Record a checkpoint", CheckpointRequest, ("200", "409")
     ),
     Call("GET", f"{_R}/ledger", get_ledger, READ | _TRAINER, "Ledger records", query=("after", "limit")),
+    Call("GET", f"{_R}/failed-prompts", get_failed_prompts, _ANYBODY, "Prompts that failed, and why", query=("limit",)),
     Call("GET", f"{_R}/dead-letters", get_dead_letters, READ, "Stored groups that turned out unusable"),
     Call("DELETE", f"{_R}/dead-letters", delete_dead_letters, OPEN, "Let the bytes of dead letters go"),
     Call("GET", "/metrics", get_metrics, READ, "Prometheus text"),

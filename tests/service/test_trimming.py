@@ -152,6 +152,27 @@ def test_what_is_trimmed_is_gone_and_what_is_freed_lately_is_told(server: Embedd
     attempt(server, "told", work)
 
 
+def test_why_a_prompt_failed_is_told_after_its_ledger_record_is_trimmed(server: EmbeddedServer) -> None:
+    """By the server that trimmed it and by one that starts from the snapshot."""
+
+    async def work(trial: Trial) -> None:
+        await trial.create(tickets={"max_attempts": 1})
+        (given,) = (await trial.post("tickets", producer="p", count=1))["tickets"]
+        reply = await trial.http.delete(f"tickets/{given['ticket']}", params={"reason": "reward_failed: boom"})
+        assert reply.status_code == 200
+        await trial.steps(0, 50, named=True)
+        records = (await trial.http.get("ledger", params={"limit": 1000})).json()["records"]
+        assert records and "TICKET" not in {record["type"] for record in records}
+        for one in (trial, await trial.restarted()):
+            told = (await one.http.get("failed-prompts")).json()
+            assert told["failed"] == 1
+            (failed,) = told["failed_prompts"]
+            assert (failed["prompt_index"], failed["attempts"], failed["reason"]) == (0, 1, "reward_failed: boom")
+            assert failed["adapter"] == "" and failed["at_s"] > 0
+
+    attempt(server, "reasons", work)
+
+
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_late_duplicate_of_a_trimmed_group_is_still_a_duplicate(server: EmbeddedServer, restart: bool) -> None:
     """By its ticket, by its default id without one, by an id of its own; a name that was never taken is stored."""
