@@ -2,6 +2,9 @@
 
 A group that queues at an engine is sampled later, by newer weights than it could have had elsewhere, and is older when
 it is trained on. So the limit follows the engines' own gauges, between two bounds; without gauges it is the upper one.
+
+A queue right after a burst of requests is normal: an engine takes in only so many prompts per step. What counts is the
+queue that stands, the least of `WINDOW` looks (as CoDel judges a router's queue: Nichols and Jacobson, 2012).
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.engines.load import Load
 
 logger = logging.getLogger(__name__)
+
+WINDOW = 5
+"""Looks at the gauges behind each decision, all of them made at the same limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class Bounds:
 
 
 def next_limit(limit: int, load: Load | None, bounds: Bounds, *, sampling: int, scoring: int) -> int:
-    """Return the limit for the next second.
+    """Return the limit until the next decision.
 
     `sampling` and `scoring` are this generator's groups in engines and in rewards; `load` is that of all engines and
     counts the rollouts of every generator. Where rollouts queue, the new limit is what is left when the same share of
@@ -58,12 +64,29 @@ def total(loads: Iterable[Load | None]) -> Load | None:
     return Load(sum(load.running for load in known), sum(load.waiting for load in known)) if known else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Look:
+    load: Load
+    sampling: int
+    scoring: int
+
+    @property
+    def groups(self) -> int:
+        return self.sampling + self.scoring
+
+    @property
+    def sampled_share(self) -> float:
+        rollouts = self.load.running + self.load.waiting
+        return self.load.running / rollouts if rollouts else 1.0
+
+
 class Concurrency:
-    """The limit in force, and what it was last made of; it starts at the upper bound."""
+    """The limit in force, and the looks at the gauges since it was decided on; it starts at the upper bound."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.limit = bounds.most
+        self._looks: list[_Look] = []
 
     @property
     def adaptive(self) -> bool:
@@ -77,8 +100,23 @@ class Concurrency:
         self.limit = bounds.most if reached else max(bounds.least, min(self.limit, bounds.most))
 
     def follow(self, loads: Iterable[Load | None], *, sampling: int, scoring: int) -> bool:
-        """Take in what the gauges say; True where the limit changed."""
+        """Take in what the gauges say, and decide at every `WINDOW`th look; True where the limit changed.
+
+        The load counts where the least of it queued, this generator's groups where there were most of them: at the end
+        of a burst, or between two tickets, it has few of its own that say nothing of what it had in the queue.
+        """
         load = total(loads)
+        if load is None:
+            return self._decide(None, 0, 0)
+        self._looks.append(_Look(load, sampling, scoring))
+        if len(self._looks) < WINDOW:
+            return False
+        calmest = max(self._looks, key=lambda look: look.sampled_share)
+        busiest = max(self._looks, key=lambda look: look.groups)
+        return self._decide(calmest.load, busiest.sampling, busiest.scoring)
+
+    def _decide(self, load: Load | None, sampling: int, scoring: int) -> bool:
+        self._looks.clear()
         before, self.limit = self.limit, next_limit(self.limit, load, self.bounds, sampling=sampling, scoring=scoring)
         if self.limit != before:
             logger.debug("groups at the same time: %d, were %d; engines: %s", self.limit, before, load)

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from replaybuf_trainer.engine.sampler import Row
+from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.model import load_model
 from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle
 from tests.waiting import eventually
@@ -154,6 +157,17 @@ def test_figures_are_counted(engine: ServedEngine) -> None:
     assert engine.metric("vllm:generation_tokens_total") == sum(len(choice["token_ids"]) for choice in choices)
     eventually(lambda: engine.metric("vllm:num_requests_running") == 0, TIMEOUT_S)
     assert engine.metric("vllm:num_requests_waiting") == 0
+
+
+def test_only_rows_that_the_next_wave_has_no_room_for_count_as_waiting() -> None:
+    """A continuously batching engine would have taken the others at once."""
+    worker = Worker(None, max_rows=256, threads=1)
+    for _ in range(4):
+        worker.submit([Row(WORD, 4, 1.0, frozenset(), np.zeros(4)) for _ in range(80)])
+    assert (worker.rows_running, worker.rows_waiting) == (240, 80)
+    larger = Worker(None, max_rows=64, threads=1)
+    larger.submit([Row(WORD, 4, 1.0, frozenset(), np.zeros(4)) for _ in range(80)])
+    assert (larger.rows_running, larger.rows_waiting) == (80, 0)  # more rows than a wave has are a wave of their own
 
 
 # ---------------------------------------------------------------------- refusals

@@ -9,12 +9,14 @@ that come while the engine is paused wait in a bounded queue.
 
 from __future__ import annotations
 
+import bisect
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,13 +69,16 @@ class Worker(threading.Thread):
 
     @property
     def rows_running(self) -> int:
-        """Rows being sampled."""
-        return sum(row.finish_reason is None for request in list(self._running) for row in request.rows)
+        """Rows being sampled, and those that the next wave takes: a continuously batching engine has them running."""
+        with self._changed:
+            sampled = sum(row.finish_reason is None for request in self._running for row in request.rows)
+            return sampled + (0 if self.paused else _rows(self._next_wave()))
 
     @property
     def rows_waiting(self) -> int:
-        """Rows in the queue."""
-        return sum(len(request.rows) for request in list(self._queue))
+        """Rows in the queue for which the next wave has no room; all of the queue during a pause."""
+        with self._changed:
+            return _rows(self._queue) - (0 if self.paused else _rows(self._next_wave()))
 
     def submit(self, rows: list[Row]) -> Done:
         """Queue rows; the future is done when all are finished. Raises `NoRoom` where the queue is full."""
@@ -167,13 +172,17 @@ class Worker(threading.Thread):
                     break
                 if not self._commands and not self._closed:
                     self._changed.wait()
-        rows = 0
         with self._changed:
-            while self._queue and (not rows or rows + len(self._queue[0].rows) <= self._max_rows):
-                request = self._queue.popleft()
+            for request in self._next_wave():
+                self._queue.popleft()
                 self._running.append(request)
-                rows += len(request.rows)
         return not self._closed
+
+    def _next_wave(self) -> list[Request]:
+        """List the requests at the head of the queue that fit into one wave; the first one always does."""
+        rows = list(itertools.accumulate(len(request.rows) for request in self._queue))
+        fitting = max(1, bisect.bisect_right(rows, self._max_rows))
+        return list(itertools.islice(self._queue, fitting))
 
     def _sample(self, rows: list[Row]) -> None:
         if not rows:
@@ -213,6 +222,10 @@ class Worker(threading.Thread):
         for request in [*self._running, *self._queue]:
             if not request.done.done():
                 request.done.set_exception(ServiceUnavailable("the engine is stopping", name="engine"))
+
+
+def _rows(requests: Iterable[Request]) -> int:
+    return sum(len(request.rows) for request in requests)
 
 
 def checked_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
