@@ -91,6 +91,7 @@ class Curve(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """One demo, from its first start to its end, resumes included (`sessions`: how many starts it took).
 
+    `steps`: of the run, as the service counts them; `curve` has those whose figures the trainer wrote down.
     `wall_s` and `phases` add up the starts whose end was seen; a start that ended in `kill -9` leaves no figure.
     `peak_memory_bytes`: largest resident size of each process; `cpu_s`: processor seconds it used.
     """
@@ -122,7 +123,7 @@ def build_report(request: Request, progress: Progress, sessions: Sequence[Sessio
     phases = _summed(session.phases for session in sessions)
     return Report(
         seed=request.seed,
-        steps=len(lines),
+        steps=progress.state["step"],
         wall_s=round(sum(phases.values()), 2),
         accuracy=Accuracy(Pair(before.sampled, after.sampled), Pair(before.greedy, after.greedy)),
         staleness=_staleness(lines),

@@ -38,6 +38,7 @@ def progress() -> Progress:
     for step, sampled, greedy in ((0, 0.25, 0.8), (4, 0.4, None), (10, 0.625, 0.85)):
         recorded.add_evaluation(Evaluation(step=step, problems=200, samples=4, sampled=sampled, greedy=greedy))
     recorded.state = {
+        "step": STEPS,
         "groups": {
             "stored": 350,
             "live": 20,

@@ -1,8 +1,8 @@
 """Stand-ins for the programs that the demo starts: `python standins.py COMMAND OPTIONS...`, as `replaybuf` is called.
 
 `serve` is the real service. The others have the real ones' outside and nothing inside: an engine that spells right when
-asked greedily and every second time otherwise, a trainer that writes a line per step. `STANDIN_TRAIN=dies` makes the
-trainer fail after half of its steps, `STANDIN_TRAIN=hangs` stops its progress there.
+asked greedily and every second time otherwise, a trainer that makes the groups of its batches itself and writes a line per
+step. `STANDIN_TRAIN=dies` makes the trainer fail after half of its steps, `STANDIN_TRAIN=hangs` stops its progress there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import httpx
 WORDS = ("abc", "bcd", "cab", "dab")
 LETTERS = "abcd"
 STEP_S = 0.03
+GROUPS_PER_BATCH, GROUP_SIZE = 32, 8
 
 
 def main(command: str, options: list[str]) -> None:
@@ -112,24 +113,45 @@ def generate(options: dict[str, str]) -> None:
 
 
 def train(options: dict[str, str]) -> None:
-    """Write one line per step, going on where the checkpoint says."""
+    """Do the steps, going on where the checkpoint says, and write a line for each."""
     checkpoint = Path(options["--checkpoint-dir"]) / "step"
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     checkpoint.parent.mkdir(exist_ok=True)
-    run = f"{options['--url']}/v1/runs/{options['--run']}"
-    httpx.post(f"{run}/attach", json={"resume_step": 0}).raise_for_status()
     total, behaviour = int(os.environ["STANDIN_STEPS"]), os.environ.get("STANDIN_TRAIN")
-    for step in range(first, total):
-        if behaviour and step == total // 2:
-            print("weights are not finite", flush=True)
-            if behaviour == "dies":
-                raise SystemExit(7)
-            signal.pause()
-        time.sleep(STEP_S)
-        line = {"step": step, "reward_mean": 0.5, "tokens": 10, "train_s": STEP_S, "time": time.time()}
-        with Path(options["--metrics-file"]).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        checkpoint.write_text(str(step + 1))
+    with httpx.Client(base_url=f"{options['--url']}/v1/runs/{options['--run']}/") as run:
+        epoch = told(run, "attach", {"resume_step": first})["epoch"]
+        for step in range(first, total):
+            if behaviour and step == total // 2:
+                print("weights are not finite", flush=True)
+                if behaviour == "dies":
+                    raise SystemExit(7)
+                signal.pause()
+            do_step(run, step, epoch)
+            line = {"step": step, "reward_mean": 0.5, "tokens": 10, "train_s": STEP_S, "time": time.time()}
+            with Path(options["--metrics-file"]).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            checkpoint.write_text(str(step + 1))
+
+
+def do_step(run: httpx.Client, step: int, epoch: int) -> None:
+    """Append the groups of a batch, take it, ack it, publish its version."""
+    told(run, "groups", {"groups": [group(f"{step}-{number}", step) for number in range(GROUPS_PER_BATCH)]})
+    answer = run.get(f"batches/{step}", params={"epoch": epoch, "wait_ms": 1000})
+    assert answer.status_code == 200, answer.text
+    told(run, f"batches/{step}/ack", {"epoch": epoch})
+    told(run, "policy", {"epoch": epoch, "version": step + 1})
+
+
+def group(name: str, version: int) -> dict[str, Any]:
+    """Make up a group, two tokens a rollout."""
+    rollout = {"prompt_ids": [0], "completion_ids": [1], "inference_logprobs": [-0.1]}
+    rollouts = [rollout | {"reward": number % 2} for number in range(GROUP_SIZE)]
+    return {"group_id": name, "prompt_id": name, "policy_version": version, "rollouts": rollouts}
+
+
+def told(run: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+    """POST and return what was answered."""
+    return run.post(path, json=body).raise_for_status().json()
 
 
 if __name__ == "__main__":

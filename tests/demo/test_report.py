@@ -72,6 +72,15 @@ def test_figures_are_those_that_were_measured(report: Report) -> None:
     assert report.trained_tokens == 40_000
 
 
+def test_steps_are_those_of_the_run_where_the_figures_of_one_are_lost(
+    progress: Progress, sessions: list[Session]
+) -> None:
+    """A trainer that was killed leaves a step without its line; the run has done it all the same."""
+    del progress.steps[4]
+    report = build_report(Request(7, 10), progress, sessions)
+    assert (report.steps, len(report.curve.step)) == (10, 9)
+
+
 def test_a_report_without_accuracy_is_not_made(progress: Progress, sessions: list[Session]) -> None:
     """A result that was not measured is not made up."""
     progress.evaluations.pop()

@@ -255,6 +255,18 @@ def test_a_stop_while_the_service_is_away_leaves_a_checkpoint(
     assert newest is not None and read_state(newest).step == 2
 
 
+def test_a_step_that_is_acked_is_told_where_a_stop_comes_before_its_publication(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """It counts and is in the checkpoint, so it has its line of figures."""
+    made = trainer_of(scripted, options(tmp_path, models))
+    scripted.when["ack 1"] = made.stop
+    scripted.when["load 1"] = lambda: scripted.faults["load"].extend([ServiceUnavailable("engine died")] * 1000)
+    assert made.train() == 2
+    assert scripted.events[-1] == "checkpoint 2"
+    assert [line.step for line in lines(tmp_path / "train.jsonl")] == [0, 1]
+
+
 # ---------------------------------------------------------------------- resuming
 
 

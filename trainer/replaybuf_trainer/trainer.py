@@ -124,11 +124,12 @@ class Trainer:
                 logger.warning("stopped before the ack of step %d was answered", self._step)
                 return self._step
             self._step += 1
-            try:
-                publish_s = self._publish_if_due()
-            except Stopped:
+            acked = time.perf_counter()
+            stopped = not self._publish_if_due()
+            ended = time.perf_counter()
+            self._record(reader, batch, figures, waited, ended - acked, ended - began)
+            if stopped:
                 break
-            self._record(reader, batch, figures, waited, publish_s, time.perf_counter() - began)
             if self._step % self._options.checkpoint_every_steps == 0:
                 self._checkpoint()
             began = time.perf_counter()
@@ -205,15 +206,20 @@ class Trainer:
 
     # ------------------------------------------------------------------ weights and checkpoints
 
-    def _publish_if_due(self) -> float:
-        """After the last step of a version: load the new weights into the engines, then announce them."""
+    def _publish_if_due(self) -> bool:
+        """After the last step of a version, load the new weights into the engines and announce them.
+
+        False where a stop came first: the step counts all the same, and a resumed trainer publishes it.
+        """
         version = self._step // self._steps_per_publish
         if version == self._version:
-            return 0.0
-        began = time.perf_counter()
+            return True
         self._version = version
-        self._load_engines()
-        return time.perf_counter() - began
+        try:
+            self._load_engines()
+        except Stopped:
+            return False
+        return True
 
     def _load_engines(self) -> None:
         options = self._options
