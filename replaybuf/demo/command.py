@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -23,10 +22,10 @@ from replaybuf.demo.progress import LineReader, Progress, Session
 from replaybuf.demo.report import build_report, print_report
 from replaybuf.demo.story import PROGRAM, Demo
 from replaybuf.demo.supervisor import Stop
+from replaybuf.demo.typed import DEFAULT_DATA_DIR, demo_command
 from replaybuf.demo.view import View, choose_view
 from replaybuf.errors import MissingExtra
 
-DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 NEEDED = ("matplotlib", "reasoning_gym", "torch", "transformers", "replaybuf_trainer")
 
 
@@ -118,10 +117,8 @@ def tell_stop(console: Console, stop: Stop, folder: Folder) -> None:
         console.print(f"last lines of {stop.log}:" if stop.log_lines else f"{stop.log} is empty", highlight=False)
         for line in stop.log_lines:
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
-    directory = "" if folder.root == DEFAULT_DATA_DIR else f" --data-dir {shlex.quote(str(folder.root))}"
-    console.print(
-        f"all processes are stopped; go on with: replaybuf demo --resume{directory}", highlight=False, soft_wrap=True
-    )
+    command = demo_command(folder.root, "--resume")
+    console.print(f"all processes are stopped; go on with: {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _report(console: Console, folder: Folder, request: Request, progress: Progress) -> None:

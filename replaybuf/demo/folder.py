@@ -20,11 +20,13 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from replaybuf.demo.typed import demo_command
 from replaybuf.errors import Conflict, Invalid
 
 DEFAULT_SEED = 0
@@ -46,6 +48,7 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.request = root / "demo.json"
+        self.unfinished_request = root / "demo.part"
         self.lock = root / "lock"
         self.model = root / "model"
         self.prompts = self.model / "prompts.jsonl"
@@ -79,7 +82,7 @@ def take(folder: Folder, *, seed: int | None, steps: int | None, resume: bool, o
         request = _resumed(folder, seed=seed, steps=steps)
         return request, _hold(folder)
     if not (overwrite and folder.request.is_file()):
-        _check_free(folder)
+        _check_free(folder, _words(seed=seed, steps=steps))
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,11 +90,26 @@ def take(folder: Folder, *, seed: int | None, steps: int | None, resume: bool, o
             f"data folder {folder.root} cannot be made: {error.strerror}", name="--data-dir", value=str(folder.root)
         ) from error
     descriptor = _hold(folder)
-    _empty(folder)
     request = Request(DEFAULT_SEED if seed is None else seed, DEFAULT_STEPS if steps is None else steps)
-    folder.create()
-    folder.request.write_bytes(msgspec.json.encode(request))
+    try:
+        _empty(folder)
+        _write(folder, request)
+        folder.create()
+    except BaseException:
+        os.close(descriptor)
+        raise
     return request, descriptor
+
+
+def _write(folder: Folder, request: Request) -> None:
+    """Write demo.json, whole or not at all: it is what makes the folder a demo's."""
+    folder.unfinished_request.write_bytes(msgspec.json.encode(request))
+    folder.unfinished_request.rename(folder.request)
+
+
+def _words(**options: int | None) -> list[str]:
+    """Write options as typed, without those that were not given."""
+    return [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 def _check_options(*, seed: int | None, steps: int | None, resume: bool, overwrite: bool) -> None:
@@ -136,7 +154,7 @@ def _resumed(folder: Folder, *, seed: int | None, steps: int | None) -> Request:
             value=str(folder.root),
             bound="a folder with demo.json",
         )
-    request = msgspec.json.decode(folder.request.read_bytes(), type=Request)
+    request = _read(folder)
     for name, asked, stored in (("--seed", seed, request.seed), ("--steps", steps, request.steps)):
         if asked is not None and asked != stored:
             raise Invalid(
@@ -148,23 +166,40 @@ def _resumed(folder: Folder, *, seed: int | None, steps: int | None) -> Request:
     return request
 
 
-def _check_free(folder: Folder) -> None:
+def _read(folder: Folder) -> Request:
+    try:
+        return msgspec.json.decode(folder.request.read_bytes(), type=Request)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(
+            f"{folder.request} is broken: {error}; write seed and steps of that demo into it to resume, as in "
+            f"{msgspec.json.encode(Request(DEFAULT_SEED, DEFAULT_STEPS)).decode()}; "
+            f"or delete the demo and start anew with: {demo_command(folder.root, '--overwrite')}; "
+            "or give another --data-dir",
+            name="--data-dir",
+            value=str(folder.root),
+            bound="a folder whose demo.json is whole",
+        ) from error
+
+
+def _check_free(folder: Folder, asked: Sequence[str]) -> None:
     if not folder.root.exists() or (folder.root.is_dir() and not _contents(folder)):
         return
     where: dict[str, Any] = {"name": "--data-dir", "value": str(folder.root), "bound": "a new or empty folder"}
     if not folder.request.is_file():
         raise Conflict(f"{folder.root} exists and is not a demo's; give another --data-dir", **where)
-    request = msgspec.json.decode(folder.request.read_bytes(), type=Request)
+    request = _read(folder)
     state = "a finished demo" if folder.report_json.is_file() else "an unfinished demo"
     raise Conflict(
         f"{folder.root} holds {state} (seed {request.seed}, {request.steps} steps); "
-        "go on with --resume, delete it with --overwrite, or give another --data-dir",
+        f"go on with: {demo_command(folder.root, '--resume')}; "
+        f"delete it and start anew with: {demo_command(folder.root, '--overwrite', *asked)}; "
+        "or give another --data-dir",
         **where,
     )
 
 
 def _contents(folder: Folder) -> list[Path]:
-    return [path for path in folder.root.iterdir() if path != folder.lock]
+    return [path for path in folder.root.iterdir() if path not in (folder.lock, folder.unfinished_request)]
 
 
 def _empty(folder: Folder) -> None:

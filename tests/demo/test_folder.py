@@ -38,10 +38,13 @@ def test_an_existing_demo_is_refused_with_what_is_there_and_what_to_do(tmp_path:
     """Nothing is lost by starting the demo twice."""
     new(tmp_path, seed=3, steps=40)
     with pytest.raises(Conflict) as caught:
-        new(tmp_path)
+        new(tmp_path, seed=5)
+    program = f"{sys.executable} -m replaybuf.cli demo"
     assert str(caught.value) == (
         f"{tmp_path} holds an unfinished demo (seed 3, 40 steps); "
-        "go on with --resume, delete it with --overwrite, or give another --data-dir"
+        f"go on with: {program} --resume --data-dir {tmp_path}; "
+        f"delete it and start anew with: {program} --overwrite --seed 5 --data-dir {tmp_path}; "
+        "or give another --data-dir"
     )
 
 
@@ -76,6 +79,35 @@ def test_resuming_keeps_seed_and_steps_and_refuses_others(tmp_path: Path) -> Non
     assert resume(tmp_path, seed=1, steps=40) == Request(1, 40)
     with pytest.raises(Invalid, match=r"--steps is 50; the demo in .* was started with 40"):
         resume(tmp_path, steps=50)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"seed": 1, "st', b'{"seed": 1}', b"\xff"])
+def test_a_broken_demo_json_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    """By a resume as by a new start; `--overwrite` makes it whole."""
+    new(tmp_path, seed=3)
+    (tmp_path / "demo.json").write_bytes(content)
+    for begin in (resume, new):
+        with pytest.raises(Invalid, match=r"demo\.json is broken: .* demo --overwrite --data-dir") as caught:
+            begin(tmp_path)
+        assert caught.value.value == str(tmp_path)
+    os.close(take(Folder(tmp_path), seed=4, steps=None, resume=False, overwrite=True)[1])
+    assert resume(tmp_path) == Request(4, DEFAULT_STEPS)
+
+
+def test_demo_json_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is killed while it writes leaves no half of it."""
+
+    def killed(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", killed)
+        with pytest.raises(KeyboardInterrupt):
+            new(tmp_path)
+    assert not (tmp_path / "demo.json").exists()
+    assert new(tmp_path, seed=1) == Request(1, DEFAULT_STEPS)
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
