@@ -17,6 +17,10 @@ import msgspec
 
 from replaybuf.demo.processes import ProcessState
 
+KILLED = "killed"
+"""How a start ended of which nothing was heard any more."""
+SESSION_EVERY_S = 5.0
+"""How much of a start's time `kill -9` may leave out of the report."""
 RECENT_STEPS = 40
 RECENT_LINES = 4
 
@@ -62,15 +66,22 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the demo up to its end, and how it ended.
+    """One start of the demo, at `started` (seconds since the epoch), and how it ended.
 
+    It is written again as it goes on, and the last line counts: one that says `KILLED` was the last before `kill -9`.
     `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and processor seconds by process.
     """
 
+    started: float
     phases: dict[str, float]
     peaks: dict[str, int]
     outcome: str
     cpu_s: dict[str, float] = {}
+
+
+def starts(lines: Iterable[Session]) -> list[Session]:
+    """Keep the last line of each start."""
+    return list({line.started: line for line in lines}.values())
 
 
 class LineReader(Generic[StructT]):
@@ -122,12 +133,17 @@ class Phases:
         self.leave()
         self.current = name
 
-    def leave(self) -> None:
-        """End the phase that is on."""
+    def add_up(self) -> None:
+        """Add the time of the phase that is on, up to now."""
         now = time.monotonic()
         if self.current:
             self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
-        self.current, self._since = "", now
+        self._since = now
+
+    def leave(self) -> None:
+        """End the phase that is on."""
+        self.add_up()
+        self.current = ""
 
 
 @dataclasses.dataclass(slots=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.demo.folder import Request
-from replaybuf.demo.progress import Evaluation, Progress, Session, TrainerLine, Waited
+from replaybuf.demo.progress import KILLED, SESSION_EVERY_S, Evaluation, Progress, Session, TrainerLine, Waited
 from replaybuf.demo.view import clock, megabytes, percent, whole_seconds
 from replaybuf.errors import NotFound
 
@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True):
     """One demo, from its first start to its end, resumes included (`sessions`: how many starts it took).
 
     `steps`: of the run, as the service counts them; `curve` has those whose figures the trainer wrote down.
-    `wall_s` and `phases` add up the starts whose end was seen; a start that ended in `kill -9` leaves no figure.
+    `wall_s` and `phases` add up all starts; of the `killed` ones, ended by `kill -9`, the last seconds are missing.
     `peak_memory_bytes`: largest resident size of each process; `cpu_s`: processor seconds it used.
     """
 
@@ -110,6 +110,7 @@ class Report(msgspec.Struct, frozen=True):
     evaluations: list[Evaluation]
     curve: Curve
     sessions: int
+    killed: int
     cores: int | None
     versions: dict[str, str]
     notes: tuple[str, ...] = NOTES
@@ -119,7 +120,7 @@ def build_report(request: Request, progress: Progress, sessions: Sequence[Sessio
     """Put the report together from all that was measured. Raises `NotFound` where the accuracy was not."""
     before, after, lines = progress.before, progress.after, progress.ordered
     if before is None or before.greedy is None or after is None or after.greedy is None:
-        raise NotFound("accuracy was not measured before and after the training; start the demo with --overwrite")
+        raise NotFound("accuracy was not measured before and after the training; start the demo anew with --overwrite")
     phases = _summed(session.phases for session in sessions)
     return Report(
         seed=request.seed,
@@ -136,6 +137,7 @@ def build_report(request: Request, progress: Progress, sessions: Sequence[Sessio
         evaluations=progress.evaluations,
         curve=_curve(lines),
         sessions=len(sessions),
+        killed=sum(session.outcome == KILLED for session in sessions),
         cores=os.cpu_count(),
         versions={"replaybuf": version("replaybuf"), "python": platform.python_version()},
     )
@@ -219,7 +221,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("tokens trained", f"{report.trained_tokens:,}"),
         ("peak memory", _joined(report.peak_memory_bytes, megabytes) or "not known on this system"),
         ("processor time", _joined(report.cpu_s, whole_seconds) or "not known on this system"),
-        *([("starts", f"{report.sessions}")] if report.sessions > 1 else []),
+        *([("starts", f"{report.sessions}{_killed(report)}")] if report.sessions > 1 else []),
     ]
 
 
@@ -267,6 +269,10 @@ def _when(evaluation: Evaluation, report: Report) -> str:
     if evaluation.step == 0:
         return "before"
     return "after" if evaluation.step >= report.steps else f"step {evaluation.step}"
+
+
+def _killed(report: Report) -> str:
+    return f", {report.killed} killed: up to {SESSION_EVERY_S:g} s of each are not counted" if report.killed else ""
 
 
 def _joined(values: Mapping[str, NumberT], write: Callable[[NumberT], str]) -> str:

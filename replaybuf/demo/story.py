@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -25,6 +26,8 @@ from replaybuf.demo.exam import Exam
 from replaybuf.demo.folder import Folder, Request
 from replaybuf.demo.processes import look
 from replaybuf.demo.progress import (
+    KILLED,
+    SESSION_EVERY_S,
     Evaluation,
     GeneratorLine,
     LineReader,
@@ -108,6 +111,9 @@ class Demo:
         self._generator_lines = LineReader(folder.generate_metrics, GeneratorLine)
         self._client: AsyncClient | None = None
         self._engine_url = ""
+        self._warming: Child | None = None
+        self._started = time.time()
+        self._session_due_s = 0.0
         self._resumed = False
         self._load_history()
 
@@ -135,9 +141,22 @@ class Demo:
 
     def _close_session(self, outcome: str) -> None:
         self.progress.phases.leave()
+        self._write_session(outcome)
+
+    def _write_session(self, outcome: str) -> None:
         known = self.progress
-        session = Session(phases=known.phases.seconds, peaks=known.peaks, cpu_s=known.cpu_s, outcome=outcome)
-        append_line(self._folder.sessions, session)
+        known.phases.add_up()
+        append_line(
+            self._folder.sessions,
+            Session(
+                started=self._started,
+                phases=known.phases.seconds,
+                peaks=known.peaks,
+                cpu_s=known.cpu_s,
+                outcome=outcome,
+            ),
+        )
+        self._session_due_s = time.monotonic() + SESSION_EVERY_S
 
     async def _story(self, supervisor: Supervisor) -> None:
         async with asyncio.TaskGroup() as background, AsyncExitStack() as clients:
@@ -163,6 +182,7 @@ class Demo:
     def _enter(self, phase: str) -> None:
         self.progress.phases.enter(phase)
         self.progress.note = ""
+        self._write_session(KILLED)
         self._view.update(self.progress)
 
     async def _warm_start(self, supervisor: Supervisor) -> None:
@@ -175,7 +195,9 @@ class Demo:
         self._view.event(f"warm start: supervised training to {TARGET_ACCURACY:.0%} sampled accuracy; this is not RL")
         options = ["--task", TASK, "--seed", str(self._request.seed), "--target-accuracy", str(TARGET_ACCURACY)]
         child = self._start(supervisor, "init-model", "--out", str(self._folder.model), *options, may_finish=True)
+        self._warming = child
         await supervisor.finished(child)
+        self._warming = None
         self._view.event(f"model ready in {self._folder.model}")
 
     async def _start_services(self, supervisor: Supervisor) -> str:
@@ -222,6 +244,7 @@ class Demo:
             *("--max-tokens", str(MAX_NEW_TOKENS)),
             *("--metrics-file", str(folder.generate_metrics)),
             *("--report-every-s", str(REPORT_EVERY_S)),
+            "--seed-requests",
             may_finish=True,
         )
         await supervisor.finished(train)
@@ -279,7 +302,11 @@ class Demo:
             self._read_metrics()
             if self._client is not None:
                 self.progress.state = await self._client.get_run()
+            if self._warming is not None:
+                self.progress.note = self._warming.last_line()
             self._look(supervisor)
+            if time.monotonic() >= self._session_due_s:
+                self._write_session(KILLED)
             self._view.update(self.progress)
             await asyncio.sleep(POLL_S)
 

@@ -83,6 +83,11 @@ class Child:
             file.seek(self.log_offset)
             return file.read().decode("utf-8", "replace")
 
+    def last_line(self) -> str:
+        """Read the last whole line of it; empty where there is none yet."""
+        whole, _, _ = self.output().rpartition("\n")
+        return whole.rpartition("\n")[2]
+
 
 class Supervisor:
     """Own the children. Use as `async with`; leaving it stops them all. Every method belongs to the one event loop."""

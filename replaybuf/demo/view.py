@@ -90,11 +90,14 @@ class PlainView:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + PLAIN_PERIOD_S
         if progress.phases.current == TRAINING:
-            self._print(summary(progress))
+            told = summary(progress)
         elif progress.note:
-            self._print(f"{progress.phases.current}: {progress.note}")
+            told = f"{progress.phases.current}: {progress.note}"
+        else:
+            return
+        self._next = now + PLAIN_PERIOD_S
+        self._print(told)
 
     def _print(self, text: str) -> None:
         self._console.print(_stamped(self._started, text), highlight=False, soft_wrap=True)
@@ -168,7 +171,7 @@ def _bar(progress: Progress) -> RenderableType:
     else:
         ending = progress.note
     bar = ProgressBar(total=progress.total_steps, completed=min(progress.done_steps, progress.total_steps))
-    row.add_row(Text(progress.phases.current or "starting", style="bold"), bar, ending)
+    row.add_row(Text(progress.phases.current or "starting", style="bold"), bar, Text(ending))
     return row
 
 

@@ -64,12 +64,14 @@ def sessions() -> list[Session]:
     """Two starts: the first was stopped, the second went to the end."""
     return [
         Session(
+            started=1.0,
             phases={"warm start": 15.0, "training": 4.0},
             peaks={"serve": 90_000_000},
             cpu_s={"serve": 2.0},
             outcome="stopped by Ctrl-C",
         ),
         Session(
+            started=2.0,
             phases={"training": 6.0},
             peaks={"serve": 80_000_000, "train": 500_000_000},
             cpu_s={"serve": 3.0, "train": 8.5},

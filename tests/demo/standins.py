@@ -1,8 +1,9 @@
 """Stand-ins for the programs that the demo starts: `python standins.py COMMAND OPTIONS...`, as `replaybuf` is called.
 
 `serve` is the real service. The others have the real ones' outside and nothing inside: an engine that spells right when
-asked greedily and every second time otherwise, a trainer that makes the groups of its batches itself and writes a line per
-step. `STANDIN_TRAIN=dies` makes the trainer fail after half of its steps, `STANDIN_TRAIN=hangs` stops its progress there.
+asked greedily and every second time otherwise, a trainer that makes the groups of its batches itself and writes a line
+per step. `STANDIN_TRAIN=dies` makes the trainer fail after half of its steps, `STANDIN_TRAIN=hangs` stops its progress
+there; `STANDIN_INIT_MODEL=waits` makes the warm start wait for a file `go` in the data folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ import httpx
 WORDS = ("abc", "bcd", "cab", "dab")
 LETTERS = "abcd"
 STEP_S = 0.03
+WAIT_S = 60.0
 GROUPS_PER_BATCH, GROUP_SIZE = 32, 8
 
 
 def main(command: str, options: list[str]) -> None:
     """Do what `command` stands in for."""
-    given = dict(zip(options[::2], options[1::2], strict=True))
+    given = {word: value for word, value in pairwise([*options, ""]) if word.startswith("--")}
     if command == "serve":
         os.execv(sys.executable, [sys.executable, "-m", "replaybuf.cli", command, *options])
     {"init-model": init_model, "engine": engine, "generate": generate, "train": train}[command](given)
@@ -37,6 +40,9 @@ def init_model(options: dict[str, str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder = Path(options["--out"])
+    print("step 10: sampled accuracy 0.100", flush=True)
+    if os.environ.get("STANDIN_INIT_MODEL") == "waits":
+        wait_for(folder.parent / "go")
     folder.mkdir()
     tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -58,6 +64,14 @@ def init_model(options: dict[str, str]) -> None:
     for name in ("held_out.jsonl", "prompts.jsonl"):
         (folder / name).write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     print("model made")
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
 
 
 class Answers(BaseHTTPRequestHandler):

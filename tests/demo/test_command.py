@@ -33,8 +33,9 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Start:
     """Start the demo on one folder; `train` says how the stand-in trainer behaves."""
 
-    def start_demo(*options: str, train: str = "") -> subprocess.Popen[str]:
-        environment = {**os.environ, "STANDIN_STEPS": str(STEPS), "STANDIN_TRAIN": train}
+    def start_demo(*options: str, train: str = "", init_model: str = "") -> subprocess.Popen[str]:
+        behaviour = {"STANDIN_STEPS": str(STEPS), "STANDIN_TRAIN": train, "STANDIN_INIT_MODEL": init_model}
+        environment = {**os.environ, **behaviour}
         return subprocess.Popen(
             [sys.executable, "-c", COMMAND, str(tmp_path / "demo"), str(STEPS), *options],
             stdout=subprocess.PIPE,
@@ -91,7 +92,7 @@ def test_a_child_that_dies_is_named_with_its_last_lines_and_the_way_on(start: St
     assert "demo stopped: train (pid " in output
     assert "exited with code 7" in output
     assert "  weights are not finite" in output
-    assert f"go on with: replaybuf demo --resume --data-dir {tmp_path / 'demo'}" in output
+    assert f"go on with: {sys.executable} -m replaybuf.cli demo --resume --data-dir {tmp_path / 'demo'}" in output
     code, output = finished(start("--resume"))
     assert code == 0, output
     assert f"resuming: {STEPS // 2} of {STEPS} steps are done" in output
@@ -121,7 +122,7 @@ def test_a_signal_stops_the_whole_demo_in_time(
 
 
 def test_kill_9_leaves_no_process_and_the_folder_can_be_resumed(start: Start, tmp_path: Path) -> None:
-    """The guard clears up, and only then is the folder free for the next demo."""
+    """The guard clears up, and only then is the folder free for the next demo, whose report counts both starts."""
     process = start(train="hangs")
     processes = training(process, tmp_path / "demo")
     process.kill()
@@ -129,3 +130,23 @@ def test_kill_9_leaves_no_process_and_the_folder_can_be_resumed(start: Start, tm
     code, output = finished(start("--resume"))
     assert left(processes, 0.0) == []
     assert code == 0, output
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert (report["sessions"], report["killed"]) == (2, 1)
+    assert report["phases"]["warm start"] > 0
+    assert "2, 1 killed: up to 5 s of each are not counted" in output
+
+
+def test_the_warm_start_tells_how_far_it_is(start: Start, tmp_path: Path) -> None:
+    """The last line of its log is shown while it goes on."""
+    process = start(init_model="waits")
+    if process.stdout is None:
+        raise RuntimeError("no pipe")
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "warm start: step 10: sampled accuracy 0.100" in line:
+            break
+    (tmp_path / "demo" / "go").touch()
+    code, output = finished(process)
+    assert code == 0, [*seen, output]
+    assert "warm start: step 10" in seen[-1]

@@ -14,8 +14,8 @@ from rich.console import Console
 from replaybuf.demo.folder import Request
 from replaybuf.demo.page import write_page
 from replaybuf.demo.picture import draw, rolling
-from replaybuf.demo.progress import Progress, Session
-from replaybuf.demo.report import NOTES, Report, build_report, print_report
+from replaybuf.demo.progress import KILLED, Progress, Session, starts
+from replaybuf.demo.report import NOTES, Report, build_report, print_report, rows
 from replaybuf.errors import NotFound
 
 
@@ -34,6 +34,7 @@ def test_report_json_has_the_names_others_read(report: Report) -> None:
         "curve",
         "evaluations",
         "groups",
+        "killed",
         "notes",
         "peak_memory_bytes",
         "phases",
@@ -103,6 +104,17 @@ def test_the_closing_table_says_what_was_won_and_how(report: Report) -> None:
     assert "out/report.html" in text
     for note in NOTES:
         assert note[:80] in text
+
+
+def test_a_start_that_was_killed_counts_and_is_told(progress: Progress, sessions: list[Session]) -> None:
+    """With the last that it wrote of itself."""
+    killed = [
+        Session(started=1.0, phases={"training": seconds}, peaks={}, cpu_s={"serve": seconds}, outcome=KILLED)
+        for seconds in (1.0, 3.0)
+    ]
+    report = build_report(Request(7, 10), progress, starts([*killed, sessions[1]]))
+    assert (report.sessions, report.killed, report.phases, report.cpu_s["serve"]) == (2, 1, {"training": 9.0}, 6.0)
+    assert ("starts", "2, 1 killed: up to 5 s of each are not counted") in rows(report)
 
 
 def test_the_picture_is_a_png_of_the_promised_size(report: Report, tmp_path: Path) -> None:

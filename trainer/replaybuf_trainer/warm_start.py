@@ -108,12 +108,10 @@ def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % CHECK_EVERY_STEPS == 0:
             accuracy = sampled_accuracy(model, tokenizer, words.check, rng)
-            if (step + 1) % (5 * CHECK_EVERY_STEPS) == 0 or accuracy >= target_accuracy:
-                seconds = time.monotonic() - began
-                print(
-                    f"step {step + 1}: loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}, {seconds:.0f} s",
-                    flush=True,
-                )
+            seconds = time.monotonic() - began
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}, {seconds:.0f} s", flush=True
+            )
             if accuracy >= target_accuracy:
                 return
     raise Invalid(
