@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import GroupRejected
+from replaybuf.errors import GroupRejected, Invalid
+from replaybuf.freeform import check_freeform
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""
@@ -263,6 +264,7 @@ def check_group(group: Group, bounds: Admissible) -> Rejection | None:
         or _check_spans(group)
         or _check_published(group, bounds)
         or _check_room(group, bounds)
+        or _check_metadata(group)
     )
 
 
@@ -384,6 +386,14 @@ def _check_published(group: Group, bounds: Admissible) -> Rejection | None:
             f"the newest policy version is {group.policy_version_max}; "
             f"the published version is {bounds.published_version}",
         )
+    return None
+
+
+def _check_metadata(group: Group) -> Rejection | None:
+    try:
+        check_freeform("metadata", group.metadata)
+    except Invalid as error:
+        return Rejection("bad_metadata", error.detail)
     return None
 
 

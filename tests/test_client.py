@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -253,6 +254,16 @@ def test_a_group_that_is_wrong_is_refused_before_it_is_sent() -> None:
         ("good", "stored", None),
     ]
     assert len(list(split_frames(service.last.content))) == 1
+
+
+def test_metadata_that_nobody_could_read_again_is_refused_alone_before_it_is_sent() -> None:
+    """By the same reason as the service's; it has no encoding that could be sent."""
+    service = Service(ok({"results": [{"group_id": "good", "status": "stored"}]}))
+    bad = msgspec.structs.replace(make_group("bad"), metadata={"seed": 2**64})
+    with service.client() as client:
+        results = client.append([bad, make_group("good")])
+    assert [(r.group_id, r.reason) for r in results] == [("bad", "bad_metadata"), ("good", None)]
+    assert results[0].detail == "metadata.seed is 18446744073709551616; whole numbers are from -2^63 to 2^64 - 1"
 
 
 def test_what_is_no_group_is_told_how_to_become_one() -> None:

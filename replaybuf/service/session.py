@@ -10,6 +10,7 @@ import msgspec
 from replaybuf.config import LONGEST_ROW
 from replaybuf.cost import Cost
 from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
+from replaybuf.freeform import check_freeform
 from replaybuf.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
 from replaybuf.packing import MAX_RANKS
 from replaybuf.service.answers import WaitingAnswer
@@ -152,6 +153,7 @@ class Session:
 
     async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> dict[str, Any]:
         """Count a step as trained, once. Raises `WrongStep` out of order or for a step never served."""
+        check_freeform("feedback", feedback or {})
         journal, state = self._journal, self._state
         async with journal.decision():
             self._batches.check_epoch(epoch)
@@ -165,7 +167,6 @@ class Session:
                     bound=state.step,
                 )
             if step == state.step:
-                _check_feedback(feedback)
                 record = AckRecord(
                     step=step,
                     epoch=epoch,
@@ -279,10 +280,3 @@ class Session:
                 await journal.append(CheckpointRecord(step=step, keep=keep, at_s=journal.clock()))
         await journal.notify()
         return {"checkpoints": state.checkpoints, "oldest_step": state.oldest_step}
-
-
-def _check_feedback(feedback: dict[str, Any] | None) -> None:
-    try:
-        msgspec.msgpack.encode(feedback)
-    except OverflowError:
-        raise Invalid("feedback holds a whole number beyond 64 bits", name="feedback", bound="64 bits") from None

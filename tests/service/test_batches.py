@@ -312,3 +312,25 @@ def test_metadata_depends_on_no_epoch(run: RunClient) -> None:
     assert run.batch(0, run.attach()).content == first
     header = json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])
     assert "epoch" not in header["__metadata__"]["replaybuf"]
+
+
+def test_feedback_that_nobody_could_read_again_is_refused_with_its_bound(run: RunClient) -> None:
+    """The ledger can be read after it, and the same step is acked by feedback within the bound."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    assert run.batch(0, epoch).status_code == 200
+    for value, told in [
+        ("[" * 64 + "]" * 64, ("feedback", 65, 64)),
+        ("[" * 900 + "]" * 900, ("feedback", 901, 64)),
+        ("[1, 18446744073709551616]", ("feedback.x[1]", 2**64, [-(2**63), 2**64 - 1])),
+    ]:
+        body = f'{{"epoch": {epoch}, "feedback": {{"x": {value}}}}}'
+        refused = run.http.post(f"{run.path}/batches/0/ack", content=body)
+        assert refused.status_code == 422, refused.text
+        assert tuple(refused.json()[key] for key in ("name", "value", "bound")) == told
+    deepest: object = []
+    for _ in range(62):
+        deepest = [deepest]
+    assert run.ack(0, epoch, feedback={"x": deepest}).status_code == 200
+    assert run.get("ledger").json()["records"][-1]["feedback"] == {"x": deepest}

@@ -177,6 +177,44 @@ def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> No
     assert f"at most {LARGEST_HEADER_BYTES}" in results[0]["detail"]
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("18446744073709551616", "metadata.seed is 18446744073709551616; whole numbers are from -2^63 to 2^64 - 1"),
+        ("[" * 64 + "]" * 64, "metadata is nested 65 deep; at most 64"),
+        ("[" * 900 + "]" * 900, "metadata is nested 901 deep; at most 64"),
+    ],
+    ids=["number", "depth", "much depth"],
+)
+def test_metadata_that_nobody_could_read_again_is_rejected_alone(run: RunClient, value: str, told: str) -> None:
+    """The groups beside it are stored, and what a reader can read is kept as it is."""
+    run.put(batch={"groups_per_batch": 2})
+    fits = {"seed": 2**64 - 1, "low": -(2**63), "x": [[[]]]}
+    body = json.dumps({"groups": [group("a", metadata=fits), group("bad", metadata={"seed": "@"}), group("b")]})
+    answer = run.http.post(f"{run.path}/groups", content=body.replace('"@"', value))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["results"] == [
+        {"group_id": "a", "status": "stored"},
+        {"group_id": "bad", "status": "rejected", "reason": "bad_metadata", "detail": told},
+        {"group_id": "b", "status": "stored"},
+    ]
+    assert run.get("groups/a").json()["metadata"] == fits
+    assert run.state()["groups"]["rejected"] == {"bad_metadata": 1}
+
+
+def test_a_frame_whose_metadata_is_nested_too_deeply_is_rejected_alone(run: RunClient) -> None:
+    """As one in JSON is."""
+    run.put(batch={"groups_per_batch": 2})
+    deep: list[object] = []
+    for _ in range(64):
+        deep = [deep]
+    results = post(run, frame(group("bad", metadata={"x": deep})), frame(group("a"))).json()["results"]
+    assert [(result["status"], result.get("reason")) for result in results] == [
+        ("rejected", "bad_metadata"),
+        ("stored", None),
+    ]
+
+
 def test_a_group_above_max_group_bytes_answers_413(run: RunClient) -> None:
     """The bound is in the problem."""
     run.put(batch={"groups_per_batch": 2}, limits={"max_group_bytes": 2000})
