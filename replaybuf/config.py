@@ -29,6 +29,7 @@ MOST_ADAPTERS = 256
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
+RowTokens = Annotated[int, Meta(ge=MIN_TOKENS_PER_ROLLOUT, le=LONGEST_ROW)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 
 
@@ -51,7 +52,7 @@ class BatchSpec(Spec, frozen=True):
 
     tokens_per_batch: Positive | None = 65536
     groups_per_batch: Positive | None = None
-    seq_len: Annotated[int, Meta(ge=MIN_TOKENS_PER_ROLLOUT, le=LONGEST_ROW)] = 4096
+    seq_len: RowTokens = 4096
     pad_to_multiple_of: Positive = 1
     overlong: Literal["reject", "truncate"] = "reject"
 

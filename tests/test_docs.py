@@ -139,7 +139,7 @@ def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
         PlannedGroup,
     }
     fields = {field.encode_name for shape in shapes for field in msgspec.structs.fields(shape)}
-    assert fields | {name for call in CALLS for name in call.query} <= words
+    assert fields | {parameter.name for call in CALLS for parameter in call.query or ()} <= words
 
 
 def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:

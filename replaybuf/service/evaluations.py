@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
+import math
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from replaybuf.config import NonNegative, Positive
 from replaybuf.errors import Invalid
 from replaybuf.service.run import Run
 
@@ -18,18 +23,18 @@ class EvaluationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     `failed`: prompts that gave none; `samples` per prompt at `temperature`; `seconds` it took.
     """
 
-    name: str
+    name: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     adapter: str = ""
-    version: int
-    versions: list[int]
+    version: NonNegative
+    versions: list[NonNegative]
     reward_mean: float
     standard_error: float | None = None
     parts: dict[str, float] = {}
-    rollouts: int
-    failed: int = 0
-    samples: int = 1
+    rollouts: Positive
+    failed: NonNegative = 0
+    samples: NonNegative = 1
     temperature: float = 0.0
-    max_tokens: int | None = None
+    max_tokens: NonNegative | None = None
     seconds: float | None = None
     producer: str = ""
 
@@ -42,7 +47,7 @@ class Evaluation(EvaluationRequest, frozen=True, kw_only=True):
 
 
 async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
-    """Keep a result. Raises `Invalid` where a number cannot be one of an evaluation."""
+    """Keep a result. Raises `Invalid` for an adapter there is none of and a number that is not finite."""
     _check(run, asked)
     kept = Evaluation(
         **msgspec.structs.asdict(asked), at_s=run.journal.clock(), generation=run.journal.state.generation
@@ -64,14 +69,14 @@ async def list_evaluations(run: Run, limit: int) -> dict[str, list[Evaluation]]:
 
 def _check(run: Run, asked: EvaluationRequest) -> None:
     adapters = sorted(run.journal.config.policies)
-    refused: list[tuple[bool, str, object, object]] = [
-        (not 0 < len(asked.name) <= LONGEST_NAME, "name", asked.name, f"1 to {LONGEST_NAME} characters"),
-        (asked.adapter not in adapters, "adapter", asked.adapter, adapters),
-        (asked.version < 0, "version", asked.version, 0),
-        (asked.rollouts < 1, "rollouts", asked.rollouts, 1),
-    ]
-    for wrong, name, value, bound in refused:
-        if wrong:
-            raise Invalid(
-                f"{name} of the evaluation is {value!r}; needed: {bound}", name=name, value=value, bound=bound
-            )
+    if asked.adapter not in adapters:
+        raise Invalid(
+            f"adapter of the evaluation is {asked.adapter!r}; needed: {adapters}",
+            name="adapter",
+            value=asked.adapter,
+            bound=adapters,
+        )
+    scores = {name: getattr(asked, name) for name in ("reward_mean", "standard_error", "temperature", "seconds")}
+    for name, value in (scores | {f"parts.{part}": mean for part, mean in asked.parts.items()}).items():
+        if value is not None and not math.isfinite(value):
+            raise Invalid(f"{name} is {value}; a finite number is needed", name=name, value=str(value), bound="finite")

@@ -29,11 +29,25 @@ from replaybuf.service.evaluations import Evaluation, EvaluationRequest, list_ev
 from replaybuf.service.metrics import exposition
 from replaybuf.service.openapi import describe
 from replaybuf.service.requests import (
+    ADAPTER,
+    AFTER,
+    DP_RANK,
+    EPOCH,
+    GENERATION,
+    LIMIT,
+    NEWER_THAN,
+    REASON,
+    STATE,
+    STEP,
+    WAIT_MS,
     AckRequest,
     CheckpointRequest,
     GroupsRequest,
+    Number,
     PolicyRequest,
+    Text,
     TicketRequest,
+    check_query,
     number,
     optional_number,
     page,
@@ -58,7 +72,8 @@ OPEN: frozenset[str] = frozenset()
 class Call:
     """One row of the contract: method, path, handler, roles besides operator, shapes for the description.
 
-    `result`: fields that the answer has among others.
+    `query`: the parameters it takes, None = whatever: a probe is asked in the ways of others. `result`: fields that the
+    answer has among others.
     """
 
     method: str
@@ -68,7 +83,7 @@ class Call:
     summary: str
     body: Any = None
     answers: tuple[str, ...] = ("200",)
-    query: tuple[str, ...] = ()
+    query: tuple[Number | Text, ...] | None = ()
     result: Any = None
 
     @property
@@ -155,7 +170,7 @@ def _is_gone(request: Request) -> bool:
 async def delete_ticket(request: Request) -> Response:
     run = await _led(request)
     ticket = request.path_params["ticket"]
-    await run.door.return_ticket(ticket, request.query_params.get("reason", "returned"))
+    await run.door.return_ticket(ticket, request.query_params.get(REASON.name, "returned"))
     return json_response({"ticket": ticket, "state": "returned"})
 
 
@@ -175,7 +190,7 @@ async def post_evaluation(request: Request) -> Response:
 
 async def get_policy(request: Request) -> Response:
     run = await _run(request)
-    after, adapter = optional_number(request, "after"), request.query_params.get("adapter", "")
+    after, adapter = optional_number(request, NEWER_THAN), request.query_params.get(ADAPTER.name, "")
     return json_response(await run.session.policy_after(after, wait_s(request), adapter))
 
 
@@ -192,8 +207,7 @@ async def post_attach(request: Request) -> Response:
 
 async def get_batch(request: Request) -> Response:
     run = await _serving(request)
-    step = number(request, "step", path=True)
-    epoch, rank = number(request, "epoch"), number(request, "dp_rank", 0)
+    step, epoch, rank = number(request, STEP), number(request, EPOCH), number(request, DP_RANK)
     as_body = not sending.wants_plan(request)
     outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body)
     if isinstance(outcome, WaitingAnswer):
@@ -204,7 +218,7 @@ async def get_batch(request: Request) -> Response:
 async def post_ack(request: Request) -> Response:
     run = await _led(request)
     asked = await read_json(request, AckRequest)
-    return json_response(await run.session.ack(number(request, "step", path=True), asked.epoch, asked.feedback))
+    return json_response(await run.session.ack(number(request, STEP), asked.epoch, asked.feedback))
 
 
 async def post_checkpoint(request: Request) -> Response:
@@ -220,7 +234,7 @@ async def post_checkpoint(request: Request) -> Response:
 async def get_groups(request: Request) -> Response:
     run = await _run(request)
     after, limit = page(request)
-    return json_response(await list_groups(run, request.query_params.get("state"), after, limit))
+    return json_response(await list_groups(run, request.query_params.get(STATE.name), after, limit))
 
 
 async def get_group(request: Request) -> Response:
@@ -230,20 +244,18 @@ async def get_group(request: Request) -> Response:
 
 async def get_record(request: Request) -> Response:
     run = await _run(request)
-    step = number(request, "step", path=True)
-    return json_response(await run.batches.record(step, optional_number(request, "generation")))
+    generation = optional_number(request, GENERATION)
+    return json_response(await run.batches.record(number(request, STEP), generation))
 
 
 async def get_evaluations(request: Request) -> Response:
     run = await _run(request)
-    _, limit = page(request)
-    return json_response(await list_evaluations(run, limit))
+    return json_response(await list_evaluations(run, number(request, LIMIT)))
 
 
 async def get_failed_prompts(request: Request) -> Response:
     run = await _run(request)
-    _, limit = page(request)
-    return json_response(list_failed_prompts(run, limit))
+    return json_response(list_failed_prompts(run, number(request, LIMIT)))
 
 
 async def get_ledger(request: Request) -> Response:
@@ -319,15 +331,15 @@ CALLS = (
         "PATCH", _R, patch_run, OPEN, "Change strategy, filters, limits or state", ConfigPatch, _CHANGED, result=Counted
     ),
     Call("POST", f"{_R}/tickets", post_tickets, _PRODUCER, "Ask for leave to generate groups", TicketRequest),
-    Call("DELETE", f"{_R}/tickets/{{ticket:path}}", delete_ticket, _PRODUCER, "Give a ticket back", query=("reason",)),
+    Call("DELETE", f"{_R}/tickets/{{ticket:path}}", delete_ticket, _PRODUCER, "Give a ticket back", query=(REASON,)),
     Call("POST", f"{_R}/groups", post_groups, _PRODUCER, "Append groups", GroupsRequest, ("200", "413", "422", "429")),
-    Call("GET", f"{_R}/groups", get_groups, READ, "Browse groups", query=("state", "limit", "after")),
+    Call("GET", f"{_R}/groups", get_groups, READ, "Browse groups", query=(STATE, LIMIT, AFTER)),
     Call("GET", f"{_R}/groups/{{group_id:path}}", get_group, READ, "One group with its rollouts"),
     Call(
         "POST", f"{_R}/evaluations", post_evaluation, _PRODUCER, "Keep a result", EvaluationRequest, result=Evaluation
     ),
-    Call("GET", f"{_R}/evaluations", get_evaluations, _ANYBODY, "Results of evaluations", query=("limit",)),
-    Call("GET", f"{_R}/policy", get_policy, _ANYBODY, "Published policy", query=("after", "wait_ms", "adapter")),
+    Call("GET", f"{_R}/evaluations", get_evaluations, _ANYBODY, "Results of evaluations", query=(LIMIT,)),
+    Call("GET", f"{_R}/policy", get_policy, _ANYBODY, "Published policy", query=(NEWER_THAN, WAIT_MS, ADAPTER)),
     Call("POST", f"{_R}/policy", post_policy, _TRAINER, "Publish a version", PolicyRequest, _CHANGED),
     Call("POST", f"{_R}/attach", post_attach, _TRAINER, "Attach a trainer", AttachRequest, _CHANGED),
     Call(
@@ -338,7 +350,7 @@ CALLS = (
         "Batch of a step for one rank, as safetensors or as a plan",
         None,
         ("200", "202", "304", "406", "409", "410"),
-        ("epoch", "dp_rank", "wait_ms"),
+        (EPOCH, DP_RANK, WAIT_MS),
     ),
     Call(
         "POST", f"{_R}/batches/{{step}}/ack", post_ack, _TRAINER, "Count a step as trained", AckRequest, ("200", "409")
@@ -351,16 +363,16 @@ CALLS = (
         "What a step was trained on",
         None,
         ("200", "404"),
-        ("generation",),
+        (GENERATION,),
     ),
     Call(
         "POST", f"{_R}/checkpoints", post_checkpoint, _TRAINER, "Record a checkpoint", CheckpointRequest, ("200", "409")
     ),
-    Call("GET", f"{_R}/ledger", get_ledger, READ | _TRAINER, "Ledger records", query=("after", "limit")),
-    Call("GET", f"{_R}/failed-prompts", get_failed_prompts, _ANYBODY, "Prompts that failed, and why", query=("limit",)),
+    Call("GET", f"{_R}/ledger", get_ledger, READ | _TRAINER, "Ledger records", query=(AFTER, LIMIT)),
+    Call("GET", f"{_R}/failed-prompts", get_failed_prompts, _ANYBODY, "Prompts that failed, and why", query=(LIMIT,)),
     Call("GET", f"{_R}/dead-letters", get_dead_letters, READ, "Stored groups that turned out unusable"),
     Call("DELETE", f"{_R}/dead-letters", delete_dead_letters, OPEN, "Let the bytes of dead letters go"),
-    Call("GET", "/metrics", get_metrics, READ, "Prometheus text"),
+    Call("GET", "/metrics", get_metrics, READ, "Prometheus text", query=None),
 )
 UNGUARDED = (
     Route("/healthz", get_healthz),
@@ -391,6 +403,8 @@ def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Respon
         watch, status = started(), 500
         try:
             tokens.check(request.headers.get("authorization"), call.roles)
+            if call.query is not None:
+                check_query(request, call.query)
             response = await call.handler(request)
             status = response.status_code
         except ClientDisconnect:

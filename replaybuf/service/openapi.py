@@ -71,7 +71,7 @@ def _operation(call: Call, path: str, shapes: dict[str, Any]) -> dict[str, Any]:
         "security": [{"bearer": []}, {}],
         "parameters": [
             *({"name": p, "in": "path", "required": True, "schema": {"type": "string"}} for p in _names(path)),
-            *({"name": q, "in": "query", "schema": {"type": "string"}} for q in call.query),
+            *({"name": q.name, "in": "query", "schema": {"type": "string"}} for q in call.query or ()),
         ],
         "responses": {status: _answer(call, status, shapes) for status in call.answers}
         | {

@@ -1,4 +1,4 @@
-"""Reading requests: bodies within their limits, shapes, numbers in paths and queries.
+"""Reading requests: bodies within their limits, shapes, what stands in paths and queries.
 
 Raises `TooLarge`, `UnsupportedMedia`, `Malformed` for what does not decode, `Invalid` for what is out of bounds.
 """
@@ -6,17 +6,22 @@ Raises `TooLarge`, `UnsupportedMedia`, `Malformed` for what does not decode, `In
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from replaybuf.config import LARGEST_INTEGER, NonNegative, Positive
 from replaybuf.decoding import decode_json
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.flow import TICKETS_AT_ONCE
 from replaybuf.frame import MEDIA_TYPE, decode_frame, split_frames
 from replaybuf.group import GroupJson, group_from_json
+from replaybuf.known import PLACES
 from replaybuf.service.judge import Incoming
 
 T = TypeVar("T")
@@ -25,28 +30,63 @@ LARGEST_BODY_BYTES = 1 << 30
 LARGEST_CONTROL_BODY_BYTES = 1 << 20
 LARGEST_PAGE = 1000
 
+_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+_MOST_DIGITS = len(str(LARGEST_INTEGER))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Number:
+    """A whole number in a path or a query, from `low` to `high`; `default` stands for one that is left out."""
+
+    name: str
+    default: int | None = None
+    low: int = 0
+    high: int = LARGEST_INTEGER
+    required: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """A text in a query, one of `choices` where there are any."""
+
+    name: str
+    choices: tuple[str, ...] = ()
+
+
+STEP = Number("step", required=True)
+EPOCH = Number("epoch", required=True)
+DP_RANK = Number("dp_rank", 0)
+WAIT_MS = Number("wait_ms", 0)
+NEWER_THAN = Number("after")
+AFTER = Number("after", 0)
+LIMIT = Number("limit", 100, 1, LARGEST_PAGE)
+GENERATION = Number("generation")
+ADAPTER = Text("adapter")
+REASON = Text("reason")
+STATE = Text("state", tuple(PLACES))
+
 
 class TicketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A producer asks for leave to generate `count` groups, waiting up to `wait_ms` for the first."""
 
     producer: str
-    count: Annotated[int, msgspec.Meta(description=f"Tickets wanted; one call grants {TICKETS_AT_ONCE} at most.")] = 1
+    count: Annotated[Positive, msgspec.Meta(description=f"Tickets wanted; one call grants {TICKETS_AT_ONCE} at most.")] = 1
     adapter: str = ""
-    wait_ms: int = 0
+    wait_ms: NonNegative = 0
 
 
 class AckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer says that a step was trained; `feedback` goes to the strategy."""
 
-    epoch: int
+    epoch: NonNegative
     feedback: dict[str, Any] | None = None
 
 
 class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer announces a version that the engines have loaded."""
 
-    epoch: int
-    version: int
+    epoch: NonNegative
+    version: NonNegative
     weights_uri: str | None = None
     adapter: str = ""
 
@@ -54,9 +94,9 @@ class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer can resume at `step`; the newest `keep` checkpoints stay resumable."""
 
-    epoch: int
-    step: int
-    keep: int | None = None
+    epoch: NonNegative
+    step: NonNegative
+    keep: Positive | None = None
 
 
 class GroupsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,39 +139,58 @@ def media_type(request: Request, known: set[str]) -> str:
     return given
 
 
-def number(request: Request, name: str, default: int | None = None, *, path: bool = False) -> int:
-    """Read a whole number from the query, or from the path."""
-    raw = request.path_params.get(name) if path else request.query_params.get(name)
-    if raw is None and default is not None:
-        return default
-    try:
-        return int(str(raw))
-    except ValueError:
-        given = "missing" if raw is None else repr(raw)
-        raise Malformed(f"{name} is {given}; a whole number is needed", name=name, value=raw, bound="integer") from None
+def check_query(request: Request, known: Sequence[Number | Text]) -> None:
+    """Refuse a parameter that the call does not take: a typing error would go unnoticed. Raises `Malformed`."""
+    if not request.scope["query_string"]:
+        return
+    names = [parameter.name for parameter in known]
+    for given, value in request.query_params.items():
+        if given not in names:
+            close = get_close_matches(given, names, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise Malformed(
+                f"query parameter {given!r} is unknown; this call takes {', '.join(names) or 'none'}{hint}",
+                name=given,
+                value=value,
+                bound=names,
+            )
 
 
-def optional_number(request: Request, name: str) -> int | None:
-    """Read a whole number from the query; None where it is not there."""
-    return number(request, name) if name in request.query_params else None
+def number(request: Request, asked: Number) -> int:
+    """Read a whole number that is needed, or has a default."""
+    found = optional_number(request, asked)
+    if found is None:
+        raise Malformed(f"{asked.name} is missing; a whole number is needed", name=asked.name, bound="integer")
+    return found
+
+
+def optional_number(request: Request, asked: Number) -> int | None:
+    """Read a whole number; its default where it is not there."""
+    name = asked.name
+    raw = request.path_params.get(name) or request.query_params.get(name)
+    if raw is None:
+        return asked.default
+    if not _WHOLE_NUMBER.fullmatch(raw):
+        raise Malformed(f"{name} is {raw!r}; a whole number is needed", name=name, value=raw, bound="integer")
+    value = int(raw) if len(raw.lstrip("-")) <= _MOST_DIGITS else raw  # thousands of digits are no number to Python
+    if isinstance(value, str) or not asked.low <= value <= asked.high:
+        raise Invalid(
+            f"{name} is {value}; it must be in {asked.low}..{asked.high}",
+            name=name,
+            value=value,
+            bound=[asked.low, asked.high],
+        )
+    return value
 
 
 def wait_s(request: Request) -> float:
     """Read how long the caller is willing to wait, in seconds."""
-    wait_ms = number(request, "wait_ms", 0)
-    if wait_ms < 0:
-        raise Invalid(f"wait_ms is {wait_ms}; 0 or more is needed", name="wait_ms", value=wait_ms, bound=0)
-    return wait_ms / 1000
+    return number(request, WAIT_MS) / 1000
 
 
 def page(request: Request) -> tuple[int, int]:
     """Read where a page starts and how long it may be."""
-    after, limit = number(request, "after", 0), number(request, "limit", 100)
-    if not 1 <= limit <= LARGEST_PAGE:
-        raise Invalid(
-            f"limit is {limit}; it must be in 1..{LARGEST_PAGE}", name="limit", value=limit, bound=LARGEST_PAGE
-        )
-    return after, limit
+    return number(request, AFTER), number(request, LIMIT)
 
 
 async def read_groups(request: Request, max_group_bytes: int) -> list[Incoming]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from replaybuf.config import LONGEST_ROW
+from replaybuf.config import NonNegative, Positive, RowTokens
 from replaybuf.cost import Cost
 from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
 from replaybuf.freeform import check_freeform
@@ -35,11 +36,11 @@ class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     `cost` of a rollout by its length, which ranks are balanced by (None = that of a typical model).
     """
 
-    dp_world_size: int = 1
-    resume_step: int | None = None
-    on_resume: str = "redeliver"
-    seq_len: int | None = None
-    pad_to_multiple_of: int | None = None
+    dp_world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    resume_step: NonNegative | None = None
+    on_resume: Literal["redeliver", "resample"] = "redeliver"
+    seq_len: RowTokens | None = None
+    pad_to_multiple_of: Positive | None = None
     cost: Cost | None = None
 
 
@@ -78,7 +79,7 @@ class Session:
             await journal.append(attached)
             if step < state.step or (not redeliver and state.next_step > step):
                 async with self._gate.shut():
-                    await self._rewind(step, "redeliver" if redeliver else "resample")
+                    await self._rewind(step, request.on_resume)
             self._batches.forget()
             self._selector.views.rates.attached()
         await self._eviction.judge_all()
@@ -115,22 +116,19 @@ class Session:
         batch = self._journal.config.batch
         seq_len = batch.seq_len if request.seq_len is None else request.seq_len
         multiple = batch.pad_to_multiple_of if request.pad_to_multiple_of is None else request.pad_to_multiple_of
-        ranks = request.dp_world_size
-        divides = multiple >= 1 and seq_len % multiple == 0
-        for name, value, fits, bound in (
-            ("dp_world_size", ranks, 1 <= ranks <= MAX_RANKS, f"1..{MAX_RANKS}"),
-            ("seq_len", seq_len, 2 <= seq_len <= LONGEST_ROW, f"2..{LONGEST_ROW}"),
-            ("pad_to_multiple_of", multiple, divides, f"a divisor of seq_len = {seq_len}"),
-            ("on_resume", request.on_resume, request.on_resume in ("redeliver", "resample"), "redeliver or resample"),
-        ):
-            if not fits:
-                raise Invalid(f"{name} is {value!r}; it must be {bound}", name=name, value=value, bound=bound)
+        if seq_len % multiple:
+            raise Invalid(
+                f"pad_to_multiple_of is {multiple}; it must be a divisor of seq_len = {seq_len}",
+                name="pad_to_multiple_of",
+                value=multiple,
+                bound=f"a divisor of seq_len = {seq_len}",
+            )
         if request.cost is not None:
             request.cost.check()
         return AttachRecord(
             epoch=self._state.epoch + 1,
             step=step,
-            dp_world_size=ranks,
+            dp_world_size=request.dp_world_size,
             seq_len=seq_len,
             pad_to_multiple_of=multiple,
             cost=request.cost,
@@ -267,8 +265,6 @@ class Session:
         journal, state = self._journal, self._state
         async with journal.decision():
             self._batches.check_epoch(epoch)
-            if keep < 1:
-                raise Invalid(f"keep is {keep}; at least 1 is needed", name="keep", value=keep, bound=1)
             if not state.oldest_step <= step <= state.step:
                 raise WrongStep(
                     f"step is {step}; a checkpoint can be recorded for {state.oldest_step} to {state.step}",

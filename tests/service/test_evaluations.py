@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ def result(version: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def post(run: RunClient, body: dict[str, Any]) -> Any:
-    return run.http.post(f"{run.path}/evaluations", json=body)
+    return run.http.post(f"{run.path}/evaluations", content=json.dumps(body))
 
 
 def test_results_are_kept_by_version_and_the_last_of_a_version_counts(run: RunClient) -> None:
@@ -40,9 +42,13 @@ def test_results_are_kept_by_version_and_the_last_of_a_version_counts(run: RunCl
     ("changes", "name"),
     [
         ({"name": ""}, "name"),
+        ({"name": "x" * 201}, "name"),
         ({"adapter": "math"}, "adapter"),
         ({"version": -1}, "version"),
         ({"rollouts": 0}, "rollouts"),
+        ({"reward_mean": math.nan}, "reward_mean"),
+        ({"standard_error": math.inf}, "standard_error"),
+        ({"parts": {"length": math.nan}}, "parts.length"),
     ],
 )
 def test_what_no_evaluation_comes_to_is_refused_with_its_name(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.service.http import CALLS, Call
-from tests.conftest import RunClient
+from tests.conftest import RunClient, group
 
 PLACES = {"run": "nested", "step": "0", "ticket": "t0-0-1-1", "group_id": "a"}
 WITH_BODY = [call for call in CALLS if call.body is not None]
@@ -16,7 +16,12 @@ def path_of(run: RunClient, template: str) -> str:
     return template.format(**PLACES | {"run": run.run})
 
 
-@pytest.mark.parametrize("call", WITH_BODY, ids=lambda call: f"{call.method} {call.template}")
+def name_of(call: Call) -> str:
+    """Name a call as docs/http.md does."""
+    return f"{call.method} {call.template}"
+
+
+@pytest.mark.parametrize("call", WITH_BODY, ids=name_of)
 @pytest.mark.parametrize("body", ["@", '{"x": @}', '{"groups": [@]}', '{"metadata": @}', '{"feedback": @}'])
 def test_a_body_of_100_000_brackets_is_malformed_on_every_route(run: RunClient, call: Call, body: str) -> None:
     """Closed or not: no reader of JSON follows it down."""
@@ -24,3 +29,105 @@ def test_a_body_of_100_000_brackets_is_malformed_on_every_route(run: RunClient, 
     for brackets in ("[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"x":' * 100_000 + "1" + "}" * 100_000):
         answer = run.http.request(call.method, path_of(run, call.template), content=body.replace("@", brackets))
         assert (answer.status_code, answer.json()["name"]) == (400, "body"), answer.text
+
+
+BEYOND = ["-1", "9007199254740992", "18446744073709551616", "1" + "0" * 400, "9" * 5000]
+
+
+@pytest.mark.parametrize("value", BEYOND, ids=["below 0", "above 2^53", "above 64 bits", "401 digits", "5000 digits"])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("after", "ledger?after={}"),
+        ("limit", "ledger?limit={}"),
+        ("after", "groups?after={}"),
+        ("limit", "evaluations?limit={}"),
+        ("after", "policy?after={}"),
+        ("wait_ms", "policy?wait_ms={}"),
+        ("wait_ms", "batches/0?epoch=1&wait_ms={}"),
+        ("dp_rank", "batches/0?epoch=1&dp_rank={}"),
+        ("epoch", "batches/0?epoch={}"),
+        ("step", "batches/{}?epoch=1"),
+        ("generation", "batches/0/record?generation={}"),
+    ],
+)
+def test_a_number_of_a_query_or_path_outside_its_bounds_is_refused_with_them(
+    run: RunClient, name: str, call: str, value: str
+) -> None:
+    """Before anything is done with it."""
+    run.put(batch={"groups_per_batch": 1})
+    run.attach()
+    answer = run.http.get(f"{run.path}/{call.format(value)}")
+    assert (answer.status_code, answer.json()["name"]) == (422, name), answer.text
+    low, high = answer.json()["bound"]
+    assert answer.json()["detail"] == f"{name} is {value}; it must be in {low}..{high}"
+    assert (low, high) == ((1, 1000) if name == "limit" else (0, 2**53 - 1))
+
+
+@pytest.mark.parametrize("value", ["1_0", "\uff11", "\u0663", "+5", " 5", "5 ", "1.0", "1e3", "0x1", "-", "", "true"])
+def test_what_is_no_whole_number_in_digits_is_malformed(run: RunClient, value: str) -> None:
+    """Whatever else Python reads as one: underscores, digits of other scripts, blanks."""
+    run.put(batch={"groups_per_batch": 1})
+    answer = run.get("ledger", after=value)
+    assert (answer.status_code, answer.json()["name"], answer.json()["value"]) == (400, "after", value), answer.text
+
+
+@pytest.mark.parametrize("value", BEYOND[:4], ids=["below 0", "above 2^53", "above 64 bits", "401 digits"])
+@pytest.mark.parametrize(
+    ("name", "call", "body"),
+    [
+        ("wait_ms", "tickets", '{"producer": "p", "wait_ms": @}'),
+        ("count", "tickets", '{"producer": "p", "count": @}'),
+        ("epoch", "batches/0/ack", '{"epoch": @}'),
+        ("epoch", "policy", '{"epoch": @, "version": 0}'),
+        ("version", "policy", '{"epoch": 1, "version": @}'),
+        ("epoch", "checkpoints", '{"epoch": @, "step": 0}'),
+        ("step", "checkpoints", '{"epoch": 1, "step": @}'),
+        ("keep", "checkpoints", '{"epoch": 1, "step": 0, "keep": @}'),
+        ("dp_world_size", "attach", '{"dp_world_size": @}'),
+        ("resume_step", "attach", '{"resume_step": @}'),
+        ("seq_len", "attach", '{"seq_len": @}'),
+        ("pad_to_multiple_of", "attach", '{"pad_to_multiple_of": @}'),
+        ("rollouts", "evaluations", '{"name": "x", "version": 0, "versions": [], "reward_mean": 0, "rollouts": @}'),
+        ("versions[0]", "evaluations", '{"name": "x", "version": 0, "versions": [@], "reward_mean": 0, "rollouts": 1}'),
+    ],
+)
+def test_a_number_of_a_body_outside_its_bounds_is_refused_with_them(
+    run: RunClient, name: str, call: str, body: str, value: str
+) -> None:
+    """As one of a query is."""
+    run.put(batch={"groups_per_batch": 1})
+    run.attach()
+    answer = run.http.post(f"{run.path}/{call}", content=body.replace("@", value))
+    assert (answer.status_code, answer.json()["name"]) == (422, name), answer.text
+    assert value in answer.json()["detail"] and "=" in answer.json()["bound"]
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.query is not None], ids=name_of)
+def test_an_unknown_parameter_is_refused_on_every_route_with_the_known_ones(run: RunClient, call: Call) -> None:
+    """Nobody is answered with something else than was asked for."""
+    run.put(batch={"groups_per_batch": 1})
+    answer = run.http.request(call.method, f"{path_of(run, call.template)}?nonsense=1")
+    known = [parameter.name for parameter in call.query or ()]
+    assert (answer.status_code, answer.json().get("name")) == (400, "nonsense"), answer.text
+    assert (answer.json()["value"], answer.json()["bound"]) == ("1", known)
+    assert f"this call takes {', '.join(known) or 'none'}" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("written", ["dprank", "dp-rank", "rank", "DP_RANK"])
+def test_a_rank_with_a_typing_error_does_not_train_on_rank_0(run: RunClient, written: str) -> None:
+    """The nearest name is told; the one that was meant is answered."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach(dp_world_size=2)
+    run.append(group("a"))
+    refused = run.batch(0, epoch, **{written: 1})
+    assert refused.status_code == 400
+    if written != "DP_RANK":
+        assert refused.json()["detail"].endswith("; did you mean dp_rank?")
+    assert run.batch(0, epoch, dp_rank=1).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/", "/openapi.json"])
+def test_probes_pass_over_what_their_callers_add(run: RunClient, path: str) -> None:
+    """Prometheus sends the parameters of its own configuration."""
+    assert run.http.get(f"{path}?collect[]=x&after=nothing").status_code == 200
