@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from replaybuf.config import ConfigPatch, RunConfig
 from replaybuf.errors import NotFound, ReplaybufError
@@ -439,10 +440,22 @@ async def _problem(_: Request, error: Any) -> Response:  # a `ReplaybufError`; s
 
 
 async def _http_problem(request: Request, error: Any) -> Response:  # an `HTTPException`
+    status = HTTPStatus(error.status_code)
     detail = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 404:
+    if status == HTTPStatus.NOT_FOUND:
         return _problem_response(NotFound(detail, name="path", value=request.url.path).problem())
-    return _problem_response({"type": "about:blank", "title": detail, "status": error.status_code, "detail": detail})
+    headers = dict(error.headers or {})
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers["Allow"] = ", ".join(_methods_at(request))
+    return _problem_response(
+        {"type": "about:blank", "title": status.phrase, "status": status, "detail": detail}, headers
+    )
+
+
+def _methods_at(request: Request) -> list[str]:
+    """List what the path takes, over all of its routes; starlette tells those of the first."""
+    here = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+    return sorted({method for route in here for method in route.methods})
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -131,3 +131,30 @@ def test_a_rank_with_a_typing_error_does_not_train_on_rank_0(run: RunClient, wri
 def test_probes_pass_over_what_their_callers_add(run: RunClient, path: str) -> None:
     """Prometheus sends the parameters of its own configuration."""
     assert run.http.get(f"{path}?collect[]=x&after=nothing").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/v1/runs/{run}", "GET, HEAD, PATCH, PUT"),
+        ("OPTIONS", "/v1/runs/{run}/groups", "GET, HEAD, POST"),
+        ("PUT", "/v1/runs/{run}/policy", "GET, HEAD, POST"),
+        ("POST", "/v1/runs", "GET, HEAD"),
+        ("GET", "/v1/runs/{run}/tickets/t0-0-1", "DELETE"),
+        ("GET", "/v1/runs/{run}/attach", "POST"),
+        ("POST", "/healthz", "GET, HEAD"),
+    ],
+)
+def test_a_method_that_a_path_does_not_take_is_told_with_all_it_takes(
+    run: RunClient, method: str, path: str, allowed: str
+) -> None:
+    """405 with `Allow` (RFC 9110 section 15.5.6); the title is the phrase of the status (RFC 9457 section 4.2.1)."""
+    answer = run.http.request(method, path_of(run, path))
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    path = path_of(run, path)
+    assert answer.json() == {
+        "type": "about:blank",
+        "title": "Method Not Allowed",
+        "status": 405,
+        "detail": f"{method} {path}: Method Not Allowed",
+    }
