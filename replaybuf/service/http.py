@@ -60,8 +60,8 @@ OPEN: frozenset[str] = frozenset()
 class Call:
     """One row of the contract: method, path, handler, roles besides operator, shapes for the description.
 
-    `query`: the parameters it takes, None = whatever: a probe is asked in the ways of others. `result`: the shape of
-    an answer in JSON; `media_types` of an answer, the first of them where there is no `result`.
+    `query`: the parameters it takes, None = whatever: a probe is asked in the ways of others. `result`: the shape of an
+    answer in JSON; `media_types`: the forms an answer comes in.
     """
 
     method: str

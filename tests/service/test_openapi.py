@@ -172,6 +172,9 @@ def test_what_the_document_says_of_parameters_is_what_is_refused(run: RunClient)
     """What it requires is missed; what is beyond its bounds, or not of its words, is refused by its name."""
     api = Described(run.http)
     run.put(batch={"groups_per_batch": 1})
+    operations = [operation for path in api.document["paths"].values() for operation in path.values()]
+    queries = [one for operation in operations for one in operation["parameters"] if one["in"] == "query"]
+    assert {parameter["name"] for parameter in queries if parameter["required"]} == {"epoch"}
     asked = 0
     for call in CALLS:
         places = {"run": run.run, "step": 0, "ticket": "t0-0-1-1", "group_id": "a"}
