@@ -70,7 +70,9 @@ class TicketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A producer asks for leave to generate `count` groups, waiting up to `wait_ms` for the first."""
 
     producer: str
-    count: Annotated[Positive, msgspec.Meta(description=f"Tickets wanted; one call grants {TICKETS_AT_ONCE} at most.")] = 1
+    count: Annotated[
+        Positive, msgspec.Meta(description=f"Tickets wanted; one call grants {TICKETS_AT_ONCE} at most.")
+    ] = 1
     adapter: str = ""
     wait_ms: NonNegative = 0
 
