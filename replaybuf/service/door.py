@@ -228,8 +228,7 @@ class Door:
             return Invalid("groups is empty; at least one group is needed", name="groups", value=0, bound=1)
         first = results[0]
         if all(result["reason"] == "too_large" for result in results):
-            bound = self._journal.config.limits.max_group_bytes
-            return TooLarge(first["detail"], name="limits.max_group_bytes", bound=bound)
+            return TooLarge(first["detail"], **{key: first.get(key) for key in ("name", "value", "bound")})
         which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
         return InvalidGroups(
             f"{which}: {first['reason']}: {first['detail']}",
@@ -447,7 +446,9 @@ def _answer(outcome: Appended) -> dict[str, Any]:
 
 
 def _rejected(group_id: str | None, rejection: GroupRejected) -> dict[str, Any]:
-    return {"group_id": group_id, "status": "rejected", "reason": rejection.reason, "detail": rejection.detail}
+    result = {"group_id": group_id, "status": "rejected", "reason": rejection.reason, "detail": rejection.detail}
+    told = {"name": rejection.name, "value": rejection.value, "bound": rejection.bound}
+    return result if rejection.name is None else result | told
 
 
 def _nbytes(item: Incoming) -> int:

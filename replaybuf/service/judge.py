@@ -72,6 +72,9 @@ class Judge:
             raise GroupRejected(
                 "too_large",
                 f"the group has {len(frame)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
+                name="limits.max_group_bytes",
+                value=len(frame),
+                bound=config.limits.max_group_bytes,
             )
         return ToAppend(group, group_id, key, frame, stored_checksum(frame))
 
@@ -119,4 +122,4 @@ def _encoded(group: Group, *, compress: bool) -> bytes:
     try:
         return encode_frame(group, compress=compress)
     except TooLarge as error:
-        raise GroupRejected("too_large", error.detail) from None
+        raise GroupRejected("too_large", error.detail, name=error.name, value=error.value, bound=error.bound) from None

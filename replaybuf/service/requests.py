@@ -254,5 +254,7 @@ def _from_frame(frame: memoryview, max_bytes: int) -> Incoming:
     try:
         return Incoming(decode_frame(frame, max_bytes=max_bytes), frame)
     except BrokenFrame as error:
-        reason = "too_large" if error.name == "max_bytes" else "broken_frame"
-        return Incoming(None, rejection=GroupRejected(reason, error.detail, name=error.name))
+        large = error.name == "max_bytes"
+        reason, name = ("too_large", "limits.max_group_bytes") if large else ("broken_frame", error.name)
+        rejection = GroupRejected(reason, error.detail, name=name, value=error.value, bound=error.bound)
+        return Incoming(None, rejection=rejection)

@@ -109,12 +109,15 @@ class TicketReturned(TypedDict):
 
 
 class AppendedShown(TypedDict):
-    """What became of one group; `reason` and `detail` of one that was rejected."""
+    """What became of one group; the rest of one that was rejected, as far as it has it."""
 
     group_id: str | None
     status: Literal["stored", "duplicate", "rejected"]
     reason: NotRequired[str]
     detail: NotRequired[str]
+    name: NotRequired[str]
+    value: NotRequired[Any]
+    bound: NotRequired[Any]
 
 
 class AppendShown(TypedDict):

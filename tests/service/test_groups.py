@@ -163,6 +163,7 @@ def test_a_compressed_frame_is_held_to_max_group_bytes_with_its_columns_raw(run:
     assert len(packed) < 12_000 < len(frame(big))
     refused = post(run, packed)
     assert (refused.status_code, refused.json()["bound"]) == (413, 12_000)
+    assert refused.json()["value"] > 12_000
     assert post(run, packed, small).json()["results"][0]["reason"] == "too_large"
 
 
@@ -216,10 +217,12 @@ def test_a_frame_whose_metadata_is_nested_too_deeply_is_rejected_alone(run: RunC
 
 
 def test_a_group_above_max_group_bytes_answers_413(run: RunClient) -> None:
-    """The bound is in the problem."""
+    """Size and bound are in the problem."""
     run.put(batch={"groups_per_batch": 2}, limits={"max_group_bytes": 2000})
     response = run.http.post(f"{run.path}/groups", json=group("big", tokens=500))
-    assert (response.status_code, response.json()["bound"]) == (413, 2000)
+    told = response.json()
+    assert (response.status_code, told["name"], told["bound"]) == (413, "limits.max_group_bytes", 2000)
+    assert told["detail"].startswith(f"the group has {told['value']} bytes; ") and told["value"] > 2000
 
 
 def test_an_append_without_ticket_is_held_to_max_tokens_live(run: RunClient) -> None:
@@ -284,9 +287,9 @@ def test_a_body_that_half_found_room_comes_in_by_being_sent_again(run: RunClient
 def test_a_repeat_is_a_duplicate_though_bounds_changed_meanwhile(run: RunClient) -> None:
     """What is stored stays stored; only what is new is judged by them."""
     run.put(batch={"groups_per_batch": 2})
-    run.append(group("a"))
-    assert run.http.patch(run.path, json={"limits": {"max_group_bytes": 100}}).status_code == 200
-    results = run.append(group("a"), group("b"))
+    run.append(group("a", tokens=500))
+    assert run.http.patch(run.path, json={"limits": {"max_group_bytes": 2000}}).status_code == 200
+    results = run.append(group("a", tokens=500), group("b", tokens=500))
     assert [(result["status"], result.get("reason")) for result in results] == [
         ("duplicate", None),
         ("rejected", "too_large"),
