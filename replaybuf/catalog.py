@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf import plugins
+from replaybuf.bounded import OURS
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError, StrategyFault
 from replaybuf.options import REQUIRED, told_options
 from replaybuf.strategy import Filter, Strategy, StrategyOptions, check_options
@@ -28,7 +29,6 @@ _CHECKS = {
 }
 """Functions of the suite, and what they are told as."""
 _KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS}
-_PROPERTIES = ("max_staleness", "max_uses", "look_ahead")
 
 
 def show_list(console: Console) -> bool:
@@ -64,7 +64,8 @@ def show_strategy(name: str, console: Console) -> None:
     needs_some = any(option.default == REQUIRED for option in told_options(cls.Options))
     if group == plugins.STRATEGIES and not needs_some:
         with_defaults = _built(cls, name, {})
-        promised = ", ".join(f"{what} {_or_unbounded(getattr(with_defaults, what))}" for what in _PROPERTIES)
+        bounds = plugins.bounds_of(name, with_defaults)._asdict()
+        promised = ", ".join(f"{what} {_or_unbounded(bound)}" for what, bound in bounds.items())
         console.print(Text(f"by default: {promised}"))
     options = told_options(cls.Options)
     if not options:
@@ -125,7 +126,9 @@ def _suite(cls: Any, built: Any, target: str, options: dict[str, Any]) -> Iterat
             getattr(testing, name)(lambda: _built(cls, target, options))
         except StrategyFault as broken:
             fault = broken.detail
-        except Exception as error:  # noqa: BLE001 - a strategy under test may raise anything; that is what is to be told
+        except OURS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a strategy under test may raise anything; that is what is told
             at = traceback.extract_tb(error.__traceback__)[-1]
             fault = f"raised {error!r} in {at.name}, {at.filename}:{at.lineno}"
         yield _CHECKS[name], fault
@@ -140,14 +143,9 @@ def _fault_of_options(shape: Any) -> str:
 
 
 def _built(cls: Any, name: str, options: dict[str, Any]) -> Any:
-    """Build a strategy. Raises `Invalid`, also where its constructor raises."""
+    """Build a strategy. Raises `Invalid`, also where its constructor raises or takes too long."""
     checked = check_options(name, options, cls.Options)
-    try:
-        return cls(checked)
-    except ReplaybufError:
-        raise
-    except Exception as error:  # whatever a plug-in raises is its author's to read
-        raise Invalid(f"{name} does not build: {error!r}", name=name) from error
+    return plugins.configured(name, lambda: cls(checked))
 
 
 def _import(target: str) -> Any:

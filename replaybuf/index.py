@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.group import Float64s, Group, name_code
-from replaybuf.strategy import Groups
+from replaybuf.strategy import Groups, unwritable
 
 ENTRY = np.dtype(
     [
@@ -217,7 +217,7 @@ class Index:
                 if self._size:
                     column[: self._size] = self[name]
                 self._columns[name] = column
-        self._shown = {name: self._columns["number" if name == "row" else name] for name in Groups.COLUMNS}
+        self._shown = {name: unwritable(self._columns["number" if name == "row" else name]) for name in Groups.COLUMNS}
 
 
 def _without_gap(rows: npt.NDArray[np.int64]) -> bool:

@@ -126,6 +126,8 @@ class Known:
     - `tallies`: histograms of lengths, ages and reuse; coverage of prompts. Groups up to number `tallied` are in it as
       stored; the others join when it is looked at, many at a time, before anything becomes of them
     - `turns` of the adapters before the next batch; `standings`: what the run has of each adapter, by code
+    - `feedback`: of the newest `FEEDBACK_STEPS` acked steps of the surviving history that had any, by step, as msgpack;
+      replaced by another dict where it changes
     - `checkpoints`: kept ones, ascending; `oldest_step`: lowest step a trainer may resume at
     """
 
@@ -144,6 +146,7 @@ class Known:
         self.records: dict[int, int] = {}
         self.voided: dict[int, list[VoidedBatch]] = {}
         self.checkpoints: list[int] = []
+        self.feedback: dict[int, bytes] = {}
         self.rewinds: dict[str, list[tuple[int, int]]] = {}
         self.turns = NO_TURNS
         self.standings: dict[int, Standing] = {}

@@ -5,20 +5,22 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from replaybuf.bounded import BOUND_S, IMPORT_BOUND_S, OURS, TookTooLong, bounded, bounded_again
 from replaybuf.errors import Invalid
 
 if TYPE_CHECKING:  # the command line asks for names alone, and starts without numpy
     from replaybuf.strategy import Filter, Strategy
+
+T = TypeVar("T")
 
 STRATEGIES = "replaybuf.strategies"
 FILTERS = "replaybuf.filters"
@@ -60,7 +62,9 @@ def load(group: str, name: str) -> Any:
     entry = find(group, name)
     try:
         return entry.load()
-    except Exception as error:  # whatever a plug-in raises at import is its author's to read
+    except OURS:
+        raise
+    except BaseException as error:  # whatever a plug-in raises at import is its author's to read
         raise Invalid(f"{group} plug-in {name!r} ({entry.value}) does not import: {error!r}", name=name) from error
 
 
@@ -77,7 +81,9 @@ def load_object(path: str) -> Any:
         sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a user's module raises at import is its author's to read
+    except OURS:
+        raise
+    except BaseException as error:  # whatever a user's module raises at import is its author's to read
         raise Invalid(f"{path!r} does not import: {error!r}", name="import", value=path) from error
 
 
@@ -95,21 +101,35 @@ def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
-    """Build a strategy from its name and options.
+class Bounds(NamedTuple):
+    """What a strategy promises and the core enforces: its properties, read once."""
 
-    Raises `Invalid` for an unknown name, a bad option, a class that does not build, bounds that are none.
+    max_staleness: int | None
+    max_uses: int | None
+    look_ahead: int
+
+
+def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
+    """Build a strategy from its name and options. Raises what `build_with_bounds` does."""
+    return build_with_bounds(name, options)[0]
+
+
+def build_with_bounds(name: str, options: dict[str, Any]) -> tuple[Strategy[Any], Bounds]:
+    """Build a strategy from its name and options, and read what it promises.
+
+    Raises `Invalid` for an unknown name, a bad option, a class that does not build or not in time, and bounds that are
+    none.
     """
     from replaybuf.strategy import Strategy
 
     strategy: Strategy[Any] = _build(STRATEGIES, name, options, Strategy)
-    with reported(name):
-        promised = (
-            ("max_staleness", strategy.max_staleness, 0, True),
-            ("max_uses", strategy.max_uses, 1, True),
-            ("look_ahead", strategy.look_ahead, 0, False),
-        )
-    for what, value, least, unbounded in promised:
+    return strategy, bounds_of(name, strategy)
+
+
+def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
+    """Read what a strategy promises. Raises `Invalid` where it is no bound."""
+    found = configured(name, lambda: Bounds(strategy.max_staleness, strategy.max_uses, strategy.look_ahead))
+    for what, value, least, unbounded in zip(Bounds._fields, found, (0, 1, 0), (True, True, False), strict=True):
         if not ((type(value) is int and value >= least) or (unbounded and value is None)):
             raise Invalid(
                 f"{what} of strategy {name!r} is {value!r}; it must be a whole number >= {least}"
@@ -118,13 +138,13 @@ def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
                 value=repr(value),
                 bound=least,
             )
-    return strategy
+    return found
 
 
 def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
     """Build a filter from its name and options.
 
-    Raises `Invalid` for an unknown name, a bad option, a class that does not build.
+    Raises `Invalid` for an unknown name, a bad option, a class that does not build or not in time.
     """
     from replaybuf.strategy import Filter
 
@@ -135,19 +155,28 @@ def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
 def _build(group: str, name: str, options: dict[str, Any], base: type[Strategy[Any]] | type[Filter[Any]]) -> Any:
     from replaybuf.options import check_options
 
-    cls, kind = load(group, name), base.__name__.lower()
+    kind = base.__name__.lower()
+    try:  # once: what an import that was ended has loaded does not come anew
+        cls = bounded(lambda: load(group, name), IMPORT_BOUND_S)
+    except TookTooLong as error:
+        raise Invalid(f"import of {kind} {name!r} {error}", name=name, bound=IMPORT_BOUND_S) from error
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise Invalid(f"{kind} {name!r} is {cls!r}; it must be a subclass of {base.__name__}", name=kind, value=name)
-    with reported(name):
-        return cls(check_options(name, options, cls.Options, kind=kind))
+    return configured(name, lambda: cls(check_options(name, options, cls.Options, kind=kind)))
 
 
-@contextlib.contextmanager
-def reported(name: str) -> Iterator[None]:
-    """Turn whatever a plug-in raises while a run is configured into `Invalid` with its name."""
+def configured(name: str, call: Callable[[], T]) -> T:
+    """Answer what a plug-in is asked while a run is configured, which changes nothing and so may be asked again.
+
+    Raises `Invalid` with its name for whatever it raises, or too slow twice.
+    """
     try:
-        yield
-    except Invalid:
+        return bounded_again(call)
+    except (Invalid, *OURS):
         raise
-    except Exception as error:
+    except TookTooLong as error:
+        raise Invalid(
+            f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=BOUND_S
+        ) from error
+    except BaseException as error:  # whatever a plug-in raises is its author's to read
         raise Invalid(f"plug-in {name!r} raised {error!r} when it was configured", name=name, value=name) from error

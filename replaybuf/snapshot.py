@@ -73,6 +73,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     records: bytes
     voided: dict[int, list[VoidedBatch]]
     checkpoints: list[int]
+    feedback: dict[int, bytes] = {}
     rewinds: dict[str, list[tuple[int, int]]]
     turns: Turns
     standings: dict[int, Standing]

@@ -49,6 +49,8 @@ from replaybuf.tallies import Tallies, ages_ms
 LOST_LINEAGE = "lost_lineage"
 BAD_INDEX_ENTRY = "bad_index_entry"
 """Dead letter that the fold itself makes: an entry of the index stream that no publish wrote."""
+FEEDBACK_STEPS = 16
+"""A strategy observes the feedback of so many steps; older one is forgotten."""
 KEPT_REWINDS = 1_000
 """So many rewinds that still tell tickets apart are kept; 128 kB."""
 _MOVES_NOTHING = (AckRecord, AttachRecord, PolicyRecord, TicketRecord)
@@ -165,6 +167,9 @@ class RunState(Known):
                 self.batches[record.step].acked = True
                 for number, priority in record.priorities.items():
                     self.index["priority"][self.index.rows_of([number])] = priority
+                if record.feedback:
+                    kept = list(self.feedback.items())[1 - FEEDBACK_STEPS :]
+                    self.feedback = dict([*kept, (record.step, msgspec.msgpack.encode(record.feedback))])
             case EvictRecord():
                 for reason, numbers in record.numbers.items():
                     self._evict(self.index.rows_of(numbers), reason, record.step, record.at_s)
@@ -208,6 +213,8 @@ class RunState(Known):
             raise Unreadable(f"the configuration in ledger entry {self.entries} does not decode: {error}") from error
         self.published |= {name: self.published.get(name, 0) for name in self.config.adapters}
         self.weights_uri |= {name: self.weights_uri.get(name) for name in self.config.adapters}
+        if record.state == "running" and self.config_state == "paused" and self.config_reason != "operator":
+            self.feedback = {}  # it may be what the strategy failed at: resumed, the run leaves it behind
         self.config_state, self.config_reason = record.state, record.reason
         if record.max_uses != self.max_uses:
             self.max_uses = record.max_uses
@@ -326,6 +333,7 @@ class RunState(Known):
         self.step = record.step
         self.next_step = max((*self.batches, record.step - 1)) + 1
         self.checkpoints = [step for step in self.checkpoints if step <= record.step]
+        self.feedback = {step: told for step, told in self.feedback.items() if step < record.step}
         self.published |= versions
         self.weights_uri = dict.fromkeys(self.weights_uri)
         if self.config_state == "finished" and self.config_reason != "operator":

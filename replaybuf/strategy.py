@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic
 
 import numpy as np
@@ -53,6 +53,8 @@ REASONS = (
     "too_few_tokens",
 )
 """Why there is no batch, in the order in which they are told."""
+TOLD_BY_STRATEGIES = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
+"""Those that a strategy may tell; the others are of the run's state, which it does not see."""
 
 _COLUMNS: dict[str, npt.DTypeLike] = {
     "row": np.int64,
@@ -77,6 +79,11 @@ _LATER = ("source", "longest_tokens", "truncated")
 """Columns that may be left out where groups are built by hand: zeros."""
 
 
+def unwritable(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """View a column in a way that cannot be made writable again, as `flags.writeable` can."""
+    return np.asarray(column.data.toreadonly())
+
+
 class Groups:
     """Live groups as read-only columns of equal length, in the order they were stored.
 
@@ -89,12 +96,15 @@ class Groups:
     - `arrival_s` float64: seconds since the epoch when the group was stored
 
     A column is taken from the index when it is first read: a strategy pays for what it looks at. Of all groups it is a
-    view, without a copy.
+    view, without a copy. Nothing here can be set or written: `AttributeError`, `ValueError`.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
     DTYPES: ClassVar[Mapping[str, np.dtype[Any]]] = {name: np.dtype(kind) for name, kind in _COLUMNS.items()}
 
+    _base: dict[str, npt.NDArray[Any]]
+    _size: int
+    _which: Rows | None
     row: Rows
     prompt_index: npt.NDArray[np.int64]
     adapter: npt.NDArray[np.int32]
@@ -118,15 +128,15 @@ class Groups:
         unknown = [name for name in columns if name not in _COLUMNS]
         if missing or unknown:
             raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
-        self._base = columns
-        self._size = len(columns["row"])
-        self._which: Rows | None = None
+        self.__dict__.update(
+            _base={name: unwritable(column) for name, column in columns.items()}, _size=len(columns["row"]), _which=None
+        )
 
     @classmethod
     def beginning(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
-        """Show the first `size` groups of complete columns with room for more, or those of them at these positions."""
+        """Show the first `size` groups of `unwritable` columns with room for more, or those at these positions."""
         shown = object.__new__(cls)
-        shown._base, shown._size, shown._which = columns, size, which
+        shown.__dict__.update(_base=columns, _size=size, _which=which)
         return shown
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
@@ -135,14 +145,20 @@ class Groups:
             raise AttributeError(f"Groups has no column {name!r}; it has {', '.join(self.COLUMNS)}")
         base = self._base.get(name)
         if base is None:
-            base = np.zeros(self._size, _COLUMNS[name])
-        column = base[: self._size] if self._which is None else base[self._which]
-        column.flags.writeable = False
-        setattr(self, name, column)
+            base = unwritable(np.zeros(self._size, _COLUMNS[name]))
+        column = base[: self._size] if self._which is None else unwritable(base[self._which])
+        self.__dict__[name] = column
         return column
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Groups are read-only; {name!r} cannot be set")
 
     def __len__(self) -> int:
         return self._size if self._which is None else len(self._which)
+
+    def apart(self) -> Groups:
+        """Return the same groups, of which nothing is read yet: what one reader does to it no other sees."""
+        return Groups.beginning(dict(self._base), self._size, self._which)
 
     def take(self, which: npt.NDArray[Any]) -> Groups:
         """Return the groups at these positions, or where this mask is true; nothing is read of the others."""
@@ -208,7 +224,10 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """The groups of the next batch, in the order they are to be trained; `weights` per group, or None."""
+    """The groups of the next batch, in the order they are to be trained; `weights` per group, or None.
+
+    Anything that numpy reads as one dimension of whole numbers serves as `rows`, so of numbers as `weights`.
+    """
 
     rows: Rows
     weights: npt.NDArray[np.float32] | None = None
@@ -216,22 +235,27 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """No batch yet, and why: one of `REASONS`."""
+    """No batch yet, and why: one of `TOLD_BY_STRATEGIES`.
+
+    `groups` and `tokens`: what may be used now where that is less than what was given (None = all of it).
+    """
 
     reason: str
+    groups: int | None = None
+    tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evictions:
-    """Groups that can never be used again, each with its reason."""
+    """Groups that can never be used again, each with its reason; `rows` may be an array."""
 
-    rows: tuple[int, ...] = ()
-    reasons: tuple[str, ...] = ()
+    rows: Sequence[int] | Rows = ()
+    reasons: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feedback:
-    """What the trainer sent with the ack of `step`."""
+    """What the trainer sent with the ack of `step`: `values`, a JSON object, is its own to choose."""
 
     step: int
     values: dict[str, Any]
@@ -265,7 +289,10 @@ class Strategy(ABC, Generic[OptionsT]):
         return 0
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
-        """Refuse a run in which it would wait for ever. Raises `Invalid` naming the option and its bound."""
+        """Refuse a run in which it would wait for ever. Raises `Invalid` naming the option and its bound.
+
+        `max_tokens_live`: the lower of that limit and what `max_bytes_live` holds at 4 bytes per token; None = none.
+        """
 
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         """Say how many more groups producers may start now."""
@@ -285,7 +312,12 @@ class Strategy(ABC, Generic[OptionsT]):
         """Choose the groups of `buffer.step` from those that bounds allow, or say what is missing."""
 
     def observe(self, feedback: Feedback) -> None:
-        """Take in what the trainer sent with its ack."""
+        """Take in what the trainer sent with its ack.
+
+        A strategy that has this is built anew at every ack with feedback, at every start and after a rewind, and
+        observes those of the newest 16 steps of the surviving history that had any, oldest first: what it knows follows
+        from the ledger. Keep nothing else, and take whatever is sent: the values are the trainer's to choose.
+        """
 
 
 class Filter(ABC, Generic[OptionsT]):

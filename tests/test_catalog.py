@@ -18,6 +18,9 @@ from replaybuf.errors import StrategyFault
 from replaybuf.plugins import STRATEGIES
 
 MODULE = '''
+import sys
+import time
+
 from replaybuf.strategy import Filter, Strategy, StrategyOptions, Waiting
 
 
@@ -54,6 +57,20 @@ class Explodes(Mine):
 
     def __init__(self, options):
         raise KeyError("nothing")
+
+
+class Leaves(Mine):
+    """Ends whoever builds it."""
+
+    def __init__(self, options):
+        sys.exit("nothing")
+
+
+class Sleeps(Mine):
+    """Takes long to build."""
+
+    def __init__(self, options):
+        time.sleep(8)
 
 
 class Sieve(Filter):
@@ -160,7 +177,9 @@ def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixtu
         ("Mute", "the class has no docstring"),
         ("Loose", "Options lacks forbid_unknown_fields=True"),
         ("NeedsOne", "share"),
-        ("Explodes", "does not build: KeyError('nothing')"),
+        ("Explodes", "own_strategies:Explodes' raised KeyError('nothing') when it was configured"),
+        ("Leaves", "own_strategies:Leaves' raised SystemExit('nothing') when it was configured"),
+        ("Sleeps", "own_strategies:Sleeps', when it was configured, did not come to an end within 1 s"),
     ],
 )
 def test_a_class_that_is_not_sound_fails_with_the_rule(
@@ -179,11 +198,12 @@ def test_a_class_that_is_not_sound_fails_with_the_rule(
     ("fault", "told"),
     [
         (StrategyFault("rule 'keeps the budget' is broken"), "rule 'keeps the budget' is broken"),
+        (SystemExit(3), "strategy, over random buffers: raised SystemExit(3) in"),
         (ZeroDivisionError("x"), "strategy, over random buffers: raised ZeroDivisionError('x') in"),
     ],
 )
 def test_what_the_suite_finds_is_told(
-    fault: Exception, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fault: BaseException, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broken rule as a failed check, an exception of the class by its name."""
 

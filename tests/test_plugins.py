@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,22 @@ def test_the_built_ins_come_through_the_same_door() -> None:
     assert {"on-policy", "one-step-off-policy"} <= set(names(STRATEGIES))
     assert {"exact-match", "reasoning-gym", "verifiers"} <= set(names(ENVIRONMENTS))
     assert {"train", "engine", "init-model"} <= set(names(COMMANDS))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("raise SystemExit('gone')", r"plug-in 'own' \(own_import:X\) does not import: SystemExit\('gone'\)"),
+        ("import time; time.sleep(5)", r"import of strategy 'own' did not come to an end within 0.2 s"),
+    ],
+)
+def test_an_import_that_ends_the_process_or_does_not_end_is_refused(
+    source: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_import.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = EntryPoints([EntryPoint("own", "own_import:X", STRATEGIES)])
+    monkeypatch.setattr(plugins, "installed", lambda group: found.select(group=group))
+    monkeypatch.setattr(plugins, "IMPORT_BOUND_S", 0.2)
+    with pytest.raises(Invalid, match=told):
+        build_strategy("own", {})

@@ -57,6 +57,7 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
         },
         "counts": (state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
         "used": (state.groups_used, state.tokens_used, state.used_staleness, state.tallies),
+        "feedback": state.feedback,
         "words": (state.attached, state.config, state.max_uses, state.config_state),
         "failed": (state.failed_prompts, state.failures),
         "steps": (state.step, state.next_step, state.generation, state.published, state.weights_uri),

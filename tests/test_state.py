@@ -5,6 +5,7 @@ from __future__ import annotations
 import unittest.mock
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ from replaybuf.ledger import (
     TrimRecord,
 )
 from replaybuf.snapshot import take
-from replaybuf.state import LOST_LINEAGE, RunState, remembered_rewinds
+from replaybuf.state import FEEDBACK_STEPS, LOST_LINEAGE, RunState, remembered_rewinds
 from tests.builders import batch_entry, batch_record, config_record, entries
 
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
@@ -407,3 +408,31 @@ def test_an_entry_that_is_no_group_is_not_in_the_kept_sums_of_live_groups() -> N
     assert state.live_totals() == (2, 12, 2, 0)
     state.store(np.array([3, 4]), entries({"tokens": 11}, {"tokens": 0}))
     assert state.live_totals() == (3, 23, 3, 0)
+
+
+def test_feedback_is_kept_of_the_newest_steps_of_the_surviving_history() -> None:
+    """By the ledger alone; steps whose ack brought none are not among them."""
+    run = Run(max_uses=None)
+    run.store(0)
+
+    def train(feedback: dict[str, Any] | None) -> None:
+        run.batch(1)
+        run.apply(AckRecord(step=run.state.step, epoch=1, feedback=feedback))
+
+    for step in range(FEEDBACK_STEPS + 4):
+        train({"loss": step} if step != 2 else None)
+    assert list(run.state.feedback) == list(range(4, FEEDBACK_STEPS + 4))
+    assert msgspec.msgpack.decode(run.state.feedback[4]) == {"loss": 4}
+    run.rewind(6, "redeliver")
+    assert list(run.state.feedback) == [4, 5]
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("operator", [0]), ("strategy 's' raised in observe", [])])
+def test_feedback_is_left_behind_by_a_run_that_goes_on_after_its_strategy_failed(reason: str, kept: list[int]) -> None:
+    run = Run()
+    run.store(0)
+    run.batch(1)
+    run.apply(AckRecord(step=0, epoch=1, feedback={"loss": 1}))
+    for state in ("paused", "running"):
+        run.apply(config_record(1, state=state, reason=reason if state == "paused" else None))
+    assert list(run.state.feedback) == kept

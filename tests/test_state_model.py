@@ -423,7 +423,8 @@ class RunStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.step in self.model.batches)
     @rule()
     def ack(self) -> None:
-        assert not self.write(AckRecord(step=self.model.step, epoch=1))
+        feedback = {"loss": self.model.step} if self.model.step % 2 else None
+        assert not self.write(AckRecord(step=self.model.step, epoch=1, feedback=feedback))
         self.model.batches[self.model.step].acked = True
         self.model.step += 1
 

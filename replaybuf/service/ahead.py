@@ -157,7 +157,7 @@ class Ahead:
             self._journal.leading
             and state.state == "running"
             and 0 < state.epoch == self._served_epoch
-            and state.next_step <= state.step + self._selector.strategy.look_ahead
+            and state.next_step <= state.step + self._selector.bounds.look_ahead
         )
 
     def _key(self) -> object:

@@ -96,7 +96,7 @@ class Batches:
             )
 
     def _check_askable(self, step: int) -> None:
-        state, look_ahead = self._state, self._selector.strategy.look_ahead
+        state, look_ahead = self._state, self._selector.bounds.look_ahead
         if step < 0 or step > state.step + max(1, look_ahead):
             raise WrongStep(
                 f"step is {step}; the next unacked step is {state.step} and the strategy looks {look_ahead} ahead",
@@ -124,7 +124,7 @@ class Batches:
 
     async def _batch(self, step: int, epoch: int) -> Assembled | WaitingAnswer:
         standing = step in self._state.batches  # may be: made ahead by a strategy that a live change replaced
-        if not standing and step > self._state.step + self._selector.strategy.look_ahead:
+        if not standing and step > self._state.step + self._selector.bounds.look_ahead:
             return self._selector.explain("awaiting_ack" if self._state.state == "running" else self._state.state)
         try:
             async with self._journal.decision():

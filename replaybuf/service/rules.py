@@ -1,4 +1,7 @@
-"""The rules that answers of plug-ins are held to; to break one is a `StrategyFault` naming plug-in, rule and value."""
+"""The rules that answers of plug-ins are held to; to break one is a `StrategyFault` naming plug-in, rule and value.
+
+Answers are held to the core's own index, not to the columns that the plug-in was shown.
+"""
 
 from __future__ import annotations
 
@@ -7,69 +10,122 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.errors import StrategyFault
-from replaybuf.strategy import REASONS, Budget, Evictions, Groups, Rows, Selection, Waiting
+from replaybuf.index import Index
+from replaybuf.service.views import Standard
+from replaybuf.strategy import TOLD_BY_STRATEGIES, Budget, Evictions, Rows, Selection, Waiting
 
 REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 """A reason is a label of a metric."""
 
+Rule = tuple[str, bool, Any]
+"""A rule, whether it was kept, and the value that says so."""
 
-def hold(strategy: str, step: int, rules: Iterable[tuple[str, bool, Any]]) -> None:
-    """Hold a strategy to rules: each with whether it was kept and the value that says so. Raises `StrategyFault`."""
+
+def hold(strategy: str, step: int, rules: Iterable[Rule]) -> None:
+    """Hold a strategy to rules, one after the other. Raises `StrategyFault`."""
     _hold(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
 
 
-def _hold(plugin: str, name: str, when: str, rules: Iterable[tuple[str, bool, Any]]) -> None:
+def _hold(plugin: str, name: str, when: str, rules: Iterable[Rule]) -> None:
     for rule, kept, value in rules:
         if not kept:
             raise StrategyFault(f"{plugin} broke the rule '{rule}'{when}: {value}", name=name, value=value, bound=rule)
 
 
-def check_selection(strategy: str, step: int, chosen: Selection | Waiting, groups: Groups, budget: Budget) -> None:
-    """Hold what a strategy chose at `step` to its contract. Raises `StrategyFault` naming the strategy and the rule."""
+def check_selection(
+    strategy: str, step: int, chosen: Selection | Waiting, index: Index, standards: Iterable[Standard], budget: Budget
+) -> Selection | Waiting:
+    """Return what a strategy chose at `step`, as arrays, held to its contract.
+
+    `standards` are what makes a group usable at this step. Raises `StrategyFault` naming the strategy and the rule.
+    """
     if isinstance(chosen, Waiting):
-        hold(strategy, step, [("gives a reason of the closed list", chosen.reason in REASONS, chosen.reason)])
-        return
+        hold(strategy, step, _rules_of_waiting(chosen))
+        return chosen
     hold(strategy, step, [("answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__)])
-    rows = np.asarray(chosen.rows, np.int64)
-    weights = None if chosen.weights is None else np.asarray(chosen.weights, np.float32)
-    unfit = 0 if weights is None else int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
-    distinct = np.unique(rows)
-    at = _positions(distinct, groups)
-    given = at[at >= 0]
-    tokens = int(groups.take(given).tokens.sum(dtype=np.int64))
-    rules = [
-        ("selects at least one group", len(rows) > 0, len(rows)),
-        ("selects a group once", len(distinct) == len(rows), len(rows)),
-        ("selects only groups it was given", len(given) == len(distinct), rows[:8].tolist()),
-        (f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens),
-        (f"keeps the group budget of {budget.groups}", budget.groups is None or len(rows) <= budget.groups, len(rows)),
-        ("gives one weight per group", weights is None or len(weights) == len(rows), len(rows)),
-        ("gives finite weights above 0", not unfit, unfit),
-    ]
-    hold(strategy, step, rules)
+    hold(strategy, step, _rules_of_form(chosen))
+    rows = np.asarray(chosen.rows).astype(np.int64)
+    hold(strategy, step, _rules_of_groups(rows, index, standards, budget))
+    if chosen.weights is None:
+        return Selection(rows)
+    with np.errstate(over="ignore"):  # what is beyond 32 bits becomes infinite, which is no weight
+        weights = np.asarray(chosen.weights).astype(np.float32)
+    unfit = int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
+    hold(strategy, step, [("gives finite weights above 0", not unfit, unfit)])
+    return Selection(rows, weights)
 
 
-def check_evictions(plugin: str, found: Evictions, groups: Groups) -> Evictions:
-    """Return what a plug-in drops, held to what it may. Raises `StrategyFault` naming it and the rule."""
+def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
+    yield "gives a reason of the closed list", told.reason in TOLD_BY_STRATEGIES, told.reason
+    for name in ("groups", "tokens"):
+        value = getattr(told, name)
+        whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
+        yield f"tells whole {name} that may be used now, 0 or more", bool(whole), repr(value)
+
+
+def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
+    """Yield what can be judged without knowing the groups."""
+    rows = np.asarray(chosen.rows)
+    yield "selects at least one group", rows.size > 0, rows.size
+    yield "selects whole groups, by their row", are_rows(rows), repr(chosen.rows)[:200]
+    if chosen.weights is not None:
+        weights = np.asarray(chosen.weights)
+        fits = weights.shape == rows.shape and weights.dtype.kind in "fiu"
+        yield "gives one weight per group", bool(fits), f"{weights.dtype}{list(weights.shape)} for {len(rows)}"
+
+
+def are_rows(rows: npt.NDArray[Any]) -> bool:
+    """Say whether these can be names of groups: whole numbers in one dimension."""
+    return rows.ndim == 1 and rows.dtype.kind in "iu"
+
+
+def _rules_of_groups(numbers: Rows, index: Index, standards: Iterable[Standard], budget: Budget) -> Iterable[Rule]:
+    distinct = np.unique(numbers)
+    yield "selects a group once", len(distinct) == len(numbers), len(numbers)
+    rows = index.rows_of(distinct)
+    stored = index["number"][rows]
+    yield "selects only groups that are stored", len(rows) == len(distinct), _some(np.setdiff1d(distinct, stored))
+    for standard in standards:
+        kept = standard.kept(index[standard.column][rows])
+        yield standard.rule, bool(kept.all()), _some(stored[~kept])
+    tokens = int(index["tokens"][rows].sum(dtype=np.int64))
+    yield f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens
+    within = budget.groups is None or len(numbers) <= budget.groups
+    yield f"keeps the group budget of {budget.groups}", within, len(numbers)
+
+
+def check_evictions(plugin: str, found: Evictions, index: Index, rows: Rows) -> Evictions:
+    """Return what a plug-in drops of the groups at these rows, ascending, as tuples, held to what it may.
+
+    Raises `StrategyFault` naming it and the rule.
+    """
     _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
-    if not found.rows and not found.reasons:
-        return found
-    rows = np.asarray(found.rows, np.int64)
-    strange = rows[_positions(rows, groups) < 0]
+    dropped, reasons = np.asarray(found.rows), tuple(found.reasons)
+    _hold(
+        plugin,
+        plugin,
+        "",
+        [
+            ("gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))),
+            ("drops whole groups, by their row", not dropped.size or are_rows(dropped), repr(found.rows)[:200]),
+        ],
+    )
+    if not dropped.size:
+        return Evictions()
+    numbers = dropped.astype(np.int64)
+    given = index["number"][np.intersect1d(index.rows_of(numbers), rows)]
+    strange = np.setdiff1d(numbers, given)
+    words = all(isinstance(reason, str) and REASON.fullmatch(reason) for reason in reasons)
     rules = [
-        ("gives one reason per group it drops", len(found.rows) == len(found.reasons), str(len(found.reasons))),
-        ("drops only groups it was given", not len(strange), str(strange[:8].tolist())),
-        ("gives words as reasons", all(REASON.fullmatch(reason) for reason in found.reasons), str(found.reasons[:8])),
+        ("drops only groups it was given", not len(strange), _some(strange)),
+        ("gives words as reasons", words, str(reasons[:8])),
     ]
     _hold(plugin, plugin, "", rules)
-    return found
+    return Evictions(tuple(numbers.tolist()), reasons)
 
 
-def _positions(rows: Rows, groups: Groups) -> Rows:
-    """Find groups by their row, in columns that are sorted by it; -1 for one that is not there."""
-    if not len(groups):
-        return np.full(len(rows), -1)
-    at = np.minimum(np.searchsorted(groups.row, rows), len(groups) - 1)
-    return np.where(groups.row[at] == rows, at, -1)
+def _some(numbers: Rows) -> str:
+    return str(numbers[:8].tolist())

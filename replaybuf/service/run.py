@@ -15,6 +15,7 @@ from replaybuf.config import ConfigPatch, RunConfig, StrategySpec, differing_fie
 from replaybuf.errors import Conflict
 from replaybuf.flow import TicketBook
 from replaybuf.ledger import ConfigRecord, PurgeRecord
+from replaybuf.plugins import Bounds
 from replaybuf.rates import Measured
 from replaybuf.service.batches import Batches
 from replaybuf.service.built import resolve_config
@@ -29,7 +30,6 @@ from replaybuf.service.told import Told
 from replaybuf.service.trimming import Trimming
 from replaybuf.state import RunState
 from replaybuf.store import Book, Store
-from replaybuf.strategy import Strategy
 
 
 class Run:
@@ -74,10 +74,10 @@ class Run:
     async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Callable[[], float]) -> Run:
         """Write the first ledger record of a new run, and lead it. Raises `Invalid` where it cannot work."""
         journal = Journal(name, store, clock)
-        resolved, strategy = resolve_config(config)
+        resolved, bounds = resolve_config(config)
         await store.add_run(name)
         async with journal.taking_over(token):
-            await journal.append(_config_record(resolved, strategy.max_uses, "running", None, clock()))
+            await journal.append(_config_record(resolved, bounds.max_uses, "running", None, clock()))
         return cls(journal)
 
     @classmethod
@@ -136,10 +136,10 @@ class Run:
             config, max_uses = journal.config, state.max_uses
             changed = _changed(config, patch)
             if changed != config or patch.state == "running":  # a run whose plug-in is gone may be paused and finished
-                config, strategy = resolve_config(changed)
-                max_uses = strategy.max_uses
+                config, bounds = resolve_config(changed)
+                max_uses = bounds.max_uses
                 if patch.strategy:
-                    self._check_standing_batches(strategy)
+                    self._check_standing_batches(bounds)
             wanted = patch.state or state.config_state
             if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
                 raise Conflict(
@@ -157,7 +157,7 @@ class Run:
         await self.eviction.judge_all()
         await journal.notify()
 
-    def _check_standing_batches(self, strategy: Strategy[Any]) -> None:
+    def _check_standing_batches(self, bounds: Bounds) -> None:
         """Refuse bounds that a batch already handed out, and not yet acked, breaks."""
         index = self.state.index
         for step, batch in self.state.batches.items():
@@ -166,8 +166,8 @@ class Run:
             rows = index.rows_of(batch.numbers)
             ages = self.state.versions_at(step, rows) - index["policy_version"][rows]
             for name, bound, found in (
-                ("max_staleness", strategy.max_staleness, int(ages.max())),
-                ("max_uses", strategy.max_uses, int(index["times_sampled"][rows].max())),
+                ("max_staleness", bounds.max_staleness, int(ages.max())),
+                ("max_uses", bounds.max_uses, int(index["times_sampled"][rows].max())),
             ):
                 if bound is not None and found > bound:
                     raise Conflict(

@@ -14,18 +14,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from replaybuf.bounded import OURS, TookTooLong, bounded_again
 from replaybuf.config import LARGEST_INTEGER, RunConfig
 from replaybuf.errors import StrategyFault
 from replaybuf.flow import TicketBook
 from replaybuf.group import name_code
 from replaybuf.index import LIVE, Numbers
+from replaybuf.plugins import Bounds
 from replaybuf.service import answers
 from replaybuf.service.answers import Amount, WaitingAnswer
-from replaybuf.service.bounded import TookTooLong, bounded, bounded_again
 from replaybuf.service.rules import check_evictions, check_selection, hold
 from replaybuf.service.views import SAMPLED_GROUPS, Views
 from replaybuf.state import LOST_LINEAGE, RunState
-from replaybuf.strategy import Budget, Evictions, Feedback, Groups, Rows, Selection, Strategy, Waiting
+from replaybuf.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.turns import Portion, share
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Selector:
 
     def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
         self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        self.views = Views(name, state, book, clock)
+        self.views = Views(name, state, book, clock, self.ask)
         self._name = name
         self._state = state
         self._book = book
@@ -66,29 +67,27 @@ class Selector:
     @property
     def strategy(self) -> Strategy[Any]:
         """Strategy of the configuration in force."""
-        return self.views.strategy
+        return self.views.plugins.strategy
+
+    @property
+    def bounds(self) -> Bounds:
+        """What that strategy promises."""
+        return self.views.plugins.bounds
 
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
         """Ask a plug-in, the strategy if none is named; what is asked changes nothing in it, so it may be asked again.
 
         Raises `StrategyFault` for whatever it raises, or too slow twice.
         """
-        return self._answered(what, lambda: bounded_again(call), plugin)
-
-    def observe(self, feedback: Feedback) -> None:
-        """Give the strategy what the trainer sent, once. Raises `StrategyFault` as `ask`, or too slow."""
-        self._answered("observe", lambda: bounded(lambda: self.strategy.observe(feedback)), None)
-
-    def _answered(self, what: str, call: Callable[[], T], plugin: str | None) -> T:
         try:
-            return call()
-        except StrategyFault:
+            return bounded_again(call)
+        except (StrategyFault, *OURS):
             raise
         except TookTooLong as error:
             logger.exception("plug-in too slow run=%s call=%s", self._name, what)
-            cause: Exception = error
+            cause: BaseException = error
             told = f"in {what}: {error}"
-        except Exception as error:  # a plug-in may raise anything; the run pauses with it, the service lives
+        except BaseException as error:  # a plug-in may raise anything; the run pauses with it, the service lives
             logger.exception("plug-in raised run=%s call=%s", self._name, what)
             cause = error
             told = f"raised in {what}: {error!r}"
@@ -137,8 +136,10 @@ class Selector:
             waits = self.why_adapter_waits(adapter)
         if waits is None or waits.blocked_on != "producers":
             return 0
-        groups = waits.need.groups - waits.have.groups
-        tokens = (waits.need.tokens - waits.have.tokens) / self.views.tokens_per_group()
+        # Of what rests, or is ahead of its rate, nobody can say how many more make a batch: one at a time.
+        have = self._given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
+        groups = waits.need.groups - have.groups
+        tokens = (waits.need.tokens - have.tokens) / self.views.tokens_per_group()
         return max(1, groups, math.ceil(tokens))
 
     def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
@@ -198,22 +199,23 @@ class Selector:
     def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
         """Ask the strategy about the groups of one adapter, or of a run without; None = a batch of its own."""
         state, step = self._state, self._state.next_step
-        staleness = self.strategy.max_staleness
+        staleness = self.bounds.max_staleness
         if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
             return self.explain("awaiting_publication", adapter=adapter)
         groups = self.views.usable(step, adapter)
         view = self.views.view(step, groups, adapter)
         budget = budget or self.views.own_budget(adapter)
-        rng = self.views.generator(step, adapter)
+        name, strategy = self.config.strategy.name, self.strategy
 
         def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
-            chosen = self.strategy.select(groups, view, budget, rng)
-            check_selection(self.config.strategy.name, step, chosen, groups, budget)
-            return chosen
+            rng = self.views.generator(step, adapter)
+            chosen = strategy.select(groups.apart(), view, dataclasses.replace(budget), rng)
+            return check_selection(name, step, chosen, state.index, self.views.standards(step, adapter), budget)
 
         chosen = self.ask("select", checked)
         if isinstance(chosen, Waiting):
-            return self.explain(self._reason(groups, chosen.reason, adapter), groups, adapter)
+            reason = self._reason(groups, chosen.reason, adapter)
+            return self.explain(reason, groups, adapter, chosen if reason == chosen.reason else None)
         return chosen
 
     def candidates(self) -> list[int]:
@@ -249,11 +251,11 @@ class Selector:
 
     def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
         """Add those of these groups, of one adapter, to `by_reason`."""
-        config, built = self.config, self.views.plugins
-        groups = self._state.index.groups(rows)
+        config, built, index = self.config, self.views.plugins, self._state.index
+        groups = index.groups(rows)
         view = self.views.view(self._state.next_step, adapter=adapter)
         asked: list[tuple[str, Callable[[], Evictions]]] = [
-            (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups, view))
+            (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups.apart(), view))
         ]
         published = self._state.published[adapter]
         if int(groups.policy_version_max.max()) > published:
@@ -265,10 +267,14 @@ class Selector:
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
         if filtered:
             for spec, one in zip(config.filters, built.filters, strict=True):
-                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups, view)))  # type: ignore[misc]
+                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups.apart(), view)))  # type: ignore[misc]
         gone: set[int] = set()
         for plugin, call in asked:
-            found = self.ask("evict", lambda call=call, plugin=plugin: check_evictions(plugin, call(), groups), plugin)  # type: ignore[misc]
+
+            def checked(plugin: str = plugin, call: Callable[[], Evictions] = call) -> Evictions:
+                return check_evictions(plugin, call(), index, rows)
+
+            found = self.ask("evict", checked, plugin)
             for number, reason in zip(found.rows, found.reasons, strict=True):
                 if number not in gone:  # the first that drops a group names the reason
                     gone.add(number)
@@ -291,7 +297,7 @@ class Selector:
 
     def why_waiting(self) -> WaitingAnswer | None:
         """Say why the next batch cannot be made now; None where it can."""
-        if self._state.state == "running" and self._state.next_step > self._state.step + self.strategy.look_ahead:
+        if self._state.state == "running" and self._state.next_step > self._state.step + self.bounds.look_ahead:
             return self.explain("awaiting_ack")
         try:
             outcome = self.choose()
@@ -321,16 +327,27 @@ class Selector:
         each = [self.why_adapter_waits(name) for name in self.config.adapters] or [waits]
         return all(one is not None and one.blocked_on == "producers" for one in each)
 
-    def explain(self, reason: str, groups: Groups | None = None, adapter: str = "") -> WaitingAnswer:
-        """Build the waiting answer of a batch, or of one adapter's part; `groups` are the usable ones."""
+    def explain(
+        self, reason: str, groups: Groups | None = None, adapter: str = "", told: Waiting | None = None
+    ) -> WaitingAnswer:
+        """Build the waiting answer of a batch, or of one adapter's part; `groups` are the usable ones.
+
+        `told`: how much of these the strategy says may be used now.
+        """
         if self.config.adapters and not adapter:
             live = self._state.live_totals()
             return answers.waiting(reason, Amount(live.groups, live.tokens), self.config)
-        usable = self.views.usable(self._state.next_step, adapter) if groups is None else groups
-        have = Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
+        have = self._given(adapter, groups)
+        if told:
+            have = Amount(_least(told.groups, have.groups), _least(told.tokens, have.tokens))
         if not adapter:
             return answers.waiting(reason, have, self.config)
         return answers.own_waiting(reason, have, adapter, self.views.own_budget(adapter).groups or 0)
+
+    def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
+        """Count what the strategy is shown for the next batch, or `groups`."""
+        usable = self.views.usable(self._state.next_step, adapter) if groups is None else groups
+        return Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
 
     def _reason(self, groups: Groups, told: str, adapter: str) -> str:
         """Choose the first reason that holds when a strategy says it cannot fill a batch."""
@@ -338,7 +355,7 @@ class Selector:
             return told
         if self._state.stale_since_batch(adapter):
             return "all_stale"
-        if self.strategy.max_uses != 1:
+        if self.bounds.max_uses != 1:
             live = len(self.views.rows_of(adapter)) if adapter else self._state.live_totals().groups
             if live or self._used_up_by_last_batch(adapter):
                 return "reuse_exhausted"
@@ -353,3 +370,7 @@ class Selector:
         if adapter:
             rows = rows[self._state.index["adapter"][rows] == name_code(adapter)]
         return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
+
+
+def _least(told: int | None, given: int) -> int:
+    return given if told is None else min(int(told), given)

@@ -21,7 +21,6 @@ from replaybuf.service.eviction import Eviction
 from replaybuf.service.gate import Gate
 from replaybuf.service.journal import Journal
 from replaybuf.service.selector import Selector
-from replaybuf.strategy import Feedback
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class Session:
             "dp_world_size": attached.dp_world_size,
             "seq_len": attached.seq_len,
             "pad_to_multiple_of": attached.pad_to_multiple_of,
-            "look_ahead": self._selector.strategy.look_ahead,
+            "look_ahead": self._selector.bounds.look_ahead,
         }
 
     async def _rewind(self, step: int, on_resume: Literal["redeliver", "resample"]) -> None:
@@ -180,13 +179,13 @@ class Session:
                     too_stale=state.evicted["too_stale"],
                 )
                 if feedback:
-                    await self._observe(Feedback(step, feedback))
+                    await self._observe()
         await journal.notify()
         return {"step": step, "state": "acked"}
 
-    async def _observe(self, feedback: Feedback) -> None:
+    async def _observe(self) -> None:
         try:
-            self._selector.observe(feedback)
+            self._selector.observe()
         except StrategyFault as fault:  # the step is acked all the same
             await self._journal.pause(fault)
 

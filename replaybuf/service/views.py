@@ -6,10 +6,11 @@ The core's own bounds (staleness, uses, rows of `seq_len`) are applied here: wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.config import RunConfig
 from replaybuf.errors import NotFound
@@ -18,9 +19,9 @@ from replaybuf.group import name_code
 from replaybuf.index import LIVE
 from replaybuf.known import LiveTotals
 from replaybuf.rates import Measured, Rates
-from replaybuf.service.built import Built, build
+from replaybuf.service.built import Ask, Built, build
 from replaybuf.state import RunState
-from replaybuf.strategy import Budget, BufferView, Flow, Groups, Rows, Strategy
+from replaybuf.strategy import Budget, BufferView, Flow, Groups, Rows
 
 SAMPLED_GROUPS = 256
 """Means per group are those of the newest so many."""
@@ -28,18 +29,27 @@ _HISTORY_BATCHES = 16
 _MEASURED = tuple(field.name for field in dataclasses.fields(Measured))
 
 
+class Standard(NamedTuple):
+    """What makes a group usable: a rule, the column that tells, and which of its values keep it."""
+
+    rule: str
+    column: str
+    kept: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]
+
+
 class Views:
-    """Views of run `name` for its strategy, which they build; see `Selector` for where state, book and clock come from.
+    """Views of run `name` for its strategy, which they build; see `Selector` for where the others come from.
 
     `rates` is fed by whoever sees groups and steps come.
     """
 
-    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], ask: Ask) -> None:
         self.rates = Rates(clock())
         self._name = name
         self._state = state
         self._book = book
         self._clock = clock
+        self._ask = ask
         self._built: Built | None = None
         self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
         self._recent: tuple[int, tuple[int, ...]] = -1, ()
@@ -52,16 +62,11 @@ class Views:
         return self._state.config
 
     @property
-    def strategy(self) -> Strategy[Any]:
-        """Strategy of the configuration in force."""
-        return self.plugins.strategy
-
-    @property
     def plugins(self) -> Built:
-        """Plug-ins of the configuration in force."""
-        config = self.config
-        if self._built is None or self._built.config is not config:
-            self._built = build(config)
+        """Plug-ins of the configuration in force; a strategy that observes knows the feedback that the state keeps."""
+        config, feedback = self.config, self._state.feedback
+        if self._built is None or not self._built.stands(config, feedback):
+            self._built = build(config, feedback, self._ask)
         return self._built
 
     @property
@@ -161,16 +166,31 @@ class Views:
         rng.bit_generator.state = start
         return rng
 
-    def usable(self, step: int, adapter: str) -> Groups:
-        """Return the live groups, of an adapter, that the strategy's bounds and the trainer's rows allow at `step`."""
-        index, version = self._state.index, self._state.version_at(step, adapter)
-        fits = (index["state"] == LIVE) & (index["policy_version"] <= version)
+    def standards(self, step: int, adapter: str) -> Iterator[Standard]:
+        """Yield what makes a group usable at `step`, for an adapter: the strategy's bounds and the trainer's rows."""
+        version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
+        yield Standard("selects no group of a version to come", "policy_version", lambda found: found <= version)
+        if bounds.max_staleness is not None:
+            oldest = version - bounds.max_staleness
+            rule = f"keeps the max_staleness of {bounds.max_staleness}"
+            yield Standard(rule, "policy_version", lambda found: found >= oldest)
+        if bounds.max_uses is not None:
+            most = bounds.max_uses
+            yield Standard(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
+        yield Standard("selects only live groups", "state", lambda found: found == LIVE)
         if adapter:
-            fits &= index["adapter"] == name_code(adapter)
-        if self.strategy.max_staleness is not None:
-            fits &= index["policy_version"] >= version - self.strategy.max_staleness
-        if self.strategy.max_uses is not None:
-            fits &= index["times_sampled"] < self.strategy.max_uses
+            code = name_code(adapter)
+            yield Standard("selects only groups it was given", "adapter", lambda found: found == code)
         if self.config.batch.overlong == "reject":
-            fits &= index["longest_tokens"] <= self.seq_len
+            longest = self.seq_len
+            rule = f"keeps the seq_len of {longest}"
+            yield Standard(rule, "longest_tokens", lambda found: found <= longest)
+
+    def usable(self, step: int, adapter: str) -> Groups:
+        """Return the live groups, of an adapter, that keep all `standards` at `step`."""
+        index = self._state.index
+        each = (standard.kept(index[standard.column]) for standard in self.standards(step, adapter))
+        fits = next(each)
+        for kept in each:
+            fits &= kept
         return index.groups(None if fits.all() else np.flatnonzero(fits))

@@ -17,6 +17,7 @@ from tests.conftest import RunClient, ServeProcess, group
 
 Connect = Callable[[str, str], RunClient]
 MODULE = '''
+import sys
 import time
 
 import numpy as np
@@ -88,6 +89,108 @@ class Overspends(Best):
         return Selection(groups.row)
 
 
+class Sets(Best):
+    def select(self, groups, buffer, budget, rng):
+        groups.row = np.array([1])
+        return Selection(np.array([1]))
+
+
+class Unlocks(Best):
+    def select(self, groups, buffer, budget, rng):
+        groups.tokens.flags.writeable = True
+        groups.tokens[:] = 1
+        return super().select(groups, buffer, budget, rng)
+
+
+class Forges(Best):
+    max_uses = 1
+
+    def select(self, groups, buffer, budget, rng):
+        groups.__dict__["row"] = np.array([1] * len(groups))
+        return Selection(np.array([1]))
+
+
+class Outdated(Best):
+    """Keeps the second group for later."""
+
+    max_staleness = 0
+
+    def evict(self, groups, buffer):
+        return Evictions()
+
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1] if buffer.step == 0 else np.array([2]))
+
+
+class Dropped(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(np.array([2]))
+
+
+class Halves(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1] + 0.5)
+
+
+class Exits(Best):
+    def select(self, groups, buffer, budget, rng):
+        sys.exit("select")
+
+
+class Leaves(Best):
+    def evict(self, groups, buffer):
+        sys.exit("evict")
+
+
+class Closes(Best):
+    def admit(self, buffer, flow):
+        sys.exit("admit")
+
+
+class Unbegun(Best):
+    def __init__(self, options):
+        sys.exit("no")
+
+
+class Over(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Waiting("finished")
+
+
+class Listed(Best):
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1].tolist(), [0.5])
+
+
+class SlowBuilt(Best):
+    def __init__(self, options):
+        super().__init__(options)
+        time.sleep(4)
+
+
+class SlowChecked(Best):
+    def check(self, budget, steps_per_publish, max_tokens_live):
+        time.sleep(4)
+
+
+class SlowPromise(Best):
+    @property
+    def look_ahead(self):
+        time.sleep(4)
+        return 0
+
+
+class Fickle(Best):
+    read = 0
+
+    @property
+    def look_ahead(self):
+        self.read += 1
+        if self.read > 1:
+            raise ZeroDivisionError
+        return 0
+
+
 class Indebted(Best):
     def admit(self, buffer, flow):
         return -1
@@ -117,6 +220,19 @@ class Overhears(Best):
         raise ValueError("what?")
 
 
+class Learner(Best):
+    """Takes the newest groups first once it was told to, the oldest again once it was told that."""
+
+    newest = False
+
+    def observe(self, feedback):
+        self.newest = feedback.values.get("newest", self.newest)
+
+    def select(self, groups, buffer, budget, rng):
+        order = np.arange(len(groups))
+        return fill(groups, order[::-1] if self.newest else order, budget)
+
+
 class Odd(Filter[StrategyOptions]):
     def drop(self, groups, buffer):
         rows = groups.row[groups.prompt_index % 2 == 1]
@@ -127,6 +243,17 @@ class Poor(Filter[StrategyOptions]):
     def drop(self, groups, buffer):
         rows = groups.row[groups.reward_std == 0]
         return Evictions(tuple(rows.tolist()), ("poor",) * len(rows))
+
+
+class Arrayed(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        rows = groups.row[groups.reward_std == 0]
+        return Evictions(rows, ["flat"] * len(rows))
+
+
+class Quits(Filter[StrategyOptions]):
+    def drop(self, groups, buffer):
+        sys.exit("drop")
 
 
 class Steals(Filter[StrategyOptions]):
@@ -187,10 +314,19 @@ def rewarded(group_id: str, *rewards: float) -> dict[str, Any]:
             r"strategy 'hangs' in select: did not .* within 1 s; called again, it did not .* within 0.5 s",
         ),
         ("writes", r"strategy 'writes' raised in select: ValueError\('assignment destination is read-only'\)"),
-        ("invents", r"strategy 'invents' broke the rule 'selects only groups it was given' at step 0: \[4711\]"),
+        ("sets", r"strategy 'sets' raised in select: AttributeError\(\"Groups are read-only; 'row' cannot be set\"\)"),
+        ("unlocks", r"strategy 'unlocks' raised in select: ValueError\('cannot set WRITEABLE flag .*"),
+        ("exits", r"strategy 'exits' raised in select: SystemExit\('select'\)"),
+        ("leaves", r"strategy 'leaves' raised in evict: SystemExit\('evict'\)"),
+        ("over", "strategy 'over' broke the rule 'gives a reason of the closed list' at step 0: finished"),
+        ("invents", r"strategy 'invents' broke the rule 'selects only groups that are stored' at step 0: \[4711\]"),
+        (
+            "halves",
+            r"strategy 'halves' broke the rule 'selects whole groups, by their row' at step 0: array\(\[1.5\]\)",
+        ),
         ("moody", "strategy 'moody' broke the rule 'gives a reason of the closed list' at step 0: mood"),
         ("speechless", "strategy 'speechless' broke the rule 'answers Selection or Waiting' at step 0: NoneType"),
-        ("garbled", r"strategy 'garbled' raised in select: ValueError\(\"invalid literal for int.*"),
+        ("garbled", "strategy 'garbled' broke the rule 'selects whole groups, by their row' at step 0: .*'first'.*"),
         ("stretches", "strategy 'stretches' broke the rule 'selects a group once' at step 0: 4"),
         ("overspends", "strategy 'overspends' broke the rule 'keeps the group budget of 1' at step 0: 2"),
         ("weighs", "strategy 'weighs' broke the rule 'gives finite weights above 0' at step 0: 1"),
@@ -219,8 +355,70 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
 
 
 @pytest.mark.parametrize(
+    ("name", "filters", "rule"),
+    [
+        ("forges", [], r"keeps the max_uses of 1' at step 1: \[1\]"),
+        ("outdated", [], r"keeps the max_staleness of 0' at step 1: \[2\]"),
+        ("dropped", [{"name": "odd"}], r"selects only live groups' at step 0: \[2\]"),
+    ],
+)
+def test_a_group_that_the_bounds_forbid_gets_into_no_batch_whatever_a_strategy_makes_of_its_view(
+    plugged: ServeProcess, connect: Connect, name: str, filters: list[dict[str, Any]], rule: str
+) -> None:
+    """The answer is held to the core's own columns, by the bound it breaks."""
+    run = connect(plugged.url, f"run-{name}")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": name}, filters=filters)
+    run.append(group("a", prompt_index=0), group("b", prompt_index=1))
+    epoch = run.attach()
+    if not filters:
+        assert run.batch(0, epoch).status_code == 200
+        run.train(epoch, range(1))
+    assert run.batch(0 if filters else 1, epoch).json()["reason"] == "paused"
+    assert re.search(rf"strategy '{name}' broke the rule '{rule}", run.state()["paused_reason"])
+
+
+def test_rows_and_weights_may_be_lists_and_evictions_arrays(plugged: ServeProcess, connect: Connect) -> None:
+    """They are converted where they are checked."""
+    run = connect(plugged.url, "run-listed")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "listed"}, filters=[{"name": "arrayed"}])
+    run.append(rewarded("flat", 1, 1), rewarded("good", 0, 1))
+    assert run.state()["groups"]["evicted"] == {"flat": 1}
+    body = run.batch(0, run.attach())
+    assert body.status_code == 200 and ids(body.content) == ["good"]
+    assert np.all(read_batch(body.content).micro_batches[0].sampling_weights == 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("slowbuilt", "did not come to an end"), ("slowchecked", "did not"), ("slowpromise", "did not")],
+)
+def test_a_strategy_that_takes_long_to_be_configured_is_refused_in_time(
+    plugged: ServeProcess, connect: Connect, name: str, told: str
+) -> None:
+    """Building, properties and check are bounded as answers are."""
+    started_s = time.monotonic()
+    answer = connect(plugged.url, f"run-{name}").put(batch={"groups_per_batch": 1}, strategy={"name": name})
+    assert time.monotonic() - started_s < 3.5
+    assert (answer.status_code, answer.json()["name"]) == (422, name)
+    assert f"plug-in '{name}', when it was configured, {told}" in answer.json()["detail"]
+
+
+def test_what_a_strategy_promises_is_read_once(plugged: ServeProcess, connect: Connect) -> None:
+    """A property that raises later is asked no more."""
+    run = connect(plugged.url, "run-fickle")
+    assert run.put(batch={"groups_per_batch": 1}, strategy={"name": "fickle"}).status_code == 201
+    run.append(group("a"), group("b"))
+    epoch = run.attach()
+    assert ids(run.batch(0, epoch).content) == ["a"]
+    run.train(epoch, range(1))
+    assert run.state()["state"] == "running"
+    assert httpx.get(f"{plugged.url}/metrics").status_code == httpx.get(f"{plugged.url}/v1/runs").status_code == 200
+
+
+@pytest.mark.parametrize(
     ("name", "told"),
     [
+        ("closes", "SystemExit('admit')"),
         ("refuses", "OSError('closed')"),
         ("indebted", "broke the rule 'admits a whole number of groups, 0 or more' at step 0: -1"),
         ("lavish", "broke the rule 'admits a whole number of groups, 0 or more' at step 0: 'all of them'"),
@@ -241,6 +439,7 @@ def test_an_admission_that_raises_or_is_no_number_pauses_the_run(
     ("name", "told"),
     [
         ("unbuilt", "plug-in 'unbuilt' raised KeyError('no ground') when it was configured"),
+        ("unbegun", "plug-in 'unbegun' raised SystemExit('no') when it was configured"),
         ("boundless", "max_staleness of strategy 'boundless' is -3; it must be a whole number >= 0 or None"),
     ],
 )
@@ -259,6 +458,45 @@ def test_an_observation_that_raises_acks_the_step_and_pauses_the_run(plugged: Se
     run.batch(0, epoch)
     assert run.ack(0, epoch, feedback={"loss": 1.0}).status_code == 200
     assert (run.state()["step"], run.state()["state"]) == (1, "paused")
+
+
+def test_what_a_strategy_observed_it_knows_after_a_restart_a_change_and_a_rewind(
+    plugged: ServeProcess, connect: Connect
+) -> None:
+    """The same ledger gives the same selection; feedback of a step that was given back is not part of it."""
+    run = connect(plugged.url, "run-learner")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "learner"})
+    run.append(group("a"), group("b"), group("c"))
+    epoch = run.attach()
+    assert ids(run.batch(0, epoch).content) == ["a"]
+    run.ack(0, epoch, feedback={"newest": True})
+    run.publish(1, epoch)
+    plugged.kill()
+    plugged.start()
+    run = connect(plugged.url, "run-learner")
+    assert ids(run.batch(1, epoch).content) == ["c"]
+    run.ack(1, epoch, feedback={"loss": 0.5})
+    run.publish(2, epoch)
+    assert run.http.patch(run.path, json={"limits": {"max_tokens_live": 10**6}}).status_code == 200
+    assert ids(run.batch(2, epoch).content) == ["c"]
+    epoch = run.attach(resume_step=0, on_resume="resample")
+    assert ids(run.batch(0, epoch).content) == ["a"]
+
+
+def test_an_operator_who_resumes_a_run_leaves_behind_what_its_strategy_failed_at(
+    plugged: ServeProcess, connect: Connect
+) -> None:
+    """Or it would fail again at once."""
+    run = connect(plugged.url, "run-overheard")
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "overhears"})
+    run.append(group("a"), group("b"))
+    epoch = run.attach()
+    run.batch(0, epoch)
+    run.ack(0, epoch, feedback={"loss": 1.0})
+    run.publish(1, epoch)
+    assert "strategy 'overhears' raised in observe: ValueError('what?')" in run.state()["paused_reason"]
+    assert run.http.patch(run.path, json={"state": "running"}).json()["state"] == "running"
+    assert run.batch(1, epoch).status_code == 200
 
 
 def test_filters_drop_groups_when_they_arrive_each_with_the_first_reason(
@@ -298,20 +536,22 @@ def test_filters_that_are_changed_live_judge_what_is_there(plugged: ServeProcess
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
+        ("quits", None),
         ("mute", "gives one reason per group it drops"),
         ("steals", "drops only groups it was given"),
         ("curt", "answers Evictions"),
     ],
 )
 def test_a_filter_that_breaks_its_contract_pauses_the_run_and_loses_nothing(
-    plugged: ServeProcess, connect: Connect, name: str, rule: str
+    plugged: ServeProcess, connect: Connect, name: str, rule: str | None
 ) -> None:
     run = connect(plugged.url, f"run-{name}")
     run.put(batch={"groups_per_batch": 1}, filters=[{"name": name}])
     assert run.append(group("a"), group("b"))[0]["status"] == "stored"
     state = run.state()
     assert (state["state"], state["groups"]["live"]) == ("paused", 2)
-    assert f"filter '{name}' broke the rule '{rule}'" in state["paused_reason"]
+    told = f"broke the rule '{rule}'" if rule else "raised in evict: SystemExit('drop')"
+    assert f"filter '{name}' {told}" in state["paused_reason"]
 
 
 @pytest.mark.parametrize("filters", [[{"name": "nobody"}], [{"name": "odd", "options": {"x": 1}}]])

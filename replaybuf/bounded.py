@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+IMPORT_BOUND_S = 5.0
+"""Of an import, which may load a large library; nothing else goes on meanwhile."""
 BOUND_S = 1.0
 """A question to a strategy takes a millisecond; a thousand times that holds up every run of the service."""
 
@@ -27,11 +29,14 @@ class TookTooLong(Exception):
     """A call passed its bound."""
 
 
-class _Interrupted(BaseException):
+class Interrupted(BaseException):
     """The timer went off. No `Exception`, so that a plug-in which answers any of those does not answer this one."""
 
 
+OURS = (KeyboardInterrupt, Interrupted)
+"""What goes through whoever answers everything else that a plug-in raises, `SystemExit` too."""
 _handled = False
+_unbounded: Slowest | None = None
 
 
 @contextlib.contextmanager
@@ -53,9 +58,30 @@ def handling() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+class Slowest:
+    """The longest that a call took, in seconds."""
+
+    took_s = 0.0
+
+
+@contextlib.contextmanager
+def unbounded() -> Iterator[Slowest]:
+    """Let every call of the body take its time, and tell the longest: where time is virtual the host's says nothing."""
+    global _unbounded
+    before, _unbounded = _unbounded, Slowest()
+    try:
+        yield _unbounded
+    finally:
+        _unbounded = before
+
+
 def bounded(call: Callable[[], T], bound_s: float = BOUND_S) -> T:
     """Answer a call; interrupt it with `TookTooLong` once it has taken `bound_s` seconds."""
     started_s = time.monotonic()
+    if _unbounded:
+        answer = call()
+        _unbounded.took_s = max(_unbounded.took_s, time.monotonic() - started_s)
+        return answer
     if _handled and threading.current_thread() is threading.main_thread():
         due_s, again_s = signal.setitimer(signal.ITIMER_REAL, bound_s)
         try:
@@ -64,7 +90,7 @@ def bounded(call: Callable[[], T], bound_s: float = BOUND_S) -> T:
             finally:  # a timer that was running goes on: a test runner's
                 left_s = max(1e-6, due_s - (time.monotonic() - started_s)) if due_s else 0.0
                 signal.setitimer(signal.ITIMER_REAL, left_s, again_s)
-        except _Interrupted:
+        except Interrupted:
             raise TookTooLong(f"did not come to an end within {bound_s:g} s") from None
     elif threading.current_thread() is threading.main_thread():
         with handling():
@@ -94,4 +120,4 @@ def bounded_again(call: Callable[[], T], bound_s: float = BOUND_S) -> T:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Interrupted
+    raise Interrupted

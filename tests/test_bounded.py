@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from replaybuf.service.bounded import TookTooLong, bounded, bounded_again
+from replaybuf.bounded import TookTooLong, bounded, bounded_again, unbounded
 
 BOUND_S = 0.2
 
@@ -53,3 +53,12 @@ def test_what_may_change_something_is_called_once() -> None:
     with pytest.raises(TookTooLong):
         bounded(late, BOUND_S)
     assert late.calls == 1
+
+
+def test_where_time_is_virtual_nothing_is_ended_and_the_longest_is_told() -> None:
+    late = Late(1)
+    with unbounded() as slowest:
+        assert [bounded_again(late, BOUND_S), bounded(late, BOUND_S)] == [1, 2]
+    assert slowest.took_s >= 2 * BOUND_S
+    with pytest.raises(TookTooLong):
+        bounded(Late(1), BOUND_S)
