@@ -86,6 +86,8 @@ def test_the_defaults_are_four_uses_within_four_versions() -> None:
         ({"max_uses": None, "max_staleness": None}, "max_uses", "a number where max_staleness is null"),
         ({"max_uses": 1, "cooldown": 2}, "cooldown", "0"),
         ({"importance": 0.5}, "importance", "0"),
+        ({"order": "fifo", "exponent": 2.0}, "exponent", "0.6"),
+        ({"priority": "reward_std"}, "priority", '"advantage"'),
         ({"groups_per_prompt": 2, "prompts_together": True}, "groups_per_prompt", "null"),
         ({"fresh_fraction": 0.5, "prompts_together": True}, "fresh_fraction", "unset where prompts_together is true"),
         ({"mix": {"a": 0.5}, "prompts_together": True}, "mix", "unset where prompts_together is true"),
@@ -130,6 +132,8 @@ def test_an_option_out_of_range_is_refused_with_the_ranges(option: str, value: A
         ({"max_staleness": 1, "samples_per_insert": 3}, BATCH_OF_4, None, "samples_per_insert"),
         ({"samples_per_insert": 2, "error_buffer": 2.9}, BATCH_OF_4, None, "error_buffer"),
         ({"fresh_fraction": 0.5}, Budget(100, None, 64), 599, "fresh_fraction"),
+        ({"fresh_fraction": 0.5, "max_staleness": None}, Budget(100, None, 64), 599, "fresh_fraction"),
+        ({"fresh_fraction": 0.5}, Budget(None, 64, 64), 6 * 128 - 1, "fresh_fraction"),
     ],
 )
 def test_a_run_in_which_it_would_wait_for_ever_is_refused(
@@ -142,6 +146,26 @@ def test_a_run_in_which_it_would_wait_for_ever_is_refused(
     replay(**options | {"error_buffer": 3.0} if "error_buffer" in options else options).check(
         budget, 2 if name != "fresh_fraction" else 1, None
     )
+
+
+def test_what_waits_is_told_with_what_may_be_used_now() -> None:
+    """Rested groups, the beginning of a batch that keeps the rules, the uses that the rate has left."""
+
+    def told(groups: Groups, strategy: Strategy[Any], **fields: Any) -> Waiting:
+        view = view_of(groups, **fields)
+        found = strategy.select(groups, view, view.budget, np.random.default_rng(0))
+        assert isinstance(found, Waiting)
+        return found
+
+    resting = shown(5, last_step=[9, 9, 9, 5, 5], times_sampled=1, tokens=3)
+    assert told(resting, replay(cooldown=2)) == Waiting("reuse_exhausted", 2, 6)
+    used = shown(5, last_step=[5, 5, 5, 5, -1], times_sampled=[1, 1, 1, 1, 0], tokens=3)
+    assert told(used, replay(fresh_fraction=0.5)) == Waiting("reuse_exhausted", 2, 6)
+    of_two = shown(5, prompt_index=[0, 0, 0, 1, 1], tokens=3)
+    assert told(of_two, replay(groups_per_prompt=1)) == Waiting("too_few_groups", 2, 6)
+    ahead = shown(5, tokens=3)
+    rated = replay(samples_per_insert=2, error_buffer=4)
+    assert told(ahead, rated, groups_stored=10, groups_used=21) == Waiting("rate_limited", 3, 9)
 
 
 # ---------------------------------------------------------------------- orders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,6 +33,10 @@ Steps = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PartOf1 = Annotated[float, Meta(gt=0, le=1)]
 
+_OF_PRIORITIES = {"priority": "advantage", "exponent": 0.6, "importance": 0}
+"""Options that mean something for one order alone, with their defaults."""
+_SMALLEST_GROUP_TOKENS = 2
+"""A prompt and a completion of one token each."""
 _NEVER = -1
 _WHOLE = 1e-6
 """Shares are taken as whole when they miss 1 by no more."""
@@ -79,11 +84,12 @@ class ReplayOptions(StrategyOptions, frozen=True):
             *("cooldown", self.cooldown, "0"),
             "max_uses is 1, so no group is used again, rested or not",
         )
-        _refuse(
-            self.importance > 0 and self.order != "prioritized",
-            *("importance", self.importance, "0"),
-            f"order is {self.order}; weights correct for priorities alone",
-        )
+        for name, unset in _OF_PRIORITIES.items():
+            _refuse(
+                getattr(self, name) != unset and self.order != "prioritized",
+                *(name, getattr(self, name), json.dumps(unset)),
+                f"order is {self.order}; only prioritized goes by priorities",
+            )
         _refuse(
             self.groups_per_prompt is not None and self.prompts_together,
             *("groups_per_prompt", self.groups_per_prompt, "null"),
@@ -193,15 +199,13 @@ class Replay(Strategy[ReplayOptions]):
                 *("samples_per_insert", spi, f"at most {uses}"),
                 f"a group has {window} batches before it is too stale",
             )
-            need = None if budget.tokens is None else (window + 1) * budget.tokens
+        if options.fresh_fraction > 0 and max_tokens_live is not None:
+            need = (self._open_batches(steps_per_publish) + 1) * _least_tokens(budget)
             _refuse(
-                options.fresh_fraction > 0
-                and max_tokens_live is not None
-                and need is not None
-                and max_tokens_live < need,
+                max_tokens_live < need,
                 *("fresh_fraction", options.fresh_fraction, "0"),
-                f"limits.max_tokens_live is {max_tokens_live}; below {need} used groups could leave no room for fresh "
-                "ones",
+                f"limits leave room for {max_tokens_live} live tokens; below {need} used groups could leave none for "
+                "fresh ones",
             )
         if spi is not None and options.error_buffer is not None and budget.groups is not None:
             _refuse(
@@ -209,6 +213,13 @@ class Replay(Strategy[ReplayOptions]):
                 *("error_buffer", options.error_buffer, f"at least {(budget.groups + spi) / 2:g}"),
                 f"a batch of {budget.groups} groups moves further than the band is wide",
             )
+
+    def _open_batches(self, steps_per_publish: int) -> int:
+        """Count the batches within which a group is too stale, or, where staleness is unbounded, used up."""
+        options = self.options
+        if options.max_staleness is not None:
+            return (options.max_staleness + 1) * steps_per_publish
+        return self.look_ahead + 1 + ((options.max_uses or 1) - 1) * (options.cooldown + 1)
 
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         """Say how many more groups producers may start now: `Reuse.capacity`."""
@@ -229,8 +240,8 @@ class Replay(Strategy[ReplayOptions]):
         if len(self._shares) != len(self._sources) or not self._shares:
             return stale
         unwanted = set(groups.row[~np.isin(groups.source, self._sources)].tolist()).difference(stale.rows)
-        rows = tuple(sorted(unwanted))
-        return Evictions(stale.rows + rows, stale.reasons + ("not_in_mix",) * len(rows))
+        rows = sorted(unwanted)
+        return Evictions((*stale.rows, *rows), (*stale.reasons, *["not_in_mix"] * len(rows)))
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
@@ -238,13 +249,15 @@ class Replay(Strategy[ReplayOptions]):
         """Take groups in the drawn order, under the rules, until the batch is full."""
         smallest_batch = budget.groups if budget.groups and budget.tokens is None else 1
         if self._limiter and self._limiter.blocks(buffer, smallest_batch):
-            return Waiting("rate_limited")
+            return _rate_limited(self._limiter, buffer, smallest_batch)
         found = self._compose(groups, buffer, budget, rng)
-        if not found.full:
-            return Waiting(self._why(found, groups, buffer, budget))
-        if self._limiter and self._limiter.blocks(buffer, len(found.positions)):
-            return Waiting("rate_limited")
         chosen = groups.take(found.positions)
+        if not found.full:
+            return Waiting(
+                self._why(found, groups, buffer, budget), len(chosen), int(chosen.tokens.sum(dtype=np.int64))
+            )
+        if self._limiter and self._limiter.blocks(buffer, len(chosen)):
+            return _rate_limited(self._limiter, buffer, len(chosen))
         return Selection(chosen.row, self._weights(chosen))
 
     def _compose(self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator) -> Composed:
@@ -323,6 +336,19 @@ class Replay(Strategy[ReplayOptions]):
         propensity = self._propensity.of(chosen)
         weights: npt.NDArray[np.float64] = (propensity.min() / propensity) ** self.options.importance
         return np.maximum(weights, np.finfo(np.float32).tiny).astype(np.float32)
+
+
+def _least_tokens(budget: Budget) -> int:
+    """Count the tokens of the smallest groups that make a full batch."""
+    if budget.groups is None:
+        return budget.tokens or 0
+    return min(budget.groups * _SMALLEST_GROUP_TOKENS, budget.tokens or budget.groups * _SMALLEST_GROUP_TOKENS)
+
+
+def _rate_limited(limiter: Limiter, buffer: BufferView, batch_groups: float) -> Waiting:
+    """Wait for inserts, and tell the uses that the band has left."""
+    uses = limiter.uses_left(buffer, batch_groups)
+    return Waiting("rate_limited", uses, int(uses * buffer.tokens_live / max(1, buffer.groups_live)))
 
 
 def _wanted(groups: Groups, buffer: BufferView, budget: Budget) -> int:

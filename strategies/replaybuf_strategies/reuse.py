@@ -37,8 +37,14 @@ class Limiter:
 
     def blocks(self, buffer: BufferView, batch_groups: float) -> bool:
         """Say whether a batch of so many groups would leave the band: S + B - spi * I > e."""
-        over = buffer.groups_used + batch_groups - self.samples_per_insert * buffer.groups_stored
-        return over > self.buffer(batch_groups)
+        return batch_groups > self._left(buffer, batch_groups)
+
+    def uses_left(self, buffer: BufferView, batch_groups: float) -> int:
+        """Count the groups that may be used before a batch of so many would leave the band, at least 0."""
+        return max(0, math.floor(self._left(buffer, batch_groups)))
+
+    def _left(self, buffer: BufferView, batch_groups: float) -> float:
+        return self.buffer(batch_groups) + self.samples_per_insert * buffer.groups_stored - buffer.groups_used
 
     def room(self, buffer: BufferView, batch_groups: float) -> float:
         """Return the inserts, tickets out among them, that stay in the band: (S + e) / spi - I."""
