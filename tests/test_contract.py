@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from replaybuf.strategy import (
     Budget,
     BufferView,
     Evictions,
+    Feedback,
     Filter,
     Flow,
     Groups,
@@ -170,6 +173,9 @@ def as_found() -> Iterator[None]:
     settings.load_profile(before)
 
 
+CHANGES = itertools.count(1)
+
+
 class Sound(Strategy[StrategyOptions]):
     """Keeps every rule; those below each break one."""
 
@@ -221,9 +227,7 @@ class Chancy(Sound):
 
 class Writing(Sound):
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
-        column = groups._base["tokens"]
-        column.flags.writeable = True
-        column[:] = 7
+        groups.__dict__["tokens"] = groups.tokens + 7
         return super().select(groups, buffer, budget, rng)
 
 
@@ -259,6 +263,40 @@ class Endless(Sound):
             pass
 
 
+class Listening(Sound):
+    """Takes what it hears for something to sort by; each instance in another way."""
+
+    heard = 0
+
+    def observe(self, feedback: Feedback) -> None:
+        self.heard = next(CHANGES)
+
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return fill(groups, np.roll(np.arange(len(groups)), self.heard), budget)
+
+
+class Picky(Sound):
+    def observe(self, feedback: Feedback) -> None:
+        self.loss = feedback.values["loss"]
+
+
+class Tardy(Sound):
+    def __init__(self, options: StrategyOptions) -> None:
+        time.sleep(1.6)
+
+
+class Pausing(Sound):
+    @property
+    def max_staleness(self) -> int:
+        time.sleep(1.6)
+        return 0
+
+
+class Halving(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return Selection(groups.row[:1] + 0.5) if len(groups) else Waiting("no_groups")
+
+
 class Boundless(Sound):
     @property
     def max_staleness(self) -> int:
@@ -271,7 +309,7 @@ class Boundless(Sound):
         (Twice, "selects a group once"),
         (Greedy, "keeps the (token|group) budget"),
         (Inventive, "selects only groups it was given"),
-        (Moody, "a reason for waiting is one of REASONS"),
+        (Moody, "a reason for waiting is one that a strategy may tell"),
         (Weightless, "weights are finite and > 0"),
         (Remembering, "selects the same again"),
         (Chancy, "selects the same"),
@@ -282,6 +320,11 @@ class Boundless(Sound):
         (OpenHanded, "admits no more after"),
         (Indebted, "admits a number >= 0"),
         (Endless, r"admit answers within 1 s' is broken: it did not come to an end"),
+        (Listening, "selects the same as another instance that observed the same"),
+        (Picky, "observes whatever a trainer sends"),
+        (Tardy, "the constructor answers within 1 s"),
+        (Pausing, "max_staleness answers within 1 s"),
+        (Halving, "selects whole groups, by their row"),
         (Boundless, "max_staleness is null or >= 0"),
     ],
 )

@@ -214,6 +214,9 @@ class RecordedSupply(Supply):
             recording.groups,
             key=lambda g: (NO_PROMPT_INDEX if g.prompt_index is None else g.prompt_index, g.number),
         )
+        self._feedback: dict[int, dict[str, Any] | None] = {
+            record["step"]: record.get("feedback") for record in recording.records if record["type"] == "ACK"
+        }
         self._sizes = np.array([max(1, group.group_size) for group in groups])
         self._entries = np.zeros(len(groups), ENTRY)
         for name in (
@@ -227,6 +230,10 @@ class RecordedSupply(Supply):
         ):
             self._entries[name] = [getattr(group, name) for group in groups]
         self._group_size = int(np.bincount(self._sizes).argmax()) or DEFAULT_GROUP_SIZE
+
+    def feedback(self, step: int) -> dict[str, Any] | None:
+        """Return what the trainer sent with the ack of a step of the recorded run."""
+        return self._feedback.get(step)
 
     def _draw(self, block: int, number: int) -> Block:
         picks = (block * BLOCK + np.arange(BLOCK)) % len(self._entries)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from replaybuf.config import RunConfig
 from replaybuf.errors import Invalid
-from replaybuf.flow import Ticket, TicketBook, TicketChange
+from replaybuf.flow import Ticket, TicketBook, TicketChange, prompt_key
 from replaybuf.index import Numbers
 from replaybuf.ledger import (
     AckRecord,
@@ -47,7 +47,7 @@ class VirtualRun:
 
     def __init__(self, config: RunConfig, ranks: int) -> None:
         self.now_s = 0.0
-        resolved, strategy = resolve_config(config)
+        resolved, bounds = resolve_config(config)
         if config.adapters:
             adapters = sorted(config.adapters)
             raise Invalid(f"adapters is {adapters}; the simulator has one policy", name="adapters", value=adapters)
@@ -56,7 +56,7 @@ class VirtualRun:
         self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s)
         self.evictions: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._brought: set[int] = set()
-        self._apply(ConfigRecord(config=msgspec.to_builtins(resolved), max_uses=strategy.max_uses))
+        self._apply(ConfigRecord(config=msgspec.to_builtins(resolved), max_uses=bounds.max_uses))
         self._batch = batch = resolved.batch
         self._apply(
             AttachRecord(
@@ -171,7 +171,7 @@ class VirtualRun:
 
     def batch(self, step: int) -> BatchRecord | WaitingAnswer:
         """Assemble the batch of `step`, the next one, or say why not. Raises `StrategyFault`."""
-        if step > self.state.step + self.selector.strategy.look_ahead:
+        if step > self.state.step + self.selector.bounds.look_ahead:
             return self.selector.explain("awaiting_ack")
         chosen = self.selector.choose()
         if isinstance(chosen, WaitingAnswer):
@@ -206,7 +206,7 @@ class VirtualRun:
         held = [
             BatchEntry(
                 number=number,
-                group_id="",
+                group_id=prompt_key("", prompt_index),
                 prompt_id="",
                 prompt_index=prompt_index,
                 adapter="",
@@ -232,10 +232,21 @@ class VirtualRun:
             groups=held,
         )
 
-    def ack(self, waited_s: float) -> None:
-        """Count the next unacked step as trained; `waited_s`: what it waited for others so far."""
+    def feedback(self, record: BatchRecord) -> dict[str, Any]:
+        """Make up what a trainer sends with its ack: the mean |advantage| of each group of its batch."""
+        index = self.state.index
+        numbers = {group.number: group.group_id for group in record.groups}
+        rows = index.rows_of(sorted(numbers))
+        told = zip(index["number"][rows].tolist(), index["advantage_abs_mean"][rows].tolist(), strict=True)
+        return {"priorities": {numbers[number]: advantage for number, advantage in told}}
+
+    def ack(self, waited_s: float, feedback: dict[str, Any] | None = None) -> None:
+        """Count the next unacked step as trained; `waited_s`: what it waited for others so far.
+
+        `feedback` is observed by the strategy; priorities in it change nothing else.
+        """
         state = self.state
-        self._apply(AckRecord(step=state.step, epoch=EPOCH))
+        self._apply(AckRecord(step=state.step, epoch=EPOCH, feedback=feedback))
         self.selector.views.rates.acked(
             self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"]
         )

@@ -200,6 +200,10 @@ class Supply:
         rows: Lengths = self._block(prompt_index // BLOCK, number).lengths[prompt_index % BLOCK]
         return rows
 
+    def feedback(self, step: int) -> dict[str, Any] | None:
+        """Return what the trainer is known to have sent with the ack of a step; None where nothing is."""
+        return None
+
     @property
     def tokens_per_group(self) -> float:
         """Mean tokens of a group, by the first prompts."""

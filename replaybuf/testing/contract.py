@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -11,10 +12,20 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from replaybuf.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
 from replaybuf.errors import Invalid, StrategyFault, first_error
-from replaybuf.service.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
-from replaybuf.service.rules import REASON
-from replaybuf.strategy import REASONS, Budget, Evictions, Filter, Groups, Selection, Strategy, Waiting
+from replaybuf.service.rules import REASON, are_rows
+from replaybuf.strategy import (
+    TOLD_BY_STRATEGIES,
+    Budget,
+    Evictions,
+    Feedback,
+    Filter,
+    Groups,
+    Selection,
+    Strategy,
+    Waiting,
+)
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes
 
@@ -23,6 +34,12 @@ BuildFilter = Callable[[], Filter[Any]]
 
 _ROUNDS = 16
 """Answers after which admission must have closed, each taken up in whole."""
+_FEEDBACK: tuple[dict[str, Any], ...] = (
+    {"loss": 0.5},
+    {"priorities": {"p0": 1.0, "a-group": 0.0}},
+    {"note": "late", "of_prompt": {"p0": [1, None, 2.5]}, "good": True},
+)
+"""What a trainer may send: any JSON object."""
 
 
 class StrategyContract:
@@ -60,7 +77,7 @@ def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
     _check_bounds(strategy)
 
     def keeps_the_rules(scene: Scene) -> None:
-        for rule in (_selects_what_is_possible, _selects_the_same_again, _evicts_rightly, _admits_within_bounds):
+        for rule in _RULES:
             rule(build, scene)
 
     _over_random_buffers(keeps_the_rules, scenes(strategy.max_staleness, strategy.max_uses), examples)
@@ -112,24 +129,28 @@ class _InTime:
         self._late = late
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._plugin, name)
+        found = _answered(name, lambda: getattr(self._plugin, name), self._late)
         return functools.partial(self._answer, name, found) if callable(found) else found
 
     def _answer(self, name: str, call: Callable[..., Any], *asked: Any) -> Any:
-        if self._late:
-            raise self._late[0]
-        in_time = bounded if name == "observe" else bounded_again
-        try:
-            return in_time(lambda: call(*asked))
-        except TookTooLong as error:
-            rule = f"{name} answers within {BOUND_S:g} s"
-            self._late.append(StrategyFault(f"rule '{rule}' is broken: it {error}", name=rule, bound=rule))
-            raise self._late[0] from error
+        return _answered(name, lambda: call(*asked), self._late)
+
+
+def _answered(name: str, call: Callable[[], Any], late: list[StrategyFault]) -> Any:
+    if late:
+        raise late[0]
+    in_time = bounded if name == "observe" else bounded_again  # to observe something twice is not the same
+    try:
+        return in_time(call)
+    except TookTooLong as error:
+        rule = f"{name} answers within {BOUND_S:g} s"
+        late.append(StrategyFault(f"rule '{rule}' is broken: it {error}", name=rule, bound=rule))
+        raise late[0] from error
 
 
 def _in_time(build: Callable[[], Any]) -> Callable[[], Any]:
     late: list[StrategyFault] = []
-    return lambda: _InTime(build(), late)
+    return lambda: _InTime(_answered("the constructor", build, late), late)
 
 
 def _rule(kept: bool, rule: str, value: object) -> None:
@@ -181,10 +202,12 @@ def _select(strategy: Strategy[Any], scene: Scene) -> Selection | Waiting:
 def _selects_what_is_possible(build: BuildStrategy, scene: Scene) -> None:
     answer = _select(build(), scene)
     if isinstance(answer, Waiting):
-        _rule(answer.reason in REASONS, "a reason for waiting is one of REASONS", answer.reason)
+        told = answer.reason in TOLD_BY_STRATEGIES
+        _rule(told, "a reason for waiting is one that a strategy may tell", answer.reason)
         return
     rows, budget = np.asarray(answer.rows), scene.view.budget
-    _rule(rows.ndim == 1 and len(rows) > 0, "selects at least one group", rows)
+    _rule(rows.size > 0, "selects at least one group", rows)
+    _rule(are_rows(rows), "selects whole groups, by their row", rows)
     _rule(len(set(rows.tolist())) == len(rows), "selects a group once", rows)
     given_rows = scene.columns["row"]
     _rule(set(rows.tolist()) <= set(given_rows.tolist()), "selects only groups it was given", rows)
@@ -209,6 +232,27 @@ def _selects_the_same_again(build: BuildStrategy, scene: Scene) -> None:
     _rule(_answer(_select(build(), scene)) == first, "selects the same as another instance", first)
 
 
+def _observes_rightly(build: BuildStrategy, scene: Scene) -> None:
+    """Whatever a trainer sends is taken, and what is selected then follows from it alone."""
+
+    def answered() -> object:
+        strategy = build()
+        for step in range(scene.seed % (len(_FEEDBACK) + 1)):
+            values = copy.deepcopy(_FEEDBACK[(scene.seed + step) % len(_FEEDBACK)])
+            try:
+                strategy.observe(Feedback(step, values))
+            except StrategyFault:
+                raise
+            except Exception as error:
+                rule = "observes whatever a trainer sends"
+                told = f"rule '{rule}' is broken: {error!r} for {values!r}"
+                raise StrategyFault(told, name=rule, value=values, bound=rule) from error
+        return _answer(_select(strategy, scene))
+
+    first = answered()
+    _rule(answered() == first, "selects the same as another instance that observed the same", first)
+
+
 def _answer(answer: Selection | Waiting) -> object:
     if isinstance(answer, Waiting):
         return answer.reason
@@ -216,13 +260,20 @@ def _answer(answer: Selection | Waiting) -> object:
     return np.asarray(answer.rows).tolist(), weights
 
 
-def _check_evictions(found: Evictions, groups: Groups, what: str) -> None:
+def _check_evictions(found: Evictions, groups: Groups, what: str) -> Evictions:
+    """Return what is dropped as lists, which can be compared."""
     _rule(isinstance(found, Evictions), f"{what} returns Evictions", found)
     _rule(len(found.rows) == len(found.reasons), f"{what} gives one reason per group", found)
+    _rule(not len(found.rows) or are_rows(np.asarray(found.rows)), f"{what} names whole groups, by their row", found)
     _rule(len(set(found.rows)) == len(found.rows), f"{what} names a group once", found.rows)
     _rule(set(found.rows) <= set(groups.row.tolist()), f"{what} names only groups it was given", found.rows)
     for reason in set(found.reasons):
         _rule(bool(REASON.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
+    return _listed(found)
+
+
+def _listed(found: Evictions) -> Evictions:
+    return Evictions(np.asarray(found.rows, np.int64).tolist(), list(found.reasons))
 
 
 def _evicts_rightly(build: BuildStrategy, scene: Scene) -> None:
@@ -232,9 +283,8 @@ def _evicts_rightly(build: BuildStrategy, scene: Scene) -> None:
     version = scene.view.version + later
     view = dataclasses.replace(scene.view, version=version, step=version, published_version=version)
     groups = scene.groups()
-    found = strategy.evict(groups, view)
-    _check_evictions(found, groups, "evict")
-    _rule(strategy.evict(scene.groups(), view) == found, "evicts the same again", found)
+    found = _check_evictions(strategy.evict(groups, view), groups, "evict")
+    _rule(_listed(strategy.evict(scene.groups(), view)) == found, "evicts the same again", found)
     allowed = np.ones(len(groups), bool)
     if strategy.max_staleness is not None:
         allowed = version - groups.policy_version.astype(np.int64) <= strategy.max_staleness
@@ -260,15 +310,23 @@ def _admits_within_bounds(build: BuildStrategy, scene: Scene) -> None:
     _rule(False, f"admits no more after {_ROUNDS} grants without an arrival", view.tickets_out)
 
 
+_RULES = (
+    _selects_what_is_possible,
+    _selects_the_same_again,
+    _observes_rightly,
+    _evicts_rightly,
+    _admits_within_bounds,
+)
+
+
 def _drops_rightly(build: BuildFilter, scene: Scene) -> None:
     groups = scene.groups()
-    found = build().drop(groups, scene.view)
-    _check_evictions(found, groups, "drop")
+    found = _check_evictions(build().drop(groups, scene.view), groups, "drop")
     for name, column in scene.columns.items():
         _rule(np.array_equal(getattr(groups, name), column), "drop leaves its view as it is", name)
     filter_ = build()
     filter_.drop(scene.groups().take(np.arange(0)), scene.view)
-    _rule(filter_.drop(scene.groups(), scene.view) == found, "drops the same again", found)
+    _rule(_listed(filter_.drop(scene.groups(), scene.view)) == found, "drops the same again", found)
 
 
 def _refuses_rightly(build: BuildFilter, scene: Scene) -> None:

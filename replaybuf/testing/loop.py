@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.strategy import Budget, BufferView, Flow, Groups, Strategy, Waiting
+from replaybuf.strategy import Budget, BufferView, Feedback, Flow, Groups, Strategy, Waiting
 
 BUDGETS = (Budget(None, 16, 4096), Budget(1650, None, 4096))
 """Batches counted in groups, and in tokens: a group has 60 to 140 of them."""
@@ -44,7 +44,8 @@ class Progress:
 class ClosedLoop:
     """One trainer and as many producers as admission lets work.
 
-    A step takes 1 and is followed by a publication at once; every eighth prompt takes `slow_s`, others a 50th of it.
+    A step takes 1, its ack brings feedback, and a publication follows at once; every eighth prompt takes `slow_s`,
+    others a 50th of it.
     The core's bounds are kept as the service keeps them. Stands still where no batch can be made and nothing is coming.
     """
 
@@ -64,6 +65,7 @@ class ClosedLoop:
         self._gone = np.empty(0, bool)
         self._stored_at = np.empty(0, np.int64)
         self._staleness: list[int] = []
+        self._batch: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def run(self, steps: int) -> Progress:
         """Train so many steps, or as many as come before everything stands still."""
@@ -106,6 +108,7 @@ class ClosedLoop:
         self._now_s, prompt, version = heapq.heappop(self._coming)
         if prompt == _TRAINED:
             self._training = False
+            self._strategy.observe(Feedback(self._step, self._feedback()))
             self._step += 1
             return
         tokens = MEAN_TOKENS + 20 * (prompt % 5 - 2)
@@ -128,6 +131,14 @@ class ClosedLoop:
             self._columns[name] = np.append(column, column.dtype.type(values.get(name, 0)))
         self._gone = np.append(self._gone, False)
         self._stored_at = np.append(self._stored_at, self._step)
+
+    def _feedback(self) -> dict[str, Any]:
+        """Make up what a trainer sends with its ack: a loss, and how far off each group of its batch was."""
+        prompts = self._columns["prompt_index"][self._batch].tolist()
+        return {
+            "loss": 1 / (1 + self._step),
+            "priorities": {f"p{prompt}": (prompt % 5) / (1 + self._step) for prompt in prompts},
+        }
 
     def _live(self) -> npt.NDArray[np.bool_]:
         live = ~self._gone
@@ -176,5 +187,6 @@ class ClosedLoop:
         self._columns["times_sampled"][at] += 1
         self._columns["last_step"][at] = self._step
         self._staleness += staleness[at].tolist()
+        self._batch = at
         heapq.heappush(self._coming, (self._now_s + STEP_S, _TRAINED, self._step))
         return True

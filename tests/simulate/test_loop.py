@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import time
+from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +19,7 @@ from replaybuf.service.answers import group_counts
 from replaybuf.simulate.figures import Figures
 from replaybuf.simulate.loop import _ENDED, Simulation, simulate
 from replaybuf.simulate.workload import Supply
-from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, Waiting
+from replaybuf.strategy import Budget, BufferView, Feedback, Flow, Groups, Selection, Strategy, Waiting, fill
 from tests.builders import steady
 from tests.simulate.workloads import config, workload
 
@@ -182,6 +185,15 @@ def test_a_token_budget_is_kept_and_packed() -> None:
     assert figures.packing.batches > 0 and 0 < figures.packing.unused_share < 1 and figures.packing.imbalance >= 1
 
 
+def install(monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy[Any]]) -> None:
+    """Let every name stand for this strategy."""
+
+    def load(group: str, name: str) -> type[Strategy[Any]]:
+        return strategy
+
+    monkeypatch.setattr("replaybuf.plugins.load", load)
+
+
 class Greedy(Strategy[Any]):
     """Breaks the rule: takes every group there is."""
 
@@ -195,6 +207,50 @@ class Greedy(Strategy[Any]):
 
 def test_a_strategy_that_breaks_its_contract_is_named_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would pause a served run ends the study."""
-    monkeypatch.setattr("replaybuf.service.built.build_strategy", lambda name, options: Greedy(Greedy.Options()))
+    install(monkeypatch, Greedy)
     with pytest.raises(StrategyFault, match=r"keeps the group budget.*the run would be paused at step 0"):
         study("greedy", slots=16)
+
+
+class Sleepy(Strategy[Any]):
+    """Answers once after the time that a service would wait for it."""
+
+    asked = 0
+
+    def admit(self, buffer: BufferView, flow: Flow) -> int:
+        Sleepy.asked += 1
+        if Sleepy.asked == 5:
+            time.sleep(0.03)
+        return super().admit(buffer, flow)
+
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return fill(groups, np.arange(len(groups)), budget)
+
+
+def test_a_slow_plug_in_ends_no_study_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock is virtual; the host's says nothing about the run."""
+    install(monkeypatch, Sleepy)
+    monkeypatch.setattr("replaybuf.simulate.loop.BOUND_S", 0.02)
+    assert study("sleepy").ended == "steps"
+    assert Sleepy.asked > 5
+    assert re.search(r"plug-in slow strategy=sleepy took_s=0\.\d+ bound_s=0.02", caplog.text)
+
+
+class Attentive(Sleepy):
+    """Keeps the feedback it observes."""
+
+    heard: ClassVar[list[Feedback]] = []
+
+    def observe(self, feedback: Feedback) -> None:
+        self.heard.append(feedback)
+
+
+def test_a_strategy_that_observes_is_given_what_a_trainer_would_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean |advantage| of each group of the batch, by its id."""
+    install(monkeypatch, Attentive)
+    study("attentive", steps=3)
+    assert {feedback.step for feedback in Attentive.heard} == {0, 1}
+    (priorities,) = Attentive.heard[0].values.values()
+    assert all(re.fullmatch(r"p\d+", name) and value >= 0 for name, value in priorities.items())
