@@ -314,9 +314,8 @@ class Strategy(ABC, Generic[OptionsT]):
     def observe(self, feedback: Feedback) -> None:
         """Take in what the trainer sent with its ack.
 
-        A strategy that has this is built anew at every ack with feedback, at every start and after a rewind, and
-        observes those of the newest 16 steps of the surviving history that had any, oldest first: what it knows follows
-        from the ledger. Keep nothing else, and take whatever is sent: the values are the trainer's to choose.
+        A strategy that has this is built anew at every ack with feedback, start and rewind, and observes those of the
+        newest 16 steps of the surviving history that had any, oldest first. Keep nothing else; take whatever is sent.
         """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,17 @@ import msgspec
 import pytest
 
 from replaybuf.plugins import FILTERS, STRATEGIES, build_strategy, load, names
-from replaybuf.strategy import Budget, Flow
-from replaybuf.testing import check_progress, check_strategy
+from replaybuf.strategy import TOLD_BY_STRATEGIES, Budget, BufferView, Flow, Groups, Strategy
+from replaybuf.testing import check_filter, check_progress, check_strategy
 from tests.builders import buffer_view
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "strategies.md").read_text()
+
+
+def fields_of(view: type[Any]) -> list[str]:
+    """Name the fields of a view."""
+    return [field.name for field in dataclasses.fields(view)]
 
 
 def section(heading: str) -> str:
@@ -32,6 +39,44 @@ def test_the_strategy_of_the_page_keeps_the_contract() -> None:
         exec(compile(block, "docs/strategies.md", "exec"), made)
     check_strategy(made["TestHardestFirst"]().build)
     check_progress(made["TestHardestFirst"]().build)
+    check_strategy(lambda: made["NoZeros"](made["HardestFirstOptions"]()), examples=20)
+
+
+def test_the_filter_of_the_page_keeps_the_contract() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", section("Write a filter"), re.DOTALL | re.MULTILINE)
+    made: dict[str, Any] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, "docs/strategies.md", "exec"), made)
+    check_filter(made["TestTooShort"]().build)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("`Groups`", Groups.COLUMNS),
+        ("`BufferView`", fields_of(BufferView)),
+        ("`Flow`", fields_of(Flow)),
+        (
+            "| override",
+            [name for name in vars(Strategy) if not name.startswith("_") and name != "Options"],
+        ),
+    ],
+)
+def test_what_a_strategy_is_shown_and_may_override_is_told_by_the_names_of_the_code(
+    what: str, expected: Sequence[str]
+) -> None:
+    """One table each, every name in its first column, and no other."""
+    text = section("Write a strategy")
+    table = re.search(r"(?:^\|.*\n)+", text[text.index(f"\n{what}") :], re.MULTILINE)
+    assert table
+    cells = [row.split("|")[1] for row in table[0].splitlines()[2:]]
+    told = [name for cell in cells for name in re.findall(r"`(\w+)", cell)]
+    assert sorted(told) == sorted(expected)
+
+
+def test_the_reasons_that_a_strategy_may_tell_are_named() -> None:
+    told = section("Write a strategy").partition("`Waiting.reason` is ")[2].partition(";")[0]
+    assert re.findall(r"`(\w+)`", told) == list(TOLD_BY_STRATEGIES)
 
 
 @pytest.mark.parametrize("name", names(STRATEGIES))

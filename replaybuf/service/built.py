@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,113 +13,56 @@ from replaybuf.advantages import advantages
 from replaybuf.config import Limits, RunConfig, StrategySpec, check_run_config
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.plugins import Bounds, build_filter, build_strategy, build_with_bounds, configured
-from replaybuf.strategy import (
-    Budget,
-    BufferView,
-    Evictions,
-    Feedback,
-    Filter,
-    Flow,
-    Groups,
-    Selection,
-    Strategy,
-    StrategyOptions,
-    Waiting,
-)
-
-T = TypeVar("T")
+from replaybuf.strategy import Budget, Feedback, Filter, Strategy
 
 ID_BYTES = 4
 """Of one token id, as frames hold them."""
 
 
-class Ask(Protocol):
-    """Ask a plug-in `what`; see `Selector.ask`."""
-
-    def __call__(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
-        """Return the answer. Raises `StrategyFault`."""
+Ask = Callable[[str, Callable[[], Strategy[Any]]], Strategy[Any]]
+"""Ask a plug-in something; see `Selector.ask`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
     """The plug-ins of a configuration, and what the strategy promises.
 
-    `heard`: the feedback that the strategy observed, by step as msgpack; None where it observes none. `fault`: why it
-    could not be built, or observe.
+    `made` is the strategy, unless `fault` says why there is none: not installed any more, does not import, fails to
+    observe. `heard`: the feedback that it observed, by step as msgpack; None where it observes none.
     """
 
     config: RunConfig
-    strategy: Strategy[Any]
     bounds: Bounds
+    made: Strategy[Any] | None
     filters: list[Filter[Any]]
+    fault: str = ""
     heard: dict[int, bytes] | None = None
-    fault: StrategyFault | None = None
 
-    def stands(self, config: RunConfig, feedback: dict[int, bytes]) -> bool:
-        """Say whether these are the plug-ins of a run that has come to this configuration and feedback."""
-        return self.config is config and (self.heard is None or self.heard is feedback)
-
-
-class _Unavailable(Strategy[StrategyOptions], Filter[StrategyOptions]):
-    """Stands for a plug-in that is not installed any more, does not import or fails to observe.
-
-    It pauses the run that asks it.
-    """
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(StrategyOptions())
-        self._detail = detail
-
-    def _fault(self) -> StrategyFault:
-        return StrategyFault(self._detail, name="strategy")
-
-    def check(self, *asked: Any) -> None:
-        """Raise."""
-        raise self._fault()
-
-    def admit(self, buffer: BufferView, flow: Flow) -> int:
-        """Raise."""
-        raise self._fault()
-
-    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Raise."""
-        raise self._fault()
-
-    def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Raise."""
-        raise self._fault()
-
-    def select(
-        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
-    ) -> Selection | Waiting:
-        """Raise."""
-        raise self._fault()
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """The strategy. Raises `StrategyFault` where any plug-in cannot be asked: the run pauses with it."""
+        if self.made is None:
+            raise StrategyFault(self.fault, name="strategy")
+        return self.made
 
 
 def build(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Built:
-    """Build the plug-ins of a run that exists; those that cannot be built pause it when they are asked.
+    """Build the plug-ins of a run that exists; one that cannot be built pauses it when they are asked.
 
-    A strategy that observes is given all of the `feedback`, oldest first, in one question to `ask`.
+    A strategy that observes is given all of the `feedback`, oldest first, in one question.
     """
-    name = config.strategy.name
-    filters: list[Filter[Any]] = []
-    for spec in config.filters:
-        try:
-            filters.append(build_filter(spec.name, spec.options))
-        except Invalid as error:
-            filters.append(_Unavailable(error.detail))
     try:
-        strategy, bounds = build_with_bounds(name, config.strategy.options)
+        strategy, bounds = build_with_bounds(config.strategy.name, config.strategy.options)
+        filters = [build_filter(spec.name, spec.options) for spec in config.filters]
     except Invalid as error:
-        lacking = Bounds(max_staleness=0, max_uses=1, look_ahead=0)
-        return Built(config, _Unavailable(error.detail), lacking, filters, fault=StrategyFault(error.detail, name=name))
+        return Built(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), None, [], error.detail)
     if type(strategy).observe is Strategy.observe:
-        return Built(config, strategy, bounds, filters)
+        return Built(config, bounds, strategy, filters)
     try:
         hearing = ask("observe", lambda: _hearing(config, feedback))
     except StrategyFault as fault:
-        return Built(config, _Unavailable(fault.detail), bounds, filters, feedback, fault)
-    return Built(config, hearing, bounds, filters, feedback)
+        return Built(config, bounds, None, filters, fault.detail, feedback)
+    return Built(config, bounds, hearing, filters, heard=feedback)
 
 
 def _hearing(config: RunConfig, feedback: dict[int, bytes]) -> Strategy[Any]:

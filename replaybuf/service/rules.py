@@ -60,14 +60,12 @@ def check_selection(
 
 def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
     yield "gives a reason of the closed list", told.reason in TOLD_BY_STRATEGIES, told.reason
-    for name in ("groups", "tokens"):
-        value = getattr(told, name)
+    for name, value in (("groups", told.groups), ("tokens", told.tokens)):
         whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
         yield f"tells whole {name} that may be used now, 0 or more", bool(whole), repr(value)
 
 
 def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
-    """Yield what can be judged without knowing the groups."""
     rows = np.asarray(chosen.rows)
     yield "selects at least one group", rows.size > 0, rows.size
     yield "selects whole groups, by their row", are_rows(rows), repr(chosen.rows)[:200]
@@ -87,10 +85,10 @@ def _rules_of_groups(numbers: Rows, index: Index, standards: Iterable[Standard],
     yield "selects a group once", len(distinct) == len(numbers), len(numbers)
     rows = index.rows_of(distinct)
     stored = index["number"][rows]
-    yield "selects only groups that are stored", len(rows) == len(distinct), _some(np.setdiff1d(distinct, stored))
+    yield "selects only groups that are stored", len(rows) == len(distinct), np.setdiff1d(distinct, stored)[:8].tolist()
     for standard in standards:
         kept = standard.kept(index[standard.column][rows])
-        yield standard.rule, bool(kept.all()), _some(stored[~kept])
+        yield standard.rule, bool(kept.all()), stored[~kept][:8].tolist()
     tokens = int(index["tokens"][rows].sum(dtype=np.int64))
     yield f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens
     within = budget.groups is None or len(numbers) <= budget.groups
@@ -103,29 +101,18 @@ def check_evictions(plugin: str, found: Evictions, index: Index, rows: Rows) -> 
     Raises `StrategyFault` naming it and the rule.
     """
     _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
-    dropped, reasons = np.asarray(found.rows), tuple(found.reasons)
-    _hold(
-        plugin,
-        plugin,
-        "",
-        [
-            ("gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))),
-            ("drops whole groups, by their row", not dropped.size or are_rows(dropped), repr(found.rows)[:200]),
-        ],
-    )
-    if not dropped.size:
-        return Evictions()
-    numbers = dropped.astype(np.int64)
-    given = index["number"][np.intersect1d(index.rows_of(numbers), rows)]
-    strange = np.setdiff1d(numbers, given)
-    words = all(isinstance(reason, str) and REASON.fullmatch(reason) for reason in reasons)
-    rules = [
-        ("drops only groups it was given", not len(strange), _some(strange)),
-        ("gives words as reasons", words, str(reasons[:8])),
-    ]
-    _hold(plugin, plugin, "", rules)
-    return Evictions(tuple(numbers.tolist()), reasons)
+    _hold(plugin, plugin, "", _rules_of_evictions(found, index, rows))
+    return Evictions(tuple(np.asarray(found.rows).tolist()), tuple(found.reasons))
 
 
-def _some(numbers: Rows) -> str:
-    return str(numbers[:8].tolist())
+def _rules_of_evictions(found: Evictions, index: Index, rows: Rows) -> Iterable[Rule]:
+    dropped, reasons = np.asarray(found.rows), found.reasons
+    yield "gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))
+    if dropped.size:
+        yield "drops whole groups, by their row", are_rows(dropped), repr(found.rows)[:200]
+        found_rows = index.rows_of(dropped)
+        given = found_rows[rows[np.minimum(np.searchsorted(rows, found_rows), len(rows) - 1)] == found_rows]
+        strange = np.setdiff1d(dropped, index["number"][given])
+        yield "drops only groups it was given", not len(strange), str(strange[:8].tolist())
+        words = all(isinstance(reason, str) and REASON.fullmatch(reason) for reason in reasons)
+        yield "gives words as reasons", words, str(list(reasons)[:8])

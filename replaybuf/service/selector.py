@@ -66,7 +66,7 @@ class Selector:
 
     @property
     def strategy(self) -> Strategy[Any]:
-        """Strategy of the configuration in force."""
+        """Strategy of the configuration in force, with the feedback so far. Raises `StrategyFault`."""
         return self.views.plugins.strategy
 
     @property
@@ -98,10 +98,10 @@ class Selector:
 
     def capacity(self, adapter: str = "") -> int:
         """Count how many more groups, of an adapter where there are any, producers may start now."""
-        flow = self.views.flow()
+        flow, strategy = self.views.flow(), self.strategy
 
         def checked() -> int:
-            admitted = self.strategy.admit(self.views.view(self._state.next_step, adapter=adapter), flow)
+            admitted = strategy.admit(self.views.view(self._state.next_step, adapter=adapter), flow)
             whole = isinstance(admitted, int | np.integer) and admitted >= 0
             rule = "admits a whole number of groups, 0 or more"
             hold(self.config.strategy.name, self._state.next_step, [(rule, whole, repr(admitted))])
@@ -251,11 +251,12 @@ class Selector:
 
     def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
         """Add those of these groups, of one adapter, to `by_reason`."""
-        config, built, index = self.config, self.views.plugins, self._state.index
+        config, filters, index = self.config, self.views.plugins.filters, self._state.index
+        strategy = self.strategy
         groups = index.groups(rows)
         view = self.views.view(self._state.next_step, adapter=adapter)
         asked: list[tuple[str, Callable[[], Evictions]]] = [
-            (f"strategy {config.strategy.name!r}", lambda: built.strategy.evict(groups.apart(), view))
+            (f"strategy {config.strategy.name!r}", lambda: strategy.evict(groups.apart(), view))
         ]
         published = self._state.published[adapter]
         if int(groups.policy_version_max.max()) > published:
@@ -266,7 +267,7 @@ class Selector:
             longer = tuple(groups.row[groups.longest_tokens > self.views.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
         if filtered:
-            for spec, one in zip(config.filters, built.filters, strict=True):
+            for spec, one in zip(config.filters, filters, strict=True):
                 asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups.apart(), view)))  # type: ignore[misc]
         gone: set[int] = set()
         for plugin, call in asked:

@@ -185,7 +185,7 @@ class Session:
 
     async def _observe(self) -> None:
         try:
-            self._selector.observe()
+            _ = self._selector.strategy  # built anew, it observes
         except StrategyFault as fault:  # the step is acked all the same
             await self._journal.pause(fault)
 

@@ -64,10 +64,10 @@ class Views:
     @property
     def plugins(self) -> Built:
         """Plug-ins of the configuration in force; a strategy that observes knows the feedback that the state keeps."""
-        config, feedback = self.config, self._state.feedback
-        if self._built is None or not self._built.stands(config, feedback):
-            self._built = build(config, feedback, self._ask)
-        return self._built
+        built, config, feedback = self._built, self.config, self._state.feedback
+        if built is None or built.config is not config or (built.heard is not None and built.heard is not feedback):
+            built = self._built = build(config, feedback, self._ask)
+        return built
 
     @property
     def seq_len(self) -> int:

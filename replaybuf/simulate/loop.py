@@ -265,7 +265,7 @@ class Simulation:
         self._training = None
         waited = self.meter.waited_s.items()
         feedback = None
-        if trained and run.selector.observes:
+        if trained and run.selector.views.plugins.heard is not None:  # it observes
             feedback = self._supply.feedback(trained.step) or run.feedback(trained)
         run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"), feedback)
         if run.state.step % w.checkpoint_steps == 0:
