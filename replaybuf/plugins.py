@@ -5,11 +5,12 @@ The core knows plug-ins by name alone; built-ins come in through the same door a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -170,13 +171,21 @@ def configured(name: str, call: Callable[[], T]) -> T:
 
     Raises `Invalid` with its name for whatever it raises, or too slow twice.
     """
+    with reported(name):
+        try:
+            return bounded_again(call)
+        except TookTooLong as error:
+            raise Invalid(
+                f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=BOUND_S
+            ) from error
+
+
+@contextlib.contextmanager
+def reported(name: str) -> Iterator[None]:
+    """Turn whatever a plug-in raises while it is configured into `Invalid` with its name."""
     try:
-        return bounded_again(call)
+        yield
     except (Invalid, *OURS):
         raise
-    except TookTooLong as error:
-        raise Invalid(
-            f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=BOUND_S
-        ) from error
     except BaseException as error:  # whatever a plug-in raises is its author's to read
         raise Invalid(f"plug-in {name!r} raised {error!r} when it was configured", name=name, value=name) from error

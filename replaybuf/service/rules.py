@@ -68,7 +68,7 @@ def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
 def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
     rows = np.asarray(chosen.rows)
     yield "selects at least one group", rows.size > 0, rows.size
-    yield "selects whole groups, by their row", are_rows(rows), repr(chosen.rows)[:200]
+    yield "selects whole groups, by their row", are_rows(rows), str(rows.ravel()[:8].tolist())
     if chosen.weights is not None:
         weights = np.asarray(chosen.weights)
         fits = weights.shape == rows.shape and weights.dtype.kind in "fiu"
@@ -109,7 +109,7 @@ def _rules_of_evictions(found: Evictions, index: Index, rows: Rows) -> Iterable[
     dropped, reasons = np.asarray(found.rows), found.reasons
     yield "gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))
     if dropped.size:
-        yield "drops whole groups, by their row", are_rows(dropped), repr(found.rows)[:200]
+        yield "drops whole groups, by their row", are_rows(dropped), str(dropped.ravel()[:8].tolist())
         found_rows = index.rows_of(dropped)
         given = found_rows[rows[np.minimum(np.searchsorted(rows, found_rows), len(rows) - 1)] == found_rows]
         strange = np.setdiff1d(dropped, index["number"][given])
