@@ -294,7 +294,7 @@ class Pausing(Sound):
 
 class Halving(Sound):
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
-        return Selection(groups.row[:1] + 0.5) if len(groups) else Waiting("no_groups")
+        return Selection(groups.row[:1] + 0.5) if len(groups) else Waiting("no_groups")  # type: ignore[arg-type]
 
 
 class Boundless(Sound):

@@ -322,7 +322,7 @@ def rewarded(group_id: str, *rewards: float) -> dict[str, Any]:
         ("invents", r"strategy 'invents' broke the rule 'selects only groups that are stored' at step 0: \[4711\]"),
         (
             "halves",
-            r"strategy 'halves' broke the rule 'selects whole groups, by their row' at step 0: array\(\[1.5\]\)",
+            r"strategy 'halves' broke the rule 'selects whole groups, by their row' at step 0: \[1.5\]",
         ),
         ("moody", "strategy 'moody' broke the rule 'gives a reason of the closed list' at step 0: mood"),
         ("speechless", "strategy 'speechless' broke the rule 'answers Selection or Waiting' at step 0: NoneType"),
