@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-LONGEST_CORE_LINES = 5_300
+LONGEST_CORE_LINES = 5_400
 """What is meant to be read in an hour."""
 
 

@@ -275,7 +275,7 @@ class Listening(Sound):
         return fill(groups, np.roll(np.arange(len(groups)), self.heard), budget)
 
 
-class Picky(Sound):
+class Demanding(Sound):
     def observe(self, feedback: Feedback) -> None:
         self.loss = feedback.values["loss"]
 
@@ -321,7 +321,7 @@ class Boundless(Sound):
         (Indebted, "admits a number >= 0"),
         (Endless, r"admit answers within 1 s' is broken: it did not come to an end"),
         (Listening, "selects the same as another instance that observed the same"),
-        (Picky, "observes whatever a trainer sends"),
+        (Demanding, "observes whatever a trainer sends"),
         (Tardy, "the constructor answers within 1 s"),
         (Pausing, "max_staleness answers within 1 s"),
         (Halving, "selects whole groups, by their row"),
