@@ -164,7 +164,7 @@ def test_a_strategy_that_does_not_import_is_refused_when_it_is_named(server: Ser
     ("name", "reason"),
     [
         ("raises", "strategy 'raises' raised in select: ZeroDivisionError('of my own making')"),
-        ("impossible", "strategy 'impossible' broke the rule 'selects only groups it was given'"),
+        ("impossible", "strategy 'impossible' broke the rule 'selects only groups that are stored'"),
     ],
 )
 def test_a_run_whose_strategy_breaks_its_contract_pauses_and_others_go_on(

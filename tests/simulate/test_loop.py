@@ -251,6 +251,6 @@ def test_a_strategy_that_observes_is_given_what_a_trainer_would_send(monkeypatch
     """The mean |advantage| of each group of the batch, by its id."""
     install(monkeypatch, Attentive)
     study("attentive", steps=3)
-    assert {feedback.step for feedback in Attentive.heard} == {0, 1}
+    assert {feedback.step for feedback in Attentive.heard} == {0, 1, 2}
     (priorities,) = Attentive.heard[0].values.values()
     assert all(re.fullmatch(r"p\d+", name) and value >= 0 for name, value in priorities.items())
