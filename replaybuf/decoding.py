@@ -15,6 +15,8 @@ from replaybuf.errors import Invalid, Malformed
 T = TypeVar("T")
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_RANGE = re.compile(r"Expected `\w+` ([<>]=? \S+)")
+"""What msgspec says of a number outside its bound."""
 _ANY_KEY = "[...]"
 """What msgspec says in place of the key of a map."""
 
@@ -67,6 +69,8 @@ def _explained(error: msgspec.ValidationError, body: Any, shape: type) -> Invali
     if valid := _valid(message, shape, trail):
         message = f"{message}; valid: {', '.join(valid)}"
     told = name if name == "body" or isinstance(value, dict | list) else f"{name} is {shown!r}"
+    if range_ := _RANGE.fullmatch(message):
+        return kind(f"{told}; it must be {range_[1]}", name=name, value=shown, bound=range_[1])
     return kind(f"{told}: {message}", name=name, value=shown, bound=message)
 
 

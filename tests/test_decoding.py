@@ -89,7 +89,7 @@ def test_beside_a_number_that_is_not_finite_everything_else_is_still_strict() ->
 @pytest.mark.parametrize(
     ("adapters", "told"),
     [
-        ({"good": {"groups_per_batch": 1}, "bad": {"groups_per_batch": 0}}, "adapters.bad.groups_per_batch is 0: "),
+        ({"good": {"groups_per_batch": 1}, "bad": {"groups_per_batch": 0}}, "adapters.bad.groups_per_batch is 0; it must be >= 1"),
         ({"a.b": {"groups_per_batch": 1}, "c.d": {"groups_per_batch": "x"}}, "adapters.c.d.groups_per_batch is 'x': "),
         ({"good": {"groups_per_batch": 1}, "bad": 5}, "adapters.bad is 5: "),
         ({f"a{number}": {"groups_per_batch": 1} for number in range(257)}, "adapters: .* length <= 256"),
@@ -98,6 +98,12 @@ def test_beside_a_number_that_is_not_finite_everything_else_is_still_strict() ->
 def test_the_entry_of_a_map_that_does_not_fit_is_named(adapters: dict[str, Any], told: str) -> None:
     with pytest.raises((Invalid, Malformed), match=f"^{told}"):
         decoded(json.dumps({"batch": {}, "adapters": adapters}).encode())
+
+
+def test_a_number_outside_its_bound_is_told_with_it() -> None:
+    with pytest.raises(Invalid, match=r"^batch.seq_len is 1; it must be >= 2$") as caught:
+        decoded(b'{"batch": {"seq_len": 1}}')
+    assert (caught.value.name, caught.value.value, caught.value.bound) == ("batch.seq_len", 1, ">= 2")
 
 
 def test_a_map_inside_a_list_is_named_with_its_entry() -> None:
