@@ -25,7 +25,7 @@ _SHOWN_BITS = 128
 
 
 def check_freeform(name: str, given: Any) -> None:
-    """Raise `Invalid`, naming the place, where `given` is nested too deeply or holds a whole number beyond 64 bits."""
+    """Raise `Invalid` where `given` is nested too deeply, has a whole number beyond 64 bits, or is no JSON at all."""
     depth = _depth(given)
     if depth > DEEPEST:
         raise Invalid(f"{name} is nested {depth} deep; at most {DEEPEST}", name=name, value=depth, bound=DEEPEST)
@@ -33,6 +33,8 @@ def check_freeform(name: str, given: Any) -> None:
         msgspec.msgpack.encode(given)
     except OverflowError:
         raise _beyond(name, given) from None
+    except (TypeError, ValueError) as error:  # of a producer in Python
+        raise Invalid(f"{name} does not encode: {error}", name=name) from None
 
 
 def _depth(given: Any) -> int:

@@ -69,3 +69,10 @@ def test_what_is_nested_too_deeply_is_refused_with_depth_and_bound(levels: int) 
     endless["self"] = endless
     with pytest.raises(Invalid, match="nested 1000 deep"):
         check_freeform("metadata", endless)
+
+
+def test_what_no_json_can_hold_is_refused_by_its_type() -> None:
+    """A producer in Python may hand over anything; it costs its own group, not the call."""
+    with pytest.raises(Invalid, match=r"^metadata does not encode: Encoding objects of type object") as caught:
+        check_freeform("metadata", {"source": object()})
+    assert caught.value.name == "metadata"

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
+from replaybuf.freeform import check_freeform
 from replaybuf.group import Int32s, TokenIds
 
 _EPOCHS_KEPT = 4
@@ -170,10 +171,7 @@ def _check_form(line: PromptLine) -> None:
         raise Invalid("prompt_id is empty; leave it out to have it made of the content")
     for number, message in enumerate(line.messages or (), start=1):
         _check_message(number, message)
-    try:
-        msgspec.msgpack.encode(line.metadata)
-    except (TypeError, ValueError, OverflowError) as error:  # it goes into every group of the prompt
-        raise Invalid(f"metadata does not encode: {error}") from None
+    check_freeform("metadata", line.metadata)  # it goes into every group of the prompt
 
 
 def _check_message(number: int, message: dict[str, Any]) -> None:

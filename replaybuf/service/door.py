@@ -165,10 +165,10 @@ class Door:
         journal = self._journal
         with journal.noting_loss():
             repeats = await journal.store.repeats(journal.name, [self.judge.names(portion[k]) for k in refused])
-        self.duplicates += sum(repeat is not None and not repeat.taken for repeat in repeats)
+        self.duplicates += sum(repeat is not None for repeat in repeats)
         return [
             _answer(repeat)
-            if repeat and not repeat.taken
+            if repeat
             else _rejected(item.group.group_id if (item := portion[position]).group else None, rejection)
             for (position, rejection), repeat in zip(refused.items(), repeats, strict=True)
         ]

@@ -128,7 +128,7 @@ class GroupCommands(Connection):
         if outcomes:
             settled = await self._settle(run, list(outcomes.values()), self._redis.pipeline(transaction=False))
             for position, repeat in zip(outcomes, settled, strict=True):
-                found[position] = repeat
+                found[position] = None if repeat.taken else repeat
         return found
 
     async def _stored(self, run: str, named: Sequence[tuple[str, str]]) -> dict[int, Outcome]:
