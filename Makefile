@@ -69,7 +69,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 docs: $(STAMP)
-	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_*_page.py $(ARGS)
+	$(BIN)/python -m pytest tests/docs/test_docs.py tests/docs/test_readme.py tests/test_*_page.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)

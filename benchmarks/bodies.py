@@ -19,7 +19,7 @@ from frames import decode_lists, encode_lists, grpo_like_group
 from groups import one_rank_body
 from measured import Measured
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 
 GROUPS, SEQ_LEN = 64, 16_384
 LISTS, BODY = "lists", "body"

@@ -39,9 +39,9 @@ from measured import Measured, Target
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
-from replaybuf.batch import read_batch
-from replaybuf.client import Client
-from replaybuf.transport import mounts_of
+from replaybuf.client.client import Client
+from replaybuf.client.transport import mounts_of
+from replaybuf.wire.batch import read_batch
 
 SEQ_LEN = 8192
 ROLLOUTS = 8

@@ -20,8 +20,8 @@ from delivery import MEAN_TOKENS, ROLLOUTS, SEQ_LEN, random_group
 from measured import Measured
 from served import Served
 
-from replaybuf.client import Client, Waiting
-from replaybuf.direct import DirectBodies
+from replaybuf.client.client import Client, Waiting
+from replaybuf.client.direct import DirectBodies
 
 WAIT_MS = 30_000
 

@@ -35,12 +35,12 @@ import msgspec
 import numpy as np
 from measured import Measured
 
-from replaybuf.client import AsyncClient
-from replaybuf.frame import encode_frame, stored_checksum
-from replaybuf.group import Group, GroupJson, RolloutJson, group_from_json
-from replaybuf.ledger import AckRecord
+from replaybuf.client.client import AsyncClient
 from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted
 from replaybuf.store.durability import Level
+from replaybuf.wire.frame import encode_frame, stored_checksum
+from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+from replaybuf.wire.ledger import AckRecord
 
 PRODUCERS = 8
 ROLLOUTS, TOKENS = 8, 512
@@ -92,7 +92,7 @@ async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, 
 @contextlib.contextmanager
 def serving(redis_url: str, wanted: Level, log: Path) -> Iterator[str]:
     """Run `replaybuf serve` on a Redis; give its address."""
-    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--redis-url", redis_url]
+    command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--redis-url", redis_url]
     with (
         log.open("w") as lines,
         subprocess.Popen(

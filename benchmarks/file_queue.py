@@ -27,11 +27,7 @@ import numpy as np
 from groups import one_rank_body
 from measured import Measured
 
-from replaybuf.client import Attached, Client, Ticket, Waiting
-from replaybuf.demo import story
-from replaybuf.demo.folder import Folder
-from replaybuf.demo.progress import LineReader, TrainerLine
-from replaybuf.demo.supervisor import Stop, Supervisor
+from replaybuf.client.client import Attached, Client, Ticket, Waiting
 from replaybuf.errors import RunFinished
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import load_environment
@@ -39,8 +35,12 @@ from replaybuf.generator.groups import new_group
 from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.sources import read_prompts
-from replaybuf.group import Group
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.lab.demo import story
+from replaybuf.lab.demo.folder import Folder
+from replaybuf.lab.demo.progress import LineReader, TrainerLine
+from replaybuf.lab.demo.supervisor import Stop, Supervisor
+from replaybuf.wire.group import Group
+from replaybuf.wire.tokenizer import Tokenizer
 
 WARM_UP_STEPS = 5
 """Steps that are not counted: processes start, caches fill."""

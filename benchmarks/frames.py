@@ -22,9 +22,9 @@ import safetensors.numpy
 import zstandard
 from measured import Measured, Target
 
-from replaybuf.columns import COMPRESSION_LEVEL
-from replaybuf.frame import decode_frame, encode_frame
-from replaybuf.group import Group
+from replaybuf.wire.columns import COMPRESSION_LEVEL
+from replaybuf.wire.frame import decode_frame, encode_frame
+from replaybuf.wire.group import Group
 
 PROMPT_TOKENS = 256
 SHAPES = ((8, 2048), (16, 8192))

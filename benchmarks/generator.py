@@ -31,7 +31,7 @@ from measured import Measured, Target
 from null_engine import COMPLETIONS, TOKENS, VOCABULARY
 from served import Served
 
-from replaybuf.client import Client
+from replaybuf.client.client import Client
 
 SIDES = {TOKENS: (), COMPLETIONS: ("--completions",)}
 FLOORS = {
@@ -94,7 +94,7 @@ def measure(
         )
         url = stack.enter_context(null_engine(given, options))
         generator = stack.enter_context(
-            process(["-m", "replaybuf.cli", "--log-level", "error", *generate(folder, served.url, run, url, given)])
+            process(["-m", "replaybuf", "--log-level", "error", *generate(folder, served.url, run, url, given)])
         )
         watched = psutil.Process(generator.pid)
         first = reach(client, generator, WARM_ROLLOUTS // given.group_size)

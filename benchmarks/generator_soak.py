@@ -24,7 +24,7 @@ from measured import Measured, Target
 from null_engine import TOKENS
 from served import Served
 
-from replaybuf.client import Client, Waiting
+from replaybuf.client.client import Client, Waiting
 
 RUN = "soak"
 ROLLOUTS_PER_S = 30
@@ -91,7 +91,7 @@ def soak(folder: Path, served: Served, given: argparse.Namespace) -> tuple[list[
         client.put_run({"batch": batch, "group_size": given.group_size, "steps_per_publish": NEVER})
         trainer = Trainer(served.url)
         trainer.start()
-        words = ["-m", "replaybuf.cli", "--log-level", "error", *generate(folder, served.url, RUN, url, given)]
+        words = ["-m", "replaybuf", "--log-level", "error", *generate(folder, served.url, RUN, url, given)]
         begun_s = time.monotonic()
         with process(words) as generator:
             watched = psutil.Process(generator.pid)

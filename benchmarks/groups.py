@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replaybuf.batch import BatchGroup, BatchMeta, Segment, encode_batch
-from replaybuf.group import Group
-from replaybuf.packing import pack
+from replaybuf.packing.pack import pack
+from replaybuf.wire.batch import BatchGroup, BatchMeta, Segment, encode_batch
+from replaybuf.wire.group import Group
 
 PROMPT_TOKENS = 128
 VOCABULARY = 150_000

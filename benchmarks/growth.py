@@ -36,19 +36,19 @@ from groups import random_group
 from measured import Measured
 from served import Served
 
-from replaybuf.batch import read_batch
-from replaybuf.client import Client
-from replaybuf.flow import TicketBook
-from replaybuf.frame import encode_frame, stored_checksum
-from replaybuf.group import Group
-from replaybuf.index import ENTRY, entry_of
-from replaybuf.packing import pack
-from replaybuf.service.journal import Journal
-from replaybuf.service.selector import Selector
+from replaybuf.client.client import Client
+from replaybuf.kernel.index import ENTRY, entry_of
+from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.strategy import Selection
+from replaybuf.kernel.tickets import TicketBook
+from replaybuf.packing.pack import pack
+from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, ToAppend, keys
 from replaybuf.store.durability import Level, Wanted
 from replaybuf.store.entries import EntryStrings, encode_strings
-from replaybuf.strategy import Selection
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.frame import encode_frame, stored_checksum
+from replaybuf.wire.group import Group
 
 LEVELS: tuple[Level, ...] = ("strict", "relaxed")
 TOKENS = (65_536, 262_144, 1_048_576, 4_194_304, 16_777_216)

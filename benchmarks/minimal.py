@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import redis.asyncio as aioredis
 
-from replaybuf.group import Group
+from replaybuf.wire.group import Group
 
 COLUMNS = (
     ("prompt_ids", np.int32),

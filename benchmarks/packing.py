@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from measured import Measured, Target
 
-from replaybuf.cost import rollout_costs
-from replaybuf.packing import best_fit_decreasing, fillers, pack, padding_fraction
+from replaybuf.packing.cost import rollout_costs
+from replaybuf.packing.pack import best_fit_decreasing, fillers, pack, padding_fraction
 
 SEQ_LEN = 8192
 FIRST_FIT, DECREASING, PACK = "naive first fit", "first-fit decreasing", "pack"

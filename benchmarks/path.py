@@ -46,13 +46,13 @@ from groups import random_group
 from measured import Measured, Target
 from served import Served
 
-from replaybuf.batch import read_batch
-from replaybuf.client import AsyncClient, Client
-from replaybuf.frame import encode_frame, stored_checksum
-from replaybuf.group import Group
+from replaybuf.client.client import AsyncClient, Client
+from replaybuf.client.transport import mounts_of
 from replaybuf.store import Store, ToAppend
 from replaybuf.store.durability import Level, Wanted
-from replaybuf.transport import mounts_of
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.frame import encode_frame, stored_checksum
+from replaybuf.wire.group import Group
 
 LEVELS: tuple[Level, ...] = ("strict", "relaxed")
 ROLLOUTS, MEAN_TOKENS = 8, 2048

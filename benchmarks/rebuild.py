@@ -25,8 +25,8 @@ import redis
 from measured import Measured
 from served import Served
 
-from replaybuf.index import ENTRY
-from replaybuf.service.journal import Journal
+from replaybuf.kernel.index import ENTRY
+from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
 
 RUN = "rebuild"

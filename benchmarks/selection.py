@@ -4,7 +4,7 @@
 
 Each figure is the median over the repeats, with the least and the largest. The reference does the same work the obvious
 way: one dict per group, comprehensions, `random.sample`, `random.choices` over running sums. Both sides choose groups
-that staleness and uses allow; the columns are those of the service (`replaybuf.index`), as it shows them to a strategy.
+that staleness and uses allow; the columns are those of the service (`kernel.index`), as it shows them to a strategy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from measured import Measured
 
-from replaybuf.index import ENTRY, Index
-from replaybuf.plugins import build_strategy
+from replaybuf.kernel.index import ENTRY, Index
+from replaybuf.kernel.plugins import build_strategy
+from replaybuf.kernel.strategy import Budget, BufferView, Groups, Selection
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
-from replaybuf.strategy import Budget, BufferView, Groups, Selection
 
 BATCH = 512
 VERSION, MAX_STALENESS = 10, 4

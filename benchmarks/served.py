@@ -49,7 +49,7 @@ class Served:
 
     def start(self) -> Served:
         """Start, wait until it says where it listens, and note in `started_s` how long that took."""
-        command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(self.folder)]
+        command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(self.folder)]
         command += self.options
         begun = time.monotonic()
         log = (self.folder.parent / "serve.log").open("a")

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from served import Served
 
-from replaybuf.client import Attached, Client, Waiting
-from replaybuf.group import Group, GroupJson, RolloutJson, group_from_json
+from replaybuf.client.client import Attached, Client, Waiting
 from replaybuf.store import keys
+from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 
 RUN = "soak"
 BODY_GROUPS = 500

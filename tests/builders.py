@@ -11,12 +11,12 @@ import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from replaybuf.batch import BatchMeta
-from replaybuf.config import BatchSpec, RunConfig
-from replaybuf.group import Group, GroupJson, RolloutJson, group_from_json
-from replaybuf.index import ENTRY, NO_PROMPT_INDEX
-from replaybuf.ledger import BatchEntry, BatchRecord, ConfigRecord
-from replaybuf.strategy import Budget, BufferView, Groups
+from replaybuf.kernel.index import ENTRY, NO_PROMPT_INDEX
+from replaybuf.kernel.strategy import Budget, BufferView, Groups
+from replaybuf.wire.batch import BatchMeta
+from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+from replaybuf.wire.ledger import BatchEntry, BatchRecord, ConfigRecord
 
 steady = settings(derandomize=True, deadline=None, max_examples=60)
 """Settings of a property test: the same examples on every machine, no verdict by the clock."""

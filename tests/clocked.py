@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from replaybuf.cli import main
-from replaybuf.service.service import Service
+from replaybuf.cli.main import main
+from replaybuf.service.host import Service
 
 
 def now_s() -> float:

@@ -10,7 +10,7 @@ import re
 import unittest.mock
 from collections.abc import Iterator
 
-from replaybuf.cli import main
+from replaybuf.cli.main import main
 
 
 def calls(text: str) -> Iterator[tuple[str, set[str]]]:

@@ -56,7 +56,7 @@ class ServeProcess:
     `python`: the interpreter that runs it, and with it the environment whose plug-ins it finds.
     """
 
-    module = "replaybuf.cli"
+    module = "replaybuf"
 
     def __init__(self, data_dir: Path, *options: str, python: str = sys.executable) -> None:
         self.data_dir = data_dir

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import replaybuf.store.connection as connection
-from replaybuf.cli import main
+from replaybuf.cli.main import main
 
 COMMAND_TIMEOUT_S = 1.0
 

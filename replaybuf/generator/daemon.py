@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replaybuf.aggregation import Window
-from replaybuf.client import AsyncClient, Ticket, Waiting
+from replaybuf.client.client import AsyncClient, Ticket, Waiting
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
+from replaybuf.generator.aggregation import Window
 from replaybuf.generator.concurrency import Bounds, Concurrency
 from replaybuf.generator.delivery import Delivery
 from replaybuf.generator.engines import Sample, Sampling, request_seed
@@ -41,7 +41,7 @@ from replaybuf.generator.setbacks import Setbacks
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.generator.threads import asked_to_end, contained
-from replaybuf.group import Group
+from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class DaemonOptions:
     """How to generate.
 
     `producer` names this process to the service, `adapter` whose groups it makes ("" = of a run without adapters),
-    `advantage` an estimator of `replaybuf.advantages`; `metadata` goes into every group, `compress` says whether frames
+    `advantage` an estimator of `kernel.advantages`; `metadata` goes into every group, `compress` says whether frames
     are compressed. `poll_wait_ms`: how long the service may hold a call for tickets or the policy, short enough that a
     stop can wait for the answer and give its tickets back.
     `request_seed`: what the seed of every request is derived from; None = the engines choose their own.

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from replaybuf.client import AppendResult, Policy
+from replaybuf.client.client import AppendResult, Policy
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
 from replaybuf.generator.flight import Flight, Work
 

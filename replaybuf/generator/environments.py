@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from replaybuf import plugins
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.prompts import Prompt, refused
+from replaybuf.kernel import plugins
 
 EXTRA = "demo"
 METADATA_KEY = "reasoning_gym"

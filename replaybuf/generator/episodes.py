@@ -29,7 +29,7 @@ from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.scoring import Scores, columns_of, episode_fault
 from replaybuf.generator.threads import LoopThread, contained
-from replaybuf.group import Bools
+from replaybuf.wire.group import Bools
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from cyclopts.types import NonNegativeFloat, PositiveFloat
 from rich.console import Console
 from rich.table import Table
 
-from replaybuf.client import AsyncClient
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import Invalid
 from replaybuf.generator.engines import open_engine
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.preflight import check_least, check_tokenizer, held_out_set
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
 

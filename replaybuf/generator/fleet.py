@@ -44,7 +44,7 @@ from replaybuf.generator.publication import (
     stale,
     unfinished,
 )
-from replaybuf.group import Int32s
+from replaybuf.wire.group import Int32s
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.advantages import PROCESS, group_advantages, process_advantages, zero_variance
-from replaybuf.client import Ticket
+from replaybuf.client.client import Ticket
 from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.engines import Sample
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scores
-from replaybuf.group import Group
+from replaybuf.kernel.advantages import PROCESS, group_advantages, process_advantages, zero_variance
+from replaybuf.wire.group import Group
 
 
 def new_group(

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from replaybuf import plugins
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, stale_fault
@@ -26,7 +25,8 @@ from replaybuf.generator.preflight import check_least
 from replaybuf.generator.publication import ahead, stale
 from replaybuf.generator.stages import Computed, Rollout, stage_name
 from replaybuf.generator.threads import Worker
-from replaybuf.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
+from replaybuf.kernel import plugins
+from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
 
 logger = logging.getLogger(__name__)
 

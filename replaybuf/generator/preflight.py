@@ -7,10 +7,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from replaybuf import plugins
-from replaybuf.advantages import check_estimator
-from replaybuf.calls import RunFacts, facts_of
-from replaybuf.client import AsyncClient, Backoff
+from replaybuf.client.calls import RunFacts, facts_of
+from replaybuf.client.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.engines import Server
@@ -19,7 +17,9 @@ from replaybuf.generator.episodes import Episodes
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.scoring import Scorer
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.kernel import plugins
+from replaybuf.kernel.advantages import check_estimator
+from replaybuf.wire.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from replaybuf.client import AsyncClient
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import Invalid
 from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.daemon import Daemon, DaemonOptions
@@ -39,7 +39,7 @@ from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.scrape import scraped
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

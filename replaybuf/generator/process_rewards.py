@@ -6,10 +6,10 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from replaybuf.advantages import ProcessReward
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.scoring import Scores, reward_fault
-from replaybuf.group import TokenIds
+from replaybuf.kernel.advantages import ProcessReward
+from replaybuf.wire.group import TokenIds
 
 
 def by_text(prompt: Prompt, scores: Scores, completions: Sequence[TokenIds], tokenizer: Encoder) -> Scores:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.generator.member import ServerStatus
-from replaybuf.group import Group
+from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)
 

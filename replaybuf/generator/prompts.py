@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
-from replaybuf.freeform import check_freeform
-from replaybuf.group import Int32s, TokenIds
+from replaybuf.wire.group import Int32s, TokenIds
+from replaybuf.wire.metadata import check_freeform
 
 _EPOCHS_KEPT = 4
 """Orders of this many epochs are kept: tickets of neighbouring epochs are out at the same time."""
@@ -61,7 +61,7 @@ class PromptOrder(Protocol):
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer to read prompts; `replaybuf.tokenizer.Tokenizer` is one."""
+    """What is needed of a tokenizer to read prompts; `replaybuf.wire.tokenizer.Tokenizer` is one."""
 
     vocab_size: int
 

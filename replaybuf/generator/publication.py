@@ -20,7 +20,7 @@ import numpy as np
 
 from replaybuf.errors import EngineFault
 from replaybuf.generator.engines.protocol import ABORTED, SEED_BITS, Sample, Sampling
-from replaybuf.group import Float32s, Int32s
+from replaybuf.wire.group import Float32s, Int32s
 
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
 SUPERSEDED = "superseded"

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from replaybuf.advantages import ProcessReward
 from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score, score_of, takes_turns
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
-from replaybuf.group import Float64s
+from replaybuf.kernel.advantages import ProcessReward
+from replaybuf.wire.group import Float64s
 
 MAX_STUCK = 16
 """So many scorings may hang at the same time before no further one is begun."""

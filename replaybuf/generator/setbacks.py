@@ -17,7 +17,7 @@ import logging
 import math
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.flow import forgiven
+from replaybuf.kernel.tickets import forgiven
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from replaybuf.errors import Invalid, MissingExtra, PromptFault, ReplaybufError
 from replaybuf.generator.environments import METADATA_KEY, TASKSET, reasoning_gym
 from replaybuf.generator.prompts import Encoder, Prompt, PromptLine, new_prompt, new_prompts, raw_lines, refused
 from replaybuf.generator.tasksets import Tasks
-from replaybuf.plugins import is_object_path, load_object
+from replaybuf.kernel.plugins import is_object_path, load_object
 
 EXTRA = "prompts"
 GYM = "reasoning-gym:"

@@ -1,6 +1,6 @@
 """Stages between reward and append that add a column to a group: logprobs of reference, old policy or teacher.
 
-Each stage computes in micro-batches of its own size over many groups; `replaybuf.aggregation` joins the sizes. Groups
+Each stage computes in micro-batches of its own size over many groups; `aggregation` joins the sizes. Groups
 leave whole, in the order in which they came; one of which a micro-batch failed leaves as that fault. What weights
 compute that change meanwhile, they compute by one version for all groups of a window: none is a mix of two.
 """
@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from replaybuf.aggregation import Aggregator, Window, chunks
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid
+from replaybuf.generator.aggregation import Aggregator, Window, chunks
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.member import ServerStatus
-from replaybuf.group import Bools, Float32s, Group, Int32s, OptionalLogprobs
+from replaybuf.wire.group import Bools, Float32s, Group, Int32s, OptionalLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

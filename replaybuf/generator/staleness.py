@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from replaybuf.calls import RunFacts, facts_of
+from replaybuf.client.calls import RunFacts, facts_of
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.flight import Flight
 from replaybuf.generator.preflight import max_staleness

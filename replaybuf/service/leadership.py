@@ -10,8 +10,8 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from replaybuf.service.lease import LEASE_S
-from replaybuf.service.run import Run
+from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.run import Run
 from replaybuf.store import Lease, Store
 
 logger = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from replaybuf.addresses import addresses_of
+from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
-from replaybuf.service.auth import Tokens
-from replaybuf.service.http import application
-from replaybuf.service.service import ServeOptions, Service, opened
+from replaybuf.service.host import ServeOptions, Service, opened
+from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.routes import application
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
 from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable
-from replaybuf.portions import READ_BYTES
+from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, Wanted, judge
 from replaybuf.store.instep import InStepRedis
 from replaybuf.store.server import (

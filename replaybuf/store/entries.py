@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.index import ENTRY, Numbers
+from replaybuf.kernel.index import ENTRY, Numbers
 
 _SIZE = ENTRY.itemsize
 _NAMES = [b"n", b"s"]

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from replaybuf.errors import NoRoom
-from replaybuf.flow import prompt_key
-from replaybuf.group import Group
-from replaybuf.index import entry_of
-from replaybuf.portions import portions
+from replaybuf.kernel.index import entry_of
+from replaybuf.kernel.tickets import prompt_key
 from replaybuf.store import keys
+from replaybuf.store.chunks import portions
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.entries import (
     EntryStrings,
@@ -27,6 +26,7 @@ from replaybuf.store.entries import (
 )
 from replaybuf.store.instep import get_in_step, receive_in_step, send_in_step
 from replaybuf.store.trouble import fenced
+from replaybuf.wire.group import Group
 
 READ_CHUNK_ENTRIES = 5_000
 Outcome = tuple[tuple[str, str], bool, int]

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import Conflict, Unreadable
-from replaybuf.ledger import AnyRecord, decode_record, encode_record
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.trouble import data_lost, unavailable
+from replaybuf.wire.ledger import AnyRecord, decode_record, encode_record
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from replaybuf.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
 from replaybuf.errors import Invalid, StrategyFault, first_error
-from replaybuf.service.rules import REASON, are_rows
-from replaybuf.strategy import (
+from replaybuf.kernel.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
+from replaybuf.kernel.rules import REASON, are_rows
+from replaybuf.kernel.strategy import (
     TOLD_BY_STRATEGIES,
     Budget,
     Evictions,

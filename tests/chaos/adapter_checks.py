@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from replaybuf.ledger import BatchRecord
+from replaybuf.wire.ledger import BatchRecord
 from tests.chaos.ledger_walk import Known, known_at_end, walk
 from tests.chaos.run_history import RunHistory
 

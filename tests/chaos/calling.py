@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from replaybuf.client import Client
+from replaybuf.client.client import Client
 from replaybuf.errors import ReplaybufError
 from tests.chaos.history import OK, now_s
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from replaybuf.client import Client
+from replaybuf.client.client import Client
 from tests.chaos.checker import check
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import Faults

@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from replaybuf.ledger import (
+from replaybuf.wire.contract import REASONS
+from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
     AttachRecord,
@@ -20,7 +21,6 @@ from replaybuf.ledger import (
     PolicyRecord,
     RewindRecord,
 )
-from replaybuf.strategy import REASONS
 from tests.chaos.adapter_checks import adapters_take_turns, rows_hold_one_adapter
 from tests.chaos.content import GROUP_SIZE, checksum, priority_of, source_of, tokens_of
 from tests.chaos.history import (

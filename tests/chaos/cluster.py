@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from replaybuf.client import Client
+from replaybuf.client.client import Client
 from tests.chaos.content import SPELLED
 from tests.chaos.processes import Child, free_port, python, read_address, valkey
 from tests.chaos.runs import ADAPTERS, KEEP, TICKET_TTL_S, config_of, policies_of
@@ -130,7 +130,7 @@ class Cluster:
 
     def _server(self, number: int, url: str) -> Child:
         port = url.rpartition(":")[2]
-        command = python("replaybuf.cli", "serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
+        command = python("replaybuf", "serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
         return Child(f"serve-{number}", "server", command, self._folder)
 
     def _producer(self, name: str) -> Child:
@@ -171,7 +171,7 @@ class Cluster:
         ]
         prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
         command = python(
-            "replaybuf.cli",
+            "replaybuf",
             "generate",
             *("--url", self.url),
             *("--run", self.generated_run),

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from replaybuf.group import Group
+from replaybuf.wire.group import Group
 from tests.generator.doubles import LETTERS
 
 GROUP_SIZE = 2

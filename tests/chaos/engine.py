@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.client import AsyncClient
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import ReplaybufError
 from tests.chaos.calling import TIMEOUT_S
 from tests.generator.doubles import EngineDouble

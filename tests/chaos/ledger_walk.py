@@ -1,4 +1,4 @@
-"""The ledger, told entry by entry with what was known before each: a second, plain reading beside `replaybuf.state`."""
+"""The ledger, told entry by entry with what was known before each: a second, plain reading beside `kernel.state`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from replaybuf.ledger import (
+from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
     AttachRecord,

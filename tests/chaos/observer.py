@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from replaybuf.client import Client
+from replaybuf.client.client import Client
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.history import GroupSeen, LedgerSeen, Recorder, StateSeen, now_s
 

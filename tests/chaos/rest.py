@@ -9,12 +9,12 @@ from typing import TypeVar
 import msgspec
 import redis
 
-from replaybuf.client import Client, Waiting
-from replaybuf.flow import prompt_key
-from replaybuf.group import Group
-from replaybuf.service.answers import group_counts
-from replaybuf.service.journal import Journal
+from replaybuf.client.client import Client, Waiting
+from replaybuf.kernel.report import group_counts
+from replaybuf.kernel.tickets import prompt_key
+from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
+from replaybuf.wire.group import Group
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, make_group
 from tests.chaos.history import (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replaybuf.ledger import AdapterStep, AnyRecord, BatchEntry, BatchRecord, TicketRecord
+from replaybuf.wire.ledger import AdapterStep, AnyRecord, BatchEntry, BatchRecord, TicketRecord
 from tests.chaos.history import (
     AnyEvent,
     Attached,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from replaybuf.ledger import AdapterStep, AnyRecord, AttachRecord, BatchEntry, BatchRecord, RewindRecord
+from replaybuf.wire.ledger import AdapterStep, AnyRecord, AttachRecord, BatchEntry, BatchRecord, RewindRecord
 from tests.builders import config_record
 from tests.chaos.adapter_checks import adapters_take_turns, rows_hold_one_adapter
 from tests.chaos.history import AnyEvent, BatchAsked, Body, GroupSeen, LedgerSeen, Rollout

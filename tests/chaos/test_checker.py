@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from replaybuf.ledger import (
+from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
     AttachRecord,

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from replaybuf.batch import Batch, read_batch
-from replaybuf.client import Client, Waiting
+from replaybuf.client.client import Client, Waiting
+from replaybuf.wire.batch import Batch, read_batch
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, priority_of
 from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Body, Recorder, Rollout, TrainerWrote

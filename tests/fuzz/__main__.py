@@ -16,12 +16,12 @@ KEPT = Path(".fuzz")
 CORPUS = Path(__file__).parent / "corpus"
 NAMES = ("frame", "raw_frame", "body", "json", "batch", "entries", "ticket")
 DECODERS = [
-    "replaybuf.batch",
-    "replaybuf.columns",
-    "replaybuf.flow",
-    "replaybuf.frame",
-    "replaybuf.group",
-    "replaybuf.service.requests",
+    "replaybuf.wire.batch",
+    "replaybuf.wire.columns",
+    "replaybuf.kernel.tickets",
+    "replaybuf.wire.frame",
+    "replaybuf.wire.group",
+    "replaybuf.service.http.requests",
     "replaybuf.store.entries",
 ]
 LARGEST_INPUT_BYTES = 8192

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from replaybuf.batch import BatchGroup, Segment, encode_batch, read_batch
 from replaybuf.errors import Malformed, NotFound, ReplaybufError
-from replaybuf.flow import parse_ticket
-from replaybuf.frame import MEDIA_TYPE, checksum, decode_frame, encode_frame, is_compressed, split_frames
-from replaybuf.group import Admissible, Group, check_group, group_from_json, group_to_json, truncate
-from replaybuf.index import ENTRY
-from replaybuf.service.requests import decode_groups
+from replaybuf.kernel.index import ENTRY
+from replaybuf.kernel.tickets import parse_ticket
+from replaybuf.service.http.requests import decode_groups
 from replaybuf.store.entries import EntryStrings, default_prompt, encode_strings, read_chunk, read_stored
+from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
+from replaybuf.wire.frame import MEDIA_TYPE, checksum, decode_frame, encode_frame, is_compressed, split_frames
+from replaybuf.wire.group import Admissible, Group, check_group, group_from_json, group_to_json, truncate
 from tests.builders import batch_meta, group, rollout, wire_group
 
 CORPUS = Path(__file__).parent / "corpus"

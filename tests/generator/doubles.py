@@ -20,11 +20,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.frame import decode_frame, split_frames
 from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.prompts import Prompt
-from replaybuf.group import Group
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.frame import decode_frame, split_frames
+from replaybuf.wire.group import Group
+from replaybuf.wire.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz> "
 TIMEOUT_S = 20.0

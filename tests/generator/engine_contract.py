@@ -21,7 +21,7 @@ import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
 from replaybuf.generator.engines import Sample, Sampling, Server, open_engine
-from replaybuf.group import Int32s
+from replaybuf.wire.group import Int32s
 from tests.generator.doubles import TIMEOUT_S
 
 SAMPLING = Sampling(n=4, max_tokens=12)

@@ -21,7 +21,7 @@ from replaybuf.generator.scoring import Scorer, Scores
 from replaybuf.generator.sources import Source, open_source
 from replaybuf.generator.taskset_worker.messages import Requests, Standing, TakeTurn
 from replaybuf.generator.tasksets import PROCESS
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.tokenizer import Tokenizer
 from tests.conftest import RunClient
 from tests.generator.qwen import write_qwen
 from tests.generator.taskset_contract import OnProcess

@@ -19,7 +19,7 @@ from replaybuf.generator.taskset_worker.loaded import thought_and_said
 from replaybuf.generator.taskset_worker.messages import Described, Rendering, Scored, TaskRow
 from replaybuf.generator.taskset_worker.plays import Over, Play
 from replaybuf.generator.taskset_worker.process import run
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.tokenizer import Tokenizer
 
 GIVEN_UP: list[str] = []
 """Of every reward that was cancelled."""

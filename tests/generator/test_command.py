@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from replaybuf.strategy import source_code
+from replaybuf.kernel.strategy import source_code
 from tests.conftest import RunClient
 from tests.generator.doubles import EngineDouble, Gate, given_logprob, write_tokenizer
 
@@ -52,7 +52,7 @@ async def generator(
     config = given.pop("config", None)
     arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "replaybuf.cli"),
+        *(sys.executable, "-m", "replaybuf"),
         *(("--config", config) if config else ()),
         "generate",
         *arguments,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.client import AsyncClient
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import (
     DataLost,
     EngineAway,
@@ -29,8 +29,6 @@ from replaybuf.errors import (
     TooLarge,
     Unauthorized,
 )
-from replaybuf.flow import forgiven
-from replaybuf.frame import encode_frame
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import setbacks as setbacks_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
@@ -44,7 +42,9 @@ from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scoring import Scorer
 from replaybuf.generator.stages import Computed, Rollout, Stage
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.group import Admissible, Group, OptionalLogprobs, check_group
+from replaybuf.kernel.tickets import forgiven
+from replaybuf.wire.frame import encode_frame
+from replaybuf.wire.group import Admissible, Group, OptionalLogprobs, check_group
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,
@@ -290,7 +290,7 @@ def test_groups_are_compressed_where_the_options_say_so(
         async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=2), compress=compress) as w:
             await w.run()
 
-    monkeypatch.setattr("replaybuf.calls.encode_frame", encode)
+    monkeypatch.setattr("replaybuf.client.calls.encode_frame", encode)
     run(main())
     assert asked == [compress] * 2
 

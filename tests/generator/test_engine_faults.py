@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from starlette.responses import Response, StreamingResponse
 
-from replaybuf.flow import forgiven
 from replaybuf.generator import member as member_module
 from replaybuf.generator.fleet import TRIES
+from replaybuf.kernel.tickets import forgiven
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Script, ServiceDouble
 from tests.generator.test_daemon import World, run, sampled_by, until, world
 

@@ -17,7 +17,7 @@ async def evaluated(
 ) -> tuple[int | None, str, str]:
     """Run it; return exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "replaybuf.cli", "eval", "--engine", engine, "--environment", environment),
+        *(sys.executable, "-m", "replaybuf", "eval", "--engine", engine, "--environment", environment),
         *("--tokenizer", str(write_tokenizer(folder / "model")), "--max-tokens", "8"),
         *(options if "--prompts" in options else ("--prompts", str(write_prompts(folder)), *options)),
         stdout=asyncio.subprocess.PIPE,

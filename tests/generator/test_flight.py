@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.client import AsyncClient, Tickets
+from replaybuf.client.client import AsyncClient, Tickets
 from replaybuf.generator import flight as flights
 from replaybuf.generator.flight import Flight
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.client import Ticket
+from replaybuf.client.client import Ticket
 from replaybuf.errors import RewardFault
 from replaybuf.generator.engines import Sample
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.scoring import Scores
-from replaybuf.group import Group
+from replaybuf.wire.group import Group
 from tests.generator.doubles import make_prompt
 
 SAMPLE = Sample(

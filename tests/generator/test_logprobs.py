@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from starlette.responses import Response
 
-from replaybuf import plugins
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
 from replaybuf.generator import fleet as fleet_module
 from replaybuf.generator import logprobs as logprobs_module
@@ -23,7 +22,8 @@ from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.logprobs import EngineStage, LogprobOptions, LogprobStage, PolicyStage, open_stages
 from replaybuf.generator.stages import Rollout
-from replaybuf.group import Float32s
+from replaybuf.kernel import plugins
+from replaybuf.wire.group import Float32s
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, fail, given_logprob, scored
 from tests.generator.test_fleet import until
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from replaybuf.calls import RunFacts, facts_of
-from replaybuf.client import AsyncClient
+from replaybuf.client.calls import RunFacts, facts_of
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import Invalid, NotFound, ServiceUnavailable
 from replaybuf.generator.preflight import check_fit, check_group_size, check_vocabulary, wait_for_run
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.tokenizer import Tokenizer
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble, make_prompt, make_tokenizer, write_tokenizer
 
 

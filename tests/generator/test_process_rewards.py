@@ -13,7 +13,7 @@ from replaybuf.errors import RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.process_rewards import by_text, by_turn
 from replaybuf.generator.scoring import Scorer, Scores
-from replaybuf.group import Group
+from replaybuf.wire.group import Group
 from tests.generator.doubles import (
     LETTERS,
     TIMEOUT_S,

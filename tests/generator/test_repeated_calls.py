@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from replaybuf.client import AsyncClient
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import NoRoom, ServiceUnavailable
 from replaybuf.generator.flight import Flight
 from tests.generator.doubles import TIMEOUT_S

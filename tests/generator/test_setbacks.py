@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.flow import FORGIVEN
 from replaybuf.generator.setbacks import FAULTS_IN_A_ROW, FIRST_PAUSE_S, PAUSE_CEILING_S, SERVER_FAILED, Setbacks
+from replaybuf.kernel.tickets import FORGIVEN
 
 
 def after(failures: int, reason: str = "reward_raised") -> Setbacks:

@@ -12,7 +12,7 @@ import pytest
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.stages import Computed, Rollout, Stage, Stages
-from replaybuf.group import Admissible, Group, OptionalLogprobs, check_group
+from replaybuf.wire.group import Admissible, Group, OptionalLogprobs, check_group
 from tests import builders
 
 

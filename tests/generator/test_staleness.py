@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.calls import RunFacts, StrategyFacts
+from replaybuf.client.calls import RunFacts, StrategyFacts
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator import staleness as staleness_module
 from replaybuf.generator.staleness import StalenessBound

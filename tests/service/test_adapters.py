@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_restart import same_state
 

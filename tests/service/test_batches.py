@@ -7,7 +7,7 @@ import json
 import pytest
 from safetensors.numpy import load
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, group
 
 ON_POLICY = {"name": "on-policy"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 
 

@@ -12,18 +12,18 @@ import httpx
 import pytest
 import zstandard
 
-from replaybuf.batch import read_batch
-from replaybuf.client import Client
-from replaybuf.config import BatchSpec, RunConfig, StrategySpec
+from replaybuf.client.client import Client
 from replaybuf.errors import NotAcceptable
-from replaybuf.group import group_from_json
-from replaybuf.service import ahead, assembly, bodies
-from replaybuf.service.bodies import Part
-from replaybuf.service.judge import Incoming
-from replaybuf.service.run import Run
-from replaybuf.service.sending import CHUNK_BYTES, BodyResponse, coding_for, is_known
-from replaybuf.service.session import AttachRequest
+from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, is_known
+from replaybuf.service.run import ahead, assembly, bodies
+from replaybuf.service.run.admission import Incoming
+from replaybuf.service.run.bodies import Part
+from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
+from replaybuf.wire.contract import AttachRequest
+from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_server import metric

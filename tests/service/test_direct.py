@@ -9,15 +9,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from replaybuf import direct
-from replaybuf.batch import read_batch
-from replaybuf.calls import Waiting
-from replaybuf.client import Client
-from replaybuf.direct import DirectBodies
+from replaybuf.client import direct
+from replaybuf.client.calls import Waiting
+from replaybuf.client.client import Client
+from replaybuf.client.direct import DirectBodies
+from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import Fenced, Invalid, Malformed, RunFinished
-from replaybuf.group import Group, GroupJson, group_from_json
-from replaybuf.plan import MEDIA_TYPE, Plan
-from replaybuf.reader import BatchReader, ReaderOptions
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.group import Group, GroupJson, group_from_json
+from replaybuf.wire.plan import MEDIA_TYPE, Plan
 from tests.conftest import RunClient, ServeProcess, group
 from tests.valkeys import Valkey
 

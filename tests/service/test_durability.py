@@ -19,9 +19,9 @@ import msgspec
 import pytest
 import redis
 
-from replaybuf.client import Client
-from replaybuf.group import GroupJson, group_from_json
+from replaybuf.client.client import Client
 from replaybuf.store import EmbeddedServer
+from replaybuf.wire.group import GroupJson, group_from_json
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_restart import valkey_of
 from tests.service.test_server import metric
@@ -87,7 +87,7 @@ def test_the_level_in_force_is_told_everywhere(
         assert run.state()["durability"] == level
         assert metric(run.http.get("/metrics").text, "replaybuf_durability_strict") == (level == "strict")
         shown = subprocess.run(
-            [sys.executable, "-m", "replaybuf.cli", "status", "--url", service.url], capture_output=True, text=True
+            [sys.executable, "-m", "replaybuf", "status", "--url", service.url], capture_output=True, text=True
         ).stdout
         assert f"durability {level} ({met_by})" in shown.replace("\n", " ")
         warnings = re.findall(r"WARNING .*durability is (.*)", service.log())
@@ -113,7 +113,7 @@ def test_the_embedded_server_is_set_to_what_is_wanted_also_when_adopted(
 
 def test_waiting_for_replicas_of_the_embedded_server_is_refused(tmp_path: Path) -> None:
     """It has none, so no write could ever be confirmed."""
-    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path)]
     refused = subprocess.run([*command, "--wait-replicas", "1"], capture_output=True, text=True, timeout=30)
     assert refused.returncode == 1
     assert "wait_replicas is 1; the embedded Valkey has no replicas" in refused.stderr

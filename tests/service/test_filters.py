@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replaybuf.batch import read_batch
-from replaybuf.plugins import STRATEGIES, names
+from replaybuf.kernel.plugins import STRATEGIES, names
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, group
 
 FILTERS = [

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import redis
 
-from replaybuf.batch import read_batch
-from replaybuf.frame import LARGEST_HEADER_BYTES, MEDIA_TYPE, decode_frame, encode_frame, is_compressed
-from replaybuf.group import GroupJson, group_from_json
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.frame import LARGEST_HEADER_BYTES, MEDIA_TYPE, decode_frame, encode_frame, is_compressed
+from replaybuf.wire.group import GroupJson, group_from_json
 from tests.conftest import RunClient, ServeProcess, group
 
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from replaybuf.errors import DataLost
-from replaybuf.service.journal import Journal
+from replaybuf.service.run.journal import Journal
 from replaybuf.store import Ends, Store
 from replaybuf.store.durability import STRICT
 from tests.builders import config_record

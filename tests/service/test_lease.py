@@ -7,11 +7,11 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 
-from replaybuf.config import BatchSpec, RunConfig
 from replaybuf.service.leadership import Leadership
-from replaybuf.service.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, Lease
-from replaybuf.service.run import Run
+from replaybuf.service.run.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, Lease
+from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
+from replaybuf.wire.config import BatchSpec, RunConfig
 
 _names = itertools.count()
 

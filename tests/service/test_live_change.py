@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, group
 
 ONE_STEP = {"name": "one-step-off-policy", "options": {"max_staleness": 1}}

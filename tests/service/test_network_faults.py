@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from replaybuf.batch import read_batch
 from replaybuf.store import EmbeddedServer
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 from tests.faults import FaultyProxy
 from tests.impatient import COMMAND_TIMEOUT_S

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from replaybuf.frame import MEDIA_TYPE as FRAMES_TYPE
-from replaybuf.plan import MEDIA_TYPE as PLAN_TYPE
-from replaybuf.service.http import CALLS, UNGUARDED
+from replaybuf.service.http.routes import CALLS, UNGUARDED
+from replaybuf.wire.frame import MEDIA_TYPE as FRAMES_TYPE
+from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_groups import frame
 

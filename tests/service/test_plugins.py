@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 
 Connect = Callable[[str, str], RunClient]
@@ -21,7 +21,7 @@ import sys
 import time
 
 import numpy as np
-from replaybuf.strategy import Evictions, Filter, Selection, Strategy, StrategyOptions, Waiting, fill
+from replaybuf.kernel.strategy import Evictions, Filter, Selection, Strategy, StrategyOptions, Waiting, fill
 
 
 class Best(Strategy[StrategyOptions]):

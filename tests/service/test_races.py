@@ -12,20 +12,19 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from replaybuf.config import BatchSpec, RunConfig
 from replaybuf.errors import Fenced, InvalidGroups, NotLeader
-from replaybuf.frame import MEDIA_TYPE, encode_frame, stored_checksum
-from replaybuf.group import group_from_json
-from replaybuf.service import service
-from replaybuf.service.answers import WaitingAnswer
-from replaybuf.service.bodies import Part
-from replaybuf.service.door import APPENDED_AT_ONCE
-from replaybuf.service.judge import Incoming
-from replaybuf.service.requests import read_groups
-from replaybuf.service.run import Run
-from replaybuf.service.service import Service
-from replaybuf.service.session import AttachRequest
+from replaybuf.service import host as service
+from replaybuf.service.host import Service
+from replaybuf.service.http.requests import read_groups
+from replaybuf.service.run.admission import Incoming
+from replaybuf.service.run.bodies import Part
+from replaybuf.service.run.intake import APPENDED_AT_ONCE
+from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store, ToAppend
+from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.contract import AttachRequest, WaitingAnswer
+from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
+from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group
 
 _names = itertools.count()

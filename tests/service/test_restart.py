@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 from tests.waiting import eventually
 
@@ -120,7 +120,7 @@ def wait_until_stored(run: RunClient, name: str) -> None:
 def test_two_services_on_one_data_folder_are_refused(own_service: ServeProcess) -> None:
     """The second one says who holds the folder and exits with 1."""
     second = subprocess.run(
-        [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(own_service.data_dir)],
+        [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(own_service.data_dir)],
         capture_output=True,
         text=True,
         timeout=30,

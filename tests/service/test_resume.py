@@ -6,7 +6,7 @@ import concurrent.futures
 
 import pytest
 
-from replaybuf.batch import read_batch
+from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 
 DEEP = {"name": "one-step-off-policy", "options": {"max_staleness": 10}}

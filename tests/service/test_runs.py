@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.conftest import RunClient, group
-from tests.test_config import DEFAULTS
+from tests.wire.test_config import DEFAULTS
 
 
 def test_a_new_run_answers_201_with_its_defaults_filled_in(run: RunClient) -> None:

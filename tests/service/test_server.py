@@ -19,8 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import Invalid
-from replaybuf.service.auth import Tokens
-from replaybuf.service.service import ended
+from replaybuf.service.host import ended
+from replaybuf.service.http.auth import Tokens
 from tests.conftest import RunClient, ServeProcess, group
 
 ROLES = ("producer", "trainer", "reader", "operator")
@@ -86,7 +86,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServePro
 def new_token(role: str, path: Path) -> str:
     """Make a token with the command a user would type."""
     command = ["token", "new", "--role", role, "--name", f"a {role}", "--tokens-file", str(path)]
-    made = subprocess.run([sys.executable, "-m", "replaybuf.cli", *command], capture_output=True, text=True, check=True)
+    made = subprocess.run([sys.executable, "-m", "replaybuf", *command], capture_output=True, text=True, check=True)
     return made.stdout.strip()
 
 
@@ -168,7 +168,7 @@ async def stubborn() -> None:
 def test_a_ctrl_c_reaches_the_service_before_its_valkey(tmp_path: Path) -> None:
     """A terminal sends it to the whole group; a Valkey that went first would be told as a Redis that is lost."""
     terminal, shell = os.openpty()
-    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
+    command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
     log = (tmp_path / "log").open("w+")
     with subprocess.Popen(
         command,
@@ -199,7 +199,7 @@ def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is cancelled again, and named in the log."""
-    monkeypatch.setattr("replaybuf.service.service.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("replaybuf.service.host.CANCEL_AGAIN_S", 0.01)
 
     async def end() -> bool:
         async with asyncio.timeout(10):

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from replaybuf.client import AsyncClient, Client, addresses_of
+from replaybuf.cli.status import show
+from replaybuf.client.client import AsyncClient, Client, addresses_of
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.service import server
+from replaybuf.service.host import ServeOptions
 from replaybuf.service.server import _Connection, _sockets
-from replaybuf.service.service import ServeOptions
-from replaybuf.status import show
 from tests.conftest import STOP_TIMEOUT_S
 
 
@@ -33,7 +33,7 @@ def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A service that listens on a unix socket alone."""
     folder = tmp_path_factory.mktemp("uds")
     path = folder / "rb.sock"
-    command = [sys.executable, "-m", "replaybuf.cli", "serve", "--no-tcp", "--data-dir", str(folder / "data")]
+    command = [sys.executable, "-m", "replaybuf", "serve", "--no-tcp", "--data-dir", str(folder / "data")]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import redis
 
-from replaybuf.service.lease import LEASE_S
+from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import EmbeddedServer
 from tests.conftest import RunClient, ServeProcess, group
 from tests.valkeys import Valkey

@@ -43,7 +43,7 @@ def test_a_folder_without_a_tokenizer_keeps_the_service_from_starting(tmp_path: 
     """It names the folder and what it lacks, and leaves no Valkey behind."""
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "replaybuf.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")),
+            *(sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")),
             *("--tokenizer", str(tmp_path)),
         ],
         capture_output=True,

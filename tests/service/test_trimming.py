@@ -15,12 +15,12 @@ import pytest
 import redis
 
 from replaybuf.errors import NotLeader
-from replaybuf.index import DEAD, ENTRY
-from replaybuf.service.auth import Tokens
-from replaybuf.service.http import application
-from replaybuf.service.run import Run
-from replaybuf.service.service import Service
-from replaybuf.snapshot import encode_snapshot, take
+from replaybuf.kernel.index import DEAD, ENTRY
+from replaybuf.kernel.snapshot import encode_snapshot, take
+from replaybuf.service.host import Service
+from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.routes import application
+from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from tests.conftest import group
 
@@ -444,7 +444,7 @@ def test_a_snapshot_is_written_when_the_ledger_behind_the_last_one_is_long(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart then reads the snapshot and the records behind it alone."""
-    monkeypatch.setattr("replaybuf.service.trimming.SNAPSHOT_ENTRIES", 40)
+    monkeypatch.setattr("replaybuf.service.run.trimming.SNAPSHOT_ENTRIES", 40)
 
     async def work(trial: Trial) -> None:
         await trial.create()

@@ -12,12 +12,12 @@ import pytest
 import redis
 from rich.console import Console
 
-from replaybuf.ledger import TrimRecord, encode_record
-from replaybuf.service.auth import Tokens
-from replaybuf.service.http import application
-from replaybuf.service.service import Service
-from replaybuf.status import show
+from replaybuf.cli.status import show
+from replaybuf.service.host import Service
+from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.routes import application
 from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.wire.ledger import TrimRecord, encode_record
 from tests.conftest import RunClient, ServeProcess, group
 from tests.waiting import eventually
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from replaybuf.status import show
-from replaybuf.strategy import REASONS
+from replaybuf.cli.status import show
+from replaybuf.wire.contract import REASONS
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 
 _names = itertools.count()

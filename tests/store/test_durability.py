@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
-from replaybuf.ledger import AckRecord
 from replaybuf.store import Store, Wanted, keys
 from replaybuf.store.durability import LONGEST_WAIT_S, Barrier, Settings, judge
+from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.ledger import AckRecord
 from replaybuf.store import EmbeddedServer, Ends, Store
+from replaybuf.wire.ledger import AckRecord
 from tests.faults import FaultyProxy
 from tests.store.test_store import to_append
 

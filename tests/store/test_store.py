@@ -11,10 +11,10 @@ import pytest
 import redis
 
 from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, UnsupportedServer
-from replaybuf.frame import encode_frame, stored_checksum
-from replaybuf.group import GroupJson, RolloutJson, group_from_json
-from replaybuf.ledger import AckRecord
 from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted, keys
+from replaybuf.wire.frame import encode_frame, stored_checksum
+from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json
+from replaybuf.wire.ledger import AckRecord
 from tests.valkeys import Valkey
 
 Work = Callable[[Store], Awaitable[None]]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaybuf.batch import Batch, BatchGroup, MicroBatch, Segment, encode_batch, read_batch
-from replaybuf.group import Group, RolloutJson
+from replaybuf.wire.batch import Batch, BatchGroup, MicroBatch, Segment, encode_batch, read_batch
+from replaybuf.wire.group import Group, RolloutJson
 from tests import builders
 
 VOCABULARY = 98

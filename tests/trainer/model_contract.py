@@ -21,8 +21,8 @@ from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.logprobs import EngineStage, LogprobOptions, open_stages
 from replaybuf.generator.preflight import check_tokenizer
 from replaybuf.generator.stages import Rollout
-from replaybuf.group import Float32s, Int32s
-from replaybuf.tokenizer import Tokenizer
+from replaybuf.wire.group import Float32s, Int32s
+from replaybuf.wire.tokenizer import Tokenizer
 from replaybuf_trainer.logprobs import PackedLogprobs
 from tests.generator.doubles import make_prompt
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replaybuf.calls import Attached, Waiting
+from replaybuf.client.calls import Attached, Waiting
 from replaybuf.errors import RunFinished
 from replaybuf_trainer.checkpoint import latest_checkpoint
 from replaybuf_trainer.model import load_model

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from replaybuf import plugins
-from replaybuf.cli import main
+from replaybuf.cli.main import main
 from replaybuf.errors import MissingExtra
+from replaybuf.kernel import plugins
 from replaybuf_trainer import cli
 
 COMMANDS = {"engine": cli.engine, "init-model": cli.init_model, "train": cli.train}

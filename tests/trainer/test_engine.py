@@ -389,7 +389,7 @@ def test_requests_sent_during_a_pause_wait_for_its_end(engine: ServedEngine, mod
 
 def test_the_command_says_where_it_listens_and_ends_on_sigterm(models: Path) -> None:
     """`replaybuf engine --port 0` prints the address it took, serves, and ends with exit code 0."""
-    command = [sys.executable, "-m", "replaybuf.cli", "engine", "--model", str(models / "a"), "--port", "0"]
+    command = [sys.executable, "-m", "replaybuf", "engine", "--model", str(models / "a"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stderr is not None

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
-from replaybuf import plugins
 from replaybuf.errors import Invalid
 from replaybuf.generator.stages import Rollout
-from replaybuf.group import Float32s
+from replaybuf.kernel import plugins
+from replaybuf.wire.group import Float32s
 from replaybuf_trainer import logprobs as logprobs_module
 from replaybuf_trainer.logprobs import PackedLogprobs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replaybuf.cost import cost_of
+from replaybuf.packing.cost import cost_of
 from replaybuf_trainer.model import new_model, shape_of
 
 

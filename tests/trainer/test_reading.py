@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from replaybuf.batch import BatchGroup, Segment, encode_batch, read_batch
-from replaybuf.calls import Attached
-from replaybuf.client import Client
+from replaybuf.client.calls import Attached
+from replaybuf.client.client import Client
+from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Invalid, Malformed
-from replaybuf.reader import ReaderOptions
+from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
 from replaybuf_trainer import reading
 from replaybuf_trainer.reading import BatchDataset, TensorReader, read_tensors
 from tests import builders

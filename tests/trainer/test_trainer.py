@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import torch
 
-from replaybuf.calls import Amount, Waiting
-from replaybuf.client import Client
-from replaybuf.demo.progress import LineReader, TrainerLine
+from replaybuf.client.calls import Amount, Waiting
+from replaybuf.client.client import Client
 from replaybuf.errors import Fenced, RunFinished, ServiceUnavailable, WrongStep
-from replaybuf.group import group_to_json
+from replaybuf.lab.demo.progress import LineReader, TrainerLine
+from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import trainer as trainer_module
 from replaybuf_trainer.checkpoint import latest_checkpoint, read_state
 from replaybuf_trainer.model import load_model
@@ -365,7 +365,7 @@ def train_command(
         "--checkpoint-dir": str(tmp_path / "checkpoints"),
         "--weights-dir": str(tmp_path / "weights"),
     }
-    words = [sys.executable, "-m", "replaybuf.cli", "train", *(word for pair in given.items() for word in pair)]
+    words = [sys.executable, "-m", "replaybuf", "train", *(word for pair in given.items() for word in pair)]
     log = tmp_path / "train.log"
     with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, text=True) as process:
         try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaybuf import unpack
+from replaybuf.client import unpack
 from replaybuf.errors import Invalid
 from replaybuf_trainer.reading import TensorBatch, read_tensors
 from replaybuf_trainer.unpack import Values, per_group, per_rollout
@@ -80,5 +80,5 @@ def test_the_core_says_who_takes_tensors(batch: TensorBatch) -> None:
 
 
 def test_the_core_imports_no_torch_for_it() -> None:
-    program = "import sys, replaybuf.unpack; sys.exit('torch' in sys.modules)"
+    program = "import sys, replaybuf.client.unpack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=os.environ, timeout=60, check=False).returncode == 0

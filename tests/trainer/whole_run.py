@@ -110,7 +110,7 @@ def generating(
         "max-inflight-groups": "3",
     } | options
     arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "replaybuf.cli", "generate", *arguments]
+    command = [sys.executable, "-m", "replaybuf", "generate", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         yield process

@@ -248,7 +248,7 @@ def train(
     _need_torch("train")
     import torch
 
-    from replaybuf.client import Client
+    from replaybuf.client.client import Client
     from replaybuf_trainer.loss import Objective
     from replaybuf_trainer.trainer import Trainer, TrainOptions
 

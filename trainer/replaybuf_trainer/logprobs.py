@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.stages import Rollout
-from replaybuf.group import Float32s
-from replaybuf.packing import best_fit_decreasing
+from replaybuf.packing.pack import best_fit_decreasing
+from replaybuf.wire.group import Float32s
 
 ROW_TOKENS = 4096
 """Tokens of a row, or of its longest rollout: without flash attention the mask grows with their square."""

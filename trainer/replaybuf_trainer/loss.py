@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaybuf.batch import MicroBatch
 from replaybuf.errors import Invalid
+from replaybuf.wire.batch import MicroBatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from replaybuf.cost import ModelShape
 from replaybuf.errors import Invalid
+from replaybuf.packing.cost import ModelShape
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = [chr(code) for code in range(32, 127)]

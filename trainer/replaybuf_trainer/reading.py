@@ -22,11 +22,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from replaybuf.batch import Batch, BatchMeta, MicroBatch, read_batch
-from replaybuf.client import Client
-from replaybuf.direct import Body
+from replaybuf.client.client import Client
+from replaybuf.client.direct import Body
+from replaybuf.client.reader import DEFAULTS, ReaderOptions, StepReader
 from replaybuf.errors import Invalid, Malformed
-from replaybuf.reader import DEFAULTS, ReaderOptions, StepReader
+from replaybuf.wire.batch import Batch, BatchMeta, MicroBatch, read_batch
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ with warnings.catch_warnings():
 class TensorBatch:
     """The part of one step's batch that one rank trains.
 
-    `micro_batches`: of each its tensors by the names, shapes and types of `replaybuf.batch.MicroBatch`; optional ones
-    are left out where there are none. `host`: the same as numpy views, also after `to`; `replaybuf.unpack` takes it.
+    `micro_batches`: of each its tensors by the names, shapes and types of `wire.batch.MicroBatch`; optional ones
+    are left out where there are none. `host`: the same as numpy views, also after `to`; `client.unpack` takes it.
     """
 
     host: Batch
@@ -104,7 +104,7 @@ def _view(buffer: torch.Tensor, name: str, array: npt.NDArray[Any]) -> torch.Ten
 
 
 class TensorReader(StepReader[TensorBatch]):
-    """Reader of tensors; see `replaybuf.reader` for what it does and raises.
+    """Reader of tensors; see `replaybuf.client.reader` for what it does and raises.
 
     `pin_memory`: batches come in page-locked memory, copied there by the reader's thread. Without CUDA there is none:
     the reader says so once, and batches come as they are.

@@ -4,7 +4,7 @@
 
 Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
 next batch is asked for while this one trains, where the strategy allows it. A checkpoint is on disk before the service
-hears of it. Everything it needs from the service is in `replaybuf.client` and `replaybuf.reader`; any other trainer can
+hears of it. Everything it needs from the service is in `replaybuf.client`; any other trainer can
 do the same.
 """
 
@@ -20,13 +20,13 @@ from typing import Literal, TypeVar
 import msgspec
 import torch
 
-from replaybuf.batch import Batch
-from replaybuf.client import Client
-from replaybuf.cost import cost_of
+from replaybuf.client.client import Client
+from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.generator.publication import OnPublish
-from replaybuf.options import repr_without
-from replaybuf.reader import BatchReader, ReaderOptions
+from replaybuf.kernel.options import repr_without
+from replaybuf.packing.cost import cost_of
+from replaybuf.wire.batch import Batch
 from replaybuf_trainer.checkpoint import (
     TrainerState,
     latest_checkpoint,

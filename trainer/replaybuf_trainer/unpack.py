@@ -1,7 +1,7 @@
-"""`replaybuf.unpack` for what a torch trainer has at hand: tensors of any type and device, and batches of tensors.
+"""`client.unpack` for what a torch trainer has at hand: tensors of any type and device, and batches of tensors.
 
 Values come back as numpy arrays on the CPU, without their gradient; types that numpy lacks (bfloat16) as float32.
-`merged`, `GroupSum` and `RolloutKey` are those of `replaybuf.unpack`.
+`merged`, `GroupSum` and `RolloutKey` are those of `replaybuf.client.unpack`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replaybuf import unpack
-from replaybuf.batch import Batch, MicroBatch
-from replaybuf.unpack import GroupSum, RolloutKey, Tokens
+from replaybuf.client import unpack
+from replaybuf.client.unpack import GroupSum, RolloutKey, Tokens
+from replaybuf.wire.batch import Batch, MicroBatch
 from replaybuf_trainer.reading import TensorBatch
 
 Values: TypeAlias = torch.Tensor | npt.ArrayLike
@@ -26,7 +26,7 @@ _KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
 def per_rollout(
     row: MicroBatch | Mapping[str, torch.Tensor], row_values: Values, tokens: Tokens = "all"
 ) -> dict[RolloutKey, npt.NDArray[Any]]:
-    """Cut the values of a micro-batch into its rollouts, as `replaybuf.unpack.per_rollout` does.
+    """Cut the values of a micro-batch into its rollouts, as `replaybuf.client.unpack.per_rollout` does.
 
     `row`: one of `TensorBatch.micro_batches`, or of `TensorBatch.host.micro_batches`, which saves copies off a device.
     """
@@ -36,7 +36,7 @@ def per_rollout(
 
 
 def per_group(batch: Batch | TensorBatch, row_values: Sequence[Values]) -> dict[str, GroupSum]:
-    """Sum values [L] of every micro-batch by group, over sampled tokens, as `replaybuf.unpack.per_group` does."""
+    """Sum values [L] of every micro-batch by group, over sampled tokens, as `client.unpack.per_group` does."""
     host = batch.host if isinstance(batch, TensorBatch) else batch
     return unpack.per_group(host, [_array(values) for values in row_values])
 

@@ -16,7 +16,7 @@ from replaybuf.generator.engines.choices import Choice, Columns, columns, in_ord
 from replaybuf.generator.engines.load import Load, read_load
 from replaybuf.generator.engines.protocol import Sample, Sampling
 from replaybuf.generator.engines.wire import NOT_FOUND, Wire
-from replaybuf.group import Int32s
+from replaybuf.wire.group import Int32s
 
 logger = logging.getLogger(__name__)
 

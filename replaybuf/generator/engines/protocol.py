@@ -7,7 +7,7 @@ import hashlib
 from typing import Any, Protocol
 
 from replaybuf.generator.engines.load import Load
-from replaybuf.group import Bools, Float32s, Int32s
+from replaybuf.wire.group import Bools, Float32s, Int32s
 
 SEED_BITS = 53
 """Exact in every JSON reader, and n seeds in a row from it still fit 64 bits."""

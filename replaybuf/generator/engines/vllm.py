@@ -14,7 +14,7 @@ from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, To
 from replaybuf.generator.engines.http import Answer, HttpEngine
 from replaybuf.generator.engines.protocol import ABORTED, Sampling
 from replaybuf.generator.engines.wire import METHOD_NOT_ALLOWED, NOT_FOUND
-from replaybuf.group import LOGPROB_TOLERANCE, Float32s, Int32s
+from replaybuf.wire.group import LOGPROB_TOLERANCE, Float32s, Int32s
 
 COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"

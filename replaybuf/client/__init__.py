@@ -1,0 +1,1 @@
+"""Clients of the service: calls, batch readers, direct mode, unpacking of packed rows."""

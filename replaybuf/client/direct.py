@@ -1,0 +1,109 @@
+"""Direct mode: a rank asks the service for the plan of its body only, and fetches the frames from Redis itself.
+
+For clusters where one HTTP process is too little to send all bodies. The body is built by the function with which the
+service builds it, from frames checked by the plan's checksums, so it has the same bytes. Whatever stands in the way
+(Redis away, a frame missing or broken, a service of another release) is logged, and that body comes over HTTP.
+
+Redis is only read, and only with GET on payload keys (`rb:p:*`): let the operator give a user that may do no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TypeAlias
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from replaybuf import __version__
+from replaybuf.client.client import Client, Waiting
+from replaybuf.errors import Invalid, Malformed
+from replaybuf.store.chunks import READ_BYTES, portions
+from replaybuf.wire.group import Group
+from replaybuf.wire.plan import Plan, build_body, open_frame
+
+logger = logging.getLogger(__name__)
+
+COMMAND_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+REST_S = 30.0
+"""How long bodies come over HTTP, without asking Redis first, after it could not be reached."""
+
+Body: TypeAlias = bytes | memoryview
+
+
+class DirectBodies:
+    """Fetches bodies of the run of `client` past the service; one thread uses it. Close it after use.
+
+    `built` counts bodies built from Redis, `fallbacks` those that came over HTTP instead.
+    """
+
+    def __init__(self, client: Client, redis_url: str) -> None:
+        self.built = 0
+        self.fallbacks = 0
+        self._client = client
+        self._rests_until_s = 0.0
+        try:
+            self._redis = redis.Redis.from_url(
+                redis_url,
+                socket_timeout=COMMAND_TIMEOUT_S,
+                socket_read_size=READ_BYTES,
+                socket_connect_timeout=CONNECT_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            )
+        except ValueError as error:  # the URL itself is not told: it may hold a password
+            raise Invalid(f"redis_url is none: {error}", name="redis_url") from None
+
+    def close(self) -> None:
+        """Close the connections to Redis; the client stays open."""
+        self._redis.close()
+
+    def fetch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Body | Waiting:
+        """Return the body of one rank's part of a batch, as `Client.fetch_batch` does, with the same errors."""
+        if time.monotonic() >= self._rests_until_s:
+            try:
+                plan = self._client.fetch_plan(step, epoch, dp_rank, wait_ms=wait_ms)
+                if isinstance(plan, Waiting):
+                    return plan
+                built = self.build(plan)
+            except Malformed as error:
+                logger.warning("body of step %d rank %d comes over HTTP: %s", step, dp_rank, error.detail)
+            except (RedisError, OSError) as error:
+                self._rests_until_s = time.monotonic() + REST_S
+                logger.warning("bodies come over HTTP for %.0f s: Redis: %s", REST_S, error or type(error).__name__)
+            else:
+                self.built += 1
+                return built
+        body = self._client.fetch_batch(step, epoch, dp_rank, wait_ms=wait_ms)
+        self.fallbacks += not isinstance(body, Waiting)
+        return body
+
+    def build(self, plan: Plan) -> memoryview:
+        """Fetch the frames of a plan and build its body.
+
+        Raises `BrokenFrame` where a frame is missing or is not the one that was planned, `Malformed` for the plan of
+        another release, and redis-py's errors.
+        """
+        if plan.release != __version__:
+            raise Malformed(
+                f"the service is replaybuf {plan.release}, this is {__version__}; bodies may differ",
+                name="release",
+                value=plan.release,
+                bound=__version__,
+            )
+        return build_body(plan, self._groups(plan))
+
+    def _groups(self, plan: Plan) -> list[Group]:
+        groups = []
+        for portion in portions(plan.groups, lambda planned: planned.frame_bytes):
+            pipe = self._redis.pipeline(transaction=False)
+            for planned in portion:
+                pipe.get(planned.payload_key)
+            for planned, frame in zip(portion, pipe.execute(), strict=True):
+                groups.append(open_frame(planned.payload_key, frame, planned.crc32c))
+        return groups

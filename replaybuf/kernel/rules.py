@@ -1,0 +1,118 @@
+"""The rules that answers of plug-ins are held to; to break one is a `StrategyFault` naming plug-in, rule and value.
+
+Answers are held to the core's own index, not to the columns that the plug-in was shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import StrategyFault
+from replaybuf.kernel.index import Index
+from replaybuf.kernel.strategy import TOLD_BY_STRATEGIES, Budget, Evictions, Rows, Selection, Waiting
+from replaybuf.kernel.views import Standard
+
+REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
+"""A reason is a label of a metric."""
+
+Rule = tuple[str, bool, Any]
+"""A rule, whether it was kept, and the value that says so."""
+
+
+def hold(strategy: str, step: int, rules: Iterable[Rule]) -> None:
+    """Hold a strategy to rules, one after the other. Raises `StrategyFault`."""
+    _hold(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
+
+
+def _hold(plugin: str, name: str, when: str, rules: Iterable[Rule]) -> None:
+    for rule, kept, value in rules:
+        if not kept:
+            raise StrategyFault(f"{plugin} broke the rule '{rule}'{when}: {value}", name=name, value=value, bound=rule)
+
+
+def check_selection(
+    strategy: str, step: int, chosen: Selection | Waiting, index: Index, standards: Iterable[Standard], budget: Budget
+) -> Selection | Waiting:
+    """Return what a strategy chose at `step`, as arrays, held to its contract.
+
+    `standards` are what makes a group usable at this step. Raises `StrategyFault` naming the strategy and the rule.
+    """
+    if isinstance(chosen, Waiting):
+        hold(strategy, step, _rules_of_waiting(chosen))
+        return chosen
+    hold(strategy, step, [("answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__)])
+    hold(strategy, step, _rules_of_form(chosen))
+    rows = np.asarray(chosen.rows).astype(np.int64)
+    hold(strategy, step, _rules_of_groups(rows, index, standards, budget))
+    if chosen.weights is None:
+        return Selection(rows)
+    with np.errstate(over="ignore"):  # what is beyond 32 bits becomes infinite, which is no weight
+        weights = np.asarray(chosen.weights).astype(np.float32)
+    unfit = int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
+    hold(strategy, step, [("gives finite weights above 0", not unfit, unfit)])
+    return Selection(rows, weights)
+
+
+def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
+    yield "gives a reason of the closed list", told.reason in TOLD_BY_STRATEGIES, told.reason
+    for name, value in (("groups", told.groups), ("tokens", told.tokens)):
+        whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
+        yield f"tells whole {name} that may be used now, 0 or more", bool(whole), repr(value)
+
+
+def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
+    rows = np.asarray(chosen.rows)
+    yield "selects at least one group", rows.size > 0, rows.size
+    yield "selects whole groups, by their row", are_rows(rows), str(rows.ravel()[:8].tolist())
+    if chosen.weights is not None:
+        weights = np.asarray(chosen.weights)
+        fits = weights.shape == rows.shape and weights.dtype.kind in "fiu"
+        yield "gives one weight per group", bool(fits), f"{weights.dtype}{list(weights.shape)} for {len(rows)}"
+
+
+def are_rows(rows: npt.NDArray[Any]) -> bool:
+    """Say whether these can be names of groups: whole numbers in one dimension."""
+    return rows.ndim == 1 and rows.dtype.kind in "iu"
+
+
+def _rules_of_groups(numbers: Rows, index: Index, standards: Iterable[Standard], budget: Budget) -> Iterable[Rule]:
+    distinct = np.unique(numbers)
+    yield "selects a group once", len(distinct) == len(numbers), len(numbers)
+    rows = index.rows_of(distinct)
+    stored = index["number"][rows]
+    yield "selects only groups that are stored", len(rows) == len(distinct), np.setdiff1d(distinct, stored)[:8].tolist()
+    for standard in standards:
+        kept = standard.kept(index[standard.column][rows])
+        yield standard.rule, bool(kept.all()), stored[~kept][:8].tolist()
+    tokens = int(index["tokens"][rows].sum(dtype=np.int64))
+    yield f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens
+    within = budget.groups is None or len(numbers) <= budget.groups
+    yield f"keeps the group budget of {budget.groups}", within, len(numbers)
+
+
+def check_evictions(plugin: str, found: Evictions, index: Index, rows: Rows) -> Evictions:
+    """Return what a plug-in drops of the groups at these rows, ascending, as tuples, held to what it may.
+
+    Raises `StrategyFault` naming it and the rule.
+    """
+    _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
+    _hold(plugin, plugin, "", _rules_of_evictions(found, index, rows))
+    return Evictions(tuple(np.asarray(found.rows).tolist()), tuple(found.reasons))
+
+
+def _rules_of_evictions(found: Evictions, index: Index, rows: Rows) -> Iterable[Rule]:
+    dropped, reasons = np.asarray(found.rows), found.reasons
+    yield "gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))
+    if dropped.size:
+        yield "drops whole groups, by their row", are_rows(dropped), str(dropped.ravel()[:8].tolist())
+        found_rows = index.rows_of(dropped)
+        given = found_rows[rows[np.minimum(np.searchsorted(rows, found_rows), len(rows) - 1)] == found_rows]
+        strange = np.setdiff1d(dropped, index["number"][given])
+        yield "drops only groups it was given", not len(strange), str(strange[:8].tolist())
+        words = all(isinstance(reason, str) and REASON.fullmatch(reason) for reason in reasons)
+        yield "gives words as reasons", words, str(list(reasons)[:8])

@@ -1,0 +1,377 @@
+"""What the strategy is asked: how many groups may start, which make the next batch, which are of no use any more.
+
+Views of the state in (`views`), answers held to the contract out (`rules`). Reads the state and changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from replaybuf.errors import StrategyFault
+from replaybuf.kernel.adapters import Portion, share
+from replaybuf.kernel.bounded import OURS, TookTooLong, bounded_again
+from replaybuf.kernel.index import LIVE, Numbers
+from replaybuf.kernel.plugins import Bounds
+from replaybuf.kernel.rules import check_evictions, check_selection, hold
+from replaybuf.kernel.state import LOST_LINEAGE, RunState
+from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
+from replaybuf.kernel.tickets import TicketBook
+from replaybuf.kernel.views import SAMPLED_GROUPS, Views
+from replaybuf.kernel.waiting import nearest, own_waiting, waiting
+from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
+from replaybuf.wire.contract import Amount, WaitingAnswer
+from replaybuf.wire.group import name_code
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PRODUCER_SILENCE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared(Selection):
+    """The groups of a batch that adapters share, those of one behind those of another; `turn`: who is first next."""
+
+    turn: str = ""
+
+
+class Selector:
+    """Questions to the strategy of run `name`. `last_asked_s`: by adapter, when a producer last asked for a ticket.
+
+    It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one. Both
+    feed `views.rates` with what they see happen.
+    """
+
+    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
+        self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        self.views = Views(name, state, book, clock, self.ask)
+        self._name = name
+        self._state = state
+        self._book = book
+        self._clock = clock
+        self._lacks: dict[str, tuple[tuple[int, int, int], bool]] = {}
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration in force. Raises `NotFound` before there is one."""
+        return self.views.config
+
+    @property
+    def strategy(self) -> Strategy[Any]:
+        """Strategy of the configuration in force, with the feedback so far. Raises `StrategyFault`."""
+        return self.views.plugins.strategy
+
+    @property
+    def bounds(self) -> Bounds:
+        """What that strategy promises."""
+        return self.views.plugins.bounds
+
+    def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
+        """Ask a plug-in, the strategy if none is named; what is asked changes nothing in it, so it may be asked again.
+
+        Raises `StrategyFault` for whatever it raises, or too slow twice.
+        """
+        try:
+            return bounded_again(call)
+        except (StrategyFault, *OURS):
+            raise
+        except TookTooLong as error:
+            logger.exception("plug-in too slow run=%s call=%s", self._name, what)
+            cause: BaseException = error
+            told = f"in {what}: {error}"
+        except BaseException as error:  # a plug-in may raise anything; the run pauses with it, the service lives
+            logger.exception("plug-in raised run=%s call=%s", self._name, what)
+            cause = error
+            told = f"raised in {what}: {error!r}"
+        plugin = plugin or f"strategy {self.config.strategy.name!r}"
+        raise StrategyFault(f"{plugin} {told}", name=what, value=repr(cause)) from cause
+
+    # ------------------------------------------------------------------ admission
+
+    def capacity(self, adapter: str = "") -> int:
+        """Count how many more groups, of an adapter where there are any, producers may start now."""
+        flow, strategy = self.views.flow(), self.strategy
+
+        def checked() -> int:
+            admitted = strategy.admit(self.views.view(self._state.next_step, adapter=adapter), flow)
+            whole = isinstance(admitted, int | np.integer) and admitted >= 0
+            rule = "admits a whole number of groups, 0 or more"
+            hold(self.config.strategy.name, self._state.next_step, [(rule, whole, repr(admitted))])
+            return int(admitted)
+
+        capacity = self.ask("admit", checked)
+        granted = min(capacity, self._room())
+        if granted < 1 <= capacity:  # whatever the bounds, the next batch can be filled
+            granted = min(capacity, self._lacking(adapter) - self._book.out_of(adapter))
+        return max(0, granted)
+
+    def _room(self) -> int:
+        """Count how many more groups of mean size the bounds on what is live have room for, besides the tickets out."""
+        limits, state = self.config.limits, self._state
+        room = float(LARGEST_INTEGER)
+        if limits.max_tokens_live is not None:
+            room = (limits.max_tokens_live - state.live_totals().tokens) / self.views.tokens_per_group()
+        if limits.max_bytes_live is not None:
+            recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
+            mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
+            room = min(room, (limits.max_bytes_live - state.live_bytes()) / mean)
+        return math.floor(room) - self._book.out
+
+    def lacking(self) -> int:
+        """Count the groups for want of which there is no next batch, at least 1; 0 where none is wanted."""
+        return sum(self._lacking(adapter) for adapter in self.config.policies)
+
+    def _lacking(self, adapter: str) -> int:
+        """Count those of one adapter; none where the next batch can be made without it."""
+        waits = self.why_waiting()
+        if waits and adapter and waits.blocked_on == "producers":  # the nearest is; this one may not be
+            waits = self.why_adapter_waits(adapter)
+        if waits is None or waits.blocked_on != "producers":
+            return 0
+        # Of what rests, or is ahead of its rate, nobody can say how many more make a batch: one at a time.
+        have = self._given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
+        groups = waits.need.groups - have.groups
+        tokens = (waits.need.tokens - have.tokens) / self.views.tokens_per_group()
+        return max(1, groups, math.ceil(tokens))
+
+    def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
+        """Say who is waited for where there is no capacity: the producers, if the trainer waits for them too.
+
+        Then it is the tickets out that take the room, and else groups that wait for the trainer, or its publication.
+        """
+        oldest_s = self._book.oldest_deadline_s(adapter)
+        if oldest_s is None or not self._lacks_groups(adapter):
+            return waiting("rate_limited", have, self.config, blocked_on="trainer")
+        left_s = max(0.0, oldest_s - self._clock())
+        told = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
+        return waiting("rate_limited", have, self.config, blocked_on="producers", detail=told)
+
+    def _lacks_groups(self, adapter: str) -> bool:
+        """Say whether the next batch, or an adapter's part in it, waits for producers.
+
+        Every producer that waits for a ticket asks this after every change: the strategy is asked once.
+        """
+        moment = self._state.entries, self._state.stored, self._book.out_of(adapter)
+        known = self._lacks.get(adapter)
+        if known is None or known[0] != moment:
+            waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
+            known = self._lacks[adapter] = moment, waits is not None and waits.blocked_on == "producers"
+        return known[1]
+
+    # ------------------------------------------------------------------ selection
+
+    def choose(self) -> Selection | WaitingAnswer:
+        """Choose the groups of the next step, or say why not. Raises `StrategyFault`."""
+        if self._state.state != "running":
+            return self.explain(self._state.state)
+        return self._go_round() if self.config.adapters else self._choose("")
+
+    def _go_round(self) -> Shared | WaitingAnswer:
+        """Ask the strategy for one adapter after the other, each about what is left of the batch."""
+        waits: dict[str, WaitingAnswer] = {}
+
+        def offer(adapter: str, tokens: int | None, lacking: int) -> Portion | None:
+            outcome = self._choose(adapter, Budget(tokens, lacking, self.views.seq_len))
+            if isinstance(outcome, WaitingAnswer):
+                waits[adapter] = outcome
+                return None
+            taken = self._state.index["tokens"][self._state.index.rows_of(outcome.rows)]
+            return Portion(outcome.rows, outcome.weights, int(taken.sum(dtype=np.int64)))
+
+        sizes = {name: spec.groups_per_batch for name, spec in self.config.adapters.items()}
+        portions, following = share(self._state.turns, sizes, self.config.batch.tokens_per_batch, offer)
+        if not portions:
+            return nearest(waits)
+        given = list(portions.values())
+        weights = None
+        if any(portion.weights is not None for portion in given):
+            weights = np.concatenate([p.weights if p.weights is not None else np.ones(len(p.rows)) for p in given])
+        return Shared(np.concatenate([portion.rows for portion in given]), weights, turn=following)
+
+    def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
+        """Ask the strategy about the groups of one adapter, or of a run without; None = a batch of its own."""
+        state, step = self._state, self._state.next_step
+        staleness = self.bounds.max_staleness
+        if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
+            return self.explain("awaiting_publication", adapter=adapter)
+        groups = self.views.usable(step, adapter)
+        view = self.views.view(step, groups, adapter)
+        budget = budget or self.views.own_budget(adapter)
+        name, strategy = self.config.strategy.name, self.strategy
+
+        def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
+            rng = self.views.generator(step, adapter)
+            chosen = strategy.select(groups.apart(), view, dataclasses.replace(budget), rng)
+            return check_selection(name, step, chosen, state.index, self.views.standards(step, adapter), budget)
+
+        chosen = self.ask("select", checked)
+        if isinstance(chosen, Waiting):
+            reason = self._reason(groups, chosen.reason, adapter)
+            return self.explain(reason, groups, adapter, chosen if reason == chosen.reason else None)
+        return chosen
+
+    def candidates(self) -> list[int]:
+        """List the oldest groups that the next batch may use, as far as its budget reaches."""
+        numbers: list[int] = []
+        for adapter in self._state.turns.order(self.config.policies):
+            groups, budget = self.views.usable(self._state.next_step, adapter), self.views.own_budget(adapter)
+            fits = np.ones(len(groups), np.bool_)
+            if budget.tokens is not None:
+                fits &= np.cumsum(groups.tokens, dtype=np.int64) <= budget.tokens
+            numbers += groups.row[fits][: budget.groups].tolist()
+        return numbers
+
+    # ------------------------------------------------------------------ eviction
+
+    def evictable(self, only: Numbers | None = None, *, filtered: bool = False) -> dict[str, list[int]]:
+        """Name, by reason, the live groups (of `only`) that no batch from the next step on may use.
+
+        Filters judge a group when it arrives (`only`), and again where `filtered` says that what they judged is open.
+        """
+        index = self._state.index
+        rows = index.live() if only is None else index.rows_of(only)
+        if only is not None:
+            rows = rows[index["state"][rows] == LIVE]
+        by_reason: dict[str, list[int]] = {}
+        if self._state.state == "paused":
+            return by_reason
+        for adapter in self.config.policies:
+            its = rows if not adapter else rows[index["adapter"][rows] == name_code(adapter)]
+            if len(its):
+                self._find_evictable(adapter, its, filtered or only is not None, by_reason)
+        return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
+
+    def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
+        """Add those of these groups, of one adapter, to `by_reason`."""
+        config, filters, index = self.config, self.views.plugins.filters, self._state.index
+        strategy = self.strategy
+        groups = index.groups(rows)
+        view = self.views.view(self._state.next_step, adapter=adapter)
+        asked: list[tuple[str, Callable[[], Evictions]]] = [
+            (f"strategy {config.strategy.name!r}", lambda: strategy.evict(groups.apart(), view))
+        ]
+        published = self._state.published[adapter]
+        if int(groups.policy_version_max.max()) > published:
+            # Let in by the history before a rewind and stored after it, past the door or by a leader that died.
+            newer = tuple(groups.row[groups.policy_version_max > published].tolist())
+            asked.append(("the core", lambda: Evictions(newer, (LOST_LINEAGE,) * len(newer))))
+        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.views.seq_len:
+            longer = tuple(groups.row[groups.longest_tokens > self.views.seq_len].tolist())
+            asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
+        if filtered:
+            for spec, one in zip(config.filters, filters, strict=True):
+                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups.apart(), view)))  # type: ignore[misc]
+        gone: set[int] = set()
+        for plugin, call in asked:
+
+            def checked(plugin: str = plugin, call: Callable[[], Evictions] = call) -> Evictions:
+                return check_evictions(plugin, call(), index, rows)
+
+            found = self.ask("evict", checked, plugin)
+            for number, reason in zip(found.rows, found.reasons, strict=True):
+                if number not in gone:  # the first that drops a group names the reason
+                    gone.add(number)
+                    by_reason.setdefault(reason, []).append(int(number))
+
+    def unfit(self, only: Numbers | None = None) -> dict[str, list[int]]:
+        """Name, by reason, the live groups (of `only`) that no batch can hold, written to Redis past the door."""
+        budget, index = self.config.batch.tokens_per_batch, self._state.index
+        rows = index.live() if only is None else index.rows_of(only)
+        rows = rows[index["state"][rows] == LIVE]
+        adapters = index["adapter"][rows]
+        strange = adapters != 0
+        if self.config.adapters:
+            strange = ~np.isin(adapters, [name_code(name) for name in self.config.adapters])
+        over = ~strange & (index["tokens"][rows] > (budget or LARGEST_INTEGER))
+        found = {"over_budget": rows[over], "unknown_adapter": rows[strange]}
+        return {reason: index["number"][those].tolist() for reason, those in found.items() if len(those)}
+
+    # ------------------------------------------------------------------ explaining
+
+    def why_waiting(self) -> WaitingAnswer | None:
+        """Say why the next batch cannot be made now; None where it can."""
+        if self._state.state == "running" and self._state.next_step > self._state.step + self.bounds.look_ahead:
+            return self.explain("awaiting_ack")
+        try:
+            outcome = self.choose()
+        except StrategyFault:
+            return self.explain("paused")
+        return outcome if isinstance(outcome, WaitingAnswer) else None
+
+    def why_adapter_waits(self, adapter: str) -> WaitingAnswer | None:
+        """Say why an adapter could give nothing to a batch, had it the whole of it; None where it could."""
+        if self._state.state != "running":
+            return self.explain(self._state.state, adapter=adapter)
+        try:
+            outcome = self._choose(adapter)
+        except StrategyFault:
+            return self.explain("paused", adapter=adapter)
+        return outcome if isinstance(outcome, WaitingAnswer) else None
+
+    def silent(self, adapter: str) -> bool:
+        """Say whether no producer asked for a ticket, of an adapter, for so long that there may be none."""
+        return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
+
+    def supply_ended(self, waits: WaitingAnswer) -> bool:
+        """Say whether what is waited for can no longer come: the prompts are used up and no ticket is out."""
+        book = self._book
+        if book.out or not all(book.used_up(name) for name in self.config.policies):
+            return False
+        each = [self.why_adapter_waits(name) for name in self.config.adapters] or [waits]
+        return all(one is not None and one.blocked_on == "producers" for one in each)
+
+    def explain(
+        self, reason: str, groups: Groups | None = None, adapter: str = "", told: Waiting | None = None
+    ) -> WaitingAnswer:
+        """Build the waiting answer of a batch, or of one adapter's part; `groups` are the usable ones.
+
+        `told`: how much of these the strategy says may be used now.
+        """
+        if self.config.adapters and not adapter:
+            live = self._state.live_totals()
+            return waiting(reason, Amount(live.groups, live.tokens), self.config)
+        have = self._given(adapter, groups)
+        if told:
+            have = Amount(_least(told.groups, have.groups), _least(told.tokens, have.tokens))
+        if not adapter:
+            return waiting(reason, have, self.config)
+        return own_waiting(reason, have, adapter, self.views.own_budget(adapter).groups or 0)
+
+    def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
+        """Count what the strategy is shown for the next batch, or `groups`."""
+        usable = self.views.usable(self._state.next_step, adapter) if groups is None else groups
+        return Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
+
+    def _reason(self, groups: Groups, told: str, adapter: str) -> str:
+        """Choose the first reason that holds when a strategy says it cannot fill a batch."""
+        if len(groups) or told == "rate_limited":
+            return told
+        if self._state.stale_since_batch(adapter):
+            return "all_stale"
+        if self.bounds.max_uses != 1:
+            live = len(self.views.rows_of(adapter)) if adapter else self._state.live_totals().groups
+            if live or self._used_up_by_last_batch(adapter):
+                return "reuse_exhausted"
+        return "no_producers" if self.silent(adapter) and not self._book.out_of(adapter) else "no_groups"
+
+    def _used_up_by_last_batch(self, adapter: str) -> bool:
+        """Say whether the newest batch used groups for the last time: there were groups, and reuse took them."""
+        last = self._state.batches.get(self._state.next_step - 1)
+        if last is None or self._state.max_uses is None:
+            return False
+        rows = self._state.index.rows_of(last.numbers)
+        if adapter:
+            rows = rows[self._state.index["adapter"][rows] == name_code(adapter)]
+        return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
+
+
+def _least(told: int | None, given: int) -> int:
+    return given if told is None else min(int(told), given)

@@ -1,0 +1,196 @@
+"""What a strategy is told: the buffer, the groups it may use, speeds, budget, chance. Views of the state.
+
+The core's own bounds (staleness, uses, rows of `seq_len`) are applied here: what breaks them no strategy sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import NotFound
+from replaybuf.kernel.index import LIVE
+from replaybuf.kernel.plugin_set import Ask, Built, build
+from replaybuf.kernel.rates import Measured, Rates
+from replaybuf.kernel.state import RunState
+from replaybuf.kernel.state_view import LiveTotals
+from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups, Rows
+from replaybuf.kernel.tickets import TicketBook
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.group import name_code
+
+SAMPLED_GROUPS = 256
+"""Means per group are those of the newest so many."""
+_HISTORY_BATCHES = 16
+_MEASURED = tuple(field.name for field in dataclasses.fields(Measured))
+
+
+class Standard(NamedTuple):
+    """What makes a group usable: a rule, the column that tells, and which of its values keep it."""
+
+    rule: str
+    column: str
+    kept: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]
+
+
+class Views:
+    """Views of run `name` for its strategy, which they build; see `Selector` for where the others come from.
+
+    `rates` is fed by whoever sees groups and steps come.
+    """
+
+    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], ask: Ask) -> None:
+        self.rates = Rates(clock())
+        self._name = name
+        self._state = state
+        self._book = book
+        self._clock = clock
+        self._ask = ask
+        self._built: Built | None = None
+        self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
+        self._recent: tuple[int, tuple[int, ...]] = -1, ()
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration in force. Raises `NotFound` before there is one."""
+        if self._state.config is None:
+            raise NotFound(f"run {self._name} has no configuration yet", name="run", value=self._name)
+        return self._state.config
+
+    @property
+    def plugins(self) -> Built:
+        """Plug-ins of the configuration in force; a strategy that observes knows the feedback that the state keeps."""
+        built, config, feedback = self._built, self.config, self._state.feedback
+        if built is None or built.config is not config or (built.heard is not None and built.heard is not feedback):
+            built = self._built = build(config, feedback, self._ask)
+        return built
+
+    @property
+    def seq_len(self) -> int:
+        """Room of a micro-batch: what the trainer attached with, or the configuration's."""
+        attached = self._state.attached
+        return attached.seq_len if attached else self.config.batch.seq_len
+
+    def tokens_per_group(self) -> float:
+        """Return the mean of the last groups; until the first: half-full rollouts, and no more than a batch holds."""
+        recent, batch = self._state.index["tokens"][-SAMPLED_GROUPS:], self.config.batch
+        if len(recent):
+            return max(1.0, float(recent.mean()))
+        prior = (self.config.group_size or 8) * batch.seq_len / 2
+        return min(prior, float(batch.tokens_per_batch or prior))
+
+    def flow(self) -> Flow:
+        """Tell what admission may go by."""
+        now_s = self._clock()
+        measured = self.rates.measured(now_s)
+        return Flow(
+            now_s=now_s,
+            tokens_per_group=self.tokens_per_group(),
+            max_tokens_live=self.config.limits.max_tokens_live,
+            **{name: getattr(measured, name) for name in _MEASURED},
+        )
+
+    def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
+        """Describe the buffer for a decision about the run's `step`; counts are of `groups`, live ones, or of all.
+
+        Of an adapter: its own steps, versions, groups and tickets, as if it had a buffer to itself.
+        """
+        state, config = self._state, self.config
+        if adapter:
+            shown = state.index.groups(self.rows_of(adapter)) if groups is None else groups
+            live, given = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter).groups
+            batches = tuple(state.groups_of(adapter, made) for made in sorted(state.batches)[-_HISTORY_BATCHES:])
+            stored, used = state.standing(adapter).stored, state.turns.used.get(adapter, 0)
+        else:
+            live, given, batches = state.live_totals(), 0, self._last_batches()
+            if groups is not None and len(groups) < live.groups:
+                live = LiveTotals.of(groups.tokens, groups.times_sampled)
+            stored, used = state.stored, state.uses
+        return BufferView(
+            step=state.own_step(step, adapter),
+            version=state.version_at(step, adapter),
+            published_version=state.published[adapter],
+            steps_per_publish=config.steps_per_publish_of(adapter),
+            groups_live=live.groups,
+            tokens_live=live.tokens,
+            tickets_out=self._book.out_of(adapter),
+            budget=Budget(config.batch.tokens_per_batch, config.groups_per_batch_of(adapter), self.seq_len),
+            batches=batches,
+            groups_stored=stored,
+            groups_used=used,
+            groups_fresh=live.fresh,
+            uses_live=live.uses,
+            steps_done=state.own_step(state.step, adapter),
+            groups_given=given,
+        )
+
+    def rows_of(self, adapter: str) -> Rows:
+        """Return the rows of live groups of an adapter."""
+        live = self._state.index.live()
+        rows: Rows = live[self._state.index["adapter"][live] == name_code(adapter)]
+        return rows
+
+    def _last_batches(self) -> tuple[int, ...]:
+        entries, batches = self._state.entries, self._state.batches
+        if self._recent[0] != entries:
+            self._recent = entries, tuple(len(batches[step].numbers) for step in sorted(batches)[-_HISTORY_BATCHES:])
+        return self._recent[1]
+
+    def own_budget(self, adapter: str) -> Budget:
+        """Return the budget of a batch; of an adapter: of what its own batch still lacks."""
+        batch = self.config.batch
+        groups = batch.groups_per_batch
+        if adapter:
+            progress = self._state.progress_at(self._state.next_step, adapter)
+            groups = progress.groups_per_batch - progress.groups
+        return Budget(batch.tokens_per_batch, groups, self.seq_len)
+
+    def seed(self, step: int) -> list[int]:
+        """Seed of the generator that chooses `step`: (run seed, generation, step)."""
+        return [self.config.seed, self._state.generation, step]
+
+    def generator(self, step: int, adapter: str) -> np.random.Generator:
+        """Return the generator that chooses `step`, at its start: made once, however often the step is asked for.
+
+        That of an adapter is seeded with its code besides.
+        """
+        seed = self.seed(step) + ([name_code(adapter)] if adapter else [])
+        if self._drawing[0] != seed:
+            made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+            self._drawing = seed, made, made.bit_generator.state
+        _, rng, start = self._drawing
+        rng.bit_generator.state = start
+        return rng
+
+    def standards(self, step: int, adapter: str) -> Iterator[Standard]:
+        """Yield what makes a group usable at `step`, for an adapter: the strategy's bounds and the trainer's rows."""
+        version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
+        yield Standard("selects no group of a version to come", "policy_version", lambda found: found <= version)
+        if bounds.max_staleness is not None:
+            oldest = version - bounds.max_staleness
+            rule = f"keeps the max_staleness of {bounds.max_staleness}"
+            yield Standard(rule, "policy_version", lambda found: found >= oldest)
+        if bounds.max_uses is not None:
+            most = bounds.max_uses
+            yield Standard(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
+        yield Standard("selects only live groups", "state", lambda found: found == LIVE)
+        if adapter:
+            code = name_code(adapter)
+            yield Standard("selects only groups it was given", "adapter", lambda found: found == code)
+        if self.config.batch.overlong == "reject":
+            longest = self.seq_len
+            rule = f"keeps the seq_len of {longest}"
+            yield Standard(rule, "longest_tokens", lambda found: found <= longest)
+
+    def usable(self, step: int, adapter: str) -> Groups:
+        """Return the live groups, of an adapter, that keep all `standards` at `step`."""
+        index = self._state.index
+        each = (standard.kept(index[standard.column]) for standard in self.standards(step, adapter))
+        fits = next(each)
+        for kept in each:
+            fits &= kept
+        return index.groups(None if fits.all() else np.flatnonzero(fits))

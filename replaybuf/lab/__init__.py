@@ -1,0 +1,1 @@
+"""Studies without a cluster: the simulator and the demo."""

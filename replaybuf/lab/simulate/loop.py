@@ -1,0 +1,379 @@
+"""The clock: producers, trainer and the deadlines of tickets as events in one heap.
+
+At one moment things happen in this order: what was generated comes in, the trainer's step or publication ends, tickets
+expire, the trainer asks for its batch, free slots ask for tickets. What is generated comes in at the nearest round
+(every `Workload.round_s`), so that a fleet of thousands of slots costs a few decisions per step.
+
+A slot:     ticket ─► generating ─► group in, or ticket given back, or nobody hears of it ─► free
+The trainer: asking ─► training (a prefetch at its start) ─► ack ─► publishing, where a version is due ─► asking
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import StrategyFault
+from replaybuf.kernel.bounded import BOUND_S, unbounded
+from replaybuf.kernel.limits import Load
+from replaybuf.kernel.options import StrategyOptions
+from replaybuf.kernel.tickets import Ticket
+from replaybuf.kernel.waiting import BLOCKED_ON
+from replaybuf.lab.simulate.figures import Figures, Meter
+from replaybuf.lab.simulate.virtual import VirtualRun
+from replaybuf.lab.simulate.workload import Attempt, Supply
+from replaybuf.packing.cost import rollout_costs
+from replaybuf.packing.pack import pack, padding_fraction
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.ledger import BatchRecord
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_PER_STEP = 10
+_LOOKS_PER_STEP = 10
+PACKED_BATCHES = 8
+"""Batches of a simulation that are packed, spread evenly."""
+_FRUITLESS = 20
+"""Batches' worth of groups generated without one batch, after which a simulation gives up."""
+
+_ENDED, _TRAINED, _PUBLISHED, _EXPIRES = range(4)
+
+
+class Flight(NamedTuple):
+    """A ticket, the version that its group was begun with, and how it goes."""
+
+    ticket: Ticket
+    version: int
+    attempt: Attempt
+
+
+class Simulation:
+    """One run of `steps` steps through one strategy. `run` is the buffer, `meter` what was measured."""
+
+    def __init__(self, config: RunConfig, supply: Supply, steps: int) -> None:
+        self.run = VirtualRun(config, supply.workload.ranks)
+        self.meter = Meter()
+        self.ended: str | None = None
+        self._supply = supply
+        self._workload = supply.workload
+        self._steps = steps
+        a_step_s = self._a_step_s()
+        self._round_s = self._workload.round_s or a_step_s / ROUNDS_PER_STEP
+        self._look_every_s, self._look_at_s = a_step_s / _LOOKS_PER_STEP, 0.0
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._serial = itertools.count()
+        self._free = self._workload.slots
+        self._training: BatchRecord | None = None
+        self._ready: dict[int, BatchRecord] = {}
+        self._asking = True
+        self._told: tuple[str, float] | None = None
+        self._group_size = len(supply.lengths(0, 1))
+        self._attempts: dict[int, int] = {}
+        self._held: list[Flight] = []
+        self._fruitless = 0
+        self._most_fruitless = _FRUITLESS * (self._groups_per_batch() + self._workload.slots)
+
+    # ------------------------------------------------------------------ sizes
+
+    def _groups_per_batch(self) -> int:
+        batch = self.run.config.batch
+        return batch.groups_per_batch or math.ceil((batch.tokens_per_batch or 0) / self._supply.tokens_per_group)
+
+    def _a_step_s(self) -> float:
+        """Estimate how long a step takes: the slower of trainer and producers."""
+        w, groups = self._workload, self._groups_per_batch()
+        trains = w.train_s + w.train_token_s * groups * self._supply.tokens_per_group + w.publish_s
+        return max(trains, groups * self._supply.duration_s / w.slots)
+
+    # ------------------------------------------------------------------ the clock
+
+    def simulate(self) -> Figures:
+        """Run to the end of the last step, or until nothing more can come.
+
+        Raises `StrategyFault` where the strategy breaks its contract: a served run would be paused.
+        """
+        self._act()
+        while self.ended is None:
+            if not self._events:
+                self.ended = self._told[0] if self._told else "no_producers"
+                break
+            self._advance()
+        self._book_wait(None)
+        return self._figures()
+
+    def _advance(self) -> None:
+        """Go to the next moment at which something happens, and let it happen."""
+        now = self._events[0][0]
+        self.meter.idle_slot_s += self._free * (now - self.run.now_s)
+        self.run.now_s = now
+        if now >= self._look_at_s:
+            self._look_at_s = now + self._look_every_s
+            self._look()
+        ended: list[Flight] = []
+        while self._events and self._events[0][0] == now:
+            _, kind, _, what = heapq.heappop(self._events)
+            if kind == _ENDED:
+                ended.append(what)
+            else:
+                self._take_in(ended)
+                ended = []
+                if kind == _TRAINED:
+                    self._trained()
+                elif kind == _PUBLISHED:
+                    self._published()
+                else:
+                    self.run.expire_tickets()
+        self._take_in(ended)
+        if self.run.state.step >= self._steps and self._asking:
+            self.ended = "steps"
+        else:
+            self._act()
+
+    def _act(self) -> None:
+        """Let whoever waits ask again."""
+        if self._asking:
+            self._ask()
+        while self._come_again() and self._asking:
+            self._ask()
+        if self._free and self.ended is None:
+            self._start(self.run.take_tickets(self._free))
+        self._note_evictions()
+
+    def _later(self, seconds: float, kind: int, what: Any = None) -> None:
+        heapq.heappush(self._events, (self.run.now_s + seconds, kind, next(self._serial), what))
+
+    # ------------------------------------------------------------------ producers
+
+    def _start(self, tickets: list[Ticket]) -> None:
+        now, version = self.run.now_s, self.run.published_version
+        ttl_s = self.run.book.ttl_s
+        for ticket in tickets:
+            attempt = self._supply.attempt(ticket.prompt_index, ticket.attempt)
+            ends_s = self._end_s(attempt.duration_s)
+            heapq.heappush(self._events, (ends_s, _ENDED, next(self._serial), Flight(ticket, version, attempt)))
+            if attempt.fate == "lost" or ends_s - now >= ttl_s:
+                self._later(ttl_s, _EXPIRES)
+        self._free -= len(tickets)
+
+    def _end_s(self, duration_s: float) -> float:
+        """Return the round nearest to the end of what begins now, so that no length is favoured; never this moment."""
+        now, each = self.run.now_s, self._round_s
+        return max(round((now + duration_s) / each), math.floor(now / each) + 1) * each
+
+    def _take_in(self, flights: list[Flight]) -> None:
+        """Store what was generated; give back the tickets of what failed or may not enter."""
+        if not flights:
+            return
+        self._free += len(flights)
+        self._fruitless += len(flights)
+        if self._fruitless > self._most_fruitless:
+            self.ended = f"nothing usable in {self._fruitless} groups"
+        run, meter, arrived = self.run, self.meter, []
+        for flight in flights:
+            attempt = flight.attempt
+            meter.generated(attempt.tokens, self._group_size)
+            reason = attempt.fate if attempt.fate != "stored" else run.refusal(attempt.tokens, attempt.longest_tokens)
+            if reason is None:
+                arrived.append(flight)
+                continue
+            meter.wasted_group(reason, attempt.tokens, self._group_size)
+            if reason != "lost":
+                run.return_ticket(flight.ticket, reason)
+        self._come_in(arrived)
+
+    def _come_again(self) -> bool:
+        """Let what the door had no room for ask again; say whether any of it came in."""
+        held, self._held = self._held, []
+        self._free += len(held)
+        self._come_in(held)
+        return len(self._held) < len(held)
+
+    def _come_in(self, flights: list[Flight]) -> None:
+        """Store what the door has room for; the rest occupies its slots until there is some."""
+        new: dict[int, Flight] = {}
+        for flight in flights:
+            prompt = flight.attempt.prompt_index
+            if prompt in new or self.run.brought(prompt):
+                self.meter.wasted_group("duplicate", flight.attempt.tokens, self._group_size)
+            else:
+                new[prompt] = flight
+        if not new:
+            return
+        entries = self._supply.entries([flight.attempt for flight in new.values()])
+        sizes = zip(entries["tokens"].tolist(), entries["frame_bytes"].tolist(), strict=True)
+        fits = self.run.fitting([Load(1, *size) for size in sizes])
+        flights = list(new.values())
+        self._held += flights[fits:]
+        self._free -= len(flights) - fits
+        self.meter.held.update(flight.attempt.prompt_index for flight in flights[fits:])
+        if fits:
+            self._append(flights[:fits], entries[:fits])
+
+    def _append(self, flights: list[Flight], entries: npt.NDArray[Any]) -> None:
+        entries["policy_version"] = [flight.version for flight in flights]
+        entries["policy_version_max"] = self.run.published_version
+        entries["staleness_at_write"] = self.run.published_version - entries["policy_version"]
+        entries["arrival_s"] = self.run.now_s
+        self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in flights if f.attempt.number > 1}
+        self.run.append(entries)
+        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_totals().tokens)
+
+    def _note_evictions(self) -> None:
+        for reason, tokens, rollouts in self.run.take_evictions():
+            for size, count in zip(tokens.tolist(), rollouts.tolist(), strict=True):
+                self.meter.wasted_group(reason, size, count)
+
+    # ------------------------------------------------------------------ trainer
+
+    def _ask(self) -> None:
+        """Ask for the batch of the next unacked step; train it where it is there."""
+        step = self.run.state.step
+        outcome = self._ready.pop(step, None) or self._assemble(step)
+        self._book_wait(outcome)
+        if isinstance(outcome, WaitingAnswer):
+            if outcome.reason == "finished":
+                self.ended = "finished"
+            return
+        self._asking, self._training = False, outcome
+        w = self._workload
+        seconds = w.train_s + w.train_token_s * outcome.tokens
+        self.meter.train_s += seconds
+        self._later(seconds, _TRAINED)
+        if w.prefetch and step + 1 < self._steps:
+            ahead = self._assemble(step + 1)
+            if isinstance(ahead, BatchRecord):
+                self._ready[step + 1] = ahead
+
+    def _assemble(self, step: int) -> BatchRecord | WaitingAnswer:
+        outcome = self.run.batch(step)
+        if isinstance(outcome, BatchRecord):
+            self._fruitless = 0
+            self.meter.batch(outcome, self._group_size)
+            if step % max(1, self._steps // PACKED_BATCHES) == 0:
+                self._pack(outcome)
+        return outcome
+
+    def _trained(self) -> None:
+        run, w, trained = self.run, self._workload, self._training
+        self._training = None
+        waited = self.meter.waited_s.items()
+        feedback = None
+        if trained and run.selector.views.plugins.heard is not None:  # it observes
+            feedback = self._supply.feedback(trained.step) or run.feedback(trained)
+        run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"), feedback)
+        if run.state.step % w.checkpoint_steps == 0:
+            run.checkpoint()
+        if run.config.version_of(run.state.step) > run.published_version:
+            self.meter.publish_s += w.publish_s
+            self._later(w.publish_s, _PUBLISHED)
+        else:
+            self._asking = True
+
+    def _published(self) -> None:
+        self.run.publish()
+        self._asking = True
+
+    def _book_wait(self, outcome: object) -> None:
+        """Book the time since the trainer was last told to wait under the reason it was told then."""
+        now = self.run.now_s
+        if self._told:
+            reason, since_s = self._told
+            self.meter.waited_s[reason] += now - since_s
+        self._told = (outcome.reason, now) if isinstance(outcome, WaitingAnswer) else None
+
+    # ------------------------------------------------------------------ measuring
+
+    def _look(self) -> None:
+        live = self.run.state.live_totals()
+        self.meter.buffer(self.run.now_s, live.groups, live.tokens, self.run.book.out)
+
+    def _pack(self, record: BatchRecord) -> None:
+        """Pack a batch as the service would for the trainer's ranks."""
+        prompts = [group.prompt_index for group in record.groups if group.prompt_index is not None]
+        lengths = np.concatenate([self._supply.lengths(p, self._attempts.get(p, 1)) for p in prompts])
+        seq_len, ranks = self.run.selector.views.seq_len, self._workload.ranks
+        grid = pack(lengths, seq_len, ranks)
+        costs = rollout_costs(lengths).tolist()
+        loads = np.array([sum(costs[item] for row in rank for item in row) for rank in grid])
+        self.meter.packed(padding_fraction(lengths, grid, seq_len), float(loads.max() / loads.mean()))
+
+    def _figures(self) -> Figures:
+        run, meter, state = self.run, self.meter, self.run.state
+        seconds = max(run.now_s, 1e-12)
+        waited = {reason: s / seconds for reason, s in sorted(meter.waited_s.items()) if s > 0}
+        generated, used, dropped = meter.lengths()
+        uses, waste = state.tallies.groups_by_uses(), meter.waste()
+        staleness = {age: count for age, count in sorted(state.used_staleness.items()) if count}
+        live_mean, live_max = meter.live()
+        strategy = run.config.strategy
+        return Figures(
+            strategy=strategy.name,
+            options=strategy.options,
+            changed_options=_changed(run.selector.strategy.options),
+            ended=self.ended or "",
+            steps=state.step,
+            seconds=run.now_s,
+            train_share=meter.train_s / seconds,
+            publish_share=meter.publish_s / seconds,
+            wait_share=sum(waited.values()),
+            wait_by_reason=waited,
+            idle_share=meter.idle_slot_s / (seconds * self._workload.slots),
+            generated_groups=meter.generated_groups,
+            generated_tokens=meter.generated_tokens,
+            stored_groups=state.stored,
+            used_tokens=meter.used_tokens,
+            staleness=staleness,
+            staleness_mean=sum(age * n for age, n in staleness.items()) / max(1, sum(staleness.values())),
+            uses=uses,
+            waste=waste,
+            waste_share=sum(part.tokens for part in waste.values()) / max(1, meter.generated_tokens),
+            live_mean=live_mean,
+            live_max=live_max,
+            tokens_live_max=meter.tokens_live_max,
+            held_groups=len(meter.held),
+            buffer=meter.series(),
+            generated_lengths=generated,
+            used_lengths=used,
+            dropped_lengths=dropped,
+            coverage=state.tallies.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
+            packing=meter.packing(),
+        )
+
+
+def _changed(options: StrategyOptions) -> dict[str, Any]:
+    """Return the options that are not as by default."""
+    fields = msgspec.structs.fields(options)
+    defaults = {f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory() for f in fields}
+    return {name: value for name, default in defaults.items() if (value := getattr(options, name)) != default}
+
+
+def simulate(config: RunConfig, supply: Supply, steps: int) -> Figures:
+    """Simulate `steps` steps. Raises `Invalid` for the configuration, `StrategyFault` naming the step.
+
+    The bound on the time of plug-ins is not kept: the clock is virtual, and a busy host would end a study. Where one
+    answer took longer the log says so.
+    """
+    with unbounded() as slowest:
+        simulation = Simulation(config, supply, steps)
+        try:
+            figures = simulation.simulate()
+        except StrategyFault as fault:
+            step = simulation.run.state.next_step
+            detail = f"{fault.detail}; the run would be paused at step {step}"
+            raise StrategyFault(detail, name=fault.name, value=fault.value, bound=fault.bound) from fault
+    if slowest.took_s > BOUND_S:
+        logger.warning(
+            "plug-in slow strategy=%s took_s=%.2f bound_s=%g: a service would pause the run if it is so twice",
+            figures.strategy,
+            slowest.took_s,
+            BOUND_S,
+        )
+    return figures

@@ -1,0 +1,255 @@
+"""A real run as the simulator's input: what its groups were like and how fast its parts went, without any payload.
+
+Read from a service over HTTP (the pages of `GET groups` and `GET ledger`) or from a file that was saved before. What
+the ledger does not say is estimated, see `derive`; the workload that comes out is told with the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.client.client import Client
+from replaybuf.errors import Invalid, Malformed, NotFound
+from replaybuf.kernel.index import ENTRY, NO_PROMPT_INDEX
+from replaybuf.lab.simulate.workload import BLOCK, DEFAULT_GROUP_SIZE, LONGEST_S, Block, Supply, Workload
+from replaybuf.wire.config import RunConfig
+
+PAGE = 1000
+_FEWEST_GROUPS = 8
+_BUSY_PERCENTILE = 75
+_COPIED = ("tokens", "longest_tokens", "reward_mean", "reward_std", "advantage_abs_mean", "truncated", "source")
+
+
+class RecordedGroup(msgspec.Struct, frozen=True):
+    """What `GET groups` says of one group; tokens, seconds since the epoch."""
+
+    number: int
+    policy_version: int
+    tokens: int
+    arrival_s: float
+    group_size: int
+    longest_tokens: int
+    prompt_index: int | None = None
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    advantage_abs_mean: float = 0.0
+    truncated: int = 0
+    source: int = 0
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """A run's configuration, counts of its tickets, groups in the order of storing, ledger records."""
+
+    run: str
+    config: RunConfig
+    tickets: dict[str, int]
+    groups: list[RecordedGroup]
+    records: list[dict[str, Any]]
+
+
+def read_service(url: str, run: str, token: str | None) -> Recording:
+    """Read a run from a service. Raises what the client raises, `NotFound` where it has too few groups."""
+    with Client(url, run, token=token) as client:
+        state = client.get_run()
+        raw: dict[str, Any] = {
+            "run": run,
+            "config": state["config"],
+            "tickets": state["tickets"],
+            "groups": list(_pages(client, "groups")),
+            "records": list(_pages(client, "records")),
+        }
+    try:
+        return _checked(msgspec.convert(raw, Recording))
+    except msgspec.ValidationError as error:
+        raise Malformed(f"run {run} at {url} is not told as this release reads it: {error}", name="from") from error
+
+
+def _pages(client: Client, kind: str) -> Iterator[dict[str, Any]]:
+    after: Any = 0
+    while after is not None:
+        page = client.get_ledger(after, PAGE) if kind == "records" else client.list_groups(limit=PAGE, after=after)
+        yield from page[kind]
+        after = page["next"]
+
+
+def read_file(path: Path) -> Recording:
+    """Read a saved recording. Raises `Invalid` where the file is none."""
+    try:
+        return _checked(msgspec.json.decode(path.read_bytes(), type=Recording))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Invalid(f"recording {path} cannot be read: {error}", name="from", value=str(path)) from error
+
+
+def save(recording: Recording, path: Path) -> None:
+    """Write a recording as JSON. Raises `Invalid` where `path` cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.encode(recording))
+    except OSError as error:
+        raise Invalid(
+            f"recording {path} cannot be written: {error.strerror}", name="save_recording", value=str(path)
+        ) from error
+
+
+def _checked(recording: Recording) -> Recording:
+    if len(recording.groups) < _FEWEST_GROUPS:
+        raise NotFound(
+            f"run {recording.run} has {len(recording.groups)} groups; at least {_FEWEST_GROUPS} are needed to learn "
+            "from them",
+            name="groups",
+            value=len(recording.groups),
+            bound=_FEWEST_GROUPS,
+        )
+    return recording
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Times:
+    """When things happened, by step or version, since the last rewind; seconds since the epoch."""
+
+    batches: dict[int, tuple[float, int]]
+    acks: dict[int, float]
+    published: dict[int, float]
+
+
+def derive(recording: Recording, known: Workload) -> Workload:
+    """Read speeds and failures off a recording; fields of `known` that differ from the defaults are kept as given.
+
+    - A step trained from its batch (or the publication before, if later) to its ack: fitted to train_s +
+      train_token_s · tokens by least squares, both at least 0. publish_s: the median from ack to publication.
+    - A group was begun while its policy version was the published one: its latency is taken from the middle of that
+      time. token_s = median latency / mean longest rollout.
+    - Producers are often made to wait, so their rate is that of the busier quarter of the run; slots = rate · latency
+      (Little's law).
+    """
+    times = _times(recording.records)
+    train_s, train_token_s = _training(times)
+    arrivals = np.sort([group.arrival_s for group in recording.groups])
+    latency_s = _latency_s(recording.groups, times, float(arrivals[0]))
+    longest = float(np.mean([group.longest_tokens for group in recording.groups]))
+    rate = _busy_rate(arrivals)
+    tickets = recording.tickets
+    issued = max(1, tickets.get("issued", 0))
+    steps_per_publish = recording.config.steps_per_publish
+    publishing = [
+        at - times.acks[version * steps_per_publish - 1]
+        for version, at in times.published.items()
+        if version * steps_per_publish - 1 in times.acks
+    ]
+    found: dict[str, Any] = {
+        "slots": max(1, round(rate * latency_s)),
+        "group_s": 0.0,
+        "token_s": latency_s / longest,
+        "failure_rate": min(0.9, tickets.get("returned", 0) / issued),
+        "lost_rate": min(0.09, tickets.get("expired", 0) / issued),
+        "train_s": train_s,
+        "train_token_s": train_token_s,
+        "publish_s": float(np.median(publishing)) if publishing else known.publish_s,
+    }
+    default = Workload()
+    given = {name for name in found if getattr(known, name) != getattr(default, name)}
+    return dataclasses.replace(known, **{name: value for name, value in found.items() if name not in given})
+
+
+def _times(records: list[dict[str, Any]]) -> _Times:
+    rewinds = [position for position, record in enumerate(records) if record["type"] == "REWIND"]
+    records = records[rewinds[-1] + 1 :] if rewinds else records
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [record for record in records if record["type"] == kind]
+
+    return _Times(
+        {record["step"]: (record["at_s"], record["tokens"]) for record in of("BATCH")},
+        {record["step"]: record["at_s"] for record in of("ACK")},
+        {record["version"]: record["at_s"] for record in of("POLICY")},
+    )
+
+
+def _training(times: _Times) -> tuple[float, float]:
+    """Fit seconds per step and per token. Raises `NotFound` where no step was trained."""
+    samples = []
+    for step, done_s in times.acks.items():
+        if step in times.batches:
+            made_s, tokens = times.batches[step]
+            before = [at for at in (times.acks.get(step - 1), *times.published.values()) if at and at < done_s]
+            samples.append((tokens, done_s - max([made_s, *before[-1:]])))
+    if not samples:
+        raise NotFound("the recording has no acked step since the last rewind", name="from", value=0, bound=1)
+    tokens, seconds = np.array(samples, np.float64).T
+    if len(samples) > 2 and tokens.std() > 0.01 * tokens.mean():
+        slope, base = np.polyfit(tokens, seconds, 1).tolist()
+        if slope >= 0 and base >= 0:
+            return base, slope
+    return float(np.median(seconds)), 0.0
+
+
+def _latency_s(groups: list[RecordedGroup], times: _Times, first_s: float) -> float:
+    latencies = []
+    for group in groups:
+        since_s = times.published.get(group.policy_version, first_s)
+        until_s = min(times.published.get(group.policy_version + 1, group.arrival_s), group.arrival_s)
+        latencies.append(group.arrival_s - (min(since_s, until_s) + until_s) / 2)
+    return float(np.clip(np.median(latencies), 1e-3, LONGEST_S))
+
+
+def _busy_rate(arrivals: npt.NDArray[np.float64]) -> float:
+    """Groups per second in the busier quarter of the time, over windows of a fiftieth of all groups."""
+    window = max(4, len(arrivals) // 50)
+    spans = np.maximum(arrivals[window:] - arrivals[:-window], 1e-3)
+    return float(np.percentile(window / spans, _BUSY_PERCENTILE))
+
+
+class RecordedSupply(Supply):
+    """The groups of a recording, over and over in the order of their prompts, with the speeds of a workload."""
+
+    def __init__(self, recording: Recording, workload: Workload, config: RunConfig, seed: int) -> None:
+        super().__init__(workload, config, seed)
+        groups = sorted(
+            recording.groups,
+            key=lambda g: (NO_PROMPT_INDEX if g.prompt_index is None else g.prompt_index, g.number),
+        )
+        self._feedback: dict[int, dict[str, Any] | None] = {
+            record["step"]: record.get("feedback") for record in recording.records if record["type"] == "ACK"
+        }
+        self._sizes = np.array([max(1, group.group_size) for group in groups])
+        self._entries = np.zeros(len(groups), ENTRY)
+        for name in (
+            "tokens",
+            "longest_tokens",
+            "reward_mean",
+            "reward_std",
+            "advantage_abs_mean",
+            "truncated",
+            "source",
+        ):
+            self._entries[name] = [getattr(group, name) for group in groups]
+        self._group_size = int(np.bincount(self._sizes).argmax()) or DEFAULT_GROUP_SIZE
+
+    def feedback(self, step: int) -> dict[str, Any] | None:
+        """Return what the trainer sent with the ack of a step of the recorded run."""
+        return self._feedback.get(step)
+
+    def _draw(self, block: int, number: int) -> Block:
+        picks = (block * BLOCK + np.arange(BLOCK)) % len(self._entries)
+        entries = self._entries[picks].copy()
+        lengths = _spread(entries["tokens"], entries["longest_tokens"], self._group_size)
+        return self._finish(block, number, entries, lengths, lengths.max(axis=1), self._rng(block, number))
+
+
+def _spread(tokens: npt.NDArray[np.int32], longest: npt.NDArray[np.int32], rollouts: int) -> npt.NDArray[np.int32]:
+    """Make up lengths [n, rollouts] with these sums and maxima: the longest one, and the rest evenly."""
+    lengths = np.empty((len(tokens), rollouts), np.int32)
+    if rollouts == 1:
+        lengths[:, 0] = tokens
+        return lengths
+    lengths[:, 0] = np.minimum(longest, tokens - rollouts + 1)
+    rest, others = tokens - lengths[:, 0], rollouts - 1
+    lengths[:, 1:] = (rest // others)[:, None]
+    lengths[:, 1:] += np.arange(others) < (rest % others)[:, None]
+    return lengths

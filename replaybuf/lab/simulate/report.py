@@ -1,0 +1,118 @@
+"""A study as `report.json`, and as a table with one column per strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replaybuf.lab.simulate.figures import Figures, Lengths
+from replaybuf.lab.simulate.workload import Workload
+
+_SHOWN = 0.0005
+"""Shares below this are not worth a line."""
+
+
+class Study(msgspec.Struct, frozen=True):
+    """One workload through one or more strategies. `recorded`: the run that the workload was read from, or null."""
+
+    seed: int
+    steps: int
+    workload: dict[str, Any]
+    config: dict[str, Any]
+    recorded: str | None
+    runs: list[Figures]
+
+
+def title_of(figures: Figures) -> str:
+    """Name a strategy with the options that are not as by default."""
+    options = "\n".join(f"{name}={value}" for name, value in figures.changed_options.items())
+    return f"{figures.strategy}\n{options}" if options else figures.strategy
+
+
+def percent(share: float) -> str:
+    """Write a share as percent, with one decimal below 10."""
+    return f"{100 * share:.1f}%" if 0 < share < 0.0995 else f"{100 * share:.0f}%"
+
+
+def rows(runs: Sequence[Figures]) -> list[tuple[str, list[str]]]:
+    """Tabulate runs: the name of each figure and its text for every run."""
+    table: list[tuple[str, Callable[[Figures], str]]] = [
+        ("ended", lambda f: f.ended),
+        ("steps, virtual hours", lambda f: f"{f.steps:,} in {f.seconds / 3600:,.1f} h"),
+        ("steps per hour", lambda f: f"{f.steps_per_hour:,.1f}"),
+        ("trainer trains", lambda f: percent(f.train_share)),
+        ("trainer publishes", lambda f: percent(f.publish_share)),
+        ("trainer waits", lambda f: percent(f.wait_share)),
+        *(_wait_row(reason) for reason in _reasons(runs)),
+        ("producers idle", lambda f: percent(f.idle_share)),
+        ("staleness mean", lambda f: f"{f.staleness_mean:.2f}"),
+        ("staleness at use", _staleness),
+        ("uses per used group", lambda f: f"{f.uses_mean:.2f}"),
+        ("generated for nothing", lambda f: f"{percent(f.waste_share)} of tokens"),
+        *(_waste_row(reason) for reason in sorted({reason for f in runs for reason in f.waste})),
+        ("groups live", lambda f: f"mean {f.live_mean:,.0f}, max {f.live_max:,}"),
+        (
+            "tokens live",
+            lambda f: f"max {f.tokens_live_max:,}{f'; {f.held_groups:,} groups held' * bool(f.held_groups)}",
+        ),
+        ("prompts used", lambda f: f"{percent(f.coverage.share)} of those ended"),
+        ("length: generated", lambda f: _length(f.generated_lengths)),
+        ("length: used", lambda f: _length(f.used_lengths)),
+        ("length: dropped", lambda f: _length(f.dropped_lengths)),
+        ("length bias", lambda f: f"{f.length_bias:.3f} = used / generated"),
+        ("rows unused", lambda f: percent(f.packing.unused_share)),
+    ]
+    return [(name, [write(figures) for figures in runs]) for name, write in table]
+
+
+def _reasons(runs: Sequence[Figures]) -> list[str]:
+    return sorted({reason for f in runs for reason, share in f.wait_by_reason.items() if share >= _SHOWN})
+
+
+def _wait_row(reason: str) -> tuple[str, Callable[[Figures], str]]:
+    return f"  {reason}", lambda f: percent(f.wait_by_reason.get(reason, 0.0))
+
+
+def _waste_row(reason: str) -> tuple[str, Callable[[Figures], str]]:
+    def write(figures: Figures) -> str:
+        waste = figures.waste.get(reason)
+        return f"{waste.groups:,} groups, {waste.tokens / 1e6:,.1f}M tokens" if waste else "0"
+
+    return f"  {reason}", write
+
+
+def _staleness(figures: Figures) -> str:
+    uses = sum(figures.staleness.values())
+    shares = {age: count / uses for age, count in figures.staleness.items()}
+    return "  ".join(f"{age}: {percent(share)}" for age, share in shares.items()) or "-"
+
+
+def _length(lengths: Lengths) -> str:
+    return f"mean {lengths.mean:,.0f}, p90 {lengths.p90:,.0f}" if lengths.groups else "-"
+
+
+def print_study(console: Console, study: Study, paths: Sequence[str]) -> None:
+    """Print what was assumed, the table, and where the files lie."""
+    defaults = dataclasses.asdict(Workload())
+    changed = [f"{k} {_figure(v)}" for k, v in study.workload.items() if study.recorded or v != defaults[k]]
+    origin = f"recorded run {study.recorded}" if study.recorded else "synthetic workload"
+    console.print(Text(f"{origin}, seed {study.seed}: {', '.join(changed) or 'all by default'}", style="dim"))
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("", style="dim", no_wrap=True)
+    for figures in study.runs:
+        table.add_column(Text(title_of(figures)), justify="left", overflow="fold")
+    for name, texts in rows(study.runs):
+        table.add_row(name, *(Text(text) for text in texts))
+    console.print(table)
+    for path in paths:
+        console.print(path, highlight=False, markup=False, soft_wrap=True)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,299 @@
+"""What producers and trainer are like: speeds, lengths, failures, difficulty; and the groups that follow from it.
+
+Everything that chance decides about a group is a function of (seed, prompt index, attempt) alone, so strategies that
+are compared meet the same prompts, lengths, rewards and failures, whatever order they generate them in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from replaybuf.errors import Invalid
+from replaybuf.kernel.advantages import advantages
+from replaybuf.kernel.index import ENTRY
+from replaybuf.wire.config import MAX_RANKS, RunConfig
+
+Lengths = npt.NDArray[np.int32]
+
+DEFAULT_GROUP_SIZE = 8
+"""Rollouts per group where the run's configuration names no size."""
+
+BLOCK = 1024
+"""Prompts drawn at a time."""
+
+LONGEST_S = 366 * 86400.0
+_BYTES_PER_TOKEN = 9
+"""Of a frame: id, logprob and mask of a token; its header is small beside them."""
+_COMMON, _FIRST_ATTEMPT = 0, 1
+
+Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+Seconds = Annotated[float, Meta(ge=0, le=LONGEST_S)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Tokens = Annotated[int, Meta(ge=1, le=2**24)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Speeds of producers and trainer, and what the groups are like.
+
+    A group occupies one slot for group_s + token_s · (tokens of its longest completion); a step takes
+    train_s + train_token_s · (tokens of its batch), publishing its weights publish_s more.
+
+    Parameters
+    ----------
+    slots
+        Groups that all producers together generate at the same time.
+    group_s
+        Seconds that a group takes besides its tokens: prompt, reward, append.
+    token_s
+        Seconds per token of the longest completion of a group.
+    prompt_tokens
+        Tokens of a prompt.
+    length_mean
+        Mean tokens of a completion before the cap, log-normal.
+    length_sigma
+        Standard deviation of the logarithm of the tokens of a completion.
+    length_shared
+        Share of that variance that the completions of one prompt have in common, 0 to 1.
+    length_max
+        Most tokens of a completion; longer ones are cut there.
+    failure_rate
+        Share of attempts that end without a group, their ticket given back.
+    lost_rate
+        Share of attempts that nobody hears of again: their ticket expires after tickets.ttl_s of the run.
+    timeout_s
+        Longest time that an attempt may take; then its ticket is given back. No bound by default.
+    solved_mean
+        Mean share of completions that are right.
+    solved_spread
+        How much prompts differ in that: 0 not at all, 1 each is always or never solved (Beta distribution).
+    train_s
+        Seconds of a training step besides its tokens.
+    train_token_s
+        Seconds of training per token of the batch.
+    publish_s
+        Seconds from the end of a step until its weights are loaded and announced.
+    ranks
+        Data-parallel ranks that batches are packed for.
+    prefetch
+        The trainer asks once for the next batch while it trains, as the reference trainer does.
+    checkpoint_steps
+        Steps between checkpoints.
+    round_s
+        What ends within this time comes in together; 1/10 of a step by default.
+    """
+
+    slots: Count = 64
+    group_s: Seconds = 1.0
+    token_s: Seconds = 0.02
+    prompt_tokens: Tokens = 128
+    length_mean: Annotated[float, Meta(ge=1, le=2**24)] = 1000.0
+    length_sigma: Annotated[float, Meta(ge=0, le=4)] = 0.8
+    length_shared: Share = 0.5
+    length_max: Tokens = 3900
+    failure_rate: Share = 0.0
+    lost_rate: Share = 0.0
+    timeout_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+    solved_mean: Share = 0.5
+    solved_spread: Share = 0.5
+    train_s: Seconds = 40.0
+    train_token_s: Seconds = 0.0
+    publish_s: Seconds = 5.0
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 8
+    prefetch: bool = True
+    checkpoint_steps: Count = 10
+    round_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+
+
+def check_workload(workload: Workload) -> None:
+    """Refuse, with the reason, speeds and rates that cannot be. Raises `Invalid`."""
+    values = dataclasses.asdict(workload)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Invalid(f"{name} is {value}; a finite number is needed", name=name, value=value, bound="finite")
+    try:
+        msgspec.convert(values, Workload)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        bound = message.removeprefix("Expected ").replace("`", "")
+        raise Invalid(
+            f"{name} is {values[name]}; needed: {bound}", name=name, value=values[name], bound=bound
+        ) from None
+    if workload.failure_rate + workload.lost_rate >= 1:
+        raise Invalid(
+            f"failure_rate {workload.failure_rate} and lost_rate {workload.lost_rate} leave no attempt that succeeds; "
+            "their sum must be below 1",
+            name="failure_rate",
+            value=workload.failure_rate + workload.lost_rate,
+            bound="below 1",
+        )
+    if workload.group_s == workload.token_s == 0:
+        raise Invalid(
+            "group_s and token_s are both 0; generation must take time", name="group_s", value=0, bound="above 0"
+        )
+
+
+def check_prompts(workload: Workload, config: RunConfig) -> None:
+    """Refuse made-up prompts that no rollout would fit behind. Raises `Invalid`."""
+    if config.batch.overlong == "reject" and workload.prompt_tokens >= config.batch.seq_len:
+        raise Invalid(
+            f"prompt_tokens is {workload.prompt_tokens}; batch.seq_len is {config.batch.seq_len}, so that every group "
+            "would be refused as overlong",
+            name="prompt_tokens",
+            value=workload.prompt_tokens,
+            bound=config.batch.seq_len,
+        )
+
+
+class Attempt(NamedTuple):
+    """One try at a group, as it will go: `fate` is `stored`, `failed`, `timeout` or `lost`."""
+
+    prompt_index: int
+    number: int
+    duration_s: float
+    fate: str
+    tokens: int
+    longest_tokens: int
+    entry: bytes
+    """One `ENTRY`; versions and arrival are still to be filled in."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """Attempts at `BLOCK` consecutive prompts; `lengths` [BLOCK, rollouts] tokens."""
+
+    attempts: list[Attempt]
+    lengths: Lengths
+
+
+class Supply:
+    """The groups of a workload, drawn when they are asked for."""
+
+    def __init__(self, workload: Workload, config: RunConfig, seed: int) -> None:
+        self.workload = workload
+        self._seed = seed
+        self._config = config
+        self._group_size = config.group_size or DEFAULT_GROUP_SIZE
+        self._scores: dict[int, tuple[float, float, float]] = {}
+        self._blocks: dict[tuple[int, int], Block] = {}
+
+    def attempt(self, prompt_index: int, number: int) -> Attempt:
+        """Say how attempt `number` (from 1) at a prompt goes."""
+        return self._block(prompt_index // BLOCK, number).attempts[prompt_index % BLOCK]
+
+    def entries(self, attempts: list[Attempt]) -> npt.NDArray[Any]:
+        """Return the index entries of these attempts, `ENTRY` [n]; versions and arrival are still to be filled in."""
+        return np.frombuffer(bytearray(b"".join(attempt.entry for attempt in attempts)), ENTRY)
+
+    def lengths(self, prompt_index: int, number: int) -> Lengths:
+        """Return the tokens of each rollout, [rollouts]."""
+        rows: Lengths = self._block(prompt_index // BLOCK, number).lengths[prompt_index % BLOCK]
+        return rows
+
+    def feedback(self, step: int) -> dict[str, Any] | None:
+        """Return what the trainer is known to have sent with the ack of a step; None where nothing is."""
+        return None
+
+    @property
+    def tokens_per_group(self) -> float:
+        """Mean tokens of a group, by the first prompts."""
+        return float(np.mean([attempt.tokens for attempt in self._block(0, _FIRST_ATTEMPT).attempts]))
+
+    @property
+    def duration_s(self) -> float:
+        """Mean seconds that a group occupies its slot, by the first prompts."""
+        return float(np.mean([attempt.duration_s for attempt in self._block(0, _FIRST_ATTEMPT).attempts]))
+
+    def _block(self, block: int, number: int) -> Block:
+        key = block, number
+        drawn = self._blocks.get(key)
+        if drawn is None:
+            drawn = self._blocks[key] = self._draw(block, number)
+        return drawn
+
+    def _rng(self, block: int, stream: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, block, stream])))
+
+    def _draw(self, block: int, number: int) -> Block:
+        """Draw a block: what prompts have in common from one stream, what an attempt adds from its own."""
+        w, size = self.workload, self._group_size
+        common, own = self._rng(block, _COMMON), self._rng(block, number)
+        of_prompt = common.standard_normal((BLOCK, 1))
+        solved = _solved(common, w)
+        of_rollout = own.standard_normal((BLOCK, size))
+        z = math.sqrt(w.length_shared) * of_prompt + math.sqrt(1 - w.length_shared) * of_rollout
+        drawn = np.rint(np.exp(math.log(w.length_mean) - w.length_sigma**2 / 2 + w.length_sigma * z))
+        completions = np.clip(drawn, 1, w.length_max).astype(np.int32)
+        right = (own.random((BLOCK, size)) < solved[:, None]).sum(axis=1)
+        entries = np.zeros(BLOCK, ENTRY)
+        entries["truncated"] = (drawn > w.length_max).sum(axis=1)
+        scores = np.array([self._score(count) for count in right.tolist()])
+        for column, name in enumerate(("reward_mean", "reward_std", "advantage_abs_mean")):
+            entries[name] = scores[:, column]
+        return self._finish(block, number, entries, w.prompt_tokens + completions, completions.max(axis=1), own)
+
+    def _finish(
+        self,
+        block: int,
+        number: int,
+        entries: npt.NDArray[Any],
+        lengths: Lengths,
+        longest: Lengths,
+        rng: np.random.Generator,
+    ) -> Block:
+        """Fill in what follows from the lengths, and draw how the attempts end. `longest`: of the completions."""
+        w = self.workload
+        if self._config.batch.overlong == "truncate":
+            lengths = np.minimum(lengths, self._config.batch.seq_len)
+        entries["prompt_index"] = block * BLOCK + np.arange(BLOCK)
+        entries["rollouts"] = lengths.shape[1]
+        entries["tokens"] = lengths.sum(axis=1)
+        entries["frame_bytes"] = _BYTES_PER_TOKEN * entries["tokens"]
+        entries["longest_tokens"] = lengths.max(axis=1)
+        durations = w.group_s + w.token_s * longest
+        chance = rng.random(BLOCK)
+        fates = np.full(BLOCK, "stored", object)
+        fates[chance < w.failure_rate + w.lost_rate] = "failed"
+        fates[chance < w.lost_rate] = "lost"
+        if w.timeout_s is not None:
+            fates[(durations > w.timeout_s) & (fates != "lost")] = "timeout"
+            durations = np.minimum(durations, w.timeout_s)
+        raw, size = entries.tobytes(), ENTRY.itemsize
+        columns = (
+            entries["prompt_index"].tolist(),
+            itertools.repeat(number, BLOCK),
+            durations.tolist(),
+            fates.tolist(),
+            entries["tokens"].tolist(),
+            entries["longest_tokens"].tolist(),
+            [raw[start : start + size] for start in range(0, len(raw), size)],
+        )
+        return Block([Attempt(*values) for values in zip(*columns, strict=True)], lengths)
+
+    def _score(self, right: int) -> tuple[float, float, float]:
+        """Return reward mean, reward deviation and mean |advantage| of a group with so many right rollouts."""
+        if right not in self._scores:
+            rewards = np.repeat([1.0, 0.0], [right, self._group_size - right])
+            spread = float(np.abs(advantages(self._config.advantage, rewards)).mean())
+            self._scores[right] = float(rewards.mean()), float(rewards.std()), spread
+        return self._scores[right]
+
+
+def _solved(rng: np.random.Generator, w: Workload) -> npt.NDArray[np.float64]:
+    """Draw for each prompt of a block how likely a completion is right: Beta with variance mean·(1-mean)·spread."""
+    mean, spread = w.solved_mean, w.solved_spread
+    if spread == 0 or mean in (0, 1):
+        return np.full(BLOCK, mean)
+    if spread == 1:
+        return (rng.random(BLOCK) < mean).astype(np.float64)
+    weight = 1 / spread - 1
+    return rng.beta(mean * weight, (1 - mean) * weight, BLOCK)

@@ -1,0 +1,1 @@
+"""Packing of rollouts into micro-batches, balance of ranks, cost model."""

@@ -1,0 +1,415 @@
+"""All runs of one server, and what goes on in the background.
+
+Life: `Service.start` -> requests -> `stop`. Background work runs in one TaskGroup of the lifespan: holding or awaiting
+leases, following the streams, expiring tickets, deleting freed payloads, watching the embedded server. Trouble with
+Redis is waited out and logged; any other fault in the background stops the process.
+
+Each run has one leader, by a lease. The other servers follow: they fold the same streams, answer whatever only reads,
+name the leader to who wants to write, and take over when the lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    Invalid,
+    LedgerGap,
+    NoRoom,
+    NotFound,
+    NotLeader,
+    ServiceUnavailable,
+    Unreadable,
+)
+from replaybuf.kernel.options import repr_without
+from replaybuf.kernel.retention import KEPT_GROUPS
+from replaybuf.service.leadership import Leadership
+from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
+from replaybuf.service.run.run import Run
+from replaybuf.service.traffic import Traffic
+from replaybuf.service.unreadable_runs import Unread
+from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
+from replaybuf.store.durability import Level
+from replaybuf.wire.config import RunConfig, check_run_name
+from replaybuf.wire.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+SHORTEST_PAUSE_S = 0.01
+WATCH_PERIOD_S = 1.0
+PREPARE_PERIOD_S = 0.05
+FOLLOW_TIMEOUT_S = 1.0
+FOLLOW_PERIOD_S = 0.01
+"""What comes in a burst is taken in by one look: 100 of them a second at most."""
+REPORT_PERIOD_S = 10.0
+CANCEL_AGAIN_S = 1.0
+TROUBLE_PAUSE_S = 0.5
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server runs: where it listens, where its data lies or which Redis it uses, who may call.
+
+    `uds` is a unix socket to listen on, beside `host` and `port` or, with `tcp` off, alone.
+    `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
+    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
+    `history_groups` freed groups of each run stay to be looked at; `tokenizer` is a model folder, to show their text.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8900
+    tcp: bool = True
+    uds: str | None = None
+    data_dir: str | None = None
+    redis_url: str | None = None
+    tokens_file: str | None = None
+    advertise_url: str | None = None
+    history_groups: int = KEPT_GROUPS
+    durability: Level = "strict"
+    wait_replicas: int = 0
+    wait_timeout_s: float = 2.0
+    tokenizer: str | None = None
+
+    def __repr__(self) -> str:
+        return repr_without(self, "redis_url")
+
+
+class Service:
+    """The runs of one Redis, as one server sees them: it leads some, and follows those that another server leads.
+
+    `url` is where this server answers, told to the clients of servers that follow it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        url: str,
+        embedded: bool,
+        history_groups: int = KEPT_GROUPS,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.url = url
+        self.tokenizer = tokenizer
+        self.runs: dict[str, Run] = {}
+        self.unread = Unread()
+        self.traffic = Traffic()
+        # Random, not the process id: a container that starts again has the same one as before.
+        self._holder = f"{secrets.token_hex(8)}@{url}"
+        self.report: ServerReport | None = None
+        self.trouble: str | None = None
+        self._leadership = Leadership(store, self._holder, url)
+        self._embedded = embedded
+        self._history_groups = history_groups
+        self._clock = clock
+        self._opening = asyncio.Lock()
+        self._added = asyncio.Event()
+
+    # ------------------------------------------------------------------ runs
+
+    async def run(self, name: str) -> Run:
+        """Return a run to look at. Raises `NotFound`, `DataLost` where Redis was emptied under it, and as `_open`."""
+        check_run_name(name)
+        run = self.runs.get(name)
+        if run is None:
+            async with self._opening:
+                run = await self._open(name)
+        if run is None:
+            raise NotFound(f"run {name!r} does not exist; create it with PUT /v1/runs/{name}", name="run", value=name)
+        if run.journal.lost:
+            raise run.journal.lost
+        return run
+
+    async def serving(self, name: str) -> Run:
+        """Return a run of which it is sure whether this server leads it. Raises what `run` raises."""
+        run = await self.run(name)
+        if run.journal.leading and run.lease.ended():
+            # We were held up, by a stop of the process or by Redis: another server may lead by now.
+            await self._leadership.seek(run)
+        return run
+
+    async def led(self, name: str) -> Run:
+        """Return a run to change. Raises `NotLeader` naming the server that leads it, and what `run` raises."""
+        run = await self.serving(name)
+        run.journal.check_leading()
+        return run
+
+    async def create(self, name: str, config: RunConfig) -> tuple[Run, bool]:
+        """Create a run, or return it where it exists with this very configuration. Raises `Conflict` otherwise."""
+        check_run_name(name)
+        async with self._opening:
+            if await self._open(name) is None:
+                lease = await self.store.lead(name, self._holder, LEASE_S, force=self._embedded)
+                if lease.token is None:
+                    raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
+                run = await Run.create(name, self.store, lease.token, config, self._clock)
+                run.journal.leader_url = self.url
+                run.lease.until(lease.left_s)
+                self._add(run)
+                logger.info("run created run=%s strategy=%s", name, config.strategy.name)
+                return run, True
+        existing = await self.run(name)
+        fields = existing.same_config(config)
+        if fields:
+            raise Conflict(
+                f"run {name!r} exists with another configuration; fields that differ: {', '.join(fields)}",
+                name="config",
+                value=fields,
+                bound="the same, or strategy, filters and limits by PATCH",
+            )
+        return existing, False
+
+    async def _open(self, name: str) -> Run | None:
+        """Return a run, folded from its streams where it is new to this server; None where there is none.
+
+        Raises `Unreadable`, `DataLost` or `LedgerGap` where it cannot be read, which is no trouble of the other runs.
+        """
+        if name in self.runs:
+            return self.runs[name]
+        self.unread.check(name)
+        started = time.monotonic()
+        try:
+            run = await Run.load(name, self.store, self._clock)
+        except (DataLost, LedgerGap) as error:
+            raise self.unread.note(name, error) from error
+        self.unread.read(name)
+        if run is None:
+            return None
+        self._add(run)
+        state, seconds = run.state, time.monotonic() - started
+        logger.info("run loaded run=%s groups=%d step=%d seconds=%.2f", name, state.stored, state.step, seconds)
+        await self._leadership.seek(run, force=self._embedded)
+        return run
+
+    def _add(self, run: Run) -> None:
+        run.durability = self.report.durability if self.report else "relaxed"
+        run.trimming.kept_groups = self._history_groups
+        self.runs[run.name] = run
+        self._added.set()
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Load every run; lead those that no other server leads."""
+        await self._measure()
+        await self._discover()
+
+    async def stop(self) -> None:
+        """Wake all waiters and give the leases back."""
+        for run in self.runs.values():
+            await run.close()
+        with contextlib.suppress(ServiceUnavailable):
+            for run in self.runs.values():
+                await self.store.resign(run.name, self._holder)
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Do the background work while the body runs."""
+        async with asyncio.TaskGroup() as tasks:
+            jobs = {
+                "hold": self._repeat(self._hold, 0.0),
+                "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
+                "tick": self._repeat(self._tick, TICK_S),
+                "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
+                "watch": self._repeat(self._watch, WATCH_PERIOD_S),
+                "measure": self._repeat(self._measure, REPORT_PERIOD_S),
+            }
+            running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
+            try:
+                yield
+            finally:
+                await ended(running)
+
+    async def _repeat(self, job: Callable[[], Awaitable[None]], period_s: float) -> None:
+        """Run `job` every `period_s`; trouble with Redis is told once, waited out, and told when it is over."""
+        while True:
+            try:
+                await job()
+                if self.trouble:
+                    await self.store.check_writable()  # this job may not have needed Redis
+                    self.trouble = None
+                    logger.info("redis answers again")
+            except (ServiceUnavailable, NoRoom) as error:
+                if self.trouble is None:
+                    logger.error("waiting for redis: %s", error.detail)
+                self.trouble = error.detail
+                await asyncio.sleep(TROUBLE_PAUSE_S)
+            await asyncio.sleep(period_s)
+
+    async def _work(self, run: Run, work: Callable[[], Awaitable[None] | None]) -> None:
+        """Do something for one run, so that its own trouble is not the others'."""
+        lost_before = run.journal.lost
+        try:
+            if going_on := work():
+                await going_on
+            if lost_before and run.journal.lost is None:
+                logger.warning("redis has the data of the run again run=%s", run.name)
+        except NotLeader as error:
+            logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
+        except (LedgerGap, Unreadable) as error:
+            # The leader trimmed what this follower had not read, or a relaxed Redis forgot what it had: start over.
+            # What cannot be read, perhaps written by a leader of a later release, is told where that fails.
+            logger.warning("run is read anew run=%s: %s", run.name, error.detail)
+            if self.runs.get(run.name) is run:
+                del self.runs[run.name]
+            await run.close()
+        except DataLost as error:
+            run.journal.lose(error)
+            run.journal.follow(None)
+            await run.journal.notify()
+
+    async def _hold(self) -> None:
+        """Renew the leases that are ours, take those that ended, then wait for the next one that is due."""
+        won = await self._leadership.renew([run for run in self.runs.values() if run.lease.due(TOGETHER_S)])
+        for run in won:
+            await self._work(run, functools.partial(self._leadership.seek, run))
+            if any(led.journal.leading and led.lease.due() for led in self.runs.values()):
+                break  # what we lead is renewed first; the lease on the others is ours meanwhile
+        due_s = min((run.lease.due_in_s() for run in self.runs.values()), default=TICK_S)
+        await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
+
+    async def _follow(self) -> None:
+        """Take in what is new in the streams: what producers wrote directly, and what the leader decided."""
+        self._added.clear()
+        known = {name: run.journal.ends for name, run in self.runs.items()}
+        if not known:
+            await self._added.wait()
+            return
+        news = asyncio.create_task(self.store.wait_for_entries(known, FOLLOW_TIMEOUT_S))
+        added = asyncio.create_task(self._added.wait())
+        try:
+            await asyncio.wait((news, added), return_when=asyncio.FIRST_COMPLETED)
+            # The streams of a run that was added are not among those that are read: begin anew, with them.
+            names = await news if news.done() else []
+        finally:
+            await ended([task for task in (news, added) if not task.done()])
+        for name in names:
+            if name in self.runs:
+                await self._work(self.runs[name], self.runs[name].take_in)
+
+    async def _tick(self) -> None:
+        for run in list(self.runs.values()):
+            await self._work(run, run.tick)
+
+    async def _watch(self) -> None:
+        """See whether Redis kept what it acknowledged; as a follower, what leaders keep beside the streams."""
+        runs = list(self.runs.values())
+        known = [run.journal.ends for run in runs]  # first: what is acknowledged while we ask may not be in the answer
+        for run, before, now in zip(runs, known, await self.store.ends_of([run.name for run in runs]), strict=True):
+            await self._work(run, functools.partial(run.journal.check_ends, before, now))
+        followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
+        books = await self.store.books([run.name for run, _ in followed])
+        for (run, term), book in zip(followed, books, strict=True):
+            await self._work(run, functools.partial(run.look, book, term))
+        await self._discover()
+
+    async def _prepare(self) -> None:
+        """Prepare the next batches, one run at a time: it may take memory and time that nobody waits for."""
+        for run in list(self.runs.values()):
+            await run.batches.ahead.work()
+
+    async def _discover(self) -> None:
+        for name in await self.store.runs():
+            if name not in self.runs:
+                with contextlib.suppress(DataLost, LedgerGap):  # told by `unread`, and tried again
+                    async with self._opening:
+                        await self._open(name)
+
+    async def _measure(self) -> None:
+        before, self.report = self.report, await self.store.report()
+        _tell_durability(before, self.report)
+        for run in self.runs.values():
+            run.durability = self.report.durability
+
+
+async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks that run for ever until each has ended: a library on their way may swallow a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        for task in left:
+            logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
+
+
+def _tell_durability(before: ServerReport | None, now: ServerReport) -> None:
+    """Log what is weaker than wanted, at the start and when it changes."""
+    if before and (before.summary, before.reasons) == (now.summary, now.reasons):
+        return
+    level = logging.WARNING if now.wanted.level == "strict" else logging.INFO
+    for reason in now.reasons:
+        logger.log(level, "durability is %s, wanted is %s: %s", now.durability, now.wanted.level, reason)
+    if before:
+        logger.log(logging.INFO if not now.reasons else level, "durability is %s now", now.summary)
+
+
+@contextlib.asynccontextmanager
+async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
+    """Bring a service that answers at `url` up on its Redis, do its background work, take it down in order.
+
+    Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve, and
+    `Invalid` for options that cannot hold, `MissingExtra` where a tokenizer is named and its library is missing.
+    """
+    wanted = Wanted(options.durability, options.wait_replicas, options.wait_timeout_s)
+    if not options.redis_url and wanted.replicas:
+        raise Invalid(
+            f"wait_replicas is {wanted.replicas}; the embedded Valkey has no replicas: use --redis-url",
+            name="wait_replicas",
+            value=wanted.replicas,
+            bound=0,
+        )
+    if options.history_groups < 0:
+        raise Invalid(
+            f"history_groups is {options.history_groups}; at least 0 is needed",
+            name="history_groups",
+            value=options.history_groups,
+            bound=0,
+        )
+    tokenizer = await asyncio.to_thread(Tokenizer, Path(options.tokenizer)) if options.tokenizer else None
+    data_dir = Path(options.data_dir or ".replaybuf/data")
+    server = None if options.redis_url else EmbeddedServer(data_dir, options.durability)
+    if server:
+        await server.start()
+    store = None
+    try:
+        if server:
+            store = await Store.open(server.url, wanted, explain=lambda: server.trouble)
+        else:
+            store = await Store.open(str(options.redis_url), wanted)
+        service = Service(
+            store,
+            url=options.advertise_url or url,
+            embedded=server is not None,
+            history_groups=options.history_groups,
+            tokenizer=tokenizer,
+        )
+        await service.start()
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(server.watch()) if server else None
+            try:
+                async with service.working():
+                    yield service
+            finally:
+                await service.stop()
+                if watching:
+                    await ended([watching])
+    finally:
+        if store:
+            await store.close()
+        if server:
+            await server.stop()

@@ -1,0 +1,1 @@
+"""HTTP edge of the service: routes, handlers, request parsing, authentication, metrics."""

@@ -1,0 +1,125 @@
+"""What is judged of a group before it is stored: whose it is, and whether all of it is within bounds.
+
+A group is refused whole, as `GroupRejected` with a reason of which the door keeps count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge
+from replaybuf.kernel.advantages import group_advantages
+from replaybuf.kernel.tickets import TicketBook, parse_ticket, prompt_key
+from replaybuf.service.run.journal import Journal
+from replaybuf.store import ToAppend
+from replaybuf.wire.frame import encode_frame, is_compressed, stored_checksum
+from replaybuf.wire.group import Admissible, Group, check_group, truncate
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """One group at the door: its columns and the frame it came in (None = it came as JSON), or why it failed."""
+
+    group: Group | None
+    frame: bytes | memoryview | None = None
+    rejection: GroupRejected | None = None
+
+
+class Judge:
+    """Judges the groups of one run. `truncated` counts those with rollouts cut to `batch.seq_len`."""
+
+    def __init__(self, journal: Journal, book: TicketBook) -> None:
+        self.truncated = 0
+        self._journal = journal
+        self._book = book
+
+    def names(self, item: Incoming) -> tuple[str, str]:
+        """Name a group as storage does: by its id, and by what its ticket's prompt stands for; "" where it has none."""
+        group = item.group
+        if group is None:
+            return "", ""
+        key = ""
+        if group.ticket is not None:
+            with contextlib.suppress(NotFound):
+                key = prompt_key(*parse_ticket(group.ticket).prompt)
+        return group.group_id or key, key
+
+    def admit(self, item: Incoming) -> ToAppend:
+        """Judge one group at the door and make it ready to be stored."""
+        if item.rejection or item.group is None:
+            raise item.rejection or GroupRejected("malformed", "the group does not decode")
+        config = self._journal.config
+        frame = item.frame
+        group_id, key, group = self._identify(item.group)
+        if config.batch.overlong == "truncate":
+            cut = truncate(group, config.batch.seq_len)
+            if cut is not group:
+                self.truncated += 1
+                group, frame = cut, None
+        rejection = check_group(group, self._bounds(group.adapter))
+        if rejection:
+            raise GroupRejected(rejection.reason, rejection.detail)
+        if group.advantages is None:
+            try:
+                filled = group_advantages(config.advantage, group)
+            except Invalid as error:
+                raise GroupRejected("non_finite_advantages", error.detail) from None
+            group, frame = msgspec.structs.replace(group, advantages=filled), None
+        if frame is None:
+            frame = _encoded(group, compress=item.frame is not None and is_compressed(item.frame))
+        if len(frame) > config.limits.max_group_bytes:
+            raise GroupRejected(
+                "too_large",
+                f"the group has {len(frame)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
+                name="limits.max_group_bytes",
+                value=len(frame),
+                bound=config.limits.max_group_bytes,
+            )
+        return ToAppend(group, group_id, key, frame, stored_checksum(frame))
+
+    def _identify(self, group: Group) -> tuple[str, str, Group]:
+        """Find the id of a group, and the prompt it stands for where it has a ticket."""
+        if group.ticket is None:
+            if not group.group_id:
+                raise GroupRejected("missing_group_id", "group_id is missing; a group without a ticket needs one")
+            return group.group_id, "", group
+        try:
+            ticket = parse_ticket(group.ticket)
+        except NotFound as error:
+            raise GroupRejected("unknown_ticket", error.detail) from None
+        if ticket.adapter != group.adapter or ticket.prompt_index >= self._book.next_index.get(ticket.adapter, 0):
+            raise GroupRejected("unknown_ticket", f"ticket {group.ticket!r} was not issued, or for another adapter")
+        if group.prompt_index not in (None, ticket.prompt_index):
+            raise GroupRejected(
+                "wrong_prompt_index",
+                f"prompt_index is {group.prompt_index}; ticket {group.ticket} is for {ticket.prompt_index}",
+            )
+        lost_from = self._journal.state.lost_version_since(ticket.generation, ticket.adapter)
+        if lost_from is not None and group.policy_version_max > lost_from:
+            raise GroupRejected(
+                "lost_lineage",
+                f"the newest policy version is {group.policy_version_max}; after ticket {group.ticket} was issued a "
+                f"rewind went back to version {lost_from}",
+            )
+        key = prompt_key(ticket.adapter, ticket.prompt_index)
+        return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
+
+    def _bounds(self, adapter: str) -> Admissible:
+        """What groups of an adapter are checked against."""
+        config = self._journal.config
+        return Admissible(
+            published_version=self._journal.state.published.get(adapter),
+            adapters=frozenset(config.adapters),
+            group_size=config.group_size,
+            vocab_size=config.vocab_size,
+            seq_len=config.batch.seq_len,
+            tokens_per_batch=config.batch.tokens_per_batch,
+        )
+
+
+def _encoded(group: Group, *, compress: bool) -> bytes:
+    try:
+        return encode_frame(group, compress=compress)
+    except TooLarge as error:
+        raise GroupRejected("too_large", error.detail, name=error.name, value=error.value, bound=error.bound) from None

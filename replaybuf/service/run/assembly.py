@@ -1,0 +1,265 @@
+"""From a selection to bytes: fetch and check the frames of a batch, pack them, write the body of each rank.
+
+What is built is a pure function of the batch record, the frames and the trainer's layout (ranks, seq_len, padding), so
+any server builds the same bytes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf import __version__
+from replaybuf.errors import BrokenFrame, Gone
+from replaybuf.kernel.state import BAD_INDEX_ENTRY
+from replaybuf.kernel.state_view import Attached
+from replaybuf.packing.cost import TYPICAL
+from replaybuf.packing.pack import Row, fillers, pack
+from replaybuf.store import IndexEntry, Store
+from replaybuf.wire.batch import BatchMeta, padded_length
+from replaybuf.wire.group import Group, name_code, truncate
+from replaybuf.wire.ledger import BatchEntry, BatchRecord
+from replaybuf.wire.plan import Plan, PlannedGroup, build_body, open_frame
+
+Coding = Literal["identity", "zstd"]
+Form = Coding | Literal["plan"]
+"""What a rank may be answered with: the body in one of its codings, or the plan of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """Groups fetched for a batch; `broken` names, by number, the ones that cannot be used and why."""
+
+    entries: list[IndexEntry]
+    groups: dict[int, Group]
+    broken: dict[int, str]
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the frames."""
+        return sum(int(entry.values["frame_bytes"]) for entry in self.entries)
+
+
+async def load(store: Store, run: str, numbers: Sequence[int]) -> Loaded:
+    """Fetch index entries and frames of these groups and check each one, in a thread."""
+    entries = await store.entries(run, numbers)
+    sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
+    frames = dict(zip(sizes, await store.frames(sizes), strict=True))
+    return await asyncio.to_thread(_open_frames, numbers, entries, frames)
+
+
+def _open_frames(numbers: Sequence[int], entries: list[IndexEntry], frames: Mapping[str, bytes | None]) -> Loaded:
+    groups: dict[int, Group] = {}
+    broken = dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry")
+    for entry in entries:
+        try:
+            groups[entry.number] = _open_frame(entry, frames[entry.strings.payload_key])
+        except BrokenFrame as error:
+            broken[entry.number] = error.name or "broken_frame"
+    return Loaded(entries, groups, broken)
+
+
+def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
+    if frame is None and not entry.strings.payload_key:
+        raise BrokenFrame(f"index entry {entry.number} names no payload", name=BAD_INDEX_ENTRY)
+    group = open_frame(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
+    if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
+        raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
+    codes = int(entry.values["adapter"]), name_code(entry.strings.adapter), name_code(group.adapter)
+    if len({*codes}) > 1:
+        raise BrokenFrame("the frame's adapter is not that of its index entry", name="adapter_mismatch")
+    return group
+
+
+def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
+    """Name a batch by its content: groups with their checksums, in order."""
+    state = hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16)
+    for entry in entries:
+        state.update(f"/{entry.strings.group_id}:{int(entry.values['crc32c']):08x}".encode())
+    return state.hexdigest()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Assembled:
+    """A batch ready to be served: groups in order, the grid of its ranks, bodies written or being written.
+
+    - `planned`, `groups`: each group as a plan names it, and its columns, cut to the layout
+    - `owners`: of each rollout, its group and its number in it; `loss_tokens`: how many tokens of it were sampled
+    - `nbytes`: bytes of frames and written bodies
+    """
+
+    record: BatchRecord
+    planned: list[PlannedGroup]
+    groups: list[Group]
+    owners: list[tuple[int, int]]
+    loss_tokens: list[int]
+    grid: list[list[Row]]
+    row_tokens: list[list[int]]
+    layout: Attached
+    nbytes: int
+    bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
+    _made_from: bytes = b""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per rank."""
+        return len(self.grid[0])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranks, without padding."""
+        return sum(sum(rank) for rank in self.row_tokens)
+
+    @property
+    def fillers(self) -> int:
+        """Micro-batches without rollouts, of all ranks."""
+        return fillers(self.grid)
+
+    def positions(self, rank: int) -> list[int]:
+        """List the groups of one rank, by their position in the batch, in order."""
+        return sorted({self.owners[item][0] for row in self.grid[rank] for item in row})
+
+    def etag(self, rank: int, form: Form) -> str:
+        """Name what one rank is answered with by all that it is made from: equal names, equal bytes."""
+        if not self._made_from:
+            layout = self.layout
+            made_from = (layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
+            self._made_from = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, made_from))).digest()
+        name = hashlib.blake2b(self._made_from + f"{rank}/{form}".encode(), digest_size=16)
+        return f'"{name.hexdigest()}"'
+
+    def padded_rows(self) -> list[int]:
+        """Tokens of every row with its padding."""
+        multiple = self.layout.pad_to_multiple_of
+        return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
+
+
+def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled:
+    """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
+    frames = {entry.number: entry for entry in loaded.entries}
+    planned: list[PlannedGroup] = []
+    groups: list[Group] = []
+    for entry in record.groups:
+        if entry.number not in loaded.groups:
+            raise Gone(
+                f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone: "
+                f"{loaded.broken[entry.number]}; attach with on_resume = resample at step {record.step}, or an earlier "
+                "one, to have its steps made anew without it",
+                name="group_id",
+                value=entry.group_id,
+            )
+        groups.append(truncate(loaded.groups[entry.number], layout.seq_len))
+        values = frames[entry.number].values
+        planned.append(
+            PlannedGroup(
+                group_id=entry.group_id,
+                payload_key=entry.payload_key,
+                crc32c=int(values["crc32c"]),
+                frame_bytes=int(values["frame_bytes"]),
+                staleness=entry.staleness,
+                times_sampled=entry.times_sampled,
+                sampling_weight=entry.weight,
+            )
+        )
+    lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
+    grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
+    return Assembled(
+        record=record,
+        planned=planned,
+        groups=groups,
+        owners=[(position, k) for position, group in enumerate(groups) for k in range(group.rollouts)],
+        loss_tokens=[tokens for group in groups for tokens in group.sampled_lengths.tolist()],
+        grid=grid,
+        row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
+        layout=layout,
+        nbytes=loaded.frame_bytes,
+    )
+
+
+def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
+    """Number the adapters of a batch, per rollout; None where there is one."""
+    codes = {name: code for code, name in enumerate(sorted({group.adapter for group in groups}))}
+    if len(codes) < 2:
+        return None
+    rollouts = [group.rollouts for group in groups]
+    return np.repeat(np.array([codes[group.adapter] for group in groups], np.int32), rollouts)
+
+
+def plan_of(run: str, batch: Assembled, rank: int) -> Plan:
+    """Say what stands in the body of one rank."""
+    record, layout, grid = batch.record, batch.layout, batch.grid[rank]
+    # Groups are numbered per rank, in the order in which the batch holds them.
+    present = batch.positions(rank)
+    local = {position: index for index, position in enumerate(present)}
+    items = [item for row in grid for item in row]
+    tokens = sum(batch.row_tokens[rank])
+    meta = BatchMeta(
+        run=run,
+        step=record.step,
+        generation=record.generation,
+        batch_id=record.batch_id,
+        digest=record.digest,
+        dp_rank=rank,
+        dp_world_size=layout.dp_world_size,
+        version=record.version,
+        strategy=record.strategy,
+        options=record.options,
+        micro_batches=len(grid),
+        adapters=[batch.groups[batch.owners[row[0]][0]].adapter if row else "" for row in grid],
+        group_ids=[record.groups[position].group_id for position in present],
+        tokens=tokens,
+        padding=sum(padded_length(t, layout.pad_to_multiple_of) for t in batch.row_tokens[rank]) - tokens,
+        loss_tokens=sum(batch.loss_tokens[item] for item in items),
+        rollouts=len(items),
+        batch_tokens=batch.tokens,
+        batch_loss_tokens=sum(batch.loss_tokens),
+        batch_rollouts=len(batch.owners),
+        batch_groups=len(batch.groups),
+        adapters_completed=completed(record) if record.adapters else msgspec.UNSET,
+    )
+    return Plan(
+        meta=meta,
+        rows=[[(local[batch.owners[item][0]], batch.owners[item][1]) for item in row] for row in grid],
+        groups=[batch.planned[position] for position in present],
+        seq_len=layout.seq_len,
+        pad_to_multiple_of=layout.pad_to_multiple_of,
+        release=__version__,
+    )
+
+
+def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
+    """Write the body of one rank."""
+    groups = [batch.groups[position] for position in batch.positions(rank)]
+    # Not copied into bytes: that would hold the interpreter for as long as it copies.
+    return build_body(plan_of(run, batch, rank), groups).toreadonly()
+
+
+def completed(record: BatchRecord) -> dict[str, int]:
+    """Name the adapters whose own step a batch completes, with that step: whose optimizer to step."""
+    return {name: part.step for name, part in record.adapters.items() if part.completed}
+
+
+def entry_in_batch(entry: IndexEntry, version: int, times_sampled: int, weight: float | None) -> BatchEntry:
+    """Write down one use of a group."""
+    values, strings = entry.values, entry.strings
+    index = int(values["prompt_index"])
+    return BatchEntry(
+        number=entry.number,
+        group_id=strings.group_id,
+        prompt_id=strings.prompt_id,
+        prompt_index=None if index < 0 else index,
+        adapter=strings.adapter,
+        policy_version=int(values["policy_version"]),
+        staleness=version - int(values["policy_version"]),
+        times_sampled=times_sampled,
+        tokens=int(values["tokens"]),
+        payload_key=strings.payload_key,
+        weight=weight,
+    )

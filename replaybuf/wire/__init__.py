@@ -1,0 +1,1 @@
+"""What crosses a process boundary: groups, frames, batch bodies, run configuration, ledger records, HTTP contract."""

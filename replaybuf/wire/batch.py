@@ -1,0 +1,374 @@
+"""The body of a batch: one safetensors file for one data-parallel rank.
+
+For micro-batch `i` the tensors `i.input_ids` and so on, as `MicroBatch` lists them with their shapes; the file metadata
+key `replaybuf` holds `BatchMeta` as JSON. Token t of a row stands at position t together with its mask, advantage and
+logprob; these are 0 on prompt, padding and completion tokens that the policy did not sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import Malformed
+from replaybuf.wire.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
+
+METADATA_KEY = "replaybuf"
+
+_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
+_NAMES = {_INT32: "I32", _FLOAT32: "F32", _BOOL: "BOOL"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LENGTH = struct.Struct("<Q")
+_Shapes = dict[tuple[int, str], tuple[np.dtype[Any], int]]
+"""Type and length of each tensor, by micro-batch and name."""
+
+
+class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a body says about itself. `tokens` ... `rollouts` are of this rank, `batch_*` of all ranks.
+
+    `version` is the version of the policy that this step trains, `adapters` has one name per micro-batch and
+    `group_ids` the groups of this rank, indexed by `group_index`. Nothing here depends on the epoch.
+    Of a run with adapters, where `version` is 0: `adapters_completed`, those whose own step this batch completes, and
+    that step.
+    """
+
+    run: str
+    step: int
+    generation: int
+    batch_id: str
+    digest: str
+    dp_rank: int
+    dp_world_size: int
+    version: int
+    strategy: str
+    options: dict[str, Any]
+    micro_batches: int
+    adapters: list[str]
+    group_ids: list[str]
+    tokens: int
+    padding: int
+    loss_tokens: int
+    rollouts: int
+    batch_tokens: int
+    batch_loss_tokens: int
+    batch_rollouts: int
+    batch_groups: int
+    adapters_completed: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
+# Made here, not at its first use: msgspec 0.22 crashes where two threads use a struct for the first time at once.
+_decode_meta = msgspec.json.Decoder(BatchMeta).decode
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MicroBatch:
+    """One packed row of L tokens holding n rollouts; all arrays are read-only views into the body.
+
+    - `input_ids`, `position_ids` int32 [L]; positions restart at 0 with every rollout
+    - `loss_mask` bool [L]; `advantages`, `inference_logprobs`, `ref_logprobs`, `old_logprobs`, `teacher_logprobs`
+      float32 [L]
+    - `cu_seqlens` int32 [n+1], or [n+2] where padding makes the last segment
+    - `rewards`, `temperatures`, `sampling_weights` float32 [n]; `policy_versions`, `staleness`, `times_sampled`,
+      `group_index`, `rollout_index` int32 [n]
+    """
+
+    input_ids: Int32s
+    position_ids: Int32s
+    loss_mask: Bools
+    advantages: Float32s
+    inference_logprobs: Float32s
+    cu_seqlens: Int32s
+    rewards: Float32s
+    policy_versions: Int32s
+    staleness: Int32s
+    times_sampled: Int32s
+    group_index: Int32s
+    rollout_index: Int32s
+    temperatures: Float32s
+    ref_logprobs: Float32s | None = None
+    old_logprobs: Float32s | None = None
+    teacher_logprobs: Float32s | None = None
+    sampling_weights: Float32s | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The part of one step's batch that one rank trains."""
+
+    meta: BatchMeta
+    micro_batches: list[MicroBatch]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BatchGroup:
+    """A group as it stands in one batch: its columns and what the ledger says of this use.
+
+    `index` is its position among the groups of the rank, `sampling_weight` what the strategy gave, if it gives any.
+    """
+
+    group: Group
+    index: int
+    staleness: int
+    times_sampled: int
+    sampling_weight: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """One rollout to be placed in a row: which group, which rollout of it."""
+
+    group: BatchGroup
+    rollout: int
+
+
+def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_multiple_of: int = 1) -> memoryview:
+    """Write the body of one rank: `rows[i]` are the rollouts of micro-batch `i`, in order.
+
+    A row is padded to a multiple of `pad_to_multiple_of`; an empty row gets one padding segment. The same arguments
+    give the same bytes.
+    """
+    rollouts = _rollouts_of([segment for row in rows for segment in row])
+    bounds = list(itertools.pairwise(itertools.accumulate((len(row) for row in rows), initial=0)))
+    shapes = {
+        (number, name): shape
+        for number, (first, last) in enumerate(bounds)
+        for name, shape in _shapes_of(rollouts, first, last, pad_to_multiple_of).items()
+    }
+    body, views = _allocate(meta, shapes)
+    columns: list[dict[str, npt.NDArray[Any]]] = [{} for _ in rows]
+    for (number, name), view in views.items():
+        columns[number][name] = view
+    blank = _Blank.of(max((length for _, length in shapes.values()), default=0))
+    for (first, last), out in zip(bounds, columns, strict=True):
+        _fill(rollouts, first, last, out, blank)
+    return body
+
+
+def read_batch(body: bytes | bytearray | memoryview) -> Batch:
+    """Read a body into views. Raises `Malformed` where it is not one or is cut short."""
+    header, data = _split_body(body)
+    try:
+        meta = _decode_meta(header.pop("__metadata__")[METADATA_KEY])
+        tensors = {name: _view(data, entry) for name, entry in header.items()}
+        if not 0 <= meta.micro_batches <= len(tensors):
+            raise ValueError(f"{meta.micro_batches} micro-batches cannot stand in {len(tensors)} tensors")
+        rows: dict[str, dict[str, Any]] = {str(number): {} for number in range(meta.micro_batches)}
+        for name, view in tensors.items():
+            number, _, field = name.partition(".")
+            rows[number][field] = view
+        return Batch(meta, [MicroBatch(**row) for row in rows.values()])
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise Malformed(f"batch body does not hold what its header says: {error}", name="body") from error
+
+
+def padded_length(tokens: int, pad_to_multiple_of: int) -> int:
+    """Round a row's tokens up to a multiple; an empty row is one multiple long."""
+    return max(1, -(-tokens // pad_to_multiple_of)) * pad_to_multiple_of
+
+
+class _Rollouts(NamedTuple):
+    """The rollouts of a body, one row after another; of each:
+
+    - `groups`, `places`: its group and its number in it
+    - `prompts`, `completions`: where its tokens stand in the columns of its group; `tokens`: how many they are
+    - `numbers`: the columns that have one value per rollout, by name
+    - `logprobs`: names of the columns of logprobs that any of the groups has
+    """
+
+    groups: list[Group]
+    places: list[int]
+    prompts: list[slice]
+    completions: list[slice]
+    tokens: Int32s
+    numbers: dict[str, npt.NDArray[Any]]
+    logprobs: list[str]
+
+
+class _Blank(NamedTuple):
+    """What rows have in common: zeros stand on prompts and padding, positions count from 0."""
+
+    ids: Int32s
+    zeros: Float32s
+    falses: Bools
+    positions: Int32s
+
+    @classmethod
+    def of(cls, length: int) -> _Blank:
+        """Make runs of `length` tokens."""
+        zeros = np.zeros(length, np.float32)
+        return cls(zeros.view(np.int32), zeros, np.zeros(length, np.bool_), np.arange(length, dtype=np.int32))
+
+
+def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
+    """Look every rollout up in its group, all at once: a body has thousands of them."""
+    uses = list({id(segment.group): segment.group for segment in segments}.values())
+    position = {id(use): number for number, use in enumerate(uses)}
+    owners = np.array([position[id(segment.group)] for segment in segments], np.intp)
+    places = [segment.rollout for segment in segments]
+    first = np.array([0, *itertools.accumulate(use.group.rollouts for use in uses)], np.intp)[owners]
+    at = first + np.array(places, np.intp)
+
+    def per_rollout(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype), *(getattr(use.group, name) for use in uses)], dtype=dtype)[at]
+
+    def per_group(values: list[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.array(values, dtype)[owners]
+
+    def spans(name: str) -> tuple[list[slice], Int32s]:
+        lengths = np.concatenate([np.zeros(1, np.int32), *(getattr(use.group, name) for use in uses)])
+        ends = np.cumsum(lengths)
+        starts = ends[at] - ends[first]  # counted from the beginning of the group
+        tokens = lengths[at + 1]
+        return list(map(slice, starts.tolist(), (starts + tokens).tolist())), tokens
+
+    prompts, prompt_tokens = spans("prompt_lengths")
+    completions, completion_tokens = spans("completion_lengths")
+    numbers = {
+        "rewards": per_rollout("rewards", np.float32),
+        "policy_versions": per_group([use.group.policy_version for use in uses], np.int32),
+        "staleness": per_group([use.staleness for use in uses], np.int32),
+        "times_sampled": per_group([use.times_sampled for use in uses], np.int32),
+        "group_index": per_group([use.index for use in uses], np.int32),
+        "rollout_index": np.array(places, np.int32),
+        "temperatures": per_rollout("temperatures", np.float32),
+    }
+    if any(use.sampling_weight is not None for use in uses):
+        weights = [1.0 if use.sampling_weight is None else use.sampling_weight for use in uses]
+        numbers["sampling_weights"] = per_group(weights, np.float32)
+    return _Rollouts(
+        groups=[segment.group.group for segment in segments],
+        places=places,
+        prompts=prompts,
+        completions=completions,
+        tokens=prompt_tokens + completion_tokens,
+        numbers=numbers,
+        logprobs=[
+            name
+            for name in LOGPROBS
+            if name not in OPTIONAL_LOGPROBS or any(getattr(use.group, name) is not None for use in uses)
+        ],
+    )
+
+
+def _shapes_of(rollouts: _Rollouts, first: int, last: int, multiple: int) -> dict[str, tuple[np.dtype[Any], int]]:
+    tokens = int(rollouts.tokens[first:last].sum())
+    length = padded_length(tokens, multiple)
+    n = last - first
+    return {
+        "input_ids": (_INT32, length),
+        "position_ids": (_INT32, length),
+        "loss_mask": (_BOOL, length),
+        "advantages": (_FLOAT32, length),
+        **dict.fromkeys(rollouts.logprobs, (_FLOAT32, length)),
+        "cu_seqlens": (_INT32, n + 1 + (length > tokens)),
+        **{name: (values.dtype, n) for name, values in rollouts.numbers.items()},
+    }
+
+
+def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[int, str], npt.NDArray[Any]]]:
+    """Write the header; what the views show is not initialised yet."""
+    # safetensors wants no holes; 4-byte columns first keeps every column aligned.
+    tensors, offsets, end = {}, {}, 0
+    for key, (dtype, length) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
+        offsets[key], end = end, end + dtype.itemsize * length
+        tensors["{}.{}".format(*key)] = {
+            "dtype": _NAMES[dtype],
+            "shape": [length],
+            "data_offsets": [offsets[key], end],
+        }
+    told = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
+    encoded = json.dumps(told, separators=(",", ":")).encode()
+    if tensors:  # json takes ten times as long, which matters for thousands of rows; msgspec does not escape to ASCII
+        encoded = encoded[:-1] + b"," + msgspec.json.encode(tensors)[1:]
+    encoded += b" " * (-len(encoded) % 8)
+    start = _LENGTH.size + len(encoded)
+    body = np.empty(start + end, np.uint8)
+    whole = body.data
+    _LENGTH.pack_into(whole, 0, len(encoded))
+    whole[_LENGTH.size : start] = encoded
+    # One view per type, cut into columns: to make each column from the bytes takes ten times as long.
+    data = body[start:]
+    typed = {dtype: data[: end - end % dtype.itemsize].view(dtype) for dtype in _NAMES}
+    views = {}
+    for key, (dtype, length) in shapes.items():
+        begin = offsets[key] // dtype.itemsize
+        views[key] = typed[dtype][begin : begin + length]
+    return whole, views
+
+
+def _fill(rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
+    """Write every element of one row, a column at a time: few calls that each copy much."""
+    for name, values in rollouts.numbers.items():
+        out[name][:] = values[first:last]
+    ends = np.cumsum(rollouts.tokens[first:last]).tolist()
+    length = len(out["input_ids"])
+    padding = length - (ends[-1] if ends else 0)
+    out["cu_seqlens"][:] = [0, *ends, *([length] if padding else [])]
+    _fill_tokens(rollouts, first, last, out, blank, padding)
+
+
+def _fill_tokens(
+    rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank, padding: int
+) -> None:
+    ids: list[Int32s] = []
+    positions: list[Int32s] = []
+    masks: list[Bools] = []
+    logprobs: dict[str, list[Float32s]] = {name: [] for name in rollouts.logprobs}
+    advantages = out["advantages"]
+    advantages[:] = 0.0
+    end = completion_tokens = 0
+    for number in range(first, last):
+        group, prompt, completion = rollouts.groups[number], rollouts.prompts[number], rollouts.completions[number]
+        p, c = prompt.stop - prompt.start, completion.stop - completion.start
+        ids += (group.prompt_ids[prompt], group.completion_ids[completion])
+        positions.append(blank.positions[: p + c])
+        masks += (blank.falses[:p], group.completion_mask[completion])
+        for name, values in logprobs.items():
+            column = getattr(group, name)
+            values += (blank.zeros[:p], blank.zeros[:c] if column is None else column[completion])
+        if group.token_advantages is not None:
+            advantages[end + p : end + p + c] = group.token_advantages[completion]
+        elif group.advantages is not None:
+            advantages[end + p : end + p + c] = group.advantages[rollouts.places[number]]
+        end += p + c
+        completion_tokens += c
+    np.concatenate([*ids, blank.ids[:padding]], out=out["input_ids"])
+    np.concatenate([*positions, blank.positions[:padding]], out=out["position_ids"])
+    np.concatenate([*masks, blank.falses[:padding]], out=out["loss_mask"])
+    for name, values in logprobs.items():
+        np.concatenate([*values, blank.zeros[:padding]], out=out[name])
+    if np.count_nonzero(out["loss_mask"]) < completion_tokens:
+        # Where all completion tokens were sampled this would change nothing and costs a tenth of the body.
+        ones = out["loss_mask"].astype(np.float32)
+        for name in ("advantages", *logprobs):
+            np.multiply(out[name], ones, out=out[name])
+
+
+def _split_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:
+    buffer = memoryview(body).toreadonly()
+    if len(buffer) < _LENGTH.size:
+        raise Malformed(f"batch body has {len(buffer)} bytes; at least {_LENGTH.size} are needed", name="body")
+    length = _LENGTH.unpack_from(buffer)[0]
+    if length > len(buffer) - _LENGTH.size:
+        raise Malformed(f"batch header says {length} bytes; the body has {len(buffer)}", name="body", value=length)
+    try:
+        header = msgspec.json.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Malformed(f"batch header does not decode: {error}", name="body") from error
+    return header, buffer[_LENGTH.size + length :]
+
+
+def _view(data: memoryview, entry: dict[str, Any]) -> npt.NDArray[Any]:
+    start, end = entry["data_offsets"]
+    dtype = _DTYPES[entry["dtype"]]
+    if not 0 <= start <= end <= len(data) or end - start != dtype.itemsize * entry["shape"][0]:
+        raise ValueError(f"tensor bytes {start}..{end} do not fit a body of {len(data)} bytes")
+    return np.frombuffer(data, dtype, entry["shape"][0], start)

@@ -1,0 +1,236 @@
+"""The columns of a frame: what each holds, how they are compressed, viewed and checked.
+
+A column of codec "raw" holds its numbers, one of codec "zstd" a zstd frame of them. Only columns with a value per token
+may be compressed: the lengths of the rollouts, which are raw, say how many bytes come out before any are made room for.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from replaybuf.errors import BrokenFrame
+from replaybuf.wire.group import OPTIONAL_PER_TOKEN, Group
+
+ALIGNMENT_BYTES = 64
+LARGEST_ROLLOUTS = 1 << 20
+COMPRESSION_LEVEL = 1
+COMPRESSED_FROM_BYTES = 1024
+"""Smaller columns stay raw."""
+WORTH_IT = 0.9
+"""A column stays raw where zstd does not bring it down to this share."""
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+_Per: TypeAlias = Literal["prompt token", "completion token", "rollout", "span"]
+
+
+class Kind(NamedTuple):
+    """What a column holds: its numpy dtype, bytes per number and per value, and what it has one value for."""
+
+    dtype: str
+    numpy: np.dtype[Any]
+    item_bytes: int
+    value_bytes: int
+    per: _Per
+
+
+def _kind(dtype: str, per: _Per, numbers: int = 1) -> Kind:
+    item = np.dtype(dtype)
+    return Kind(dtype, item, item.itemsize, item.itemsize * numbers, per)
+
+
+KINDS = {
+    "prompt_ids": _kind("<i4", "prompt token"),
+    "completion_ids": _kind("<i4", "completion token"),
+    "completion_mask": _kind("|b1", "completion token"),
+    "inference_logprobs": _kind("<f4", "completion token"),
+    **{name: _kind("<f4", "completion token") for name in OPTIONAL_PER_TOKEN},
+    "prompt_lengths": _kind("<i4", "rollout"),
+    "completion_lengths": _kind("<i4", "rollout"),
+    "rewards": _kind("<f8", "rollout"),
+    "advantages": _kind("<f8", "rollout"),
+    "temperatures": _kind("<f4", "rollout"),
+    "version_spans": _kind("<i4", "span", 4),
+}
+"""Columns by name, those with a value per token first; beside them stand the parts of the rewards, `rewards.<name>`."""
+_BYTE = np.dtype(np.uint8)
+PART_PREFIX = "rewards."
+PER_TOKEN = frozenset(name for name, kind in KINDS.items() if kind.per.endswith("token"))
+_REQUIRED = KINDS.keys() - {*OPTIONAL_PER_TOKEN, "advantages"}
+_LENGTH_BYTES, _SPAN_BYTES = KINDS["prompt_lengths"].value_bytes, KINDS["version_spans"].value_bytes
+_COMPRESSED = frozenset({"prompt_ids", "completion_ids", "completion_mask"})
+"""What a producer compresses: logprobs are noise to zstd."""
+_LARGEST_WINDOW_BYTES = 8 << 20
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a column lies: numpy dtype, offset and length in bytes from the start of the frame, codec."""
+
+    dtype: Literal["<i4", "<f4", "<f8", "|b1"]
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=0)]
+    codec: Literal["raw", "zstd"] = "raw"
+
+
+def kind_of(name: str) -> Kind:
+    """Look up what a column holds. Raises `BrokenFrame` where no column has this name."""
+    if name in KINDS:
+        return KINDS[name]
+    if not name.startswith(PART_PREFIX):
+        raise BrokenFrame(f"frame has a column {name!r}, which is none of this format", name="columns", value=name)
+    return KINDS["rewards"]
+
+
+def columns_of(group: Group) -> Columns:
+    """List the columns of a group as a frame holds them, in its order."""
+    arrays: Columns = {}
+    for name, kind in KINDS.items():
+        values = getattr(group, name)
+        if values is not None:
+            arrays[name] = np.ascontiguousarray(values, kind.numpy)
+    for name, values in sorted(group.reward_parts.items()):
+        arrays[PART_PREFIX + name] = np.ascontiguousarray(values, KINDS["rewards"].numpy)
+    return arrays
+
+
+def compressed(name: str, array: npt.NDArray[Any]) -> bytes | None:
+    """Compress a column; None where it is to stay raw."""
+    if name not in _COMPRESSED or array.nbytes < COMPRESSED_FROM_BYTES:
+        return None
+    packed = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(array.view(np.uint8).data)
+    return packed if len(packed) <= WORTH_IT * array.nbytes else None
+
+
+def read_columns(
+    buffer: memoryview, start: int, columns: dict[str, Column], finish_reasons: int, max_bytes: int
+) -> tuple[Columns, Columns]:
+    """View the columns of a frame that begin behind `start`; compressed ones become arrays of their own.
+
+    Returns those of `KINDS`, named as the fields of a group and with their shapes, and apart the parts of the rewards.
+    Raises `BrokenFrame` where a column is missing, does not lie where it may, or does not have the values that the
+    columns of lengths ask for; and where the frame would have more than `max_bytes` with all of them raw.
+    """
+    if not columns.keys() >= _REQUIRED:
+        missing = sorted(_REQUIRED - columns.keys())
+        raise BrokenFrame(f"frame lacks the columns {missing}", name="columns", value=sorted(columns))
+    values = _count_values(buffer, columns, finish_reasons)
+    arrays, parts, packed = _view_raw(buffer, start, columns, values)
+    if packed or len(buffer) > max_bytes:
+        _check_size(len(buffer), packed, values, max_bytes)
+    for name, column in packed.items():
+        arrays[name] = _decompressed(buffer, name, column, values[KINDS[name].per])
+    mask = arrays["completion_mask"].view(_BYTE)
+    if len(mask) and mask.item(mask.argmax()) > 1:
+        raise BrokenFrame("column completion_mask holds a byte other than 0 and 1", name="completion_mask")
+    arrays["version_spans"] = arrays["version_spans"].reshape(-1, 4)
+    return arrays, parts
+
+
+def _count_values(buffer: memoryview, columns: dict[str, Column], finish_reasons: int) -> dict[str, int]:
+    """Count what columns have values for, by the columns of lengths."""
+    prompt_lengths = _lengths(buffer, "prompt_lengths", columns)
+    completion_lengths = _lengths(buffer, "completion_lengths", columns)
+    rollouts = len(prompt_lengths)
+    if not finish_reasons == len(completion_lengths) == rollouts:
+        raise BrokenFrame(
+            f"frame has {rollouts} prompt_lengths, {len(completion_lengths)} completion_lengths and {finish_reasons} "
+            "finish_reasons; it needs one of each per rollout",
+            name="rollouts",
+            value=rollouts,
+        )
+    return {"rollout": rollouts, "prompt token": sum(prompt_lengths), "completion token": sum(completion_lengths)}
+
+
+def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple[int, ...]:
+    column = columns[name]
+    count = column.length // _LENGTH_BYTES
+    if count > LARGEST_ROLLOUTS:
+        raise BrokenFrame(f"frame has {count} rollouts; at most {LARGEST_ROLLOUTS}", name="rollouts", value=count)
+    if column.offset + column.length > len(buffer) or column.length % _LENGTH_BYTES:
+        raise _misplaced(name, column, 0, len(buffer))
+    lengths = struct.unpack_from(f"<{count}i", buffer, column.offset)
+    if lengths and min(lengths) < 0:
+        raise BrokenFrame(f"column {name} holds a negative length", name=name, value=min(lengths), bound=0)
+    return lengths
+
+
+def _view_raw(
+    buffer: memoryview, end: int, columns: dict[str, Column], values: dict[str, int]
+) -> tuple[Columns, Columns, dict[str, Column]]:
+    """View the raw columns and name the compressed ones. Each lies behind the one before it, the first behind `end`."""
+    arrays: Columns = {}
+    parts: Columns = {}
+    packed = {}
+    size = len(buffer)
+    for name, column in columns.items():
+        dtype, numpy_dtype, item_bytes, value_bytes, per = KINDS.get(name) or kind_of(name)
+        offset, length = column.offset, column.length
+        if column.dtype != dtype:
+            raise BrokenFrame(f"column {name} has dtype {column.dtype!r}; expected {dtype!r}", name=name)
+        if offset < end or offset + length > size or offset % ALIGNMENT_BYTES:
+            raise _misplaced(name, column, end, size)
+        end = offset + length
+        if column.codec != "raw":
+            packed[name] = column
+            continue
+        needed = values.get(per, length // _SPAN_BYTES) * value_bytes
+        if length != needed:
+            raise BrokenFrame(
+                f"column {name} has {length} bytes; its rollouts need {needed}", name=name, value=length, bound=needed
+            )
+        view = np.frombuffer(buffer, numpy_dtype, length // item_bytes, offset)
+        if name in KINDS:
+            arrays[name] = view
+        else:
+            parts[name.removeprefix(PART_PREFIX)] = view
+    for name in packed:
+        if name not in PER_TOKEN:
+            raise BrokenFrame(f"column {name} has codec 'zstd'; it has to be 'raw'", name=name, value="zstd")
+    return arrays, parts, packed
+
+
+def _misplaced(name: str, column: Column, start: int, size: int) -> BrokenFrame:
+    return BrokenFrame(
+        f"column {name} lies at {column.offset} with {column.length} bytes; what stands before it ends at {start}, the "
+        f"frame at {size}; columns hold whole values and start at multiples of {ALIGNMENT_BYTES}",
+        name=name,
+        value=column.offset,
+        bound=size,
+    )
+
+
+def _check_size(size: int, packed: dict[str, Column], values: dict[str, int], max_bytes: int) -> None:
+    for name, column in packed.items():
+        size += values[KINDS[name].per] * KINDS[name].value_bytes - column.length
+    if size > max_bytes:
+        raise BrokenFrame(
+            f"frame has {size} bytes with all columns raw; at most {max_bytes}",
+            name="max_bytes",
+            value=size,
+            bound=max_bytes,
+        )
+
+
+def _decompressed(buffer: memoryview, name: str, column: Column, values: int) -> npt.NDArray[Any]:
+    """Decompress a column that has to hold so many values; nothing is allocated before its size agrees."""
+    size = values * KINDS[name].value_bytes
+    raw = buffer[column.offset : column.offset + column.length]
+    try:
+        told = zstandard.get_frame_parameters(raw)
+        if told.content_size != size or told.window_size > max(size, _LARGEST_WINDOW_BYTES):
+            raise BrokenFrame(
+                f"column {name} decompresses to {told.content_size} bytes with a window of {told.window_size}; its "
+                f"rollouts need {size}, in a window of {_LARGEST_WINDOW_BYTES} or less than that",
+                name=name,
+                value=told.content_size,
+                bound=size,
+            )
+        unpacked = zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise BrokenFrame(f"column {name} does not decompress: {error}", name=name) from error
+    return np.frombuffer(unpacked, KINDS[name].numpy)

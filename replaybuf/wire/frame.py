@@ -1,0 +1,271 @@
+"""The binary form of a group: one frame with a small header and 64-byte aligned columns; `docs/frames.md` tells it all.
+
+::
+
+    offset  size  field
+         0     4  magic b"RBF1"
+         4     4  crc32c of everything after this field
+         8     8  length of the whole frame in bytes
+        16     4  format version (1)
+        20     4  length of the header in bytes
+        24     h  header, msgpack: the fields of the group and, per column, dtype, offset, length, codec
+       ...        columns in the header's order, each starting at a multiple of 64 bytes, none on top of another
+
+Numbers are little-endian. `replaybuf.wire.columns` knows what a column holds and which of them may be compressed.
+Producers convert once; the service slices; readers get views into the buffer they passed. Frames may stand one after
+another (`application/vnd.replaybuf.frames`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import crc32c
+import msgspec
+
+from replaybuf.errors import BrokenFrame, TooLarge
+from replaybuf.wire.columns import (
+    ALIGNMENT_BYTES,
+    KINDS,
+    PART_PREFIX,
+    PER_TOKEN,
+    Column,
+    columns_of,
+    compressed,
+    kind_of,
+    read_columns,
+)
+from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+
+MEDIA_TYPE = "application/vnd.replaybuf.frames"
+MAGIC = b"RBF1"
+FORMAT_VERSION = 1
+LARGEST_FRAME_BYTES = 1 << 30
+"""No frame has more bytes than this once its columns are decompressed."""
+LARGEST_HEADER_BYTES = 4 << 20
+"""Bounds what metadata and finish reasons cost in memory: up to 72 bytes per byte of msgpack."""
+
+_PREFIX = struct.Struct("<4sIQII")
+_MAGIC_AND_CHECKSUM = struct.Struct("<4sI")
+_LENGTHS = struct.Struct("<QII")
+_CHECKED_FROM = _MAGIC_AND_CHECKSUM.size
+
+
+def _entry_bound(name: str) -> int:
+    """Bound what a column takes in the header: its name, dtype, two numbers below 2^32, codec."""
+    return 5 + len(PART_PREFIX) + len(name.encode()) + 1 + 4 + 5 + 5 + 5
+
+
+_LATER = frozenset({"old_logprobs"})
+"""Columns that came after format 1: room for them only where they are, so that other frames stay the same bytes."""
+_COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS.keys() - _LATER))
+_PADDING = [bytes(size) for size in range(ALIGNMENT_BYTES)]
+
+
+class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frame says besides its columns."""
+
+    group_id: str | None
+    prompt_id: str
+    policy_version: int
+    ticket: str | None
+    prompt_index: int | None
+    adapter: str
+    finish_reasons: list[str | None]
+    metadata: dict[str, Any]
+    columns: dict[str, Column]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(FrameHeader).decode
+
+
+def encode_frame(group: Group, *, compress: bool = False) -> bytes:
+    """Encode one group. The same group gives the same bytes.
+
+    `compress`: token ids and mask by zstd, each where it saves a tenth at least (with another release of zstd the
+    bytes may be others). Raises `TooLarge` where metadata and finish reasons do not fit a header.
+    """
+    arrays = columns_of(group)
+    fields = _encode(_header_of(group))[:-1]  # columns come last and are left out here: a map of none is one byte
+    further = (*group.reward_parts, *(_LATER & arrays.keys()))
+    start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
+    columns: dict[str, tuple[str, int, int, str]] = {}
+    per_token: list[Any] = []  # these columns stand first; what is left is small
+    rest: list[Any] = []
+    saved = 0
+    data: Any
+    for name, array in arrays.items():
+        data, codec, length = array, "raw", array.nbytes
+        if compress and (packed := compressed(name, array)) is not None:
+            saved += length - len(packed)
+            data, codec, length = packed, "zstd", len(packed)
+        gap = -end % ALIGNMENT_BYTES
+        columns[name] = ((KINDS.get(name) or kind_of(name)).dtype, end + gap, length, codec)
+        (per_token if name in PER_TOKEN else rest).extend((_PADDING[gap], data) if gap else (data,))
+        end += gap + length
+    header = fields + _encode(columns)
+    if len(header) > LARGEST_HEADER_BYTES:
+        raise _too_large("header", len(header), LARGEST_HEADER_BYTES)
+    if end + saved > LARGEST_FRAME_BYTES:
+        raise _too_large("frame", end + saved, LARGEST_FRAME_BYTES)
+    filling = bytes(start - _PREFIX.size - len(header))
+    head = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, filling))
+    pieces = (head, *per_token, b"".join(rest))
+    crc = 0
+    for piece in pieces:
+        crc = crc32c.crc32c(piece, crc)
+    return b"".join((_MAGIC_AND_CHECKSUM.pack(MAGIC, crc), *pieces))
+
+
+def smallest_frame_bytes(rollouts: int) -> int:
+    """Count the bytes of the smallest frame that `encode_frame` makes of so many rollouts with advantages.
+
+    One token of prompt and one of completion each; no names, no metadata, no finish reasons. At most 64 bytes too few.
+    """
+    shortest = RolloutJson(prompt_ids=[0], completion_ids=[0], inference_logprobs=[0.0], reward=0.0, advantage=0.0)
+    one = group_from_json(GroupJson(prompt_id="", policy_version=0, rollouts=[shortest]))
+    finish_reasons = rollouts - 1
+    end = _PREFIX.size + len(_encode(_header_of(one))) - 1 + _COLUMNS_BOUND + finish_reasons
+    for column in columns_of(one).values():
+        end = _aligned(end) + column.nbytes * rollouts
+    return end
+
+
+def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARGEST_FRAME_BYTES) -> Group:
+    """Decode one frame into read-only views of `frame`; compressed columns become arrays of their own.
+
+    Raises `BrokenFrame` where magic, length, checksum or a column is wrong, or, with the name `max_bytes`, where the
+    frame has more bytes than that with all columns raw; nothing is decompressed then.
+    """
+    buffer = memoryview(frame).toreadonly()
+    header_end = _check_prefix(buffer)
+    _check_checksum(buffer)
+    header = _read_header(buffer[_PREFIX.size : header_end])
+    arrays, parts = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
+    return Group(
+        group_id=header.group_id,
+        prompt_id=header.prompt_id,
+        policy_version=header.policy_version,
+        ticket=header.ticket,
+        prompt_index=header.prompt_index,
+        adapter=header.adapter,
+        finish_reasons=tuple(header.finish_reasons),
+        metadata=header.metadata,
+        reward_parts=parts,
+        **arrays,
+    )
+
+
+def is_compressed(frame: bytes | memoryview) -> bool:
+    """Say whether a frame that decodes has compressed columns."""
+    buffer = memoryview(frame)
+    header = _read_header(buffer[_PREFIX.size : _check_prefix(buffer)])
+    return any(column.codec != "raw" for column in header.columns.values())
+
+
+def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
+    """Cut a body of frames standing one after another. Raises `BrokenFrame` at the first one whose length is wrong."""
+    rest = memoryview(body)
+    while rest:
+        if len(rest) < _PREFIX.size:
+            raise BrokenFrame(f"{len(rest)} bytes are left over; a frame has at least {_PREFIX.size}", name="length")
+        length = struct.unpack_from("<Q", rest, 8)[0]
+        if rest[:4] != MAGIC or not _PREFIX.size <= length <= len(rest):
+            raise BrokenFrame(
+                f"a frame of {length} bytes does not fit the {len(rest)} bytes left, or its magic is wrong",
+                name="length",
+                value=length,
+                bound=len(rest),
+            )
+        yield rest[:length]
+        rest = rest[length:]
+
+
+def checksum(frame: bytes | bytearray | memoryview) -> int:
+    """Compute the crc32c that belongs at offset 4 of `frame`."""
+    return int(crc32c.crc32c(memoryview(frame)[_CHECKED_FROM:]))
+
+
+def stored_checksum(frame: bytes | memoryview) -> int:
+    """Read the crc32c that a frame carries."""
+    return int(struct.unpack_from("<I", frame, 4)[0])
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def _header_of(group: Group) -> FrameHeader:
+    return FrameHeader(
+        group_id=group.group_id,
+        prompt_id=group.prompt_id,
+        policy_version=group.policy_version,
+        ticket=group.ticket,
+        prompt_index=group.prompt_index,
+        adapter=group.adapter,
+        finish_reasons=list(group.finish_reasons),
+        metadata=group.metadata,
+        columns={},
+    )
+
+
+def _too_large(name: str, value: int, bound: int) -> TooLarge:
+    return TooLarge(f"the {name} of the group has {value} bytes; at most {bound}", name=name, value=value, bound=bound)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _check_prefix(buffer: memoryview) -> int:
+    """Return where the header ends."""
+    if len(buffer) < _PREFIX.size:
+        raise BrokenFrame(f"frame has {len(buffer)} bytes; at least {_PREFIX.size} are needed", name="length")
+    magic, _, total, version, header_length = _PREFIX.unpack_from(buffer)
+    if magic != MAGIC:
+        raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {MAGIC!r}", name="magic")
+    if version != FORMAT_VERSION:
+        raise BrokenFrame(
+            f"frame format version is {version}; this release reads {FORMAT_VERSION}",
+            name="version",
+            value=version,
+            bound=FORMAT_VERSION,
+        )
+    if total != len(buffer) or header_length > len(buffer) - _PREFIX.size:
+        raise BrokenFrame(
+            f"frame says {total} bytes with a header of {header_length}; it has {len(buffer)}",
+            name="length",
+            value=total,
+            bound=len(buffer),
+        )
+    if header_length > LARGEST_HEADER_BYTES:
+        raise BrokenFrame(
+            f"frame header has {header_length} bytes; at most {LARGEST_HEADER_BYTES}",
+            name="header",
+            value=header_length,
+            bound=LARGEST_HEADER_BYTES,
+        )
+    return _PREFIX.size + int(header_length)
+
+
+def _check_checksum(buffer: memoryview) -> None:
+    stored, computed = stored_checksum(buffer), checksum(buffer)
+    if stored != computed:
+        raise BrokenFrame(
+            f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}",
+            name="crc32c",
+            value=stored,
+            bound=computed,
+        )
+
+
+def _read_header(raw: memoryview) -> FrameHeader:
+    try:
+        return _decode_header(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error

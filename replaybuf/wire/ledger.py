@@ -1,0 +1,204 @@
+"""The ledger: the append-only record of every decision, and the only truth about a run.
+
+A record is one entry of the ledger stream, msgpack with its type in the field `type`. Together with the index stream
+(which groups were stored) the ledger determines the state of a run; `replaybuf.kernel.state` is the fold.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from replaybuf.wire.config import Cost
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Base of all records. `at_s`: when it was written, seconds since the epoch; for histograms of ages and for people
+
+    to read, never an input of a decision.
+    """
+
+    at_s: float = 0.0
+
+
+class ConfigRecord(Record, frozen=True, kw_only=True, tag="CONFIG"):
+    """The run was created or changed: the whole configuration from here on.
+
+    `max_uses` is what the strategy promises with these options; `state` what an operator or the end of the supply set.
+    """
+
+    config: dict[str, Any]
+    max_uses: int | None
+    state: Literal["running", "paused", "finished"] = "running"
+    reason: str | None = None
+
+
+class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
+    """A trainer attached and fenced every older epoch. `cost` of a rollout by its length; None = `TYPICAL`."""
+
+    epoch: int
+    step: int
+    dp_world_size: int
+    seq_len: int
+    pad_to_multiple_of: int
+    cost: Cost | None = None
+
+
+class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
+    """History from `step` on was given back to a trainer that resumed there; `generation` is the new one.
+
+    `redeliver`: its batches stand and are served again; `resample`: they are voided, their groups may be sampled again.
+    `version` = version(step) becomes the published version. Groups up to number `until` that hold tokens of a later,
+    lost version are evicted as `lost_lineage` unless a standing batch holds them. `versions`: those of the adapters.
+    """
+
+    step: int
+    generation: int
+    on_resume: Literal["redeliver", "resample"]
+    version: int
+    until: int
+    versions: dict[str, int] = {}
+
+
+class BatchEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One group of a batch: enough to rebuild the body and to answer what a step was trained on."""
+
+    number: int
+    group_id: str
+    prompt_id: str
+    prompt_index: int | None
+    adapter: str
+    policy_version: int
+    staleness: int
+    times_sampled: int
+    tokens: int
+    payload_key: str
+    weight: float | None = None
+
+
+class AdapterStep(msgspec.Struct, frozen=True):
+    """Part of an adapter in a batch: own `step` and `version` it trains, groups given, whether it ends that step."""
+
+    step: int
+    version: int
+    groups: int
+    completed: bool
+
+
+class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
+    """One batch: the groups of one step. `seed` is what the strategy's generator was seeded with.
+
+    Of a run with adapters: `adapters` that have a part in it, `turn` who has the next turn; `version` is 0.
+    """
+
+    step: int
+    generation: int
+    batch_id: str
+    digest: str
+    version: int
+    strategy: str
+    options: dict[str, Any]
+    seed: list[int]
+    tokens: int
+    rollouts: int
+    groups: list[BatchEntry]
+    adapters: dict[str, AdapterStep] = {}
+    turn: str = ""
+
+
+class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
+    """A step was trained. `priorities`: what the learner gave its groups, by number, for strategies that go by it."""
+
+    step: int
+    epoch: int
+    feedback: dict[str, Any] | None = None
+    priorities: dict[int, float] = {}
+
+
+class EvictRecord(Record, frozen=True, kw_only=True, tag="EVICT"):
+    """Groups that no batch from `step` on may use, by reason."""
+
+    step: int
+    numbers: dict[str, list[int]]
+
+
+class DeadLetterRecord(Record, frozen=True, kw_only=True, tag="DEAD_LETTER"):
+    """Stored groups that turned out unusable, by reason."""
+
+    numbers: dict[str, list[int]]
+
+
+class PurgeRecord(Record, frozen=True, kw_only=True, tag="PURGE"):
+    """An operator let the bytes of dead letters go."""
+
+    numbers: list[int]
+
+
+class CheckpointRecord(Record, frozen=True, kw_only=True, tag="CHECKPOINT"):
+    """The trainer can resume at `step`; the newest `keep` checkpoints stay resumable."""
+
+    step: int
+    keep: int
+
+
+class PolicyRecord(Record, frozen=True, kw_only=True, tag="POLICY"):
+    """The trainer announced a version as loaded by the engines."""
+
+    version: int
+    weights_uri: str | None
+    adapter: str
+    epoch: int
+
+
+class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
+    """A prompt that came to its end without a group, and why."""
+
+    adapter: str
+    prompt_index: int
+    outcome: Literal["failed"]
+    attempts: int
+    reason: str
+
+
+class TrimRecord(Record, frozen=True, kw_only=True, tag="TRIM"):
+    """History is told no longer: of freed groups up to number `groups`, of ledger entries up to `entries`."""
+
+    groups: int
+    entries: int
+
+
+AnyRecord = (
+    ConfigRecord
+    | AttachRecord
+    | RewindRecord
+    | BatchRecord
+    | AckRecord
+    | EvictRecord
+    | DeadLetterRecord
+    | PurgeRecord
+    | CheckpointRecord
+    | PolicyRecord
+    | TicketRecord
+    | TrimRecord
+)
+
+
+def newest_named(record: AnyRecord) -> int:
+    """Return the highest group number that a record goes by; 0 where it goes by none. All were stored before it."""
+    match record:
+        case BatchRecord():
+            return max((group.number for group in record.groups), default=0)
+        case EvictRecord() | DeadLetterRecord():
+            return max((number for numbers in record.numbers.values() for number in numbers), default=0)
+        case PurgeRecord():
+            return max(record.numbers, default=0)
+        case RewindRecord():
+            return record.until
+        case TrimRecord():
+            return record.groups
+    return 0
+
+
+encode_record = msgspec.msgpack.Encoder().encode
+decode_record = msgspec.msgpack.Decoder(AnyRecord).decode

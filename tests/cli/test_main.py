@@ -1,0 +1,236 @@
+"""The command line: options from three sources, and one clear message for what goes wrong."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunClient, ServeProcess, group
+
+
+def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "replaybuf", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def test_help_tells_what_every_command_does() -> None:
+    """A newcomer sees what there is, also of what is imported only when it is run."""
+    shown = replaybuf("--help", COLUMNS="200").stdout
+    told = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
+    commands = {"serve", "status", "doctor", "token", "strategies", "generate", "eval", "simulate", "demo"}
+    assert told.keys() == commands | {"engine", "init-model", "train"}
+    assert told["generate"].startswith("Generate scored groups of rollouts")
+    assert told["generate"] in replaybuf(COLUMNS="200").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
+        (["serve", "--port", "0", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
+        (["serve", "--port", "0", "--redis-url", "http://x"], "redis_url is 'http://x'; needed: redis://HOST:PORT/DB"),
+        (
+            ["serve", "--port", "0", "--redis-url", "redis://me:pass:w@rd@127.0.0.1:1"],
+            "Redis at redis://me:***@127.0.0.1:1 cannot",
+        ),
+        (["serve", "--advertise-url", "a:8900"], "advertise_url is 'a:8900'; needed: http://HOST:PORT or unix:/PATH"),
+        (["--config", "nowhere.toml", "serve"], "config file nowhere.toml cannot be read"),
+        (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
+        (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),
+        (["status", "--token", "s\u00e9cret "], "token has a character that no token has"),
+        (["simulate", "--run", "x"], "--run is 'x' without --from"),
+        (["simulate", "--save-recording", "x"], "--save-recording is 'x' without --from"),
+        (["simulate", "--steps", "1", "--report-dir", "/dev/null/x"], "report folder /dev/null/x cannot be made"),
+        (["demo", "--data-dir", "/dev/null/x"], "data folder /dev/null/x cannot be made: Not a directory"),
+        (["token", "new", "--role", "reader", "--name", "", "--tokens-file", "x"], "name is ''"),
+        (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),
+    ],
+)
+def test_a_failure_is_one_line_on_standard_error_and_exit_code_1(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    """No traceback, and the value is named."""
+    done = replaybuf(*arguments, REPLAYBUF_SERVE_DATA_DIR=str(tmp_path), REPLAYBUF_SERVE_PORT="0")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr and "cret" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    """The message says what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = replaybuf("serve", "--port", str(port), "--data-dir", str(tmp_path))
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_flags_beat_the_environment_and_the_environment_beats_the_file(tmp_path: Path) -> None:
+    """Each source overrides the one before it."""
+    config = tmp_path / "replaybuf.toml"
+    config.write_text('[serve]\nhost = "file"\nport = 1\n')
+    from_file = replaybuf("--config", str(config), "serve")
+    from_environment = replaybuf("--config", str(config), "serve", REPLAYBUF_SERVE_HOST="environment")
+    from_flag = replaybuf("--config", str(config), "serve", "--host", "flag", REPLAYBUF_SERVE_HOST="environment")
+    for done, host in ((from_file, "file"), (from_environment, "environment"), (from_flag, "flag")):
+        assert f"host is '{host}'" in done.stderr
+
+
+def test_the_file_is_named_by_a_variable_of_the_command_or_of_all_of_them(tmp_path: Path) -> None:
+    """That of the command beats the other, a flag beats both, and none is told as no option."""
+    files = {}
+    for name in ("of_serve", "of_all", "flag"):
+        files[name] = str(tmp_path / f"{name}.toml")
+        Path(files[name]).write_text(f'[serve]\nhost = "{name}"\n')
+    both = {"REPLAYBUF_SERVE_CONFIG": files["of_serve"], "REPLAYBUF_CONFIG": files["of_all"]}
+    of_all = {"REPLAYBUF_CONFIG": files["of_all"], "REPLAYBUF_GENERATE_CONFIG": "of another"}
+    for done, host in (
+        (replaybuf("serve", REPLAYBUF_SERVE_CONFIG=files["of_serve"]), "of_serve"),
+        (replaybuf("serve", **both, REPLAYBUF_SERVE_LOG_LEVEL="debug"), "of_serve"),
+        (replaybuf("serve", **of_all), "of_all"),
+        (replaybuf("serve", "--config", files["flag"], **both), "flag"),
+        (replaybuf("serve", f"--config={files['flag']}", **both), "flag"),
+    ):
+        assert f"host is '{host}'" in done.stderr and "no option of" not in done.stderr
+
+
+def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_path: Path) -> None:
+    """A name written wrong would else be ignored, and a default used in its place."""
+    for written, told in (("[srve]\nport = 1\n", "table [srve]"), ("port = 1\n", "key 'port' outside the tables")):
+        config = tmp_path / "replaybuf.toml"
+        config.write_text(written)
+        done = replaybuf("serve", REPLAYBUF_CONFIG=str(config))
+        assert done.returncode == 1
+        assert told in done.stderr and "serve, simulate, status" in done.stderr
+
+
+def test_a_variable_that_is_no_option_of_the_command_is_told() -> None:
+    """Ignored, as others may set some, but not in silence."""
+    done = replaybuf("serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_STATUS_URL="b")
+    assert "REPLAYBUF_SERVE_PROT is no option of serve; did you mean REPLAYBUF_SERVE_PORT?" in done.stderr
+    assert done.stderr.count("no option of") == 1
+    assert (
+        "no option of"
+        not in replaybuf(
+            "serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="error"
+        ).stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "70000"], "Must be <= 65535"),
+        (["serve", "--log-level", "loud"], '"warning"'),
+        (["doctor", "--port", "-1"], "Must be >= 0"),
+        (["engine", "--model", "x", "--threads", "0"], "Must be > 0"),
+        (["train", "--run", "x", "--model", "x", "--engine", "x", "--learning-rate", "-1"], "Must be > 0"),
+    ],
+)
+def test_an_option_outside_its_range_is_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+    """Exit code 2, with option, value and bound."""
+    done = replaybuf(*arguments)
+    assert done.returncode == 2
+    assert f'Invalid value "{arguments[-1]}' in done.stderr and arguments[-2] in done.stderr and message in done.stderr
+
+
+def test_a_log_level_is_taken_in_capitals_too() -> None:
+    """As manifests write it for services that use Python's names."""
+    variable = {"REPLAYBUF_SERVE_PROT": "1"}
+    assert (
+        "no option of" in replaybuf("serve", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="WARNING", **variable).stderr
+    )
+    assert "no option of" not in replaybuf("--log-level", "ERROR", "serve", REPLAYBUF_SERVE_HOST="a", **variable).stderr
+
+
+def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClient) -> None:
+    """The same reason as over HTTP."""
+    run.put(batch={"groups_per_batch": 2})
+    run.append(group("a"))
+    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    assert "too_few_groups" in shown
+    assert "stored 5.0, used -, dropped -" in shown and "issued 0, stored 0, trained 0, dropped 0" in shown
+    evaluation = {"name": "held-out", "version": 3, "versions": [3, 4], "reward_mean": 0.5, "rollouts": 20, "failed": 1}
+    assert run.post("evaluations", **evaluation | {"reward_mean": 0.25, "version": 2}).status_code == 200
+    assert run.post("evaluations", **evaluation).status_code == 200
+    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    assert "evaluation held-out" in shown and "version 3, 4: reward 0.500" in shown and "0.250" not in shown
+    shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
+    assert "too_few_groups" in shown, "a server that is away is passed over"
+    run.append(group("b"))
+    assert run.batch(0, run.attach()).status_code == 200
+    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    assert re.search(r"staleness at use +│ 0: 2", shown) and re.search(r"times sampled at use +│ 1: 2", shown)
+    assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("answered", "message"),
+    [(200, "something else than the contract says: JSON is malformed"), (404, "answered with status 404: '<p>hi</p>'")],
+)
+def test_status_of_what_is_no_service_tells_what_it_answered(answered: int, message: str) -> None:
+    """Here a web server with a page of its own."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answered)
+            self.end_headers()
+            self.wfile.write(b"<p>hi</p>")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as page:
+        answering = threading.Thread(target=page.handle_request)
+        answering.start()
+        done = replaybuf("status", "--url", f"http://127.0.0.1:{page.server_port}")
+        answering.join(10)
+    assert done.returncode == 1
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_finds_the_embedded_valkey_strict(tmp_path: Path) -> None:
+    """A machine that can run the service passes."""
+    done = replaybuf("doctor", "--data-dir", str(tmp_path), "--port", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "strict" in done.stdout
+
+
+def test_doctor_fails_where_the_data_folder_is_a_file_or_the_host_is_elsewhere(tmp_path: Path) -> None:
+    """Each keeps `serve` from starting."""
+    (tmp_path / "file").touch()
+    done = replaybuf("doctor", "--data-dir", str(tmp_path / "file"), "--port", "0", COLUMNS="300")
+    assert done.returncode == 1
+    assert re.search(r"data folder +│ fail .*file: Not a directory", done.stdout)
+    done = replaybuf("doctor", "--data-dir", str(tmp_path / "new"), "--host", "192.0.2.1", COLUMNS="300")
+    assert done.returncode == 1
+    assert re.search(r"port +│ fail .*192.0.2.1:8900: Cannot assign requested address +│ choose a --host", done.stdout)
+    assert re.search(rf"data folder +│ ok +│ would be made in {tmp_path}", done.stdout)
+
+
+def test_doctor_fails_where_redis_is_away() -> None:
+    """Exit code 1, with what to do."""
+    done = replaybuf("doctor", "--redis-url", "redis://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "fail" in done.stdout
+
+
+def test_names_of_strategies_are_folded_not_cut_where_the_table_is_wide() -> None:
+    """Three side by side in 80 columns."""
+    names = ["one-step-off-policy:max_staleness=2", "one-step-off-policy", "on-policy"]
+    done = replaybuf("simulate", "--steps", "3", *(word for name in names for word in ("--strategy", name)))
+    assert done.returncode == 0
+    assert "…" not in done.stdout

@@ -1,0 +1,201 @@
+"""The documentation keeps up with the code: links, reasons, metrics, calls, options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replaybuf.errors import ReplaybufError
+from replaybuf.kernel.plugins import STRATEGIES, names
+from replaybuf.kernel.report import Counted
+from replaybuf.kernel.waiting import BLOCKED_ON
+from replaybuf.service.http.routes import CALLS, UNGUARDED
+from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
+from replaybuf.wire.contract import REASONS, Buckets, Coverage, DropAges, Histograms
+from replaybuf.wire.group import GroupJson, RolloutJson
+from replaybuf.wire.ledger import AnyRecord
+from replaybuf.wire.plan import Plan, PlannedGroup
+from tests.command_lines import calls, options_of
+from tests.conftest import RunClient, ServeProcess, group
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+OPERATE = (ROOT / "docs" / "operate.md").read_text()
+HTTP = (ROOT / "docs" / "http.md").read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """List the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    """File and heading exist."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = page.parent / target if target else page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+def test_every_file_named_in_the_glossary_exists() -> None:
+    """The last column is where the word lives."""
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    named = re.findall(r"`(replaybuf/[\w/]+\.\w+)`(?:, `(\w+)`)?", glossary)
+    assert len(named) > 20
+    for path, word in named:
+        assert word in (ROOT / path).read_text(), (path, word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_line_in_the_pages_exists(page: Path) -> None:
+    """In shell blocks and between code marks: the command, and its options."""
+    text = page.read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    scripts = [re.sub(r" +#.*|\\\n", "", block) for block in blocks]
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for script in (*scripts, *spans):
+        for command, used in calls(script):
+            assert options_of(command), command
+            assert used <= options_of(command), (command, used - options_of(command))
+
+
+def rows(text: str, heading: str) -> dict[str, str]:
+    """Read the tables of one section: first cell, without code marks, to the rest of the row."""
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| `([\w{},]+)` (\|.*)\|$", section, re.MULTILINE)
+    return dict(cells)
+
+
+def test_every_waiting_reason_is_explained_with_who_is_waited_for() -> None:
+    """In the order in which they are told."""
+    explained = rows(OPERATE, "Why there is no batch")
+    assert tuple(explained) == REASONS
+    for reason, told in explained.items():
+        assert BLOCKED_ON[reason] in told.split("|")[1]
+
+
+def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> None:
+    """None is missing, none is made up."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
+    assert run.batch(0, run.attach(seq_len=8)).status_code == 200
+    tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
+    tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
+    tenants.append(group("used", adapter="a"), group("dropped", tokens=9, adapter="a"))
+    assert tenants.batch(0, tenants.attach(seq_len=8)).status_code == 200
+    tenants.http.close()
+    described = rows(OPERATE, "Metrics")
+    families = {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(run.http.get("/metrics").text)
+    }
+    assert {name.partition("{")[0] for name in described} == set(families)
+    for name, told in described.items():
+        family = families[name.partition("{")[0]]
+        assert told.split("|")[1].strip().startswith(family.type)
+        labels = {label for sample in family.samples for label in sample.labels} - {"run", "le"}
+        assert family.samples
+        assert labels == set(re.findall(r"\w+", name.partition("{")[2]))
+
+
+def test_every_call_is_documented_with_its_roles() -> None:
+    """The table at the top is the table of routes."""
+    table = dict(re.findall(r"^\| `([A-Z]+ /[^`]*)` \| ([a-z, ]*) ?\|", HTTP, re.MULTILINE))
+    for call in CALLS:
+        route = f"{call.method} {call.template}"
+        assert set(re.findall(r"\w+", table[route])) == call.roles, route
+    for open_route in UNGUARDED:
+        assert f"`GET {open_route.path}`" in HTTP
+
+
+def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
+    """Requests name nothing that the page does not."""
+    words = set(re.findall(r"\w+", HTTP))
+    shapes: set[type[msgspec.Struct]] = {call.body for call in CALLS if call.body} | {
+        BatchSpec,
+        Limits,
+        RunConfig,
+        TicketSpec,
+        GroupJson,
+        RolloutJson,
+        Counted,
+        Histograms,
+        Buckets,
+        DropAges,
+        Coverage,
+        Plan,
+        PlannedGroup,
+    }
+    fields = {field.encode_name for shape in shapes for field in msgspec.structs.fields(shape)}
+    assert fields | {parameter.name for call in CALLS for parameter in call.query or ()} <= words
+
+
+def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
+    """What a caller may read in an error, except what never travels."""
+    code = "".join(
+        path.read_text()
+        for folder in ("wire", "service", "kernel")
+        for path in (ROOT / "replaybuf" / folder).rglob("*.py")
+    )
+    reasons = set(re.findall(r"\b(?:Rejection|GroupRejected|_refused)\(\s*\"(\w+)\"", code)) - {"malformed"}
+    assert len(reasons) > 20
+    listed = HTTP.partition("| rejected as |")[2].partition("\n\n")[0]
+    assert {reason for reason in reasons if f"`{reason}`" not in listed} == set()
+
+    def slugs(cls: type[ReplaybufError]) -> set[str]:
+        return {cls.slug}.union(*(slugs(child) for child in cls.__subclasses__()))
+
+    local = {
+        "missing-extra",
+        "group-rejected",
+        "engine-fault",
+        "engine-away",
+        "engine-unfit",
+        "prompt-fault",
+        "reward-fault",
+    }
+    errors = HTTP.partition("## Errors")[2].partition("\n## ")[0]
+    assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in errors} == set()
+
+
+def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> None:
+    """Of dead letters: those that the operator's page explains."""
+    strategy = re.findall(r"^\| `strategy` \|(.*)$", HTTP, re.MULTILINE)[0]
+    assert {name for name in names(STRATEGIES) if f"`{name}`" not in strategy} == set()
+    tags = {record.__struct_config__.tag for record in get_args(AnyRecord)}
+    types = re.findall(r"Types:\s`([A-Z_ ]+)`", HTTP)[0].split()
+    assert set(types) == tags and len(types) == len(tags)
+    explained = re.findall(r"^\| dead letter \|(.*)$", OPERATE, re.MULTILINE)[0]
+    reasons = set(re.findall(r"`(\w+)`", explained)) - {"tokens_per_batch"}
+    assert len(reasons) == 9
+    told = HTTP.partition("## The server itself")[0].rpartition("Reasons:")[2]
+    assert set(re.findall(r"`(\w+)`", told)) == reasons
+
+
+def test_the_producer_in_python_stores_the_groups_of_its_tickets(
+    own_service: ServeProcess,
+    connect: Callable[[str, str], RunClient],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As it stands on the page."""
+    run = connect(own_service.url, "main")
+    run.put(batch={"groups_per_batch": 2})
+    monkeypatch.setenv("REPLAYBUF_URL", own_service.url)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", HTTP, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "docs/http.md", "exec"), {})
+    told = capsys.readouterr().out.split("\n")
+    assert told[:2] == ["p0 stored", "p1 stored"]
+    assert run.state()["tickets"]["out"] == 0

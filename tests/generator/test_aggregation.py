@@ -1,0 +1,205 @@
+"""Stages of different micro-batch sizes run on whole micro-batches; results return to the batches they came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import Invalid
+from replaybuf.generator.aggregation import MOST_WINDOWS, Aggregator, Window, chunks, compute, repeated, window_samples
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+BATCHES = st.lists(st.lists(st.integers(), max_size=9), max_size=20)
+
+
+def windows_of(sizes: Sequence[int], batches: Sequence[Sequence[int]]) -> list[Window[int]]:
+    aggregator: Aggregator[int] = Aggregator(sizes)
+    made = [aggregator.add(batch) for batch in batches] + [aggregator.flush()]
+    return [window for window in made if window is not None]
+
+
+def test_batches_leave_together_when_they_fill_the_least_common_multiple() -> None:
+    aggregator: Aggregator[str] = Aggregator([2, 3])
+    assert aggregator.window == 6
+    assert aggregator.add(["a", "a"]) is None
+    assert aggregator.add(["b", "b"]) is None
+    window = aggregator.add(["c", "c"])
+    assert window is not None and window.samples == ["a", "a", "b", "b", "c", "c"]
+    assert aggregator.held == 0
+
+
+def test_a_stage_sees_its_own_micro_batches_and_results_return_by_batch() -> None:
+    seen: list[list[int]] = []
+
+    def stage(samples: Sequence[int]) -> list[int]:
+        seen.append(list(samples))
+        return [10 * sample for sample in samples]
+
+    assert compute(Window(((1, 2), (3, 4), (5, 6))), 3, stage) == [[10, 20], [30, 40], [50, 60]]
+    assert seen == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_the_tail_is_flushed_with_a_shorter_last_micro_batch() -> None:
+    aggregator: Aggregator[int] = Aggregator([4])
+    aggregator.add([1, 2])
+    aggregator.add([3])
+    tail = aggregator.flush()
+    assert tail is not None and tail.batches == ((1, 2), (3,))
+    assert aggregator.flush() is None
+    assert [list(chunk) for chunk in chunks(tail.samples, 2)] == [[1, 2], [3]]
+
+
+def test_a_stage_that_drops_a_result_is_refused() -> None:
+    with pytest.raises(Invalid, match="returned 3 results for 4 samples"):
+        compute(Window(((1, 2), (3, 4))), 4, lambda samples: samples[1:])
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
+def test_a_size_below_one_is_refused(sizes: list[int]) -> None:
+    with pytest.raises(Invalid, match="micro-batch sizes are"):
+        window_samples(sizes)
+
+
+@given(SIZES, BATCHES)
+def test_every_batch_leaves_once_whole_and_in_order(sizes: list[int], batches: list[list[int]]) -> None:
+    left = [list(batch) for window in windows_of(sizes, batches) for batch in window.batches]
+    assert left == batches
+
+
+@given(SIZES, BATCHES, st.integers(1, 12))
+def test_computing_over_windows_equals_computing_every_sample_alone(
+    sizes: list[int], batches: list[list[int]], micro_batch: int
+) -> None:
+    def stage(samples: Sequence[int]) -> list[int]:
+        assert 1 <= len(samples) <= micro_batch
+        return [sample * 2 + 1 for sample in samples]
+
+    windows = windows_of(sizes, batches)
+    results = [result for window in windows for result in compute(window, micro_batch, stage)]
+    assert results == [[sample * 2 + 1 for sample in batch] for batch in batches]
+
+
+@given(SIZES, st.integers(1, 8), st.integers(1, 40))
+def test_stages_have_no_partial_micro_batch_where_batch_sizes_divide_the_window(
+    sizes: list[int], batch: int, count: int
+) -> None:
+    whole = windows_of([*sizes, batch], [[0] * batch] * count)[: count * batch // math.lcm(*sizes, batch)]
+    for window in whole:
+        for size in sizes:
+            assert {len(chunk) for chunk in chunks(window.samples, size)} == {size}
+
+
+@given(SIZES, BATCHES)
+def test_no_more_is_held_than_the_bound_and_less_than_a_window_where_batches_divide_it(
+    sizes: list[int], batches: list[list[int]]
+) -> None:
+    aggregator: Aggregator[int] = Aggregator(sizes)
+    for batch in batches:
+        aggregator.add(batch)
+        divide = all(math.lcm(*sizes) % max(1, len(one)) == 0 for one in batches)
+        assert aggregator.window == math.lcm(*sizes)
+        assert (
+            0
+            <= aggregator.held
+            < (1 if divide and len(set(map(len, batches))) == 1 else MOST_WINDOWS) * aggregator.window
+        )
+
+
+@given(SIZES, st.integers(1, 30), st.integers(1, 60))
+def test_stages_are_called_as_rarely_as_can_be_where_batches_do_not_divide_a_window(
+    sizes: list[int], samples: int, count: int
+) -> None:
+    """Of windows within the bound: only what is left at the end has a shorter last micro-batch."""
+    windows = windows_of(sizes, [[0] * samples] * count)
+    whole = math.lcm(samples, *sizes)
+    if whole > MOST_WINDOWS * math.lcm(*sizes):
+        return
+    assert all(len(window.samples) == whole for window in windows[: samples * count // whole])
+    for size in sizes:
+        calls = sum(len(list(chunks(window.samples, size))) for window in windows)
+        assert calls == math.ceil(samples * count / size)
+
+
+def test_batches_of_seven_are_computed_by_six_and_four_in_whole_micro_batches() -> None:
+    """Twelve of them are 84 samples: 14 calls by 6 and 21 by 4."""
+    (window,) = windows_of([6, 4], [list(range(7))] * 12)
+    for size in (6, 4):
+        assert {len(chunk) for chunk in chunks(window.samples, size)} == {size}
+
+
+def test_batches_that_never_add_up_leave_at_the_bound() -> None:
+    """One above a multiple of 6, however many come."""
+    aggregator: Aggregator[int] = Aggregator([6])
+    made = [aggregator.add([0] * size) for size in (1, *[6] * MOST_WINDOWS)]
+    assert made[-1] is not None and not any(made[:-1]) and len(made[-1].samples) == 6 * MOST_WINDOWS + 1
+
+
+@pytest.mark.parametrize("micro_batch", [0, -1])
+def test_a_micro_batch_below_one_is_refused(micro_batch: int) -> None:
+    with pytest.raises(Invalid, match=f"micro_batch is {micro_batch}; it must be at least 1"):
+        compute(Window(((1, 2),)), micro_batch, list)
+
+
+def test_samples_are_repeated_in_their_place_and_batches_behind_themselves() -> None:
+    assert repeated("ab", 2) == tuple("aabb")
+    assert repeated("ab", 1, 2) == tuple("abab")
+    assert repeated("ab", 2, 2) == tuple("aabbaabb")
+
+
+def test_a_window_counts_what_the_stages_see() -> None:
+    """Micro-batches of 4 and 6 meet at 12; with each sample four times 3 samples make them."""
+    aggregator: Aggregator[str] = Aggregator([4, 6], sample_repeat=4)
+    assert aggregator.window == 3
+    assert aggregator.add("ab") is None
+    window = aggregator.add("c")
+    assert window is not None and window.samples == list("aaaabbbbcccc")
+
+
+@given(SIZES, BATCHES, st.integers(1, 4), st.integers(1, 3))
+def test_repeated_results_return_to_the_batch_of_their_sample(
+    sizes: list[int], batches: list[list[int]], sample_repeat: int, batch_repeat: int
+) -> None:
+    aggregator: Aggregator[int] = Aggregator(sizes, sample_repeat=sample_repeat, batch_repeat=batch_repeat)
+    windows = [window for window in [*map(aggregator.add, batches), aggregator.flush()] if window is not None]
+    results = [made for window in windows for made in compute(window, sizes[0], lambda part: [-x for x in part])]
+    assert results == [[-x for x in batch for _ in range(sample_repeat)] * batch_repeat for batch in batches]
+
+
+@given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+def test_a_window_of_repeated_samples_is_whole_for_every_stage_and_the_least_one(
+    sizes: list[int], sample_repeat: int, batch_repeat: int, windows: int
+) -> None:
+    repeats = sample_repeat * batch_repeat
+    aggregator: Aggregator[int] = Aggregator(sizes, sample_repeat=sample_repeat, batch_repeat=batch_repeat)
+    assert all(aggregator.window * repeats % size == 0 for size in sizes)
+    assert not any(all(n * repeats % size == 0 for size in sizes) for n in range(1, aggregator.window))
+    for _ in range(windows):
+        made = [aggregator.add([0]) for _ in range(aggregator.window)]
+        assert made[-1] is not None and not any(made[:-1])
+        assert len(made[-1].samples) == aggregator.window * repeats
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_step_limit_that_no_batch_reaches_is_refused(limit: int) -> None:
+    """The last step would never come, and what is held would never leave."""
+    with pytest.raises(Invalid, match=f"step_limit is {limit}"):
+        Aggregator([2], step_limit=limit)
+
+
+def test_the_tail_leaves_at_the_step_limit_and_nothing_is_taken_behind_it() -> None:
+    aggregator: Aggregator[int] = Aggregator([8], step_limit=3)
+    assert [aggregator.add([n]) for n in range(2)] == [None, None]
+    tail = aggregator.add([2])
+    assert tail is not None and tail.samples == [0, 1, 2] and aggregator.held == 0
+    with pytest.raises(Invalid, match="batch 4 was added; the last step is 3"):
+        aggregator.add([3])
+
+
+@pytest.mark.parametrize("repeat", [{"sample_repeat": 0}, {"batch_repeat": -1}])
+def test_a_repeat_below_one_is_refused(repeat: dict[str, int]) -> None:
+    with pytest.raises(Invalid, match="must be at least 1"):
+        Aggregator[int]([2], sample_repeat=repeat.get("sample_repeat", 1), batch_repeat=repeat.get("batch_repeat", 1))

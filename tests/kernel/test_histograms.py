@@ -1,0 +1,99 @@
+"""What is counted of groups and prompts, one by one; `test_state_model.py` holds all of it against a plain model."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.kernel.histograms import AGE_MS, TOKENS, UNKNOWN_AGE, VERSIONS, Histogram, ages_ms
+from replaybuf.wire.ledger import DeadLetterRecord, EvictRecord, TicketRecord
+from tests.builders import batch_entry, batch_record, entries
+from tests.kernel.test_state import Run
+
+
+@given(values=st.lists(st.integers(0, 2**31 - 1) | st.sampled_from(TOKENS)), edges=st.sampled_from([TOKENS, AGE_MS]))
+def test_a_number_is_in_the_first_bucket_whose_edge_is_not_below_it(values: list[int], edges: tuple[int, ...]) -> None:
+    """By exponent or by bisection, and what is taken back is gone."""
+    histogram = Histogram(edges)
+    histogram.add(np.array(values, np.int64))
+    expected = [sum(low < value <= high for value in values) for low, high in zip((-1, *edges), edges, strict=False)]
+    assert histogram.counts == [*expected, sum(value > edges[-1] for value in values)]
+    assert (histogram.count, histogram.sum) == (len(values), sum(values))
+    histogram.add(np.array(values, np.int64), -1)
+    assert histogram == Histogram(edges)
+
+
+def test_an_age_is_unknown_without_a_time_and_bounded_with_any_arrival() -> None:
+    """Arrivals are whatever a producer wrote; the fold is the same on every machine."""
+    arrivals = np.array([90.0, 120.0, np.nan, -np.inf, np.inf, -1.7e308])
+    assert ages_ms(arrivals, 0.0).tolist() == [UNKNOWN_AGE] * 6
+    assert ages_ms(arrivals, 100.0).tolist() == [10_000, 0, 0, 2_000_000_000, 0, 2_000_000_000]
+    histogram = Histogram(AGE_MS)
+    histogram.add(ages_ms(arrivals, 0.0))
+    assert histogram.count == 0
+
+
+def test_records_without_a_time_count_everything_but_seconds() -> None:
+    """As a ledger may hold them."""
+    run = Run()
+    run.store(0, 0)
+    run.train(1)
+    run.evict(2)
+    tallies = run.state.tallies
+    assert (tallies.age_at_use.count, tallies.lengths["used"].mean.count) == (0, 1)
+    ages = tallies.drop_ages["too_stale"]
+    assert (ages.versions.count, ages.versions.sum, ages.ms.count) == (1, 1, 0)
+
+
+def test_the_age_of_a_drop_is_that_at_its_step_and_goes_with_the_drop() -> None:
+    """version(step of the drop) - policy version, two steps per version; a resample before it takes it back."""
+    run = Run(steps_per_publish=2)
+    run.state.store(np.arange(1, 7), entries(*[{"arrival_s": 100.0}] * 6))
+    for number in (1, 2, 3, 4):
+        run.train(number)
+    run.apply(EvictRecord(step=4, numbers={"too_stale": [5]}, at_s=107.5))
+    run.apply(DeadLetterRecord(numbers={"broken_frame": [6]}, at_s=160.0))
+    ages = run.state.tallies.drop_ages
+    assert (ages["too_stale"].versions.sum, ages["too_stale"].ms.sum) == (2, 7_500)
+    assert (ages["broken_frame"].versions.sum, ages["broken_frame"].ms.sum) == (2, 60_000)
+    assert run.state.tallies.lengths["dropped"].mean.count == 2
+    run.rewind(3, "resample")
+    assert ages["too_stale"].versions == Histogram(VERSIONS) and ages["too_stale"].ms == Histogram(AGE_MS)
+    assert run.state.tallies.lengths["dropped"].mean.count == 1
+    assert run.state.tallies.lengths["used"].mean.count == run.state.groups_used == 4, "uses are never taken back"
+
+
+def test_a_prompt_is_trained_in_the_surviving_history_only() -> None:
+    """Used twice, one use voided: still trained; both voided: not, and dropped where it is a dead letter by then."""
+    run = Run(max_uses=3)
+    run.state.store(np.array([1, 2]), entries({"prompt_index": 0}, {"prompt_index": 1}))
+    for times in (1, 2):
+        run.apply(batch_record(times - 1, [batch_entry(1, times_sampled=times)], generation=0))
+    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
+    told = run.state.tallies.coverage(3, 0)
+    assert (told.issued, told.stored, told.trained, told.dropped, told.pending) == (3, 2, 1, 0, 2)
+    run.rewind(0, "resample")
+    told = run.state.tallies.coverage(3, 0)
+    assert (told.trained, told.dropped, told.pending, told.share) == (0, 1, 2, 0.0)
+    assert run.state.tallies.reuse == {1: 1, 2: 1}
+
+
+def test_a_prompt_that_failed_counts_as_failed_until_its_group_comes_late() -> None:
+    run = Run()
+    run.apply(TicketRecord(adapter="", prompt_index=0, outcome="failed", attempts=3, reason="expired"))
+    told = run.state.tallies.coverage(2, len(run.state.failed_prompts))
+    assert (told.stored, told.failed, told.pending) == (0, 1, 1)
+    run.state.store(np.array([1]), entries({"prompt_index": 0}))
+    told = run.state.tallies.coverage(2, len(run.state.failed_prompts))
+    assert (told.stored, told.failed, told.pending) == (1, 0, 2)
+
+
+def test_without_tickets_each_group_that_names_a_prompt_index_is_a_prompt() -> None:
+    """One that names none is in the lengths alone."""
+    run = Run()
+    run.state.store(np.array([1, 2, 3]), entries({"prompt_index": 4}, {"prompt_index": 4}, {}))
+    run.train(1)
+    told = run.state.tallies.coverage(0, 0)
+    assert (told.issued, told.stored, told.trained, told.pending, told.share) == (2, 2, 1, 1, 1.0)
+    assert run.state.tallies.lengths["stored"].mean.count == 3

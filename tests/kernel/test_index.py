@@ -1,0 +1,205 @@
+"""The columns in memory, against a dict of rows; and the summary of a group in its index entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, entry_of
+from replaybuf.kernel.strategy import Groups
+from replaybuf.wire.group import Admissible, Group, Rejection, check_group, group_from_json
+from tests.builders import group, groups, rollout, steady, wire_group
+
+KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
+SQUEEZED_ABOVE = 1024
+"""Rows below which freed ones are left in place."""
+
+
+def random_entries(count: int, seed: int) -> npt.NDArray[Any]:
+    rng = np.random.default_rng(seed)
+    values = np.zeros(count, ENTRY)
+    for name in ENTRY.names or ():
+        values[name] = rng.integers(0, 1000, count)
+    return values
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Insert, mark, free, in chunks large enough that the columns grow and are squeezed."""
+
+    @initialize()
+    def start(self) -> None:
+        self.index = Index()
+        self.rows: dict[int, dict[str, float]] = {}
+        self.seen = 0
+
+    @rule(count=st.integers(1, 700), gap=st.integers(0, 3))
+    def insert(self, count: int, gap: int) -> None:
+        first = self.seen + 1 + gap
+        numbers = np.arange(first, first + count, dtype=np.int64)
+        values = random_entries(count, seed=first)
+        self.index.insert(numbers, values)
+        self.seen = int(numbers[-1])
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            row = {name: value[name].item() for name in KEPT}
+            row |= {"state": LIVE, "reason": 0, "times_sampled": 0, "last_step": NEVER, "evicted_at": NEVER}
+            self.rows[number] = row | {"priority": row["advantage_abs_mean"]}
+
+    def some(self, seed: int, share: float) -> npt.NDArray[np.int64]:
+        """Draw numbers that are here, freed or never seen, in any order."""
+        count = int(share * (self.seen + 3))
+        return np.random.default_rng(seed).permutation(self.seen + 3)[:count].astype(np.int64)
+
+    @precondition(lambda self: self.seen)
+    @rule(seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.1, 0.6, 1.0]))
+    def free(self, seed: int, share: float) -> None:
+        numbers = self.some(seed, share)
+        self.index.free(self.index.rows_of(numbers))
+        for number in numbers.tolist():
+            self.rows.pop(number, None)
+        assert len(self.index) <= max(SQUEEZED_ABOVE, 2 * len(self.rows)), "freed rows are at most half of many"
+
+    @precondition(lambda self: self.seen)
+    @rule(seed=st.integers(0, 99), step=st.integers(0, 50))
+    def use(self, seed: int, step: int) -> None:
+        numbers = self.some(seed, 0.2)
+        rows = self.index.rows_of(numbers)
+        self.index["state"][rows] = IN_BATCHES
+        self.index["last_step"][rows] = step
+        self.index["times_sampled"][rows] += 1
+        for number in self.rows.keys() & set(numbers.tolist()):
+            self.rows[number] |= {"state": IN_BATCHES, "last_step": step}
+            self.rows[number]["times_sampled"] += 1
+
+    @precondition(lambda self: self.seen)
+    @rule(seed=st.integers(0, 99))
+    def rows_are_found_in_the_order_asked_for(self, seed: int) -> None:
+        numbers = self.some(seed, 0.3)
+        found = self.index["number"][self.index.rows_of(numbers)].tolist()
+        assert found == [number for number in numbers.tolist() if number in self.rows]
+
+    @invariant()
+    def the_columns_hold_what_the_dict_holds(self) -> None:
+        index, standing = self.index, self.index["state"] != FREED
+        assert index["number"][standing].tolist() == list(self.rows)
+        for name in (*KEPT, "state", "times_sampled", "last_step", "evicted_at", "priority"):
+            assert index[name][standing].tolist() == [row[name] for row in self.rows.values()], name
+
+    @invariant()
+    def rows_stay_sorted_by_number(self) -> None:
+        assert (np.diff(self.index["number"]) > 0).all()
+
+    @invariant()
+    def live_rows_are_those_that_may_be_sampled(self) -> None:
+        live = [number for number, row in self.rows.items() if row["state"] == LIVE]
+        assert self.index["number"][self.index.live()].tolist() == live
+
+
+TestIndexAgainstADict = IndexMachine.TestCase
+TestIndexAgainstADict.settings = settings(max_examples=25, stateful_step_count=20, derandomize=True, deadline=None)
+
+
+def test_a_strategy_sees_read_only_columns_of_the_rows() -> None:
+    """What it has read does not change under it, and what it writes must not reach the index."""
+    index = Index()
+    index.insert(np.array([4, 5, 9]), random_entries(3, seed=1))
+    seen = index.groups(np.array([2, 0]))
+    tokens = seen.tokens.tolist()
+    index["tokens"][:] = 0
+    assert (seen.row.tolist(), seen.tokens.tolist()) == ([9, 4], tokens)
+    for name in Groups.COLUMNS:
+        column = getattr(seen, name)
+        assert len(column) == 2
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
+
+
+@given(st.lists(st.integers(0, 11), max_size=8))
+def test_columns_of_any_rows_are_those_of_these_rows_in_this_order(rows: list[int]) -> None:
+    """Whether they are copied or, without a gap, shown as they are."""
+    index = Index()
+    index.insert(np.arange(1, 13), random_entries(12, seed=2))
+    seen = index.groups(np.array(rows, np.int64))
+    for name in Groups.COLUMNS:
+        assert getattr(seen, name).tolist() == index["number" if name == "row" else name][rows].tolist()
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(seen, name)[:0] = 1
+    assert seen.take(np.arange(len(rows) // 2)).row.tolist() == [row + 1 for row in rows[: len(rows) // 2]]
+
+
+def test_rows_without_a_gap_are_not_copied() -> None:
+    """Of a million groups that cost 20 ms of the service, at every step."""
+    index = Index()
+    index.insert(np.arange(1, 13), random_entries(12, seed=2))
+    index["state"][:5] = EVICTED
+    assert np.shares_memory(index.groups(index.live()).tokens, index["tokens"])
+    index["state"][7] = EVICTED
+    assert not np.shares_memory(index.groups(index.live()).tokens, index["tokens"])
+
+
+def test_columns_have_the_types_that_a_strategy_is_promised() -> None:
+    seen = Index().groups(np.array([], np.int64))
+    int32s = {"adapter", "policy_version", "policy_version_max", "tokens", "rollouts", "times_sampled", "last_step"}
+    int32s |= {"source", "longest_tokens", "truncated"}
+    for name in Groups.COLUMNS:
+        expected = {"row": np.int64, "prompt_index": np.int64, "arrival_s": np.float64}.get(
+            name, np.int32 if name in int32s else np.float32
+        )
+        assert getattr(seen, name).dtype == expected, name
+
+
+@pytest.mark.parametrize("count", [100_000, 1_000_000])
+def test_a_group_takes_at_most_160_bytes_in_chunks_of_any_size(count: int) -> None:
+    """The moment after the columns grew is the worst."""
+    index = Index()
+    values = random_entries(4096, seed=0)
+    worst, done = 0.0, 0
+    while done < count:
+        before = index.nbytes
+        index.insert(np.arange(done + 1, done + 4097), values)
+        done += 4096
+        if index.nbytes != before:
+            worst = max(worst, index.nbytes / done)
+    assert worst <= 160
+
+
+def test_columns_are_copied_a_number_of_times_that_grows_with_the_logarithm() -> None:
+    """Inserting one by one costs no copy of all columns each time."""
+    index = Index()
+    one = random_entries(1, seed=0)
+    sizes = set()
+    for number in range(1, 20_001):
+        index.insert(np.array([number]), one)
+        sizes.add(index.nbytes)
+    assert len(sizes) <= 10
+
+
+@given(groups())
+@steady
+def test_the_entry_of_a_group_sums_it_up(made: Group) -> None:
+    entry = np.frombuffer(entry_of(made, 640, 0xFEDCBA98, 9, 1234.5), ENTRY)[0]
+    lengths = made.lengths.tolist()
+    assert (entry["tokens"], entry["rollouts"], entry["longest_tokens"]) == (sum(lengths), len(lengths), max(lengths))
+    assert (entry["policy_version"], entry["policy_version_max"]) == (made.policy_version, made.policy_version_max)
+    assert entry["staleness_at_write"] == 9 - made.policy_version
+    assert (entry["frame_bytes"], entry["crc32c"], entry["arrival_s"]) == (640, 0xFEDCBA98, 1234.5)
+    assert entry["prompt_index"] == (-1 if made.prompt_index is None else made.prompt_index)
+    assert entry["reward_mean"] == pytest.approx(made.rewards.mean(), rel=1e-6, abs=1e-30)
+    assert entry["reward_std"] == pytest.approx(made.rewards.std(), rel=1e-6, abs=1e-30)
+    expected = 0.0 if made.advantages is None else np.abs(made.advantages).mean()
+    assert entry["advantage_abs_mean"] == pytest.approx(expected, rel=1e-6, abs=1e-30)
+
+
+def test_what_the_door_admits_fits_its_entry() -> None:
+    """The largest values that `check_group` lets pass neither overflow nor warn."""
+    largest = group(rollout(reward=3.4e38, advantage=-3.4e38), prompt_index=2**53 - 1)
+    assert check_group(largest, Admissible()) is None
+    entry = np.frombuffer(entry_of(largest, 1, 1, 0, 0.0), ENTRY)[0]
+    assert np.isfinite(entry["reward_mean"]) and np.isfinite(entry["advantage_abs_mean"])
+    for beyond in (wire_group(prompt_index=2**53), wire_group(rollout(reward=1e39))):
+        assert isinstance(check_group(group_from_json(beyond), Admissible()), Rejection)

@@ -1,0 +1,53 @@
+"""Room at the door: bounds hold, the next batch is never held back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.kernel.limits import Load, fitting
+from replaybuf.wire.config import Limits
+from tests.builders import steady
+
+LOADS = st.builds(Load, st.just(1), st.integers(1, 100), st.integers(1, 100))
+LIMITS = st.builds(
+    Limits, max_tokens_live=st.none() | st.integers(1, 400), max_bytes_live=st.none() | st.integers(1, 400)
+)
+
+
+@given(LOADS, st.lists(LOADS | st.just(Load()), max_size=12), LIMITS, st.integers(0, 6))
+@steady
+def test_what_enters_keeps_the_bounds_or_is_what_the_next_batch_lacks(
+    held: Load, coming: list[Load], limits: Limits, lacking: int
+) -> None:
+    """And the first that is held back breaks a bound, after the batch has what it lacks."""
+    count, refusal = fitting(held, coming, limits, lambda: lacking)
+    entered = [load for load in coming[:count] if load.groups]
+    assert sum(entered, held).over(limits) is None or len(entered) <= max(lacking, len(within(held, coming, limits)))
+    assert (refusal is None) == (count == len(coming))
+    if refusal:
+        assert sum(coming[: count + 1], held).over(limits) is not None and len(entered) >= lacking
+
+
+def within(held: Load, coming: list[Load], limits: Limits) -> list[Load]:
+    """List the first groups that keep the bounds."""
+    found = []
+    for load in coming:
+        held += load
+        if load.groups and held.over(limits):
+            break
+        found += [load] if load.groups else []
+    return found
+
+
+def test_a_duplicate_passes_a_full_buffer() -> None:
+    """It takes nothing; held back it would be sent for ever."""
+    full, limits = Load(3, 100, 900), Limits(max_tokens_live=100)
+    assert fitting(full, [Load(), Load()], limits, lambda: 0) == (2, None)
+
+
+def test_the_bound_that_is_met_is_named() -> None:
+    """With what would be live."""
+    _, refusal = fitting(Load(1, 10, 90), [Load(1, 5, 20)], Limits(max_bytes_live=100, max_group_bytes=9), lambda: 0)
+    assert refusal is not None
+    assert (refusal.name, refusal.value, refusal.bound) == ("limits.max_bytes_live", 110, 100)

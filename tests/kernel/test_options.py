@@ -1,0 +1,65 @@
+"""Options of strategies and filters, told from their struct alone, so that nobody writes them down twice."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from replaybuf.client.reader import ReaderOptions
+from replaybuf.kernel.options import StrategyOptions, option_ranges, told_options
+from replaybuf.kernel.strategy import Strategy
+from replaybuf.service.host import ServeOptions
+
+
+class Every(StrategyOptions, frozen=True):
+    """Options of every kind."""
+
+    needed: bool
+    order: Literal["fifo", "uniform"] = "fifo"
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    uses: Annotated[int, Meta(ge=1)] | None = None
+    mix: dict[str, Annotated[float, Meta(ge=0)]] = msgspec.field(default_factory=dict)
+    names: list[str] = msgspec.field(default_factory=list)
+    steps: Annotated[int, Meta(ge=0, le=2**31 - 1)] | msgspec.UnsetType = msgspec.UNSET
+
+
+TOLD = [
+    ("needed", "true | false", "required"),
+    ("order", "fifo | uniform", '"fifo"'),
+    ("share", "number > 0 and <= 1", "0.5"),
+    ("uses", "int >= 1 or null", "null"),
+    ("mix", "{text: number >= 0}", "{}"),
+    ("names", "[text, ...]", "[]"),
+    ("steps", "int >= 0", "unset"),
+]
+
+
+def test_an_option_is_told_with_what_it_may_be_and_its_default() -> None:
+    """A bound that only keeps a number within its type is not told."""
+    assert told_options(Every) == TOLD
+
+
+@pytest.mark.parametrize(("name", "may_be", "default"), TOLD)
+def test_a_range_names_the_default_where_there_is_one(name: str, may_be: str, default: str) -> None:
+    assert option_ranges(Every)[name] == may_be + (f" (default {default})" if name not in ("needed", "steps") else "")
+
+
+def test_a_strategy_without_options_has_none_to_tell() -> None:
+    assert told_options(Strategy.Options) == [] and option_ranges(Strategy.Options) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ReaderOptions(poll_s=7.5, direct_redis_url="redis://ranks:SECRET@redis:6379/0"),
+        ServeOptions(wait_timeout_s=7.5, redis_url="redis://serve:SECRET@redis:6379/0"),
+    ],
+    ids=["ReaderOptions", "ServeOptions"],
+)
+def test_options_show_no_password(options: object) -> None:
+    """Who logs them, or meets them in a traceback, sees the others."""
+    for shown in (repr(options), str(options), f"{options}"):
+        assert "SECRET" not in shown and "=7.5" in shown and shown.startswith(type(options).__name__)

@@ -1,0 +1,140 @@
+"""Plug-ins are known by name alone, and found through entry points of whatever distribution brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replaybuf.errors import Invalid
+from replaybuf.kernel import plugins
+from replaybuf.kernel.options import StrategyOptions
+from replaybuf.kernel.plugins import COMMANDS, ENVIRONMENTS, FILTERS, STRATEGIES, build_strategy, find, load, names
+from replaybuf.kernel.strategy import Budget, BufferView, Groups, Selection, Strategy, Waiting
+
+
+class MineOptions(StrategyOptions, frozen=True):
+    """One option."""
+
+    share: float = 0.5
+
+
+class Mine(Strategy[MineOptions]):
+    """A strategy of somebody else's distribution."""
+
+    Options = MineOptions
+
+    def select(
+        self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
+    ) -> Selection | Waiting:
+        return Waiting("no_groups")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let two strategies and a broken one be installed, and nothing else."""
+    found = EntryPoints(
+        [
+            EntryPoint("mine", "tests.kernel.test_plugins:Mine", STRATEGIES),
+            EntryPoint("broken", "tests.no_such_module:X", STRATEGIES),
+            EntryPoint("another", "tests.kernel.test_plugins:Mine", STRATEGIES),
+            EntryPoint("exact", "tests.kernel.test_plugins:Mine", ENVIRONMENTS),
+        ]
+    )
+
+    def entry_points(**selection: Any) -> EntryPoints:
+        return found.select(**selection)
+
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    plugins.installed.cache_clear()
+    yield
+    plugins.installed.cache_clear()
+
+
+def test_what_is_installed_while_the_process_runs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed is read once; a name that is not among it is looked for anew."""
+    found: list[EntryPoint] = []
+    monkeypatch.setattr(plugins, "entry_points", lambda **selection: EntryPoints(found).select(**selection))
+    plugins.installed.cache_clear()
+    try:
+        with pytest.raises(Invalid, match="installed: none"):
+            find(STRATEGIES, "mine")
+        found.append(EntryPoint("mine", "tests.kernel.test_plugins:Mine", STRATEGIES))
+        assert load(STRATEGIES, "mine") is Mine
+        found.clear()
+        assert names(STRATEGIES) == ["mine"]
+    finally:
+        plugins.installed.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_names_are_told_in_order_and_by_group() -> None:
+    assert names(STRATEGIES) == ["another", "broken", "mine"]
+    assert names(ENVIRONMENTS) == ["exact"]
+    assert names(FILTERS) == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_strategy_of_anybody_is_built_with_its_options() -> None:
+    strategy = build_strategy("mine", {"share": 0.25})
+    assert isinstance(strategy, Mine) and strategy.options == MineOptions(share=0.25)
+
+
+@pytest.mark.usefixtures("installed")
+def test_options_are_held_to_the_strategys_own() -> None:
+    with pytest.raises(Invalid, match=r"options of strategy 'mine': .*valid options: share: number \(default 0.5\)"):
+        build_strategy("mine", {"shares": 1})
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("group", "kind", "known"),
+    [
+        (STRATEGIES, "strategy", "another, broken, mine"),
+        (FILTERS, "filter", "none"),
+        (ENVIRONMENTS, "environment", "exact"),
+        (COMMANDS, "command", "none"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_installed_ones(group: str, kind: str, known: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        find(group, "minne")
+    assert caught.value.detail == f"{kind} is 'minne'; installed: {known}"
+    assert (caught.value.name, caught.value.value, caught.value.bound) == (kind, "minne", names(group))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plug_in_that_does_not_import_is_told_with_its_cause() -> None:
+    with pytest.raises(Invalid, match=r"'broken' \(tests.no_such_module:X\) does not import: ModuleNotFound") as caught:
+        load(STRATEGIES, "broken")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_the_built_ins_come_through_the_same_door() -> None:
+    """In the installed distribution: strategies, environments and commands that its metadata promise."""
+    assert {"on-policy", "one-step-off-policy"} <= set(names(STRATEGIES))
+    assert {"exact-match", "reasoning-gym", "verifiers"} <= set(names(ENVIRONMENTS))
+    assert {"train", "engine", "init-model"} <= set(names(COMMANDS))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("raise SystemExit('gone')", r"plug-in 'own' \(own_import:X\) does not import: SystemExit\('gone'\)"),
+        ("import time; time.sleep(5)", r"import of strategy 'own' did not come to an end within 0.2 s"),
+    ],
+)
+def test_an_import_that_ends_the_process_or_does_not_end_is_refused(
+    source: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_import.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = EntryPoints([EntryPoint("own", "own_import:X", STRATEGIES)])
+    monkeypatch.setattr(plugins, "installed", lambda group: found.select(group=group))
+    monkeypatch.setattr(plugins, "IMPORT_BOUND_S", 0.2)
+    with pytest.raises(Invalid, match=told):
+        build_strategy("own", {})

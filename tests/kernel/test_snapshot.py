@@ -1,0 +1,246 @@
+"""A snapshot and what comes after it give the same state as the whole history; history is trimmed by rule."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from replaybuf.errors import Gone, ReplaybufError
+from replaybuf.kernel.index import ENTRY, FREED
+from replaybuf.kernel.retention import trim_point
+from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
+from replaybuf.kernel.state import RunState
+from replaybuf.wire.ledger import TrimRecord, decode_record
+from tests.builders import entries
+from tests.kernel.test_state import PLACES, Run
+from tests.kernel.test_state_model import RunStateMachine, story_of
+
+HEADER_BYTES = len(MAGIC) + 20
+
+
+def restarted(state: RunState, stream: np.ndarray[Any, Any], raw: bytes) -> RunState:
+    """Fold a snapshot with what the trimmed index stream still holds: entries set aside, those behind `trimmed`."""
+    snapshot = decode_snapshot(raw)
+    again = RunState()
+    again.start_behind(snapshot.trimmed)
+    aside = np.frombuffer(snapshot.set_aside, np.int64)
+    # A group freed after its trimming may still be set aside where the service died before deleting it.
+    extra = [1] if snapshot.trimmed and 1 not in aside else []
+    numbers = np.array([*extra, *aside.tolist()], np.int64)
+    again.store(numbers, stream[numbers - 1])
+    rest = np.arange(snapshot.trimmed + 1, len(stream) + 1)
+    again.store(rest, stream[rest - 1])
+    restore(again, snapshot)
+    return again
+
+
+def kept_story_of(state: RunState) -> dict[str, Any]:
+    """Tell what is still told of a trimmed history."""
+    story = {key: value for key, value in story_of(state).items() if key != "places"} if not state.trimmed else {}
+    index = state.index
+    numbers = index["number"][index["state"] != FREED].tolist()
+    kept = sorted({*numbers, *range(state.trimmed + 1, state.stored + 1)})
+    rows = index.rows_of(kept)
+    return story | {
+        "places": {n: state.place_of(n) for n in kept},
+        "rows": {name: index[name][rows].tolist() for name in index.columns},
+        "trimmed": (state.trimmed, state.trimmed_entries, state.stored, state.entries, len(state.fates)),
+        "history": (state.records, state.made, state.voided, state.checkpoints, state.rewinds, state.oldest_step),
+        "batches": {
+            s: (b.entry, b.generation, b.numbers.tolist(), b.earlier, b.acked) for s, b in state.batches.items()
+        },
+        "counts": (state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
+        "used": (state.groups_used, state.tokens_used, state.used_staleness, state.tallies),
+        "feedback": state.feedback,
+        "words": (state.attached, state.config, state.max_uses, state.config_state),
+        "failed": (state.failed_prompts, state.failures),
+        "steps": (state.step, state.next_step, state.generation, state.published, state.weights_uri),
+    }
+
+
+class SnapshotMachine(RunStateMachine):
+    """Everything a service may write, with restarts from a snapshot and trimming between."""
+
+    def go_on_with(self, rebuilt: RunState) -> None:
+        if self.model.coming:
+            self.take_in()
+        assert kept_story_of(rebuilt) == kept_story_of(self.state)
+        self.state = rebuilt
+
+    @rule(tail=st.integers(0, 3))
+    def restart_from_a_snapshot(self, tail: int) -> None:
+        """Fold a snapshot taken `tail` records ago; go on with what it gave."""
+        if not hasattr(self, "snapshots"):
+            self.snapshots: list[bytes] = []
+        self.snapshots.append(encode_snapshot(take(self.state)))
+        raw = self.snapshots[-min(tail + 1, len(self.snapshots))]
+        again = restarted(self.state, np.concatenate(self.streams.index), raw)
+        while again.entries < self.state.entries:
+            again.apply(again.entries + 1, decode_record(self.streams.ledger[again.entries]))
+        self.go_on_with(again)
+
+    @precondition(lambda self: self.state.step > 0)
+    @rule(kept=st.integers(0, 4))
+    def trim(self, kept: int) -> None:
+        record = trim_point(self.state, kept, kept_entries=1)
+        if record is not None:
+            held = {s: b.entry for s, b in self.state.batches.items()}
+            assert all(entry > record.entries for entry in held.values())
+            assert not self.write(record)
+
+    @invariant()
+    def every_group_stands_where_the_model_has_it(self) -> None:
+        for group in self.model.groups.values():
+            if group.number > self.state.trimmed or not group.freed:
+                assert self.state.place_of(group.number) == group.place(self.model.max_uses)
+            else:
+                with pytest.raises(Gone, match=f"group number {group.number} was freed"):
+                    self.state.place_of(group.number)
+
+    @invariant()
+    def the_history_is_the_models(self) -> None:
+        assert sorted(self.state.batches) == sorted(self.model.batches)
+        for step in range(self.model.next_step):
+            current = next(b.entry for b in self.model.made if b.step == step and b.void_from is None)
+            if self.state.batch_entry(step) is None:
+                assert current <= self.state.trimmed_entries and step not in self.state.batches
+                with pytest.raises(Gone, match=f"record of step {step} is trimmed"):
+                    self.state.check_told(step)
+            else:
+                assert self.state.batch_entry(step) == current
+
+    @invariant()
+    def a_page_lists_the_groups_of_a_place(self) -> None:
+        known = [g for g in self.model.groups.values() if g.number > self.state.trimmed or not g.freed]
+        assert self.state.numbers_at(None, 0, 1000) == [g.number for g in known]
+        assert self.state.numbers_at(None, 2, 3) == [g.number for g in known if g.number > 2][:3]
+        for place in PLACES:
+            numbers = [g.number for g in known if g.place(self.model.max_uses)[0] == place]
+            assert self.state.numbers_at(place, 0, 1000) == numbers
+            assert self.state.numbers_at(place, 2, 3) == [n for n in numbers if n > 2][:3]
+
+
+TestSnapshotAgainstTheWholeHistory = SnapshotMachine.TestCase
+TestSnapshotAgainstTheWholeHistory.settings = settings(
+    max_examples=80, stateful_step_count=40, derandomize=True, deadline=None
+)
+
+
+def trained(steps: int) -> Run:
+    """Train `steps` steps of one group each and keep the last checkpoint only."""
+    run = Run()
+    run.store(*[0] * (steps + 1))
+    for number in range(1, steps + 1):
+        run.train(number)
+    run.checkpoint(steps)
+    return run
+
+
+def test_a_snapshot_of_live_groups_costs_next_to_nothing() -> None:
+    """A hundred thousand groups that nobody touched: their index entries tell all."""
+    run = Run()
+    run.state.store(np.arange(1, 100_001), np.repeat(entries({}), 100_000))
+    assert len(encode_snapshot(take(run.state))) < 2000
+
+
+def test_a_snapshot_of_another_version_is_refused_by_name() -> None:
+    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS3'"):
+        decode_snapshot(b"RBS9" + encode_snapshot(take(RunState()))[len(MAGIC) :])
+    with pytest.raises(ReplaybufError, match="does not decode"):
+        decode_snapshot(encode_snapshot(take(RunState()))[:-3])
+
+
+def test_a_snapshot_whose_text_is_spoiled_is_told_as_one_that_does_not_decode() -> None:
+    """Bytes that are not UTF-8 where a name stands, under a checksum that is right."""
+    raw = encode_snapshot(take(RunState()))
+    spoiled = zlib.decompress(raw[HEADER_BYTES:]).replace(b"running", b"r\xffnning")
+    with pytest.raises(ReplaybufError, match="snapshot does not decode: 'utf-8' codec") as caught:
+        decode_snapshot(raw[:HEADER_BYTES] + zlib.compress(spoiled))
+    assert caught.value.name == "snapshot"
+
+
+def test_a_snapshot_that_knows_more_groups_than_the_stream_is_a_loss_of_data() -> None:
+    raw = encode_snapshot(take(trained(3).state))
+    again = RunState()
+    again.store(np.array([1, 2]), entries({}, {}))
+    with pytest.raises(ReplaybufError, match=r"ends at group 2; .* knows 4: Redis lost data"):
+        restore(again, decode_snapshot(raw))
+
+
+def test_a_gap_in_the_index_stream_is_an_error() -> None:
+    run = Run()
+    run.store(0)
+    with pytest.raises(ReplaybufError, match=r"entries 3 to 3 \(1 of them\) follow 1; the stream has a gap"):
+        run.state.store(np.array([3]), entries({}))
+
+
+@pytest.mark.parametrize("spoiled", ["tokens", "rollouts", "policy_version", "policy_version_max"])
+def test_an_index_entry_that_is_none_of_a_group_is_a_dead_letter_of_the_fold(spoiled: str) -> None:
+    """Whoever folds the stream, with or without a snapshot before it, counts the same."""
+    run = Run()
+    run.store(0)
+    raw = encode_snapshot(take(run.state))
+    stream = np.concatenate([entries({}), entries({spoiled: -1}), np.zeros(1, ENTRY), entries({})])
+    run.state.store(np.array([2, 3]), stream[1:3], np.array([False, True]))
+    run.store(0)
+    assert run.places() == ["live", *["dead_lettered: bad_index_entry"] * 2, "live"]
+    assert run.state.dead_lettered == {"bad_index_entry": 2}
+    assert kept_story_of(restarted(run.state, stream, raw)) == kept_story_of(run.state)
+    assert kept_story_of(restarted(run.state, stream, encode_snapshot(take(run.state)))) == kept_story_of(run.state)
+
+
+def test_history_is_kept_for_the_newest_freed_groups() -> None:
+    """Ten of twelve groups stay to be looked at; trimming waits until a quarter more are there."""
+    run = trained(11)
+    assert trim_point(run.state, 10) is None
+    run.store(0)
+    run.train(12)
+    run.checkpoint(12)
+    point = trim_point(run.state, 10)
+    assert point == TrimRecord(groups=2, entries=0), "the newest ledger entries stay, whatever they are"
+    run.apply(point)
+    assert len(run.state.fates) == run.state.stored - 2 + 1
+    assert run.state.place_of(3) == ("retired", None)
+    assert trim_point(run.state, 10) is None
+
+
+def test_few_old_groups_do_not_keep_the_stream_and_many_do() -> None:
+    """One live group among twenty freed ones is set aside; one in two is cheaper where it is."""
+    run = Run(max_uses=2)
+    run.store(*[0] * 40)
+    for first in range(2, 40, 2):  # the odd ones stay live
+        run.train(first)
+        run.train(first)
+    run.checkpoint(run.state.step)
+    assert trim_point(run.state, 2) is None or trim_point(run.state, 2).groups == 0  # type: ignore[union-attr]
+    sparse = Run(max_uses=2)
+    sparse.store(*[0] * 40)
+    for first in range(2, 40):
+        sparse.train(first)
+        sparse.train(first)
+    sparse.checkpoint(sparse.state.step)
+    point = trim_point(sparse.state, 2)
+    assert point is not None and point.groups == 37
+
+
+def test_the_record_of_a_standing_or_voided_batch_is_never_trimmed() -> None:
+    """A resume may read both, however old they are."""
+    run = Run(max_uses=1)
+    run.store(*[0] * 400)
+    for number in range(1, 151):
+        run.train(number)
+    run.checkpoint(150)
+    standing = run.batch(151)
+    voided = standing
+    run.rewind(150, "resample")
+    for number in range(152, 300):
+        run.train(number)
+    run.apply(trim_point(run.state, 0) or TrimRecord(groups=0, entries=0))
+    assert run.state.trimmed_entries == voided - 1
+    assert run.state.batch_entry(150, 0) == voided

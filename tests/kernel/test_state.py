@@ -1,0 +1,438 @@
+"""The fold of index stream and ledger, against a model of lists and dicts; then single decisions, one by one."""
+
+from __future__ import annotations
+
+import unittest.mock
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import LedgerGap, ReplaybufError
+from replaybuf.kernel.snapshot import take
+from replaybuf.kernel.state import FEEDBACK_STEPS, LOST_LINEAGE, RunState, remembered_rewinds
+from replaybuf.wire.ledger import (
+    AckRecord,
+    AnyRecord,
+    AttachRecord,
+    CheckpointRecord,
+    DeadLetterRecord,
+    EvictRecord,
+    PolicyRecord,
+    PurgeRecord,
+    RewindRecord,
+    TicketRecord,
+    TrimRecord,
+)
+from tests.builders import batch_entry, batch_record, config_record, entries
+
+PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
+OnResume = Literal["redeliver", "resample"]
+
+# ---------------------------------------------------------------------- single decisions
+
+
+class Run:
+    """A state with its ledger's next number, and a line for each decision."""
+
+    def __init__(self, max_uses: int | None = 1, **config: Any) -> None:
+        self.state = RunState()
+        self.apply(config_record(max_uses, **config))
+
+    def apply(self, record: AnyRecord) -> list[int]:
+        freed: list[int] = self.state.apply(self.state.entries + 1, record).tolist()
+        return freed
+
+    def store(self, *newest_versions: int) -> None:
+        first = self.state.stored + 1
+        numbers = np.arange(first, first + len(newest_versions))
+        self.state.store(numbers, entries(*({"policy_version_max": version} for version in newest_versions)))
+
+    def batch(self, *numbers: int) -> int:
+        state = self.state
+        self.apply(batch_record(state.next_step, [batch_entry(n) for n in numbers], generation=state.generation))
+        return state.entries
+
+    def train(self, *numbers: int) -> int:
+        made = self.batch(*numbers)
+        self.apply(AckRecord(step=self.state.step, epoch=1))
+        self.apply(PolicyRecord(version=self.state.step, weights_uri="w", adapter="", epoch=1))
+        return made
+
+    def evict(self, *numbers: int, reason: str = "too_stale") -> None:
+        self.apply(EvictRecord(step=self.state.next_step, numbers={reason: list(numbers)}))
+
+    def checkpoint(self, step: int, keep: int = 1) -> list[int]:
+        return self.apply(CheckpointRecord(step=step, keep=keep))
+
+    def rewind(self, step: int, on_resume: OnResume) -> None:
+        self.apply(
+            RewindRecord(
+                step=step,
+                generation=self.state.generation + 1,
+                on_resume=on_resume,
+                version=step,
+                until=self.state.stored,
+            )
+        )
+
+    def places(self) -> list[str]:
+        told = [self.state.place_of(number) for number in range(1, self.state.stored + 1)]
+        return [place if reason is None else f"{place}: {reason}" for place, reason in told]
+
+
+def test_a_rewind_evicts_groups_of_lost_versions_unless_a_standing_batch_holds_them() -> None:
+    """Back at step 1 version 2 never was: a batch that holds such a group is redelivered, the pool loses the rest."""
+    run = Run()
+    run.store(0, 1)
+    run.train(1)
+    run.train(2)
+    run.store(1, 2, 2)
+    run.batch(4)
+    run.rewind(1, "redeliver")
+    assert run.places() == ["in_batches", "in_batches", "live", "in_batches", "evicted: lost_lineage"]
+    assert run.state.published == {"": 1} and run.state.weights_uri == {"": None}
+    assert (run.state.step, run.state.next_step) == (1, 3)
+    assert [batch.acked for batch in run.state.batches.values()] == [True, False, False]
+
+
+def test_a_group_of_a_lost_version_never_comes_back_from_a_batch_voided_later() -> None:
+    """Version 2 is trained anew after the rewind; what the lost version 2 sampled must not pass for its work."""
+    run = Run()
+    run.store(0, 1)
+    run.train(1)
+    run.train(2)
+    run.store(2)
+    run.batch(3)
+    run.rewind(1, "redeliver")
+    run.apply(AckRecord(step=1, epoch=2))
+    run.rewind(2, "resample")
+    assert run.places() == ["in_batches", "in_batches", "evicted: lost_lineage"]
+    assert run.state.evicted == {LOST_LINEAGE: 1}
+
+
+def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
+    """A restart folds the whole index stream before the ledger, so `until` must bound what a rewind evicts."""
+    state = RunState()
+    values = entries({"policy_version_max": 1}, {"policy_version_max": 1})
+    state.store(np.array([1, 2]), values)
+    state.apply(1, config_record())
+    state.apply(2, RewindRecord(step=0, generation=1, on_resume="resample", version=0, until=1))
+    assert [state.place_of(number)[0] for number in (1, 2)] == ["evicted", "live"]
+
+
+def test_resample_gives_uses_back_and_undoes_evictions_recorded_after_the_step() -> None:
+    """An eviction recorded at the step itself stands: no batch from there on may use the group."""
+    run = Run()
+    run.store(0, 0, 0, 0)
+    run.train(1)
+    run.evict(2, reason="overlong")
+    run.train(3)
+    run.evict(4)
+    run.rewind(1, "resample")
+    assert run.places() == ["in_batches", "evicted: overlong", "live", "live"]
+    assert run.state.index["times_sampled"].tolist() == [1, 0, 0, 0]
+    assert +run.state.evicted == {"overlong": 1}
+    assert (run.state.step, run.state.next_step, list(run.state.batches)) == (1, 1, [0])
+
+
+def test_redeliver_keeps_batches_uses_and_evictions() -> None:
+    run = Run()
+    run.store(0, 0, 0)
+    run.train(1)
+    run.train(2)
+    run.evict(3)
+    run.rewind(1, "redeliver")
+    assert run.places() == ["in_batches", "in_batches", "evicted: too_stale"]
+    assert (run.state.step, run.state.next_step) == (1, 2)
+    assert not run.state.batches[1].acked
+
+
+def test_voiding_a_use_leaves_the_last_step_of_the_use_before_even_where_that_batch_was_freed() -> None:
+    """`last_step` -1 means never used; a group used in step 0 must not look fresh after step 1 is voided."""
+    run = Run(max_uses=None)
+    run.store(0, 0)
+    run.train(1)
+    run.train(1, 2)
+    run.checkpoint(1)
+    run.rewind(1, "resample")
+    assert run.state.index["times_sampled"].tolist() == [1, 0]
+    assert run.state.index["last_step"].tolist() == [0, -1]
+
+
+def test_a_checkpoint_frees_exactly_what_no_resume_needs() -> None:
+    """Resumable from step 1 on: the batch of step 0 goes, and what was evicted before step 1; nothing else."""
+    run = Run()
+    run.store(0, 0, 0, 0, 0)
+    run.evict(1)
+    run.train(2)
+    run.evict(3)
+    run.train(4)
+    run.evict(5)
+    assert sorted(run.checkpoint(1)) == [1, 2, 3]
+    assert run.places() == ["evicted: too_stale", "retired", "evicted: too_stale", "in_batches", "evicted: too_stale"]
+    assert (run.state.oldest_step, list(run.state.batches)) == (1, [1])
+    assert sorted(run.checkpoint(2)) == [4, 5]
+    assert run.state.retired == 2 and run.state.evicted == {"too_stale": 3}
+
+
+def test_older_checkpoints_stay_resumable_as_long_as_they_are_kept() -> None:
+    run = Run()
+    run.store(0, 0, 0)
+    for number in (1, 2, 3):
+        run.train(number)
+    assert run.checkpoint(1, keep=2) == [1]
+    assert run.checkpoint(3, keep=2) == []
+    assert run.state.checkpoints == [1, 3]
+    assert sorted(run.checkpoint(3, keep=1)) == [2, 3]
+
+
+def test_a_live_group_is_never_freed_by_a_checkpoint() -> None:
+    run = Run(max_uses=2)
+    run.store(0, 0)
+    run.train(1)
+    assert run.checkpoint(1) == []
+    assert run.places() == ["live", "live"]
+
+
+def test_a_used_group_that_is_evicted_stays_for_redelivery_and_is_retired_by_a_checkpoint() -> None:
+    run = Run(max_uses=2)
+    run.store(0)
+    run.train(1)
+    run.evict(1)
+    assert run.places() == ["in_batches"] and not +run.state.evicted
+    assert run.checkpoint(1) == [1]
+    assert run.places() == ["retired"]
+
+
+def test_a_dead_letter_in_a_batch_that_may_be_asked_for_again_is_not_purged() -> None:
+    """Used once, found broken at its second use: what a resume may need stays until a checkpoint passes it."""
+    run = Run(max_uses=2)
+    run.store(0, 0)
+    run.train(1)
+    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1, 2]}))
+    assert run.state.purgeable() == [2]
+    run.checkpoint(1)
+    assert run.state.purgeable() == [1, 2]
+
+
+def test_a_group_that_broke_in_its_batch_comes_back_by_no_rewind_though_it_was_evicted_there() -> None:
+    """The eviction would be undone by a resample, and the broken group be live again."""
+    run = Run(max_uses=2)
+    run.store(0, 0)
+    run.train(1, 2)
+    run.evict(1)
+    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1, 2]}))
+    assert run.places() == ["dead_lettered: bad_checksum"] * 2
+    run.rewind(0, "resample")
+    assert run.places() == ["dead_lettered: bad_checksum"] * 2
+    assert run.state.dead_lettered == {"bad_checksum": 2} and not +run.state.evicted
+
+
+def test_a_purged_dead_letter_is_still_told_as_one() -> None:
+    run = Run()
+    run.store(0, 0)
+    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
+    assert run.apply(PurgeRecord(numbers=[1])) == [1]
+    assert run.places() == ["dead_lettered: bad_checksum", "live"]
+    assert run.state.dead_lettered == {"bad_checksum": 1}
+    assert run.state.numbers_at("dead_lettered", 0, 9) == [1]
+    assert run.state.numbers_at("retired", 0, 9) == []
+
+
+def test_the_entry_of_a_batch_is_that_of_the_generation_asked_for() -> None:
+    """Step 1 was made in generation 0, stood in 1, was voided by 2 and made again."""
+    run = Run()
+    run.store(0, 0, 0)
+    first = run.train(1)
+    voided = run.train(2)
+    run.rewind(1, "redeliver")
+    run.rewind(1, "resample")
+    assert run.state.batch_entry(1) is None
+    again = run.train(3)
+    assert run.state.batch_entry(1) == again
+    assert [run.state.batch_entry(1, generation) for generation in range(4)] == [voided, voided, again, None]
+    assert [run.state.batch_entry(0, generation) for generation in range(4)] == [first, first, first, None]
+    assert run.state.batch_entry(2) is None
+
+
+def test_a_freed_batch_keeps_its_entry_and_a_freed_voided_one_loses_it() -> None:
+    run = Run()
+    run.store(0, 0)
+    run.train(1)
+    run.rewind(0, "resample")
+    again = run.train(2)
+    run.checkpoint(1)
+    assert run.state.batch_entry(0) == run.state.batch_entry(0, 1) == again
+    assert run.state.batch_entry(0, 0) is None
+
+
+def test_a_gap_in_the_ledger_is_an_error() -> None:
+    run = Run()
+    with pytest.raises(ReplaybufError, match="ledger entry 3 follows 1"):
+        run.state.apply(3, AckRecord(step=0, epoch=1))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        batch_record(1, [batch_entry(2), batch_entry(3)]),
+        EvictRecord(step=1, numbers={"too_stale": [2], "overlong": [3, 1]}),
+        DeadLetterRecord(numbers={"broken_frame": [3]}),
+        PurgeRecord(numbers=[3]),
+        RewindRecord(step=0, generation=1, on_resume="redeliver", version=0, until=3),
+        TrimRecord(groups=3, entries=1),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_record_of_groups_that_are_not_there_is_a_gap_and_changes_nothing(record: AnyRecord) -> None:
+    """Their index entries were trimmed before this reader saw them: what it knows is too old to go on from."""
+    run = Run()
+    run.store(0, 0)
+    run.train(1)
+    before = take(run.state)
+    with pytest.raises(LedgerGap, match=f"entry {run.state.entries + 1} names group 3; .* read up to 2 and"):
+        run.apply(record)
+    assert take(run.state) == before
+
+
+def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:
+    run = Run(max_steps=1)
+    run.store(0)
+    assert run.state.state == "running"
+    run.train(1)
+    assert run.state.state == "finished"
+    run.rewind(0, "redeliver")
+    assert run.state.state == "running"
+
+
+@pytest.mark.parametrize(("reason", "state"), [("prompts", "running"), ("operator", "finished")])
+def test_a_rewind_reopens_a_run_that_ended_of_itself_not_one_that_an_operator_ended(reason: str, state: str) -> None:
+    run = Run()
+    run.apply(config_record(state="finished", reason=reason))
+    run.rewind(0, "redeliver")
+    assert run.state.state == state
+
+
+def test_what_a_ticket_of_an_older_generation_lost_is_the_lowest_version_gone_back_to_since() -> None:
+    run = Run()
+    for step in (3, 1, 2):
+        run.apply(
+            RewindRecord(step=step, generation=run.state.generation + 1, on_resume="redeliver", version=step, until=0)
+        )
+    assert [run.state.lost_version_since(generation) for generation in range(4)] == [1, 1, 2, None]
+
+
+@given(st.lists(st.integers(0, 12), max_size=30), st.integers(2, 6))
+def test_what_rewinds_lost_is_told_exactly_from_few_of_them_and_never_too_little(versions: list[int], cap: int) -> None:
+    """Rewinds that a later one covers are forgotten; above the bound the oldest tickets are told a lower version."""
+    exact: list[tuple[int, int]] = []
+    remembered, bounded = RunState(), RunState()
+    for generation, version in enumerate(versions, 1):
+        exact.append((generation, version))
+        remembered.rewinds[""] = remembered_rewinds(remembered.rewinds.get("", []), generation, version)
+        with unittest.mock.patch("replaybuf.kernel.state.KEPT_REWINDS", cap):
+            bounded.rewinds[""] = remembered_rewinds(bounded.rewinds.get("", []), generation, version)
+        assert len(bounded.rewinds[""]) <= cap
+    for generation in range(len(versions) + 1):
+        lost = min((version for reached, version in exact if reached > generation), default=None)
+        assert remembered.lost_version_since(generation) == lost
+        told = bounded.lost_version_since(generation)
+        assert told == lost if lost is None else told is not None and told <= lost
+    assert len(remembered.rewinds) <= 13
+
+
+def test_the_trainer_that_attached_last_holds_the_run() -> None:
+    run = Run()
+    assert run.state.epoch == 0
+    for epoch in (1, 2):
+        run.apply(AttachRecord(epoch=epoch, step=0, dp_world_size=4, seq_len=64, pad_to_multiple_of=8))
+        assert run.state.epoch == epoch
+    assert run.state.attached is not None and run.state.attached.dp_world_size == 4
+
+
+def test_prompts_that_failed_are_remembered() -> None:
+    run = Run()
+    run.apply(TicketRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"))
+    assert list(run.state.failed_prompts) == [("", 4)]
+
+
+def test_why_prompts_failed_is_kept_of_the_newest_and_goes_with_a_late_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stay failed; of the reason the beginning is kept."""
+    monkeypatch.setattr("replaybuf.kernel.state.KEPT_FAILURES", 2)
+    run = Run()
+    for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
+        run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))
+    kept = [(failed.prompt_index, failed.reason) for failed in run.state.failures.values()]
+    assert kept == [(1, "second"), (2, "third" + 195 * "!")]
+    assert len(run.state.failed_prompts) == 3
+    run.state.store(np.array([1]), entries({"prompt_index": 1}))
+    assert [failed.prompt_index for failed in run.state.failures.values()] == [2]
+
+
+def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read_first() -> None:
+    """Stored wins: one prompt never counts as failed and as stored."""
+    failures = [
+        TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason="expired") for index in (4, 5)
+    ]
+    late = entries({"prompt_index": 4}, {})
+    before, after = Run(), Run()
+    for record in failures:
+        after.apply(record)
+    assert set(after.state.failed_prompts) == {("", 4), ("", 5)}
+    for run in (before, after):
+        run.state.store(np.array([1, 2]), late)
+    for record in failures:
+        before.apply(record)
+    assert list(before.state.failed_prompts) == list(after.state.failed_prompts) == [("", 5)]
+
+
+def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
+    """A group that was evicted does not come back with the number of uses."""
+    run = Run(max_uses=None)
+    run.store(0, 0, 0)
+    run.train(1, 2)
+    run.evict(2)
+    run.apply(config_record(1))
+    assert run.places() == ["in_batches", "in_batches", "live"]
+    run.apply(config_record(2))
+    assert run.places() == ["live", "in_batches", "live"]
+
+
+def test_an_entry_that_is_no_group_is_not_in_the_kept_sums_of_live_groups() -> None:
+    state = RunState()
+    state.store(np.array([1, 2]), entries({"tokens": 5}, {"tokens": 7}))
+    assert state.live_totals() == (2, 12, 2, 0)
+    state.store(np.array([3, 4]), entries({"tokens": 11}, {"tokens": 0}))
+    assert state.live_totals() == (3, 23, 3, 0)
+
+
+def test_feedback_is_kept_of_the_newest_steps_of_the_surviving_history() -> None:
+    """By the ledger alone; steps whose ack brought none are not among them."""
+    run = Run(max_uses=None)
+    run.store(0)
+
+    def train(feedback: dict[str, Any] | None) -> None:
+        run.batch(1)
+        run.apply(AckRecord(step=run.state.step, epoch=1, feedback=feedback))
+
+    for step in range(FEEDBACK_STEPS + 4):
+        train({"loss": step} if step != 2 else None)
+    assert list(run.state.feedback) == list(range(4, FEEDBACK_STEPS + 4))
+    assert msgspec.msgpack.decode(run.state.feedback[4]) == {"loss": 4}
+    run.rewind(6, "redeliver")
+    assert list(run.state.feedback) == [4, 5]
+
+
+@pytest.mark.parametrize(("reason", "kept"), [("operator", [0]), ("strategy 's' raised in observe", [])])
+def test_feedback_is_left_behind_by_a_run_that_goes_on_after_its_strategy_failed(reason: str, kept: list[int]) -> None:
+    run = Run()
+    run.store(0)
+    run.batch(1)
+    run.apply(AckRecord(step=0, epoch=1, feedback={"loss": 1}))
+    for state in ("paused", "running"):
+        run.apply(config_record(1, state=state, reason=reason if state == "paused" else None))
+    assert list(run.state.feedback) == kept

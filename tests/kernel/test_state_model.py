@@ -1,0 +1,604 @@
+"""The fold of index stream and ledger against a model of dicts and lists, in any order that a service allows.
+
+The machine plays the service: it appends to two streams what a service would write, folds them as its leader does, and
+now and then goes on with a state that was rebuilt from the streams, in one of the orders in which a server may read
+them. After every step the fold tells the same as the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaybuf.kernel.histograms import AGE_MS, TOKENS, VERSIONS, Histogram, Tallies
+from replaybuf.kernel.index import IN_BATCHES, LIVE
+from replaybuf.kernel.state import LOST_LINEAGE, RunState
+from replaybuf.wire.ledger import (
+    AckRecord,
+    AnyRecord,
+    AttachRecord,
+    CheckpointRecord,
+    DeadLetterRecord,
+    EvictRecord,
+    PolicyRecord,
+    PurgeRecord,
+    RewindRecord,
+    TicketRecord,
+    decode_record,
+    encode_record,
+)
+from tests.builders import batch_entry, batch_record, config_record, entries
+
+PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
+OnResume = Literal["redeliver", "resample"]
+USES = st.sampled_from([1, 3, None])
+
+# ---------------------------------------------------------------------- the model
+
+
+@dataclasses.dataclass
+class ModelGroup:
+    """One group: which steps of the surviving history used it, and what else happened to it."""
+
+    number: int
+    version: int
+    newest: int
+    tokens: int
+    prompt: int | None
+    rollouts: int = 2
+    longest: int = 6
+    arrival_s: int = 0
+    uses: list[int] = dataclasses.field(default_factory=list)
+    evicted: tuple[int, str] | None = None
+    evicted_s: int = 0
+    poison: str | None = None
+    poisoned: tuple[int, int] = (0, 0)
+    freed: bool = False
+    retired: bool = False
+
+    def place(self, max_uses: int | None) -> tuple[str, str | None]:
+        if self.retired:
+            return "retired", None
+        if self.poison:
+            return "dead_lettered", self.poison
+        if self.evicted and not self.uses:
+            return "evicted", self.evicted[1]
+        used_up = max_uses is not None and len(self.uses) >= max_uses
+        return ("in_batches" if self.evicted or used_up else "live"), None
+
+
+@dataclasses.dataclass
+class ModelBatch:
+    """One batch that was ever made: who it holds, and in which generations it was part of the history."""
+
+    step: int
+    entry: int
+    numbers: list[int]
+    born: int
+    void_from: int | None = None
+    acked: bool = False
+    freed: bool = False
+
+
+class Model:
+    """A run told as a story: what is in each list follows from the words of design section 2, 3 and 5 alone.
+
+    `groups` are those the leader has taken in, `coming` those in the stream that it has not seen yet.
+    """
+
+    def __init__(self, steps_per_publish: int) -> None:
+        self.steps_per_publish = steps_per_publish
+        self.groups: dict[int, ModelGroup] = {}
+        self.coming: list[ModelGroup] = []
+        self.made: list[ModelBatch] = []
+        self.gave_up: set[int] = set()
+        self.max_uses: int | None = 1
+        self.state, self.reason = "running", None
+        self.step = self.next_step = self.generation = self.published = self.entries = self.epoch = 0
+        self.checkpoints: list[int] = []
+        self.uses_told: list[tuple[ModelGroup, int, int]] = []
+
+    @property
+    def now_s(self) -> int:
+        """When the next record is written."""
+        return 50 + 7 * self.entries
+
+    def version_of(self, step: int) -> int:
+        return step // self.steps_per_publish
+
+    @property
+    def oldest(self) -> int:
+        return min(self.checkpoints, default=0)
+
+    @property
+    def batches(self) -> dict[int, ModelBatch]:
+        return {b.step: b for b in self.made if b.void_from is None and not b.freed}
+
+    @property
+    def failed(self) -> set[int]:
+        """Prompts that were given up and have no group."""
+        return self.gave_up - {group.prompt for group in self.groups.values() if group.prompt is not None}
+
+    @property
+    def purgeable(self) -> set[int]:
+        """Dead letters with bytes that no batch holds which may be asked for again."""
+        held = {number for batch in self.batches.values() for number in batch.numbers}
+        return {group.number for group in self.at("dead_lettered") if not group.freed} - held
+
+    def at(self, place: str) -> list[ModelGroup]:
+        return [g for g in self.groups.values() if g.place(self.max_uses)[0] == place]
+
+    def rewind(self, step: int, mode: OnResume, until: int) -> None:
+        self.generation += 1
+        for batch in list(self.batches.values()):
+            if batch.step >= step and mode == "resample":
+                batch.void_from = self.generation
+                for number in batch.numbers:
+                    self.groups[number].uses.remove(batch.step)
+            elif batch.step >= step:
+                batch.acked = False
+        version = self.version_of(step)
+        for group in self.groups.values():
+            later = group.evicted is not None and group.evicted[0] > step
+            if mode == "resample" and later:
+                group.evicted = None
+            lost = group.newest > version and group.number <= until
+            if lost and (group.evicted is None or later) and not group.freed and not group.poison:
+                group.evicted, group.evicted_s = (step, LOST_LINEAGE), self.now_s
+        self.step, self.published = step, version
+        self.next_step = max([step, *(s + 1 for s in self.batches)])
+        self.checkpoints = [c for c in self.checkpoints if c <= step]
+        if self.state == "finished" and self.reason != "operator":
+            self.state, self.reason = "running", None
+
+    def checkpoint(self, step: int, keep: int) -> set[int]:
+        self.checkpoints = sorted({*self.checkpoints, step})[-keep:]
+        for batch in self.made:
+            batch.freed = batch.freed or batch.step < self.oldest
+        freed = set()
+        for group in self.groups.values():
+            place = group.place(self.max_uses)[0]
+            may_return = group.evicted is not None and group.evicted[0] > self.oldest
+            if group.freed or may_return or place not in ("in_batches", "evicted"):
+                continue
+            if place == "in_batches" and max(group.uses) >= self.oldest:
+                continue
+            group.freed, group.retired = True, place == "in_batches"
+            freed.add(group.number)
+        return freed
+
+    def tallies(self) -> dict[str, Any]:
+        """Count everything anew, from the groups as they stand and from every use that was ever made."""
+        groups, used = list(self.groups.values()), [group for group, _, _ in self.uses_told]
+        dropped = [group for group in groups if group.place(self.max_uses)[1]]
+        ages: dict[str, tuple[list[int], list[int]]] = {}
+        for group in dropped:
+            evicted_at = group.evicted[0] if group.evicted else 0
+            step, at_s = group.poisoned if group.poison else (evicted_at, group.evicted_s)
+            versions, seconds = ages.setdefault(group.place(self.max_uses)[1] or "", ([], []))
+            versions.append(max(0, self.version_of(step) - group.version))
+            seconds.append(1000 * max(0, at_s - group.arrival_s))
+        prompts = [group for group in groups if group.prompt is not None]
+        return {
+            "lengths": {
+                kind: (
+                    in_buckets(TOKENS, [group.tokens // group.rollouts for group in of_it]),
+                    in_buckets(TOKENS, [group.longest for group in of_it]),
+                )
+                for kind, of_it in (("stored", groups), ("used", used), ("dropped", dropped))
+            },
+            "reuse": Counter(times for _, times, _ in self.uses_told),
+            "age_at_use": in_buckets(AGE_MS, [1000 * max(0, at_s - g.arrival_s) for g, _, at_s in self.uses_told]),
+            "drop_ages": {r: (in_buckets(VERSIONS, one), in_buckets(AGE_MS, two)) for r, (one, two) in ages.items()},
+            "prompts": (
+                len(prompts),
+                sum(1 for group in prompts if group.uses),
+                sum(1 for group in prompts if group in dropped and not group.uses),
+            ),
+        }
+
+    def batch_of(self, step: int, generation: int) -> int | None:
+        found = [
+            b
+            for b in self.made
+            if b.step == step and b.born <= generation and (b.void_from is None or generation < b.void_from)
+        ]
+        kept = [b for b in found if b.void_from is None or not b.freed]
+        return kept[0].entry if kept and generation <= self.generation else None
+
+
+def in_buckets(edges: tuple[int, ...], values: list[int]) -> tuple[dict[int | None, int], int]:
+    """Count values by the lowest edge that is not below them, None above all; and add them up."""
+    return Counter(min((edge for edge in edges if edge >= value), default=None) for value in values), sum(values)
+
+
+def told_of(tallies: Tallies) -> dict[str, Any]:
+    """Tell tallies as the model does."""
+
+    def told(histogram: Histogram) -> tuple[dict[int | None, int], int]:
+        counts = zip((*histogram.edges, None), histogram.counts, strict=True)
+        return {edge: count for edge, count in counts if count}, histogram.sum
+
+    return {
+        "lengths": {kind: (told(one.mean), told(one.longest)) for kind, one in tallies.lengths.items()},
+        "reuse": tallies.reuse,
+        "age_at_use": told(tallies.age_at_use),
+        "drop_ages": {r: (told(a.versions), told(a.ms)) for r, a in tallies.drop_ages.items() if a.versions.count},
+        "prompts": (tallies.prompts_stored, tallies.prompts_trained, tallies.prompts_dropped),
+    }
+
+
+def story_of(state: RunState) -> dict[str, Any]:
+    """Tell everything that two folds of the same history must agree on."""
+    index = state.index
+    numbers = range(1, state.stored + 1)
+    kept = {int(n): row for n in numbers for row in index.rows_of([n]).tolist()}
+    return {
+        "steps": (state.step, state.next_step, state.generation, state.oldest_step, state.state),
+        "published": (state.published, state.weights_uri),
+        "places": [state.place_of(n) for n in numbers],
+        "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
+        "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
+        "live": state.live_totals(),
+        "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
+        "records": (state.records, state.voided, state.checkpoints, state.rewinds),
+        "counts": (state.stored, state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
+        "used": (state.groups_used, state.tokens_used, state.used_staleness),
+        "tallies": told_of(state.tallies),
+        "words": (state.epoch, state.failed_prompts, state.failures, state.config, state.max_uses, state.entries),
+    }
+
+
+# ---------------------------------------------------------------------- the streams
+
+
+class Streams:
+    """What storage holds: encoded index entries with their deduplication, encoded ledger records.
+
+    `told` is, by ledger entry, how long the index stream was when the record was written, and what it let go.
+    """
+
+    def __init__(self) -> None:
+        self.index: list[Any] = []
+        self.ledger: list[bytes] = []
+        self.numbers: dict[str, int] = {}
+        self.told: list[tuple[int, set[int]]] = []
+
+    def publish(self, group_id: str, group: ModelGroup) -> bool:
+        """Append a group unless its id, or its prompt, has one already."""
+        names = [group_id] if group.prompt is None else [group_id, f"p{group.prompt}"]
+        if any(name in self.numbers for name in names):
+            return False
+        self.numbers.update(dict.fromkeys(names, group.number))
+        values = {"policy_version": group.version, "policy_version_max": group.newest, "tokens": group.tokens}
+        values |= {"rollouts": group.rollouts, "longest_tokens": group.longest, "arrival_s": group.arrival_s}
+        self.index.append(entries(values if group.prompt is None else values | {"prompt_index": group.prompt}))
+        return True
+
+    def take_in(self, state: RunState, through: int) -> None:
+        """Fold the index stream up to number `through`."""
+        fresh = self.index[state.stored : through]
+        if fresh:
+            state.store(np.arange(state.stored + 1, state.stored + 1 + len(fresh)), np.concatenate(fresh))
+
+    def replay(self, state: RunState, through: int) -> None:
+        """Fold the ledger up to entry `through`; it lets the same payloads go as when it was written."""
+        for entry in range(state.entries + 1, through + 1):
+            freed = state.apply(entry, decode_record(self.ledger[entry - 1])).tolist()
+            assert set(freed) == self.told[entry - 1][1], f"ledger entry {entry} lets other groups go than before"
+
+    def index_first(self) -> RunState:
+        """Rebuild as a server that starts: the whole index stream, then the ledger."""
+        state = RunState()
+        self.take_in(state, len(self.index))
+        self.replay(state, len(self.ledger))
+        return state
+
+    def by_chunks(self, data: st.DataObject) -> RunState:
+        """Rebuild as a server that follows: a chunk of the ledger is read, then the index's tail, then both folded."""
+        state = RunState()
+        while state.entries < len(self.ledger):
+            through = data.draw(st.integers(state.entries + 1, len(self.ledger)))
+            least = max(state.stored, self.told[through - 1][0])
+            self.take_in(state, data.draw(st.integers(least, len(self.index))))
+            self.replay(state, through)
+        self.take_in(state, len(self.index))
+        return state
+
+
+# ---------------------------------------------------------------------- the service
+
+
+class RunStateMachine(RuleBasedStateMachine):
+    """Everything a service may write, in any order that the service allows."""
+
+    @initialize(data=st.data(), steps_per_publish=st.sampled_from([1, 2]), max_uses=USES)
+    def start(self, data: st.DataObject, steps_per_publish: int, max_uses: int | None) -> None:
+        self.state = RunState()
+        self.model = Model(steps_per_publish)
+        self.streams = Streams()
+        self.freed: set[int] = set()
+        self.most_uses: int | None = 1
+        self.configure(max_uses)
+        self.append(data, 5, ticketed=False)
+        self.take_in()
+
+    # -- writing
+
+    def write(self, record: AnyRecord) -> set[int]:
+        raw = encode_record(msgspec.structs.replace(record, at_s=self.model.now_s))
+        self.model.entries += 1
+        freed = self.state.apply(self.model.entries, decode_record(raw)).tolist()
+        assert len(freed) == len(set(freed)) and not self.freed & set(freed), "a payload is let go once"
+        self.streams.ledger.append(raw)
+        self.streams.told.append((len(self.streams.index), set(freed)))
+        self.freed |= set(freed)
+        return set(freed)
+
+    def configure(self, max_uses: int | None, **words: Any) -> None:
+        assert not self.write(config_record(max_uses, steps_per_publish=self.model.steps_per_publish, **words))
+        self.model.max_uses = max_uses
+        self.model.state, self.model.reason = words.get("state", "running"), words.get("reason")
+        self.most_uses = None if max_uses is None or self.most_uses is None else max(self.most_uses, max_uses)
+
+    # -- producers
+
+    @rule(data=st.data(), count=st.integers(1, 5), ticketed=st.booleans())
+    def append(self, data: st.DataObject, count: int, ticketed: bool) -> None:
+        """Groups enter the stream; the leader takes them in some time later."""
+        for _ in range(count):
+            newest = data.draw(st.integers(0, self.model.published))
+            number = len(self.streams.index) + 1
+            prompt = data.draw(st.integers(0, 9)) if ticketed else None
+            group = ModelGroup(number, data.draw(st.integers(0, newest)), newest, data.draw(st.integers(2, 90)), prompt)
+            group.rollouts, group.longest = 1 + number % 3, group.tokens * 2 // 3
+            group.arrival_s = self.model.now_s + data.draw(st.integers(-40, 8))  # the clock of another machine
+            if self.streams.publish(f"g{number}", group):
+                self.model.coming.append(group)
+
+    @precondition(lambda self: self.streams.numbers)
+    @rule(data=st.data())
+    def append_again(self, data: st.DataObject) -> None:
+        """A repeat, or the second group of a prompt, is a duplicate and leaves no trace."""
+        name = data.draw(st.sampled_from(sorted(self.streams.numbers)))
+        assert not self.streams.publish(name, ModelGroup(len(self.streams.index) + 1, 0, 0, 2, None))
+
+    @precondition(lambda self: self.model.coming)
+    @rule()
+    def take_in(self) -> None:
+        self.streams.take_in(self.state, len(self.streams.index))
+        self.model.groups |= {group.number: group for group in self.model.coming}
+        self.model.coming = []
+
+    @rule(prompt=st.integers(0, 9))
+    def give_up(self, prompt: int) -> None:
+        """The last ticket of a prompt expired; its group may be in the stream already, unseen, or come later."""
+        if prompt not in {group.prompt for group in self.model.groups.values()} | self.model.gave_up:
+            self.model.gave_up.add(prompt)
+            self.write(TicketRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired"))
+
+    # -- trainer
+
+    @rule()
+    def attach(self) -> None:
+        self.model.epoch += 1
+        self.write(AttachRecord(epoch=self.model.epoch, step=0, dp_world_size=2, seq_len=64, pad_to_multiple_of=1))
+
+    @precondition(lambda self: self.model.next_step <= self.model.step + 1 and self.model.at("live"))
+    @rule(data=st.data())
+    def assemble(self, data: st.DataObject) -> None:
+        model, live = self.model, self.model.at("live")
+        chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique_by=lambda g: g.number))
+        step = model.next_step
+        for group in chosen:
+            group.uses.append(step)
+            model.uses_told.append((group, len(group.uses), model.now_s))
+        record = batch_record(
+            step,
+            [batch_entry(g.number, version=g.version, times_sampled=len(g.uses)) for g in chosen],
+            generation=model.generation,
+            version=model.version_of(step),
+        )
+        assert not self.write(record)
+        model.made.append(ModelBatch(step, model.entries, [g.number for g in chosen], model.generation))
+        model.next_step += 1
+
+    @precondition(lambda self: self.model.next_step == self.model.step and self.model.at("live"))
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def train(self, data: st.DataObject, count: int) -> None:
+        """A whole step, and fresh groups of the version it makes."""
+        self.assemble(data)
+        self.ack()
+        if self.model.published < self.model.version_of(self.model.step):
+            self.publish()
+        self.append(data, count, ticketed=False)
+
+    @precondition(lambda self: self.model.step in self.model.batches)
+    @rule()
+    def ack(self) -> None:
+        feedback = {"loss": self.model.step} if self.model.step % 2 else None
+        assert not self.write(AckRecord(step=self.model.step, epoch=1, feedback=feedback))
+        self.model.batches[self.model.step].acked = True
+        self.model.step += 1
+
+    @precondition(lambda self: self.model.published < self.model.version_of(self.model.step))
+    @rule()
+    def publish(self) -> None:
+        self.model.published = self.model.version_of(self.model.step)
+        self.write(PolicyRecord(version=self.model.published, weights_uri="w", adapter="", epoch=1))
+
+    @precondition(lambda self: self.model.step > self.model.oldest)
+    @rule(data=st.data(), keep=st.integers(1, 3))
+    def checkpoint(self, data: st.DataObject, keep: int) -> None:
+        step = data.draw(st.sampled_from(range(self.model.step, self.model.oldest - 1, -1)))
+        freed = self.write(CheckpointRecord(step=step, keep=keep))
+        assert freed == self.model.checkpoint(step, keep), "exactly what no resume needs is freed"
+
+    @precondition(lambda self: self.model.next_step > self.model.oldest)
+    @rule(data=st.data(), mode=st.sampled_from(["redeliver", "resample"]))
+    def rewind(self, data: st.DataObject, mode: OnResume) -> None:
+        model = self.model
+        step = data.draw(st.integers(model.oldest, model.step))
+        until = len(model.groups)
+        model.rewind(step, mode, until)
+        self.write(
+            RewindRecord(
+                step=step, generation=model.generation, on_resume=mode, version=model.version_of(step), until=until
+            )
+        )
+
+    # -- what the service and its operator do
+
+    @precondition(lambda self: self.model.at("live"))
+    @rule(data=st.data(), reason=st.sampled_from(["too_stale", "overlong"]))
+    def evict(self, data: st.DataObject, reason: str) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.model.at("live")), unique_by=lambda g: g.number, min_size=1))
+        for group in chosen:
+            group.evicted, group.evicted_s = (self.model.next_step, reason), self.model.now_s
+        self.write(EvictRecord(step=self.model.next_step, numbers={reason: [g.number for g in chosen]}))
+
+    @precondition(lambda self: self.model.at("live") or self.model.at("in_batches"))
+    @rule(data=st.data())
+    def bury(self, data: st.DataObject) -> None:
+        """Before it is selected, or when its batch is to be served again."""
+        group = data.draw(st.sampled_from(self.model.at("live") + self.model.at("in_batches")))
+        group.poison, group.poisoned = "bad_checksum", (self.model.next_step, self.model.now_s)
+        self.write(DeadLetterRecord(numbers={"bad_checksum": [group.number]}))
+
+    @precondition(lambda self: self.model.purgeable)
+    @rule()
+    def purge(self) -> None:
+        dead = self.model.purgeable
+        assert self.state.purgeable() == sorted(dead)
+        for number in dead:
+            self.model.groups[number].freed = True
+        assert self.write(PurgeRecord(numbers=sorted(dead))) == dead
+
+    @precondition(lambda self: self.model.next_step > 1)
+    @rule(max_uses=USES | st.just(2))
+    def change_max_uses(self, max_uses: int | None) -> None:
+        unacked = [g for b in self.model.batches.values() if not b.acked for g in b.numbers]
+        if max_uses is None or all(len(self.model.groups[n].uses) <= max_uses for n in unacked):
+            self.configure(max_uses)
+
+    @rule(words=st.sampled_from([("running", None), ("paused", "operator"), ("finished", "prompts")]))
+    def set_state(self, words: tuple[str, str | None]) -> None:
+        self.configure(self.model.max_uses, state=words[0], reason=words[1])
+
+    # -- restarts: from here on the rebuilt state is the one in use
+
+    def go_on_with(self, rebuilt: RunState) -> None:
+        if self.model.coming:
+            self.take_in()
+        assert story_of(rebuilt) == story_of(self.state)
+        self.state = rebuilt
+
+    @rule()
+    def restart(self) -> None:
+        self.go_on_with(self.streams.index_first())
+
+    @rule(data=st.data())
+    def take_over(self, data: st.DataObject) -> None:
+        self.go_on_with(self.streams.by_chunks(data))
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            self.restart()
+
+    # -- what holds after every step
+
+    @invariant()
+    def every_group_stands_where_the_model_has_it(self) -> None:
+        expected = [group.place(self.model.max_uses) for group in self.model.groups.values()]
+        assert [self.state.place_of(number) for number in self.model.groups] == expected
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        state = self.state
+        live, in_batches = state.count(LIVE), state.count(IN_BATCHES)
+        evicted, dead = sum(state.evicted.values()), sum(state.dead_lettered.values())
+        assert state.stored == len(self.model.groups)
+        assert state.stored == live + in_batches + state.retired + evicted + dead
+        counts = {place: len(self.model.at(place)) for place in PLACES}
+        assert counts == dict(zip(PLACES, (live, in_batches, state.retired, evicted, dead), strict=True))
+        reasons = Counter(g.place(self.model.max_uses)[1] for g in self.model.at("evicted"))
+        assert +state.evicted == reasons
+
+    @invariant()
+    def kept_sums_of_live_groups_are_those_of_the_groups(self) -> None:
+        groups = self.model.at("live")
+        fresh, uses = sum(not g.uses for g in groups), sum(len(g.uses) for g in groups)
+        assert self.state.live_totals() == (len(groups), sum(g.tokens for g in groups), fresh, uses)
+
+    @invariant()
+    def the_tallies_are_the_models_and_add_up(self) -> None:
+        state, tallies = self.state, self.state.tallies
+        assert told_of(tallies) == self.model.tallies()
+        assert {kind: lengths.mean.count for kind, lengths in tallies.lengths.items()} == {
+            "stored": state.stored,
+            "used": state.groups_used,
+            "dropped": state.evicted.total() + state.dead_lettered.total(),
+        }
+        assert sum(tallies.reuse.values()) == state.used_staleness.total() == state.groups_used
+        by_reason = {reason: ages.versions.count for reason, ages in tallies.drop_ages.items()}
+        assert +Counter(by_reason) == state.evicted + state.dead_lettered
+        tickets = len({g.prompt for g in self.model.groups.values()} - {None}) + len(self.model.failed)
+        coverage = tallies.coverage(tickets, len(state.failed_prompts))
+        assert coverage.issued == tickets == coverage.stored + coverage.failed
+        assert coverage.pending == sum(g.prompt is not None and not g.uses for g in self.model.at("live"))
+
+    @invariant()
+    def uses_are_counted_and_bounded(self) -> None:
+        index = self.state.index
+        for group in self.model.groups.values():
+            assert self.most_uses is None or len(group.uses) <= self.most_uses
+            rows = index.rows_of([group.number])
+            assert len(rows) == (not group.freed)
+            if len(rows):
+                assert index["times_sampled"][rows[0]] == len(group.uses)
+                assert index["last_step"][rows[0]] == max(group.uses, default=-1)
+                retained = [s for s, b in sorted(self.model.batches.items()) if group.number in b.numbers]
+                assert self.state.steps_of(group.number) == retained
+
+    @invariant()
+    def nothing_that_a_resume_may_need_is_gone(self) -> None:
+        """Neither a batch that may be served again, nor what may be sampled now or after a rewind."""
+        held = {number for batch in self.model.batches.values() for number in batch.numbers}
+        assert all(step >= self.model.oldest for step in self.model.batches)
+        assert not self.freed & held
+        assert not self.freed & {group.number for group in self.model.at("live")}
+        assert self.freed == {group.number for group in self.model.groups.values() if group.freed}
+
+    @invariant()
+    def the_history_is_the_models(self) -> None:
+        state, model = self.state, self.model
+        assert (state.step, state.next_step, state.generation) == (model.step, model.next_step, model.generation)
+        assert (state.epoch, state.config_state, state.max_uses) == (model.epoch, model.state, model.max_uses)
+        assert state.published == {"": model.published}
+        assert (state.oldest_step, state.checkpoints) == (model.oldest, model.checkpoints)
+        assert {index for _, index in state.failed_prompts} == model.failed
+        batches = {s: (b.entry, b.numbers.tolist(), b.acked) for s, b in state.batches.items()}
+        assert batches == {s: (b.entry, b.numbers, b.acked) for s, b in model.batches.items()}
+        for step in range(model.next_step + 1):
+            current = [b.entry for b in model.made if b.step == step and b.void_from is None]
+            assert state.batch_entry(step) == (current[0] if current else None)
+            for generation in range(model.generation + 2):
+                assert state.batch_entry(step, generation) == model.batch_of(step, generation)
+
+    @invariant()
+    def a_page_lists_the_groups_of_a_place(self) -> None:
+        for place in PLACES:
+            numbers = [g.number for g in self.model.at(place)]
+            assert self.state.numbers_at(place, 0, 1000) == numbers
+            assert self.state.numbers_at(place, 2, 3) == [n for n in numbers if n > 2][:3]
+
+
+TestRunStateAgainstAModel = RunStateMachine.TestCase
+TestRunStateAgainstAModel.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True, deadline=None)

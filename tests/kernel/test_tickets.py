@@ -1,0 +1,345 @@
+"""Tickets: a prompt index is out, due again, failed or done, never two of these; storage brings the book back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replaybuf.errors import NotFound
+from replaybuf.kernel.tickets import FORGIVEN, Ticket, TicketBook, TicketChange, forgiven, parse_ticket, prompt_key
+
+ADAPTERS = ("", "a/b")
+NUMBERS = st.integers(0, 10**18 - 1)
+COUNTS = st.integers(1, 10**9 - 1)
+
+# ---------------------------------------------------------------------- the text of a ticket
+
+
+@given(st.text(max_size=6), NUMBERS, NUMBERS, COUNTS, COUNTS)
+def test_a_ticket_reads_back_as_it_was_written(
+    adapter: str, generation: int, index: int, attempt: int, serial: int
+) -> None:
+    ticket = Ticket(adapter, generation, index, attempt, serial)
+    assert parse_ticket(str(ticket)) == ticket
+
+
+@given(st.text(alphabet="0123456789t-/ab٣ \n", max_size=12) | st.text(max_size=20))
+def test_what_reads_as_a_ticket_is_written_the_same_way(text: str) -> None:
+    """No second spelling of a ticket is taken, and garbage is `NotFound`, never another error."""
+    try:
+        ticket = parse_ticket(text)
+    except NotFound as error:
+        assert error.value == text and error.name == "ticket"
+    else:
+        assert str(ticket) == text and ticket.attempt >= 1 and ticket.serial >= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "t0-0-1",
+        "t0-0-0-1",
+        "t0-0-1-0",
+        "t00-0-1-1",
+        "t0-0-1-01",
+        "t-1-0-1-1",
+        "t0-0-1-1 ",
+        "T0-0-1-1",
+        "/t0-0-1-1",
+        "t٣-0-1-1",
+        "t0-0-1-2-3",
+    ],
+)
+def test_garbage_is_no_ticket(text: str) -> None:
+    with pytest.raises(NotFound, match="is not one this service issued"):
+        parse_ticket(text)
+
+
+def test_a_number_of_thousands_of_digits_is_no_ticket() -> None:
+    """Python refuses to convert so many digits; the caller must not see that."""
+    with pytest.raises(NotFound):
+        parse_ticket("t" + "9" * 5000 + "-0-1-1")
+
+
+def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:
+    assert (prompt_key("", 7), prompt_key("math", 7)) == ("p7", "math/p7")
+
+
+# ---------------------------------------------------------------------- the book against a model
+
+
+@dataclasses.dataclass
+class Prompt:
+    """Where one prompt stands: `out` until a deadline, `due` again, `failed`, `done`; its failed tries and tickets."""
+
+    state: str
+    generation: int
+    failures: int = 0
+    issued: int = 0
+    deadline_s: float = 0.0
+
+
+class Storage:
+    """What the service keeps of the changes: a sorted set of tickets, a hash of counters."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def keep(self, change: TicketChange) -> None:
+        for ticket in change.drop:
+            del self.tickets[str(ticket)]
+        put = {str(ticket): at_s for ticket, at_s in change.deadlines_s.items()}
+        assert not self.tickets.keys() & put.keys()
+        self.tickets.update(put)
+        self.counts.update(change.counts)
+
+
+class TicketMachine(RuleBasedStateMachine):
+    """Producers that take, lose, return and fulfil tickets, in any order."""
+
+    @initialize(ttl_s=st.integers(1, 20), max_attempts=st.integers(1, 3), prompts=st.none() | st.integers(1, 6))
+    def start(self, ttl_s: int, max_attempts: int, prompts: int | None) -> None:
+        self.terms = (ttl_s, max_attempts, prompts)
+        self.book = TicketBook(ttl_s, max_attempts, prompts)
+        self.storage = Storage()
+        self.prompts: dict[str, list[Prompt]] = {adapter: [] for adapter in ADAPTERS}
+        self.counts: Counter[str] = Counter()
+        self.now_s = 1000.0
+        self.generation = 0
+        self.texts: set[str] = set()
+
+    def those(self, state: str) -> dict[tuple[str, int], Prompt]:
+        return {
+            (adapter, index): prompt
+            for adapter, prompts in self.prompts.items()
+            for index, prompt in enumerate(prompts)
+            if prompt.state == state
+        }
+
+    def ticket_of(self, key: tuple[str, int]) -> Ticket:
+        prompt = self.prompts[key[0]][key[1]]
+        return Ticket(key[0], prompt.generation, key[1], prompt.failures + 1, prompt.issued)
+
+    def take_back(self, key: tuple[str, int], *, failed: bool = True) -> None:
+        prompt = self.prompts[key[0]][key[1]]
+        prompt.failures += failed
+        prompt.state, prompt.deadline_s = ("failed" if prompt.failures == self.terms[1] else "due"), 0.0
+
+    # -- rules
+
+    @rule(adapter=st.sampled_from(ADAPTERS), count=st.sampled_from([1, 2, 4, 0]))
+    def issue(self, adapter: str, count: int) -> None:
+        """Prompts due again come first, then new indexes in order, as many as there are."""
+        ttl_s, _, supply = self.terms
+        due = {key for key in self.those("due") if key[0] == adapter}
+        prompts = self.prompts[adapter]
+        fresh = count - min(len(due), count)
+        if supply is not None:
+            fresh = min(fresh, supply - len(prompts))
+        change = self.book.issue(adapter, count, self.generation, self.now_s)
+        again = {ticket.prompt for ticket in change.issued[: min(len(due), count)]}
+        assert again <= due and len(again) == min(len(due), count)
+        new = [ticket.prompt_index for ticket in change.issued[len(again) :]]
+        assert new == list(range(len(prompts), len(prompts) + fresh))
+        prompts += [Prompt("out", 0) for _ in new]
+        for ticket in change.issued:
+            prompt = prompts[ticket.prompt_index]
+            prompt.state, prompt.generation, prompt.deadline_s = "out", self.generation, self.now_s + ttl_s
+            prompt.issued += 1
+            assert ticket == self.ticket_of(ticket.prompt)
+            assert str(ticket) not in self.texts, "no two tickets have one text"
+            self.texts.add(str(ticket))
+            assert change.deadlines_s[ticket] == prompt.deadline_s
+        self.counts["issued"] += len(change.issued)
+        self.storage.keep(change)
+
+    @rule(seconds=st.integers(0, 30))
+    def expire(self, seconds: int) -> None:
+        """A ticket expires at its deadline, not a second earlier."""
+        self.now_s += seconds
+        late = [key for key, prompt in self.those("out").items() if prompt.deadline_s <= self.now_s]
+        tickets = {key: self.ticket_of(key) for key in late}
+        for key in late:
+            self.take_back(key)
+        change = self.book.expire(self.now_s)
+        assert set(change.failed) == {tickets[key] for key in late if key in self.those("failed")}
+        assert bool(change) == bool(late)
+        self.counts["expired"] += len(late)
+        self.storage.keep(change)
+
+    @precondition(lambda self: self.those("out"))
+    @rule(data=st.data(), reason=st.sampled_from(["engine_error: x", "", *(f"{word}: x" for word in sorted(FORGIVEN))]))
+    def give_back(self, data: st.DataObject, reason: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.those("out"))))
+        ticket = self.ticket_of(key)
+        assert self.book.holds(ticket)
+        change = self.book.give_back(ticket, reason)
+        self.take_back(key, failed=reason.partition(":")[0] not in FORGIVEN)
+        assert change.failed == ([ticket] if key in self.those("failed") else [])
+        self.counts["returned"] += 1
+        self.storage.keep(change)
+
+    @precondition(lambda self: any(self.prompts.values()))
+    @rule(data=st.data(), attempts=st.integers(-1, 1), serials=st.integers(-1, 1), generations=st.integers(-1, 1))
+    def give_back_what_is_not_out(self, data: st.DataObject, attempts: int, serials: int, generations: int) -> None:
+        """An earlier attempt, a later one or one never issued: `NotFound`, and nothing changes."""
+        key = data.draw(st.sampled_from([(a, index) for a, all_ in self.prompts.items() for index in range(len(all_))]))
+        newest = self.ticket_of(key)
+        ticket = newest._replace(
+            generation=newest.generation + generations,
+            attempt=newest.attempt + attempts,
+            serial=newest.serial + serials,
+        )
+        if key in self.those("out") and ticket == newest:
+            return
+        assert not self.book.holds(ticket)
+        with pytest.raises(NotFound, match="is not out"):
+            self.book.give_back(ticket, "engine_error")
+
+    @precondition(lambda self: any(self.prompts.values()))
+    @rule(data=st.data())
+    def store_groups(self, data: st.DataObject) -> None:
+        """A stored group strikes its prompt, out or due again; twice or for a prompt that failed changes nothing."""
+        every = [(a, index) for a, prompts in self.prompts.items() for index in range(len(prompts) + 1)]
+        stored = data.draw(st.lists(st.sampled_from(every), unique=True, min_size=1, max_size=3))
+        struck = set(stored) & (self.those("out").keys() | self.those("due").keys())
+        tickets = {text for text in self.storage.tickets if parse_ticket(text).prompt in struck}
+        change = self.book.done(stored)
+        assert set(map(str, change.drop)) == tickets and not change.counts and not change.deadlines_s
+        for key in struck:
+            self.prompts[key[0]][key[1]].state = "done"
+        self.storage.keep(change)
+
+    @rule()
+    def rewind(self) -> None:
+        self.generation += 1
+
+    @rule()
+    def restart(self) -> None:
+        """From here on the book that storage brought back is the one in use."""
+        self.book = self.restored()
+
+    def restored(self) -> TicketBook:
+        book = TicketBook(*self.terms)
+        book.restore(self.storage.tickets.items(), dict(self.storage.counts))
+        return book
+
+    # -- what holds after every step
+
+    @invariant()
+    def the_book_holds_what_the_model_holds(self) -> None:
+        for book in (self.book, self.restored()):
+            out, due = self.those("out"), self.those("due")
+            assert book.out == len(out)
+            assert sorted(book.prompts_at_hand()) == sorted([*out, *due])
+            assert all(book.holds(self.ticket_of(key)) for key in out)
+            assert not any(book.holds(self.ticket_of(key)) for key in due)
+            assert {a: book.out_of(a) for a in ADAPTERS} == {a: sum(key[0] == a for key in out) for a in ADAPTERS}
+            assert all(book.may_expire(p.deadline_s) for p in out.values())
+            assert book.counts == self.counts
+            issued = {adapter: len(prompts) for adapter, prompts in self.prompts.items() if prompts}
+            assert book.next_index == issued
+            for adapter, prompts in self.prompts.items():
+                left = self.terms[2] is None or len(prompts) < self.terms[2]
+                assert book.used_up(adapter) == (not left and not any(key[0] == adapter for key in due))
+
+    @invariant()
+    def a_prompt_has_failed_exactly_when_it_has_no_attempt_left(self) -> None:
+        for prompts in self.prompts.values():
+            for prompt in prompts:
+                assert (prompt.failures == self.terms[1]) == (prompt.state == "failed")
+                assert prompt.issued >= 1 and prompt.failures <= prompt.issued
+
+
+TestTicketBookAgainstAModel = TicketMachine.TestCase
+TestTicketBookAgainstAModel.settings = settings(
+    max_examples=150, stateful_step_count=40, derandomize=True, deadline=None
+)
+
+# ---------------------------------------------------------------------- single decisions
+
+
+def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    first = book.issue("", 1, 0, 0.0).issued[0]
+    assert book.give_back(first, "engine_error").failed == []
+    second = book.issue("", 1, 0, 0.0).issued[0]
+    assert (second.prompt_index, second.attempt) == (0, 2)
+    assert book.give_back(second, "engine_error").failed == [second]
+    assert book.used_up("") and book.issue("", 1, 0, 0.0).issued == []
+
+
+@pytest.mark.parametrize("reason", sorted(FORGIVEN))
+def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: str) -> None:
+    """A generator that is restarted ten times fails no prompt, and every ticket has a text of its own."""
+    book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
+    texts = set()
+    for _ in range(10):
+        (ticket,) = book.issue("", 1, 0, 0.0).issued
+        texts.add(str(ticket))
+        assert (ticket.prompt_index, ticket.attempt) == (0, 1)
+        assert book.give_back(ticket, f"{reason}: the producer ends").failed == []
+    assert len(texts) == 10
+
+
+@pytest.mark.parametrize("reason", ["", "engine_timeout", "engine_lost", "not shutdown", "shutdowns", "x: shutdown"])
+def test_any_other_reason_is_a_failed_attempt(reason: str) -> None:
+    assert not forgiven(reason)
+    book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
+    (ticket,) = book.issue("", 1, 0, 0.0).issued
+    assert book.give_back(ticket, reason).failed == [ticket]
+
+
+def test_a_ticket_expires_at_its_deadline() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    book.issue("", 1, 0, 5.0)
+    assert not book.expire(14.5)
+    assert book.expire(15.0).counts == {"expired": 1}
+
+
+def test_the_oldest_ticket_of_an_adapter_that_is_out_is_told_also_after_a_restart() -> None:
+    """Storage gives tickets back by their deadline; one that is issued again is the newest."""
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    first = book.issue("a", 1, 0, 1.0).issued[0]
+    book.issue("b", 1, 0, 2.0)
+    last = book.issue("a", 1, 0, 3.0).issued[0]
+    assert (book.oldest_deadline_s("a"), book.oldest_deadline_s("b"), book.oldest_deadline_s("c")) == (11.0, 12.0, None)
+    book.give_back(first, "shutdown")
+    book.issue("a", 1, 0, 5.0)
+    assert book.oldest_deadline_s("a") == 13.0
+    restored = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    restored.restore([(str(last), 13.0), (str(first), 15.0)], {})
+    assert restored.oldest_deadline_s("a") == 13.0
+
+
+def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place() -> None:
+    """Guarantee 9: one stored group per prompt index, whichever attempt brought it."""
+    book = TicketBook(ttl_s=10, max_attempts=3, prompts=None)
+    book.issue("", 1, 0, 0.0)
+    book.expire(10.0)
+    again = book.issue("", 1, 0, 10.0).issued[0]
+    assert book.done([again.prompt]).drop == [again]
+    assert not book.prompts_at_hand()
+
+
+def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    ticket = book.issue("", 5, 0, 0.0).issued[0]
+    assert book.used_up("")
+    book.give_back(ticket, "engine_error")
+    assert not book.used_up("")
+
+
+def test_a_change_that_changes_nothing_is_false() -> None:
+    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    assert not book.issue("", 0, 0, 0.0)
+    assert not book.expire(1e9)
+    assert not book.done([("", 0)])
+    assert book.issue("", 1, 0, 0.0)

@@ -1,0 +1,152 @@
+"""The command as a whole, over the real service and stand-ins for the programs that need a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from replaybuf.lab.demo.supervisor import STOP_WITHIN_S
+from tests.waiting import eventually
+
+STEPS = 20
+STANDINS = Path(__file__).with_name("standins.py")
+COMMAND = (
+    "import sys; from pathlib import Path; from rich.console import Console\n"
+    "from replaybuf.lab.demo.command import run_demo; from replaybuf.lab.demo.folder import Folder\n"
+    "root, steps, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ['--resume']\n"
+    "sys.exit(run_demo(Console(width=200), Folder(root), steps=steps, resume=resume,\n"
+    f"                  program=(sys.executable, {str(STANDINS)!r})))"
+)
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Start the demo on one folder; `train` says how the stand-in trainer behaves."""
+
+    def start_demo(*options: str, train: str = "", init_model: str = "") -> subprocess.Popen[str]:
+        behaviour = {"STANDIN_STEPS": str(STEPS), "STANDIN_TRAIN": train, "STANDIN_INIT_MODEL": init_model}
+        environment = {**os.environ, **behaviour}
+        return subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(tmp_path / "demo"), str(STEPS), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+
+    return start_demo
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; return exit code and output."""
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+def training(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
+    """Wait until the stand-in trainer hangs; return every process of the demo."""
+    log = root / "logs" / "train.log"
+
+    def hangs() -> bool:
+        if process.poll() is not None:
+            raise AssertionError(f"the trainer did not start: {process.communicate(timeout=10)[0]}")
+        return log.exists() and "not finite" in log.read_text()
+
+    eventually(hangs, 60)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def left(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait for processes to go; return those that did not."""
+    alive = psutil.wait_procs(processes, timeout=timeout_s)[1]
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_demo_that_goes_well_reports_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
+    """Exit code 0, the accuracy that the engine really has, all three files, their paths printed."""
+    code, output = finished(start())
+    assert code == 0, output
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert report["accuracy"] == {"sampled": {"before": 0.5, "after": 0.5}, "greedy": {"before": 1.0, "after": 1.0}}
+    assert (report["steps"], report["sessions"]) == (STEPS, 1)
+    for name in ("report.json", "report.png", "report.html"):
+        assert str(tmp_path / "demo" / name) in output
+    assert "this is not RL" in output
+    assert {"serve", "valkey", "engine", "demo"} <= report["peak_memory_bytes"].keys()
+
+
+def test_a_child_that_dies_is_named_with_its_last_lines_and_the_way_on(start: Start, tmp_path: Path) -> None:
+    """Exit code 1; then `--resume` goes on from the checkpoint, without a second warm start."""
+    code, output = finished(start(train="dies"))
+    assert code == 1
+    assert "demo stopped: train (pid " in output
+    assert "exited with code 7" in output
+    assert "  weights are not finite" in output
+    assert f"go on with: {sys.executable} -m replaybuf demo --resume --data-dir {tmp_path / 'demo'}" in output
+    code, output = finished(start("--resume"))
+    assert code == 0, output
+    assert f"resuming: {STEPS // 2} of {STEPS} steps are done" in output
+    assert f"trainer went on at step {STEPS // 2}, its newest checkpoint" in output
+    assert "warm start" not in output.split("accuracy")[0]
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert report["curve"]["step"] == list(range(STEPS))
+    assert report["sessions"] == 2
+    code, output = finished(start("--resume"))
+    assert (code, "is finished; its report" in output) == (0, True)
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
+def test_a_signal_stops_the_whole_demo_in_time(
+    start: Start, tmp_path: Path, number: signal.Signals, code: int, word: str
+) -> None:
+    """Within 5 seconds nothing is left, Valkey and the guard included, and the reason is told."""
+    process = start(train="hangs")
+    processes = training(process, tmp_path / "demo")
+    began = time.monotonic()
+    process.send_signal(number)
+    ended, output = finished(process)
+    assert time.monotonic() - began < STOP_WITHIN_S
+    assert ended == code
+    assert f"demo stopped: stopped by {word}" in output
+    assert left(processes, 1.0) == []
+
+
+def test_kill_9_leaves_no_process_and_the_folder_can_be_resumed(start: Start, tmp_path: Path) -> None:
+    """The guard clears up, and only then is the folder free for the next demo, whose report counts both starts."""
+    process = start(train="hangs")
+    processes = training(process, tmp_path / "demo")
+    process.kill()
+    process.communicate(timeout=10)
+    code, output = finished(start("--resume"))
+    assert left(processes, 0.0) == []
+    assert code == 0, output
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert (report["sessions"], report["killed"]) == (2, 1)
+    assert report["phases"]["warm start"] > 0
+    assert "2, 1 killed: up to 5 s of each are not counted" in output
+
+
+def test_the_warm_start_tells_how_far_it_is(start: Start, tmp_path: Path) -> None:
+    """The last line of its log is shown while it goes on."""
+    process = start(init_model="waits")
+    if process.stdout is None:
+        raise RuntimeError("no pipe")
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "warm start: step 10: sampled accuracy 0.100" in line:
+            break
+    (tmp_path / "demo" / "go").touch()
+    code, output = finished(process)
+    assert code == 0, [*seen, output]
+    assert "warm start: step 10" in seen[-1]

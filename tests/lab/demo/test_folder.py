@@ -1,0 +1,155 @@
+"""The data folder: a new one is made, an existing one is never touched unasked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replaybuf.errors import Conflict, Invalid
+from replaybuf.lab.demo import folder as folders
+from replaybuf.lab.demo.folder import DEFAULT_STEPS, Folder, Request, take
+
+
+def new(root: Path, *, seed: int | None = None, steps: int | None = None) -> Request:
+    """Start a demo there and end it at once."""
+    request, lock = take(Folder(root), seed=seed, steps=steps, resume=False, overwrite=False)
+    os.close(lock)
+    return request
+
+
+def resume(root: Path, *, seed: int | None = None, steps: int | None = None) -> Request:
+    """Take a demo's folder up again and let go of it."""
+    request, lock = take(Folder(root), seed=seed, steps=steps, resume=True, overwrite=False)
+    os.close(lock)
+    return request
+
+
+def test_a_new_folder_gets_the_defaults(tmp_path: Path) -> None:
+    """Seed 0 and the default number of steps, written down for a resume."""
+    assert new(tmp_path / "demo") == Request(0, DEFAULT_STEPS)
+    assert resume(tmp_path / "demo") == Request(0, DEFAULT_STEPS)
+
+
+def test_an_existing_demo_is_refused_with_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+    """Nothing is lost by starting the demo twice."""
+    new(tmp_path, seed=3, steps=40)
+    with pytest.raises(Conflict) as caught:
+        new(tmp_path, seed=5)
+    program = f"{sys.executable} -m replaybuf demo"
+    assert str(caught.value) == (
+        f"{tmp_path} holds an unfinished demo (seed 3, 40 steps); "
+        f"go on with: {program} --resume --data-dir {tmp_path}; "
+        f"delete it and start anew with: {program} --overwrite --seed 5 --data-dir {tmp_path}; "
+        "or give another --data-dir"
+    )
+
+
+def test_a_finished_demo_is_called_finished(tmp_path: Path) -> None:
+    """The message tells a demo that has its report from one that was stopped."""
+    new(tmp_path)
+    Folder(tmp_path).report_json.write_text("{}")
+    with pytest.raises(Conflict, match="holds a finished demo"):
+        new(tmp_path)
+
+
+def test_overwrite_deletes_a_demo_and_nothing_else(tmp_path: Path) -> None:
+    """`--overwrite` empties a demo's folder; a folder of something else stays as it is."""
+    demo, other = tmp_path / "demo", tmp_path / "other"
+    new(demo, seed=1)
+    (demo / "logs" / "serve.log").write_text("old")
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    request, lock = take(Folder(demo), seed=2, steps=None, resume=False, overwrite=True)
+    os.close(lock)
+    assert request.seed == 2
+    assert not (demo / "logs" / "serve.log").exists()
+    with pytest.raises(Conflict, match="is not a demo's"):
+        take(Folder(other), seed=2, steps=None, resume=False, overwrite=True)
+    assert (other / "thesis.txt").read_text() == "years of work"
+
+
+def test_resuming_keeps_seed_and_steps_and_refuses_others(tmp_path: Path) -> None:
+    """A resumed demo is the same demo."""
+    new(tmp_path, seed=1, steps=40)
+    assert resume(tmp_path) == Request(1, 40)
+    assert resume(tmp_path, seed=1, steps=40) == Request(1, 40)
+    with pytest.raises(Invalid, match=r"--steps is 50; the demo in .* was started with 40"):
+        resume(tmp_path, steps=50)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"seed": 1, "st', b'{"seed": 1}', b"\xff"])
+def test_a_broken_demo_json_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    """By a resume as by a new start; `--overwrite` makes it whole."""
+    new(tmp_path, seed=3)
+    (tmp_path / "demo.json").write_bytes(content)
+    for begin in (resume, new):
+        with pytest.raises(Invalid, match=r"demo\.json is broken: .* demo --overwrite --data-dir") as caught:
+            begin(tmp_path)
+        assert caught.value.value == str(tmp_path)
+    os.close(take(Folder(tmp_path), seed=4, steps=None, resume=False, overwrite=True)[1])
+    assert resume(tmp_path) == Request(4, DEFAULT_STEPS)
+
+
+def test_demo_json_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is killed while it writes leaves no half of it."""
+
+    def killed(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", killed)
+        with pytest.raises(KeyboardInterrupt):
+            new(tmp_path)
+    assert not (tmp_path / "demo.json").exists()
+    assert new(tmp_path, seed=1) == Request(1, DEFAULT_STEPS)
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    """A folder without a demo is named as such and not created."""
+    with pytest.raises(Invalid, match="holds no demo to resume"):
+        resume(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "--steps is 0; at least 1"),
+        ({"seed": -1}, "--seed is -1; at least 0"),
+        ({"resume": True, "overwrite": True}, "exclude each other"),
+    ],
+)
+def test_options_outside_their_bounds_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
+    """Each is named with its value and bound, before anything is written."""
+    asked = {"seed": None, "steps": None, "resume": False, "overwrite": False} | options
+    with pytest.raises(Invalid, match=message):
+        take(Folder(tmp_path / "demo"), **asked)  # type: ignore[arg-type]
+    assert not (tmp_path / "demo").exists()
+
+
+def test_two_demos_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one demo, or its guard, is alive, a second one is refused."""
+    monkeypatch.setattr(folders, "LOCK_WAIT_S", 0.1)
+    new(tmp_path)
+    holder = (
+        "import os, sys; from pathlib import Path; from replaybuf.lab.demo.folder import Folder, take\n"
+        "take(Folder(Path(sys.argv[1])), seed=None, steps=None, resume=True, overwrite=False)\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        if process.stdout is None or process.stdin is None:
+            raise RuntimeError("no pipe")
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(Conflict, match="is in use by another demo"):
+            resume(tmp_path)
+        process.stdin.close()
+        process.wait(timeout=20)
+    assert resume(tmp_path) == Request(0, DEFAULT_STEPS)

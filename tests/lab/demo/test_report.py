@@ -1,0 +1,153 @@
+"""The report: figures under their literal names, a picture, and a page that needs no network."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from replaybuf.errors import NotFound
+from replaybuf.lab.demo.folder import Request
+from replaybuf.lab.demo.page import write_page
+from replaybuf.lab.demo.picture import draw, rolling
+from replaybuf.lab.demo.progress import KILLED, Progress, Session, starts
+from replaybuf.lab.demo.report import NOTES, Report, build_report, print_report, rows
+
+
+def test_report_json_has_the_names_others_read(report: Report) -> None:
+    """The literal shape of `report.json`."""
+    document = msgspec.json.decode(msgspec.json.encode(report))
+    assert (document["seed"], document["steps"], document["wall_s"]) == (7, 10, 25.0)
+    assert document["accuracy"] == {
+        "sampled": {"before": 0.25, "after": 0.625},
+        "greedy": {"before": 0.8, "after": 0.85},
+    }
+    assert sorted(document) == [
+        "accuracy",
+        "cores",
+        "cpu_s",
+        "curve",
+        "evaluations",
+        "groups",
+        "killed",
+        "notes",
+        "peak_memory_bytes",
+        "phases",
+        "seed",
+        "sessions",
+        "staleness",
+        "steps",
+        "trained_tokens",
+        "versions",
+        "waiting",
+        "wall_s",
+    ]
+    assert sorted(document["curve"]) == [
+        "publish_s",
+        "reward",
+        "staleness_max",
+        "staleness_mean",
+        "step",
+        "train_s",
+        "wait_s",
+    ]
+    assert {len(column) for column in document["curve"].values()} == {10}
+
+
+def test_figures_are_those_that_were_measured(report: Report) -> None:
+    """Sums over the starts for time, maxima for memory, means over the steps for the rest."""
+    assert report.phases == {"warm start": 15.0, "training": 10.0}
+    assert report.peak_memory_bytes == {"serve": 90_000_000, "train": 500_000_000}
+    assert report.cpu_s == {"serve": 5.0, "train": 8.5}
+    assert report.staleness.mean == pytest.approx(0.45)
+    assert report.staleness.max == 1
+    assert report.waiting.share == pytest.approx(0.25)
+    assert report.waiting.by_reason == pytest.approx({"too_few_groups": 0.2, "fetching": 0.05})
+    assert (report.groups.stored, report.groups.used, report.groups.live) == (350, 320, 20)
+    assert report.groups.dropped == {"too_stale": 10}
+    assert report.trained_tokens == 40_000
+
+
+def test_steps_are_those_of_the_run_where_the_figures_of_one_are_lost(
+    progress: Progress, sessions: list[Session]
+) -> None:
+    """A trainer that was killed leaves a step without its line; the run has done it all the same."""
+    del progress.steps[4]
+    report = build_report(Request(7, 10), progress, sessions)
+    assert (report.steps, len(report.curve.step)) == (10, 9)
+
+
+def test_a_report_without_accuracy_is_not_made(progress: Progress, sessions: list[Session]) -> None:
+    """A result that was not measured is not made up."""
+    progress.evaluations.pop()
+    with pytest.raises(NotFound, match="not measured"):
+        build_report(Request(7, 10), progress, sessions)
+
+
+def test_the_closing_table_says_what_was_won_and_how(report: Report) -> None:
+    """Result, figures, the honest sentences, and where the files lie."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(console, report, ["out/report.html"])
+    text = console.export_text()
+    assert "sampled accuracy 25.0% → 62.5%, greedy 80.0% → 85.0%, 10 steps in 0:25" in text
+    assert re.search(r"sampled, T = 1 +25\.0% +40\.0% +62\.5%", text)
+    assert re.search(r"greedy +80\.0% +- +85\.0%", text)
+    assert "25.0% of its steps' time (too_few_groups 20.0%, fetching 5.0%)" in text
+    assert "350 stored, 320 used, 10 dropped (too_stale 10), 20 left" in text
+    assert "serve 90 MB, train 500 MB" in text
+    assert "serve 5 s, train 8 s" in text
+    assert "out/report.html" in text
+    for note in NOTES:
+        assert note[:80] in text
+
+
+def test_a_start_that_was_killed_counts_and_is_told(progress: Progress, sessions: list[Session]) -> None:
+    """With the last that it wrote of itself."""
+    killed = [
+        Session(started=1.0, phases={"training": seconds}, peaks={}, cpu_s={"serve": seconds}, outcome=KILLED)
+        for seconds in (1.0, 3.0)
+    ]
+    report = build_report(Request(7, 10), progress, starts([*killed, sessions[1]]))
+    assert (report.sessions, report.killed, report.phases, report.cpu_s["serve"]) == (2, 1, {"training": 9.0}, 6.0)
+    assert ("starts", "2, 1 killed: up to 5 s of each are not counted") in rows(report)
+
+
+def test_the_picture_is_a_png_of_the_promised_size(report: Report, tmp_path: Path) -> None:
+    """1800 x 1200 pixels, read from the file's own header."""
+    path = tmp_path / "report.png"
+    draw(report, path)
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (1800, 1200)
+
+
+def test_the_picture_of_a_single_step_can_be_drawn(report: Report, tmp_path: Path) -> None:
+    """The shortest demo has a picture too."""
+    curve = msgspec.structs.replace(
+        report.curve, **{name: getattr(report.curve, name)[:1] for name in report.curve.__struct_fields__}
+    )
+    draw(msgspec.structs.replace(report, steps=1, curve=curve), tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_the_page_stands_alone(report: Report, tmp_path: Path) -> None:
+    """The picture is inside; nothing in the page refers to another file or host."""
+    draw(report, tmp_path / "report.png")
+    write_page(report, tmp_path / "report.png", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert re.findall(r'(?:src|href)="(.{0,22})', page) == ["data:image/png;base64,"]
+    assert not re.search(r"https?://|@import|url\(|<script|<link", page)
+    assert "sampled accuracy 25.0% → 62.5%" in page
+    assert "supervised warm start" in page
+
+
+def test_smoothing_keeps_the_length_and_a_constant() -> None:
+    """The mean of equal values is that value, at the ends too."""
+    assert rolling([2.0] * 7, window=3) == pytest.approx([2.0] * 7)
+    assert np.allclose(rolling([0.0, 3.0, 0.0], window=3), [1.5, 1.0, 1.5])
+    assert len(rolling([])) == 0

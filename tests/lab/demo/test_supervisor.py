@@ -1,0 +1,301 @@
+"""The supervisor: everything stops in time, with the reason, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from replaybuf.errors import ServiceUnavailable
+from replaybuf.lab.demo.supervisor import STOP_WITHIN_S, Child, Stop, Supervisor
+from tests.waiting import eventually
+
+FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\n"
+    "while True: signal.pause()",
+]
+WITH_GRANDCHILD = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, signal\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+    "print('grandchild', child.pid, flush=True); signal.pause()",
+]
+DEMO = Path(__file__).with_name("supervised.py")
+
+
+def dying(code: int) -> list[str]:
+    return [sys.executable, "-c", f"print('the disk is full'); raise SystemExit({code})"]
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def printed(child: Child, word: str) -> str:
+    async with asyncio.timeout(20):
+        while word not in child.output():  # noqa: ASYNC110 - another process writes the file
+            await asyncio.sleep(0.02)
+    return child.output()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until_gone(pids: list[int], within_s: float) -> None:
+    eventually(lambda: [pid for pid in pids if not gone(pid)], within_s, lambda left: not left)
+
+
+def test_a_dying_child_stops_everything_with_its_name_code_and_last_log_lines(tmp_path: Path) -> None:
+    """The reason names the child and how it ended; the others are gone within the bound."""
+
+    async def scene() -> tuple[object, list[int], float]:
+        async with Supervisor(tmp_path) as supervisor:
+            supervisor.start("serve", FOREVER, stops_last=True)
+            supervisor.start("engine", FOREVER)
+            supervisor.start("train", dying(3))
+            stop = await supervisor.supervise(forever())
+            began = time.monotonic()
+        return stop, [child.pid for child in supervisor.children], time.monotonic() - began
+
+    stop, pids, took_s = asyncio.run(scene())
+    assert isinstance(stop, Stop)
+    assert stop.reason == f"train (pid {pids[2]}) exited with code 3"
+    assert (stop.exit_code, stop.log, stop.log_lines) == (1, tmp_path / "train.log", ("the disk is full",))
+    assert took_s < STOP_WITHIN_S
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_child_killed_by_a_signal_is_told_as_such(tmp_path: Path) -> None:
+    """`kill -9` of a child is named by its signal."""
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start("engine", FOREVER)
+            os.kill(child.pid, signal.SIGKILL)
+            return await supervisor.supervise(forever())
+
+    stop = asyncio.run(scene())
+    assert isinstance(stop, Stop)
+    assert stop.reason.endswith("was killed by SIGKILL")
+
+
+def test_a_child_that_may_finish_ends_nothing_unless_it_fails(tmp_path: Path) -> None:
+    """Exit code 0 of such a child lets the story go on; another code stops it."""
+
+    async def scene(code: int) -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start("init-model", dying(code), may_finish=True)
+
+            async def story() -> str:
+                await supervisor.finished(child)
+                return "went on"
+
+            return await supervisor.supervise(story())
+
+    assert asyncio.run(scene(0)) == "went on"
+    assert isinstance(asyncio.run(scene(1)), Stop)
+
+
+def test_a_service_that_may_not_finish_stops_the_demo_even_with_code_0(tmp_path: Path) -> None:
+    """A clean exit of a child that is needed to the end is a fault too."""
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            supervisor.start("serve", dying(0))
+            return await supervisor.supervise(forever())
+
+    stop = asyncio.run(scene())
+    assert isinstance(stop, Stop)
+    assert stop.reason.endswith("exited with code 0")
+
+
+def test_a_child_deaf_to_sigterm_is_killed_within_the_bound(tmp_path: Path) -> None:
+    """Asking comes first, force after; together they stay inside 5 seconds."""
+
+    async def scene() -> tuple[int, float]:
+        async with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start("engine", STUBBORN)
+            await printed(child, "deaf")
+            began = time.monotonic()
+        return child.pid, time.monotonic() - began
+
+    pid, took_s = asyncio.run(scene())
+    assert gone(pid)
+    assert took_s < STOP_WITHIN_S
+
+
+def test_what_a_child_started_goes_with_it(tmp_path: Path) -> None:
+    """A killed child's own processes (the embedded Valkey of serve) are not left behind."""
+
+    async def scene() -> int:
+        async with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start("serve", WITH_GRANDCHILD)
+            grandchild = int((await printed(child, "grandchild")).split()[1])
+            os.kill(child.pid, signal.SIGKILL)
+            await supervisor.supervise(forever())
+        return grandchild
+
+    wait_until_gone([asyncio.run(scene())], 1.0)
+
+
+def test_a_child_that_is_waited_for_is_stopped_like_any_other(tmp_path: Path) -> None:
+    """When the wait is called off, the child behind it is still known to be alive, and is asked to stop."""
+
+    async def scene() -> tuple[Child, float]:
+        async with Supervisor(tmp_path) as supervisor:
+            train = supervisor.start("train", FOREVER)
+            engine = supervisor.start("engine", FOREVER)
+            story = supervisor.finished(train)
+            asyncio.get_running_loop().call_later(0.1, os.kill, engine.pid, signal.SIGKILL)
+            await supervisor.supervise(story)
+            began = time.monotonic()
+        return train, time.monotonic() - began
+
+    train, took_s = asyncio.run(scene())
+    assert train.exited.result() == -signal.SIGTERM
+    assert took_s < 1.0
+
+
+def test_the_url_is_read_from_the_childs_own_output(tmp_path: Path) -> None:
+    """A line that an earlier start left in the same log file is not taken for this one's."""
+    (tmp_path / "serve.log").write_text("listening on http://127.0.0.1:1\n")
+    code = "import signal; print('listening on http://127.0.0.1:2', flush=True); signal.pause()"
+
+    async def scene() -> str:
+        async with Supervisor(tmp_path) as supervisor:
+            return await supervisor.listening(supervisor.start("serve", [sys.executable, "-c", code]), 20)
+
+    assert asyncio.run(scene()) == "http://127.0.0.1:2"
+
+
+def test_a_child_that_never_listens_is_named_with_its_log(tmp_path: Path) -> None:
+    """Waiting for the URL has an end, and the message says where to look."""
+
+    async def scene() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            await supervisor.listening(supervisor.start("engine", FOREVER), 0.1)
+
+    with pytest.raises(ServiceUnavailable, match=r"engine did not listen within 0\.1 s; its log: .*engine\.log"):
+        asyncio.run(scene())
+
+
+def test_a_failed_call_is_blamed_on_the_child_whose_death_caused_it(tmp_path: Path) -> None:
+    """The story's own error comes second to the exit behind it."""
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start("serve", FOREVER)
+
+            async def story() -> None:
+                os.kill(child.pid, signal.SIGKILL)
+                raise ServiceUnavailable("connection refused")
+
+            return await supervisor.supervise(story())
+
+    stop = asyncio.run(scene())
+    assert isinstance(stop, Stop)
+    assert stop.reason.startswith("serve")
+
+
+def test_an_error_of_the_story_itself_passes_through_and_stops_everything(tmp_path: Path) -> None:
+    """Nothing is swallowed: the error arrives, the children are gone."""
+    pids: list[int] = []
+
+    async def scene() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            pids.append(supervisor.start("serve", FOREVER).pid)
+
+            async def story() -> None:
+                raise ServiceUnavailable("no route")
+
+            await supervisor.supervise(story())
+
+    with pytest.raises(ServiceUnavailable, match="no route"):
+        asyncio.run(scene())
+    assert gone(pids[0])
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process that supervises three children (one with a child of its own), and the pids of all, guard included."""
+    with subprocess.Popen(
+        [sys.executable, str(DEMO), str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        if process.stdout is None:
+            raise RuntimeError("no pipe")
+        pids = [int(word) for word in process.stdout.readline().split()]
+        yield process, pids
+        process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything_in_time_and_gives_a_telling_exit_code(
+    supervised: tuple[subprocess.Popen[str], list[int]], number: signal.Signals, code: int
+) -> None:
+    """Ctrl-C and SIGTERM: 128 + signal, and no process left, the guard included."""
+    process, pids = supervised
+    began = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(timeout=20) == code
+    assert time.monotonic() - began < STOP_WITHIN_S
+    wait_until_gone(pids, 1.0)
+
+
+def test_no_process_survives_kill_9_of_the_supervisor(
+    supervised: tuple[subprocess.Popen[str], list[int]],
+) -> None:
+    """The guard ends every group, grandchildren included, and leaves."""
+    process, pids = supervised
+    assert len(pids) == 5
+    assert [pid for pid in pids if gone(pid)] == []
+    process.kill()
+    process.wait(timeout=20)
+    wait_until_gone(pids, STOP_WITHIN_S)
+
+
+def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:
+    """Without its guard the demo could leave processes behind, so it does not go on."""
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            supervisor.start("serve", FOREVER)
+            for child in psutil.Process().children():
+                if "guard.py" in " ".join(child.cmdline()):
+                    child.kill()
+            return await supervisor.supervise(forever())
+
+    stop = asyncio.run(scene())
+    assert isinstance(stop, Stop)
+    assert stop.reason.startswith("guard")
+
+
+def test_a_second_signal_forces_at_once(tmp_path: Path) -> None:
+    """Who presses Ctrl-C twice does not wait for a deaf child."""
+
+    async def scene() -> float:
+        async with Supervisor(tmp_path) as supervisor:
+            child = supervisor.start("engine", STUBBORN)
+            await printed(child, "deaf")
+            os.kill(os.getpid(), signal.SIGINT)
+            await supervisor.supervise(forever())
+            asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+            began = time.monotonic()
+        return time.monotonic() - began
+
+    assert asyncio.run(scene()) < 1.0

@@ -1,0 +1,106 @@
+"""What a person sees: a panel in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from replaybuf.lab.demo import view as views
+from replaybuf.lab.demo.progress import Progress
+from replaybuf.lab.demo.view import TRAINING, LiveView, PlainView, choose_view, clock, panel, sparkline, summary
+
+ESCAPE = "\x1b"
+
+
+def test_without_a_terminal_the_output_is_plain_lines(progress: Progress) -> None:
+    """No escape codes, no redrawing, one line for each event and summary, each with its time."""
+    out = io.StringIO()
+    view = choose_view(Console(file=out, width=60))
+    assert isinstance(view, PlainView)
+    progress.phases.enter(TRAINING)
+    with view:
+        view.event("service listening on http://127.0.0.1:1")
+        view.update(progress)
+    lines = out.getvalue().splitlines()
+    assert ESCAPE not in out.getvalue()
+    assert len(lines) == 2
+    assert re.fullmatch(r" +0:00  service listening on http://127\.0\.0\.1:1", lines[0])
+    assert re.fullmatch(r" +0:00  step 10/10 \| .*", lines[1])
+
+
+def test_plain_summaries_come_every_few_seconds_not_with_every_look(
+    progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five seconds lie between two summaries; a log stays readable."""
+    now = 100.0
+    monkeypatch.setattr("replaybuf.lab.demo.view.time.monotonic", lambda: now)
+    out = io.StringIO()
+    view = PlainView(Console(file=out))
+    progress.phases.enter(TRAINING)
+    for now in (100.0, 101.0, 104.9, 105.0):  # noqa: B007 - read by the clock above
+        view.update(progress)
+    assert len(out.getvalue().splitlines()) == 2
+
+
+def test_plain_lines_tell_the_phase_before_the_training() -> None:
+    """Someone who reads a log knows what takes so long."""
+    out = io.StringIO()
+    progress = Progress(seed=0, total_steps=5)
+    progress.phases.enter("warm start")
+    progress.note = "step 100, accuracy 0.12"
+    PlainView(Console(file=out)).update(progress)
+    assert out.getvalue().strip().endswith("warm start: step 100, accuracy 0.12")
+
+
+def test_a_terminal_gets_the_panel_redrawn_in_place(progress: Progress) -> None:
+    """The live view moves the cursor instead of adding lines, and leaves nothing behind but the events."""
+    out = io.StringIO()
+    view = choose_view(Console(file=out, force_terminal=True, width=100))
+    assert isinstance(view, LiveView)
+    with view:
+        view.update(progress)
+        view.event("engine ready")
+    assert ESCAPE in out.getvalue()
+    assert "engine ready" in out.getvalue()
+
+
+def test_the_panel_shows_everything_that_is_known(progress: Progress) -> None:
+    """Step, reward, accuracy, staleness, buffer, speed, waiting by reason, processes."""
+    progress.phases.enter(TRAINING)
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(panel(progress))
+    text = console.export_text()
+    for expected in (
+        "10/10 steps",
+        "0.525  ▁▁▂▃▄▄▅▆▇█",
+        "sampled 62.5%, greedy 85.0% (before: 25.0%, 80.0%)",
+        "mean 0.45, max 1",
+        "20 groups, 2,500 tokens; stored 350, used 320, dropped 10",
+        "generated 3,000 tok/s, trained 4,000 tok/s",
+        "25% (too_few_groups 20%, fetching 5%)",
+    ):
+        assert expected in text
+    assert re.search(r"train +12 +running +8 s +400 MB +500 MB", text)
+
+
+def test_an_empty_demo_can_be_shown() -> None:
+    """Before anything is known, dashes stand where figures will be."""
+    progress = Progress(seed=0, total_steps=5)
+    Console(file=io.StringIO()).print(panel(progress))
+    assert summary(progress).startswith("step 0/5 | accuracy -")
+
+
+def test_a_sparkline_spans_lowest_to_highest() -> None:
+    """The lowest value is the lowest bar; equal values are all low; many values are averaged."""
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([3.0, 3.0, 3.0]) == "▁▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline([float(i) for i in range(1000)])) == views.SPARK_POINTS
+
+
+def test_durations_read_as_minutes_and_seconds() -> None:
+    """Rounded to seconds, never negative."""
+    assert [clock(seconds) for seconds in (0, 59.6, 125, -3)] == ["0:00", "1:00", "2:05", "0:00"]

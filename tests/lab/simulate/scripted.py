@@ -1,0 +1,122 @@
+"""A real run at scripted speeds: a real service is asked by HTTP, but nobody sleeps.
+
+What takes time, generating and training, is an event in a queue; between two events the service's clock is put forward.
+Whoever is told to wait asks again as soon as anything has changed, as a long-poll would. So the run is the same on a
+slow machine and on a busy one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+
+from replaybuf.client.calls import Ticket, Waiting
+from replaybuf.client.client import Client
+from replaybuf.lab.simulate.workload import Supply
+from tests.builders import group_of_lengths
+
+
+@dataclasses.dataclass
+class Measured:
+    """What the scripted trainer saw: seconds in all, seconds it waited."""
+
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Waited over all."""
+        return self.waited_s / self.seconds
+
+
+class Play:
+    """One run: slots that generate and a trainer. `put_forward` lets the service's clock jump by so many seconds."""
+
+    def __init__(self, client: Client, supply: Supply, steps: int, put_forward: Callable[[float], None]) -> None:
+        self._client = client
+        self._supply = supply
+        self._steps = steps
+        self._put_forward = put_forward
+        self._began_s = time.time()
+        self._forward_s = 0.0
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._free = supply.workload.slots
+        self._epoch = 0
+        self._step = 0
+        self._asked_s: float | None = None
+        self.measured = Measured()
+
+    def run(self) -> Measured:
+        """Train all steps while all slots generate."""
+        self._epoch = self._client.attach(dp_world_size=1).epoch
+        self._asked_s = 0.0
+        self._ask()
+        while self._step < self._steps:
+            self._now_s, _, happens = heapq.heappop(self._events)
+            self._set_clock()
+            happens()
+            self._ask()
+        self.measured.seconds = self._now_s
+        return self.measured
+
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now_s + seconds, next(self._order), happens))
+
+    def _set_clock(self) -> None:
+        """Make the service's time the run's: what the calls took in truth is taken off."""
+        wanted_s = self._now_s - (time.time() - self._began_s)
+        self._put_forward(wanted_s - self._forward_s)
+        self._forward_s = wanted_s
+
+    def _ask(self) -> None:
+        """Let everybody ask who waits: a batch that leaves may make room for tickets."""
+        self._ask_for_batch()
+        if self._free:
+            taken = self._client.take_tickets("scripted", self._free)
+            self._free -= len(taken.tickets)
+            for ticket in taken.tickets:
+                self._generate(ticket, taken.published_version)
+
+    def _generate(self, ticket: Ticket, version: int) -> None:
+        attempt = self._supply.attempt(ticket.prompt_index, ticket.attempt)
+        lengths = self._supply.lengths(ticket.prompt_index, ticket.attempt).tolist()
+        group = group_of_lengths(
+            lengths, ticket=ticket.ticket, prompt_index=ticket.prompt_index, policy_version=version, group_id=None
+        )
+
+        def arrives() -> None:
+            self._free += 1
+            if attempt.fate == "stored":
+                self._client.append([group])
+            else:
+                self._client.return_ticket(ticket.ticket, attempt.fate)
+
+        self._after(attempt.duration_s, arrives)
+
+    def _ask_for_batch(self) -> None:
+        """The order of a trainer's step, with the reference trainer's prefetch: asked once, as training starts."""
+        if self._asked_s is None or isinstance(self._client.fetch_batch(self._step, self._epoch), Waiting):
+            return
+        w = self._supply.workload
+        self.measured.waited_s += self._now_s - self._asked_s
+        self._asked_s = None
+        if w.prefetch and self._step + 1 < self._steps:
+            self._client.fetch_batch(self._step + 1, self._epoch)
+        self._after(w.train_s, self._trained)
+
+    def _trained(self) -> None:
+        w = self._supply.workload
+        self._client.ack(self._step, self._epoch)
+        self._step += 1
+        if self._step % w.checkpoint_steps == 0:
+            self._client.checkpoint(self._step, self._epoch)
+        self._after(w.publish_s, self._published)
+
+    def _published(self) -> None:
+        self._client.publish_policy(self._step, self._epoch)
+        self._asked_s = self._now_s

@@ -1,0 +1,87 @@
+"""What is told of a run's state is kept while it is true: no stream moved, no ticket went out, no time passed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from replaybuf.kernel.index import ENTRY
+from replaybuf.kernel.selection import PRODUCER_SILENCE_S
+from replaybuf.lab.simulate.virtual import VirtualRun
+from replaybuf.service.run.state_cache import WAITS_KEPT_S, Told
+from replaybuf.wire.config import BatchSpec
+from replaybuf.wire.contract import WaitingAnswer
+from tests.builders import run_config
+
+
+class Looked:
+    """A run of two groups per batch on a clock of its own, and how often its strategy was asked."""
+
+    def __init__(self) -> None:
+        self.run = VirtualRun(run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=2)), ranks=1)
+        self.told = Told("r", self.run.state, self.run.book, self.run.selector, lambda: self.run.now_s)
+        self.asked = 0
+        self._why_waiting = self.run.selector.why_waiting
+        self.run.selector.why_waiting = self._count  # type: ignore[method-assign]
+
+    def _count(self) -> WaitingAnswer | None:
+        self.asked += 1
+        return self._why_waiting()
+
+    def reason(self) -> str | None:
+        """Look at the state; return why the run waits."""
+        waiting = self.told.state(durability="strict", rejected={})["waiting"]
+        return waiting.reason if waiting else None
+
+    def store(self) -> None:
+        """Store a group without a ticket."""
+        entry = np.zeros(1, ENTRY)
+        entry["prompt_index"] = -1
+        entry["tokens"], entry["rollouts"], entry["longest_tokens"], entry["frame_bytes"] = 8, 2, 4, 100
+        self.run.append(entry)
+
+
+@pytest.fixture
+def looked() -> Looked:
+    """A run that nobody has looked at."""
+    return Looked()
+
+
+def test_the_strategy_is_asked_once_while_nothing_changes(looked: Looked) -> None:
+    assert [looked.reason() for _ in range(5)] == ["no_producers"] * 5
+    assert looked.asked == 1
+
+
+def test_a_group_that_came_in_is_told_at_once(looked: Looked) -> None:
+    """With its count, bytes and histograms."""
+    looked.reason()
+    looked.store()
+    assert looked.reason() == "too_few_groups"
+    looked.store()
+    assert looked.reason() is None
+    state = looked.told.state(durability="strict", rejected={})
+    assert (state["groups"]["live"], state["bytes"]["live"]) == (2, 200)
+    assert state["histograms"].rollout_tokens["stored"].count == 2
+
+
+def test_producers_that_ask_or_fall_silent_are_told_at_once(looked: Looked) -> None:
+    """`no_producers` holds until one has asked, and again a minute after the last one, once no ticket is out."""
+    assert looked.reason() == "no_producers"
+    (ticket,) = looked.run.take_tickets(1)
+    assert looked.reason() == "no_groups"
+    looked.run.now_s += PRODUCER_SILENCE_S + 1
+    assert looked.reason() == "no_groups"
+    looked.run.return_ticket(ticket, "shutdown")
+    assert looked.reason() == "no_producers"
+
+
+def test_the_strategy_is_asked_again_after_a_moment(looked: Looked) -> None:
+    """It may go by the number of tickets that are out, which is in no stream; a clock set back asks it, too."""
+    looked.run.now_s = 100.0
+    looked.reason()
+    looked.run.now_s += WAITS_KEPT_S
+    looked.reason()
+    assert looked.asked == 2
+    looked.run.now_s = 50.0
+    looked.reason()
+    assert looked.asked == 3

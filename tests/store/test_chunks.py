@@ -1,0 +1,29 @@
+"""Portions of what goes to Redis at once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from replaybuf.store.chunks import PORTION_BYTES, portions
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([1, 2], [2]),
+        ([PORTION_BYTES, 1], [1, 1]),
+        ([PORTION_BYTES - 1, 1, 1], [2, 1]),
+        ([1, PORTION_BYTES + 1, 1], [1, 1, 1]),
+        ([1] * 7, [3, 3, 1]),
+        ([1, PORTION_BYTES, 1, 1, 1, 1], [1, 1, 3, 1]),
+    ],
+)
+def test_a_portion_has_one_item_or_few_of_few_bytes(sizes: list[int], expected: list[int]) -> None:
+    """Order and items stay."""
+    items = list(enumerate(sizes))
+    cut = list(portions(items, lambda item: item[1], 3))
+    assert [len(portion) for portion in cut] == expected
+    assert list(itertools.chain(*cut)) == items

@@ -1,0 +1,229 @@
+"""A strategy of a distribution of its own: built, installed into an environment of its own, served from there.
+
+And what plug-ins do wrong there: their run pauses with the reason, the service and its other runs go on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunClient, ServeProcess, group
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "strategy-plugin"
+TIMEOUT_S = 120.0
+
+BROKEN = '''
+from replaybuf.strategy import Selection, Strategy, Waiting
+
+
+class Raises(Strategy):
+    """Raises when it is asked for a batch."""
+
+    def select(self, groups, buffer, budget, rng):
+        raise ZeroDivisionError("of my own making")
+
+
+class Impossible(Strategy):
+    """Selects a group that it was not given."""
+
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1] + 1000) if len(groups) else Waiting("no_groups")
+
+
+class RaisesInEvict(Strategy):
+    """Raises when it is asked what can go."""
+
+    def evict(self, groups, buffer):
+        raise ZeroDivisionError("while cleaning up")
+
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1]) if len(groups) else Waiting("no_groups")
+
+
+class Vanishing(Strategy):
+    """Fine, as long as it is installed."""
+
+    def select(self, groups, buffer, budget, rng):
+        return Selection(groups.row[:1]) if len(groups) else Waiting("no_groups")
+'''
+ENTRY_POINTS = """
+[replaybuf.strategies]
+raises = broken_strategies:Raises
+impossible = broken_strategies:Impossible
+raises-in-evict = broken_strategies:RaisesInEvict
+vanishing = broken_strategies:Vanishing
+unimportable = broken_strategies.nowhere:Nothing
+"""
+
+
+class Environment:
+    """A Python environment of its own that sees what this one has installed; `python` runs in it."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=False)
+        self.folder = folder
+        self.python = str(folder / "bin" / "python")
+        self.site = next((folder / "lib").glob("python*/site-packages"))
+        ours = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+        # A line of a .pth file that starts with "import" is run: .pth files of our own folder count too, for one that
+        # is installed in place.
+        lines = [f"import site; site.addsitedir({path!r})" for path in sorted(ours)]
+        (self.site / "ours.pth").write_text("\n".join(lines) + "\n")
+
+    def run(self, *arguments: str, cwd: Path | None = None) -> str:
+        """Run Python with these arguments; return what it printed. Fails with its output."""
+        done = subprocess.run(
+            [self.python, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=cwd, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with the example installed from its wheel, and with a distribution of broken strategies."""
+    folder = tmp_path_factory.mktemp("plugin")
+    source = shutil.copytree(EXAMPLE, folder / "source")
+    pip = [sys.executable, "-m", "pip"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True, capture_output=True, timeout=TIMEOUT_S)
+    environment = Environment(folder / "env")
+    (wheel,) = folder.glob("replaybuf_near_target-*.whl")
+    install = ["--python", environment.python, "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*pip, *install], check=True, capture_output=True, timeout=TIMEOUT_S)
+    (environment.site / "broken_strategies.py").write_text(BROKEN)
+    metadata = environment.site / "broken_strategies-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-strategies\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    return environment
+
+
+@pytest.fixture
+def server(environment: Environment, tmp_path: Path) -> Iterator[ServeProcess]:
+    """A service that runs in that environment."""
+    server = ServeProcess(tmp_path / "data", python=environment.python).start()
+    yield server
+    server.end()
+
+
+Connect = Callable[[str, str], RunClient]
+
+
+def test_the_example_is_listed_shown_and_chosen_from(
+    environment: Environment, server: ServeProcess, connect: Connect
+) -> None:
+    """By its wheel alone: the command line knows it, a run takes its options, its order decides the batch."""
+    shown = environment.run("-m", "replaybuf", "strategies", "show", "near-target")
+    assert "replaybuf-near-target 0.1.0" in shown
+    assert "target" in shown and ">= 0 and <= 1" in shown
+
+    run = connect(server.url, "mine")
+    strategy = {"name": "near-target", "options": {"target": 0.5}}
+    response = run.put(strategy=strategy, batch={"groups_per_batch": 1})
+    assert response.status_code == 201, response.text
+    assert run.state()["strategy"]["options"] == {"target": 0.5, "max_staleness": 2}
+    run.append(group("solved", rollouts=1), group("half", rollouts=2))
+    assert run.batch(0, run.attach()).status_code == 200
+    (used,) = run.get("batches/0/record").json()["groups"]
+    assert used["group_id"] == "half", "rewards 0 and 1: the mean is on target; the other group's is 0"
+
+    refused = connect(server.url, "other").put(
+        strategy={"name": "near-target", "options": {"target": 2}}, batch={"groups_per_batch": 1}
+    )
+    assert refused.status_code == 422 and "target" in refused.json()["detail"]
+
+
+def test_the_examples_own_tests_and_the_contract_suite_pass_where_it_is_installed(environment: Environment) -> None:
+    """As its README tells to run them; the sources are out of the way, the wheel is what is tested."""
+    tests = environment.folder.parent / "source" / "tests"
+    assert "passed" in environment.run("-m", "pytest", "-p", "no:cacheprovider", ".", cwd=tests)
+    checked = environment.run("-m", "replaybuf", "strategies", "check", "replaybuf_near_target:NearTarget", cwd=tests)
+    assert all(line.startswith("ok") for line in checked.splitlines())
+
+
+def test_a_strategy_that_does_not_import_is_refused_when_it_is_named(server: ServeProcess, connect: Connect) -> None:
+    """No run is made; the message names the plug-in and the cause."""
+    refused = connect(server.url, "r").put(strategy={"name": "unimportable"}, batch={"groups_per_batch": 1})
+    assert refused.status_code == 422
+    assert "broken_strategies.nowhere:Nothing" in refused.json()["detail"]
+    assert "does not import" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "strategy 'raises' raised in select: ZeroDivisionError('of my own making')"),
+        ("impossible", "strategy 'impossible' broke the rule 'selects only groups that are stored'"),
+    ],
+)
+def test_a_run_whose_strategy_breaks_its_contract_pauses_and_others_go_on(
+    server: ServeProcess, connect: Connect, name: str, reason: str
+) -> None:
+    """The trainer is told paused, the state says why; a run beside it is trained as before."""
+    broken, sound = connect(server.url, name), connect(server.url, f"beside-{name}")
+    broken.put(strategy={"name": name}, batch={"groups_per_batch": 1})
+    sound.put(strategy={"name": "near-target"}, batch={"groups_per_batch": 1})
+    for run in (broken, sound):
+        run.append(group("a"))
+    waiting = broken.batch(0, broken.attach())
+    assert (waiting.status_code, waiting.json()["reason"], waiting.json()["blocked_on"]) == (202, "paused", "operator")
+    assert broken.state()["state"] == "paused"
+    assert reason in broken.state()["paused_reason"]
+    sound.train(sound.attach(), range(1))
+
+    mended = broken.http.patch(broken.path, json={"strategy": {"name": "on-policy"}, "state": "running"})
+    assert mended.status_code == 200, mended.text
+    broken.train(broken.attach(), range(1))
+
+
+def test_a_strategy_that_raises_in_evict_loses_nothing_and_stops_nobody(server: ServeProcess, connect: Connect) -> None:
+    """What producers append is stored all the same; the run is paused with what its strategy did."""
+    broken, sound = connect(server.url, "evict"), connect(server.url, "beside-evict")
+    broken.put(strategy={"name": "raises-in-evict"}, batch={"groups_per_batch": 1})
+    sound.put(batch={"groups_per_batch": 1})
+    for run in (broken, sound):
+        assert [result["status"] for result in run.append(group("a"), group("b"))] == ["stored", "stored"]
+    assert broken.state()["state"] == "paused"
+    assert "while cleaning up" in broken.state()["paused_reason"]
+    assert "strategy 'raises-in-evict' raised in evict" in broken.state()["paused_reason"]
+    assert broken.batch(0, broken.attach()).json()["reason"] == "paused"
+    assert broken.append(group("c"))[0]["status"] == "stored"
+    sound.train(sound.attach(), range(2))
+
+
+def test_a_strategy_that_is_gone_after_a_restart_pauses_its_run_and_others_go_on(
+    environment: Environment, server: ServeProcess, connect: Connect
+) -> None:
+    """The service starts, the run tells what is missing, and goes on once the strategy is back."""
+    gone, sound = connect(server.url, "gone"), connect(server.url, "beside-gone")
+    gone.put(strategy={"name": "vanishing"}, batch={"groups_per_batch": 1})
+    sound.put(batch={"groups_per_batch": 1})
+    for run in (gone, sound):
+        run.append(group("a"), group("b"))
+    server.stop()
+    module = environment.site / "broken_strategies.py"
+    hidden = module.rename(module.with_suffix(".hidden"))
+    try:
+        server.start()
+        gone, sound = connect(server.url, "gone"), connect(server.url, "beside-gone")
+        waiting = gone.batch(0, gone.attach())
+        assert (waiting.status_code, waiting.json()["reason"]) == (202, "paused")
+        assert "does not import" in gone.state()["paused_reason"]
+        sound.train(sound.attach(), range(2))
+    finally:
+        hidden.rename(module)
+    server.stop()
+    server.start()
+    gone = connect(server.url, "gone")
+    assert gone.state()["state"] == "paused", "an operator lets it go on"
+    assert gone.http.patch(gone.path, json={"state": "running"}).status_code == 200
+    gone.train(gone.attach(), range(1))

@@ -1,0 +1,280 @@
+"""Columns of frames: compressed where it pays; no header makes a reader crash, look outside or use up memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import BrokenFrame, TooLarge
+from replaybuf.wire.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES
+from replaybuf.wire.frame import LARGEST_FRAME_BYTES, LARGEST_HEADER_BYTES, decode_frame, encode_frame, is_compressed
+from replaybuf.wire.group import Group
+from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
+from tests.fuzz.targets import judge_frame, sample
+from tests.wire.test_frame import PREFIX, frame_of, header_of, sealed
+
+Change = Callable[[dict[str, list[Any]]], object]
+
+MEMORY_PER_BYTE = 100
+"""An empty map is one byte of msgpack and 64 in memory, with 8 more for its place in a list."""
+MEMORY_AT_LEAST = 1 << 20
+
+
+def long_group(tokens: int = COMPRESSED_FROM_BYTES, seed: int | None = None) -> Group:
+    """Build one rollout with this many completion tokens: two ids in turn, or random ones."""
+    ids = np.arange(tokens) % 2 if seed is None else np.random.default_rng(seed).integers(0, 2**31, tokens)
+    made = rollout(completion_ids=ids.tolist(), inference_logprobs=[-0.5] * tokens, ref_logprobs=[-0.5] * tokens)
+    return group(made)
+
+
+def columns_of(frame: bytes) -> dict[str, list[Any]]:
+    """Read dtype, offset, length and codec of each column."""
+    columns: dict[str, list[Any]] = header_of(frame)["columns"]
+    return columns
+
+
+def frame_with(given: Group, contents: dict[str, bytes], change: Change = lambda columns: None, **fields: Any) -> bytes:
+    """Write a frame by hand: `contents` replaces what columns hold, `change` is done to the table of columns."""
+    frame = encode_frame(given)
+    header = header_of(frame) | fields
+    start = offset = 8192
+    tail = bytearray()
+    for name, column in header["columns"].items():
+        content = contents.get(name, frame[column[1] : column[1] + column[2]])
+        column[1:3] = offset, len(content)
+        column[3] = "zstd" if content[:4] == zstandard.FRAME_HEADER else "raw"
+        tail += content + bytes(-len(content) % ALIGNMENT_BYTES)
+        offset = start + len(tail)
+    change(header["columns"])
+    encoded = msgspec.msgpack.encode(header)
+    made = PREFIX.pack(b"RBF1", 0, start + len(tail), 1, len(encoded)) + encoded
+    return sealed(made + bytes(start - len(made)) + tail)
+
+
+def refused(frame: bytes, max_bytes: int = LARGEST_FRAME_BYTES) -> BrokenFrame:
+    """Return the error that a frame is refused with, in memory that its own size bounds."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(BrokenFrame) as caught:
+            decode_frame(frame, max_bytes=max_bytes)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= MEMORY_PER_BYTE * len(frame) + MEMORY_AT_LEAST
+    return caught.value
+
+
+# ---------------------------------------------------------------------- compression
+
+
+@given(groups(longest=6), st.integers(1, 400))
+@steady
+def test_a_compressed_group_comes_back_as_it_was(made: Group, times: int) -> None:
+    """Whatever columns were worth it; the same group gives the same bytes."""
+    repeated = msgspec.structs.replace(
+        made,
+        prompt_ids=np.tile(made.prompt_ids, times),
+        prompt_lengths=made.prompt_lengths * np.int32(times),
+    )
+    frame = encode_frame(repeated, compress=True)
+    assert_same_group(decode_frame(frame), repeated)
+    assert encode_frame(decode_frame(frame), compress=True) == frame
+    assert is_compressed(frame) == (columns_of(frame)["prompt_ids"][3] == "zstd")
+    assert len(frame) <= len(encode_frame(repeated))
+
+
+def test_ids_and_masks_are_compressed_and_logprobs_are_not() -> None:
+    frame = encode_frame(long_group(), compress=True)
+    codecs = {name: column[3] for name, column in columns_of(frame).items()}
+    assert [name for name, codec in codecs.items() if codec == "zstd"] == ["completion_ids", "completion_mask"]
+
+
+def test_a_column_stays_raw_where_it_is_small_or_zstd_does_not_pay() -> None:
+    """A frame in which all do is the frame without compression, byte for byte."""
+    small = long_group(COMPRESSED_FROM_BYTES // 4 - 1)
+    assert encode_frame(small, compress=True) == encode_frame(small)
+    noise = columns_of(encode_frame(long_group(seed=0), compress=True))
+    assert (noise["completion_ids"][3], noise["completion_mask"][3]) == ("raw", "zstd")
+
+
+def test_compression_is_off_unless_asked_for() -> None:
+    assert not is_compressed(encode_frame(long_group()))
+
+
+def test_unpacked_columns_cannot_be_written_to() -> None:
+    assert not decode_frame(encode_frame(long_group(), compress=True)).completion_ids.flags.writeable
+
+
+def test_logprobs_that_another_producer_compressed_are_read() -> None:
+    """Any column with a value per token may be."""
+    made = long_group()
+    packed = zstandard.ZstdCompressor().compress(made.inference_logprobs.tobytes())
+    assert_same_group(decode_frame(frame_with(made, {"inference_logprobs": packed})), made)
+
+
+# ---------------------------------------------------------------------- compressed bytes that lie
+
+
+def ids(count: int) -> bytes:
+    """Give the bytes of so many token ids."""
+    return bytes(4 * count)
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        (zstandard.ZstdCompressor().compress(ids(3)), "decompresses to 12 bytes"),
+        (zstandard.ZstdCompressor().compress(ids(1 << 20)), "decompresses to 4194304 bytes"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(ids(4)), "decompresses to"),
+        (zstandard.ZstdCompressor().compress(ids(4))[:-1], "does not decompress"),
+        (zstandard.ZstdCompressor().compress(ids(4)) + b"\0", "does not decompress"),
+        (zstandard.ZstdCompressor().compress(ids(4)) * 2, "does not decompress"),
+        (zstandard.FRAME_HEADER, "does not decompress"),
+        (zstandard.FRAME_HEADER + b"\x80\x80" + (16).to_bytes(4, "little") + b"\1\0\0", "with a window of"),
+    ],
+    ids=["too few", "too many", "size unknown", "cut", "bytes behind", "twice", "empty", "huge window"],
+)
+def test_compressed_ids_that_are_not_what_the_lengths_say_are_refused(packed: bytes, message: str) -> None:
+    error = refused(frame_with(group(), {"prompt_ids": packed}))
+    assert error.name == "prompt_ids" and message in error.detail
+
+
+def test_a_frame_that_would_grow_beyond_the_bound_is_refused_before_it_grows() -> None:
+    """16 MiB of ids in 600 bytes; the lengths and zstd agree, so nothing but the bound can refuse it."""
+    tokens = 4 << 20
+    packed = zstandard.ZstdCompressor().compress(ids(tokens))
+    lengths = np.array([tokens - 2, 2], "<i4").tobytes()
+    frame = frame_with(group(), {"prompt_ids": packed, "prompt_lengths": lengths})
+    error = refused(frame, max_bytes=1 << 20)
+    assert (error.name, error.bound) == ("max_bytes", 1 << 20)
+    assert error.value == len(frame) - len(packed) + 4 * tokens
+    assert decode_frame(frame, max_bytes=error.value).nbytes > 4 * tokens
+
+
+def test_the_bound_holds_for_all_columns_together() -> None:
+    made = long_group()
+    frame = encode_frame(made, compress=True)
+    unpacked = refused(frame, max_bytes=len(frame)).value
+    assert unpacked > made.nbytes
+    decode_frame(frame, max_bytes=unpacked)
+    assert refused(frame, max_bytes=unpacked - 1).bound == unpacked - 1
+    assert refused(encode_frame(made), max_bytes=made.nbytes).name == "max_bytes"
+
+
+@pytest.mark.parametrize("name", ["prompt_lengths", "completion_lengths", "rewards", "temperatures", "version_spans"])
+def test_a_column_that_is_not_per_token_may_not_be_compressed(name: str) -> None:
+    made = group(*(rollout() for _ in range(64)))
+    column = getattr(made, name)
+    packed = zstandard.ZstdCompressor().compress(column.tobytes())
+    assert refused(frame_with(made, {name: packed})).name in (name, "rollouts")
+
+
+@given(st.data())
+@steady
+def test_any_byte_of_a_compressed_column_may_lie(data: st.DataObject) -> None:
+    frame = bytearray(encode_frame(sample(tokens=300), compress=True))
+    _, offset, length, _ = columns_of(bytes(frame))["completion_ids"]
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(offset, offset + length - 1))] = data.draw(st.integers(0, 255))
+    judge_frame(sealed(frame))
+
+
+# ---------------------------------------------------------------------- tables of columns that lie
+
+
+NUMBERS = st.integers(-1, 300).map(lambda n: n * 16) | st.sampled_from([-(2**63), 2**31, 2**53, 2**63, 2**64 - 1])
+
+
+@given(st.data())
+@steady
+def test_any_table_of_columns_gives_a_group_within_the_frame_or_a_broken_frame(data: st.DataObject) -> None:
+    """Moved, stretched, renamed, retyped and doubled columns under a right checksum."""
+    made = data.draw(st.sampled_from([sample(), sample(300), group()]))
+
+    def change(columns: dict[str, list[Any]]) -> None:
+        for _ in range(data.draw(st.integers(1, 3))):
+            name = data.draw(st.sampled_from(sorted(columns)))
+            place = data.draw(st.integers(0, 5))
+            if place < 4:
+                values = (st.sampled_from(["<i4", "<f4", "<f8", "|b1", "O"]), NUMBERS, NUMBERS, st.just("zstd"))[place]
+                columns[name][place] = data.draw(values)
+            elif place == 4:
+                columns[data.draw(st.sampled_from(["rewards.x", "rewards.", *COLUMNS]))] = list(columns[name])
+            else:
+                columns[data.draw(st.sampled_from([*COLUMNS, "nonsense"]))] = columns.pop(name)
+
+    judge_frame(frame_with(made, {}, change))
+
+
+def test_columns_may_not_lie_on_top_of_each_other() -> None:
+    """Else a small frame could stand for a group of any size, and be stored as one."""
+
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns["rewards.x"] = list(columns["rewards"])
+
+    assert "what stands before it ends at" in refused(frame_with(group(), {}, change)).detail
+
+
+def test_a_column_that_no_frame_has_is_refused() -> None:
+    """What it is for is not known here: a newer producer's, or a typing error."""
+    frame = frame_with(group(), {}, lambda columns: columns.update(entropy=["<f4", 1 << 20, 0, "raw"]))
+    assert "'entropy', which is none of this format" in refused(frame).detail
+
+
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    [([2**31 - 1] * 2, "prompt_ids"), ([-(2**31), 2**31 - 1], "prompt_lengths"), ([0, 0], "prompt_ids")],
+    ids=str,
+)
+def test_lengths_that_the_tokens_do_not_match_are_refused(lengths: list[int], name: str) -> None:
+    frame = frame_with(group(), {"prompt_lengths": np.array(lengths, "<i4").tobytes()})
+    assert refused(frame).name == name
+
+
+def test_more_rollouts_than_any_group_has_are_refused() -> None:
+    """Before their lengths are read."""
+    many = bytes(4 * ((1 << 20) + 1))
+    error = refused(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many}))
+    assert "frame has 1048577 rollouts; at most 1048576" in error.detail
+
+
+def test_a_frame_may_hold_no_rollouts_at_all() -> None:
+    """The door refuses it, not the decoder."""
+    empty = frame_with(group(), dict.fromkeys(columns_of(encode_frame(group())), b""), finish_reasons=[])
+    assert decode_frame(empty).rollouts == 0
+
+
+# ---------------------------------------------------------------------- headers that cost memory
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [b"\x81\xa1a\xdd" + (1 << 17).to_bytes(4, "big") + b"\x80" * (1 << 17), b"\x81\xa1a" + b"\x91" * (1 << 17)],
+    ids=["empty maps", "nested lists"],
+)
+def test_a_header_costs_memory_in_proportion_to_its_bytes(metadata: bytes) -> None:
+    header = b"\x81\xa8metadata" + metadata
+    refused(frame_of(header))
+
+
+def test_a_header_above_its_limit_is_neither_read_nor_written() -> None:
+    error = refused(frame_of(b"\x80" + bytes(LARGEST_HEADER_BYTES)))
+    assert (error.name, error.bound) == ("header", LARGEST_HEADER_BYTES)
+    with pytest.raises(TooLarge, match=f"the header of the group has .* bytes; at most {LARGEST_HEADER_BYTES}"):
+        encode_frame(group(metadata={"text": "x" * LARGEST_HEADER_BYTES}))
+
+
+@pytest.mark.parametrize("reasons", [["stop"] * (1 << 17), [None] * (1 << 17)], ids=["texts", "nothing"])
+def test_finish_reasons_beyond_the_rollouts_are_refused(reasons: list[str | None]) -> None:
+    header = header_of(encode_frame(group())) | {"finish_reasons": reasons}
+    for column in header["columns"].values():
+        column[1:3] = 0, 0
+    assert refused(frame_of(msgspec.msgpack.encode(header))).name == "rollouts"

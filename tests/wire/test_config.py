@@ -1,0 +1,317 @@
+"""Run configuration: the defaults of the contract, what is refused and why, strict decoding of JSON bodies."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from replaybuf.errors import Invalid, Malformed
+from replaybuf.wire.config import (
+    ADAPTER_NAME,
+    AdapterSpec,
+    BatchSpec,
+    ConfigPatch,
+    Limits,
+    RunConfig,
+    StrategySpec,
+    TicketSpec,
+    check_run_config,
+    check_run_name,
+    differing_fields,
+)
+from replaybuf.wire.decoding import decode_json
+from replaybuf.wire.frame import smallest_frame_bytes
+from tests.builders import run_config
+
+DEFAULTS: dict[str, Any] = {
+    "strategy": {"name": "one-step-off-policy", "options": {}},
+    "filters": [],
+    "batch": {
+        "tokens_per_batch": 65536,
+        "groups_per_batch": None,
+        "seq_len": 4096,
+        "pad_to_multiple_of": 1,
+        "overlong": "reject",
+    },
+    "group_size": None,
+    "vocab_size": None,
+    "steps_per_publish": 1,
+    "max_steps": None,
+    "seed": 0,
+    "advantage": "grpo",
+    "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None},
+    "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
+    "adapters": {},
+}
+"""As documented; the strategy fills in its options when a run is created."""
+
+
+def decoded(body: object) -> RunConfig:
+    """Decode a run configuration from values or from raw bytes."""
+    return decode_json(body if isinstance(body, bytes) else json.dumps(body).encode(), RunConfig)
+
+
+def adapters_config(*names: str, **fields: Any) -> RunConfig:
+    """Configure a run whose adapters have 4 groups per batch."""
+    return run_config(adapters={name: AdapterSpec(groups_per_batch=4) for name in names}, **fields)
+
+
+# ---------------------------------------------------------------------- defaults
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    assert msgspec.to_builtins(decoded({"batch": {}})) == DEFAULTS
+
+
+def test_the_batch_alone_has_to_be_given() -> None:
+    with pytest.raises(Malformed, match="missing required field `batch`"):
+        decoded({})
+    assert decoded({"batch": {}}) == run_config()
+
+
+def test_a_configuration_written_out_reads_back_as_itself() -> None:
+    config = run_config(batch=BatchSpec(seq_len=64), seed=7, tickets=TicketSpec(prompts=9))
+    assert decode_json(msgspec.json.encode(config), RunConfig) == config
+
+
+@pytest.mark.parametrize(("steps_per_publish", "versions"), [(1, [0, 1, 2, 3, 4]), (3, [0, 0, 0, 1, 1])])
+def test_the_version_of_a_step_counts_publications(steps_per_publish: int, versions: list[int]) -> None:
+    config = run_config(steps_per_publish=steps_per_publish)
+    assert [config.version_of(step) for step in range(5)] == versions
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value", "bound"),
+    [
+        (
+            run_config(batch=BatchSpec(tokens_per_batch=None)),
+            "batch.tokens_per_batch",
+            None,
+            "one of the two set",
+        ),
+        (run_config(batch=BatchSpec(tokens_per_batch=15), group_size=8), "batch.tokens_per_batch", 15, 16),
+        (run_config(batch=BatchSpec(tokens_per_batch=1)), "batch.tokens_per_batch", 1, 2),
+        (run_config(limits=Limits(max_tokens_live=65535)), "limits.max_tokens_live", 65535, 65536),
+        (run_config(limits=Limits(max_bytes_live=9, max_group_bytes=10)), "limits.max_bytes_live", 9, 10),
+        (run_config(limits=Limits(max_group_bytes=1)), "limits.max_group_bytes", 1, smallest_frame_bytes(1)),
+        (
+            run_config(limits=Limits(max_group_bytes=4000), group_size=64),
+            "limits.max_group_bytes",
+            4000,
+            smallest_frame_bytes(64),
+        ),
+        (
+            run_config(
+                batch=BatchSpec(tokens_per_batch=None, groups_per_batch=4),
+                group_size=8,
+                limits=Limits(max_tokens_live=63),
+            ),
+            "limits.max_tokens_live",
+            63,
+            64,
+        ),
+        (run_config(batch=BatchSpec(pad_to_multiple_of=3)), "batch.pad_to_multiple_of", 3, 4096),
+        (run_config(batch=BatchSpec(pad_to_multiple_of=8192)), "batch.pad_to_multiple_of", 8192, 4096),
+        (adapters_config("a/b"), "adapters", "a/b", ADAPTER_NAME.pattern),
+        (adapters_config("a:b"), "adapters", "a:b", ADAPTER_NAME.pattern),
+        (adapters_config(""), "adapters", "", ADAPTER_NAME.pattern),
+        (adapters_config("pfcxpytzcn", "uablaijhsa"), "adapters", "uablaijhsa", "pfcxpytzcn"),
+        (adapters_config("math", batch=BatchSpec(groups_per_batch=4)), "batch.groups_per_batch", 4, None),
+        (adapters_config("math", tickets=TicketSpec(prompts=9)), "tickets.prompts", 9, None),
+        (adapters_config("math", group_size=8, limits=Limits(max_tokens_live=63)), "limits.max_tokens_live", 63, 64),
+    ],
+    ids=[
+        "no budget",
+        "above",
+        "budget of 1",
+        "live",
+        "bytes",
+        "bytes of a group",
+        "bytes of many rollouts",
+        "live by groups",
+        "padding",
+        "long padding",
+        "slash",
+        "colon",
+        "no name",
+        "one code",
+        "groups of the run",
+        "prompts of the run",
+        "live of an adapter",
+    ],
+)
+def test_what_would_deadlock_or_starve_is_refused_with_name_value_and_bound(
+    config: RunConfig, name: str, value: object, bound: object
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        check_run_config(config)
+    assert (caught.value.name, caught.value.value, caught.value.bound) == (name, value, bound)
+    assert name in caught.value.detail and (value is None or str(value) in caught.value.detail)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        run_config(),
+        run_config(batch=BatchSpec(tokens_per_batch=16), group_size=8),
+        run_config(limits=Limits(max_tokens_live=65536)),
+        run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=1)),
+        run_config(batch=BatchSpec(pad_to_multiple_of=4096)),
+        run_config(batch=BatchSpec(groups_per_batch=4), limits=Limits(max_tokens_live=8)),
+        run_config(limits=Limits(max_group_bytes=smallest_frame_bytes(8)), group_size=8),
+        run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=1), group_size=2**20),
+    ],
+    ids=["defaults", "one group", "one batch", "by groups", "padding to seq_len", "both bounds", "bytes", "rollouts"],
+)
+def test_what_can_just_work_is_taken(config: RunConfig) -> None:
+    check_run_config(config)
+
+
+@pytest.mark.parametrize("run", ["r", "0", "a.b-c_d", "x" * 63])
+def test_a_run_name_within_the_pattern_is_taken(run: str) -> None:
+    assert check_run_name(run) == run
+
+
+@pytest.mark.parametrize("run", ["", "R", "-a", ".a", "_a", "a b", "a/b", "a\n", "é", "x" * 64])
+def test_a_run_name_outside_the_pattern_is_refused(run: str) -> None:
+    """It stands in paths and in Redis keys."""
+    with pytest.raises(Invalid) as caught:
+        check_run_name(run)
+    assert (caught.value.name, caught.value.value) == ("run", run)
+    assert caught.value.bound == "[a-z0-9][a-z0-9._-]{0,62}"
+
+
+# ---------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"batch": {"seq_length": 1}}, "batch"),
+        ({"batch": {}, "stratgy": {}}, "body"),
+        ({"batch": 5}, "batch"),
+        ({"batch": {"seq_len": "4096"}}, "batch.seq_len"),
+        ({"batch": {"seq_len": 1.5}}, "batch.seq_len"),
+        ({"batch": {}, "filters": [{"name": "a"}, {"name": 3}]}, "filters[1].name"),
+        ({"batch": {}, "seed": True}, "seed"),
+        ([], "body"),
+        (None, "body"),
+    ],
+    ids=str,
+)
+def test_another_shape_is_malformed_with_the_place(body: object, name: str) -> None:
+    with pytest.raises(Malformed) as caught:
+        decoded(body)
+    assert caught.value.name == name and caught.value.status == 400
+
+
+@pytest.mark.parametrize("field", ["seq_length", "stratgy"])
+def test_an_unknown_field_is_named(field: str) -> None:
+    with pytest.raises(Malformed, match=f"unknown field `{field}`"):
+        decoded({"batch": {}, field: 1})
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "value", "bound"),
+    [
+        ({"batch": {"seq_len": 1}}, "batch.seq_len", 1, ">= 2"),
+        ({"batch": {"seq_len": 2**31}}, "batch.seq_len", 2**31, "<= 2147483647"),
+        ({"batch": {"tokens_per_batch": 0}}, "batch.tokens_per_batch", 0, ">= 1"),
+        ({"batch": {"overlong": "cut"}}, "batch.overlong", "cut", "'cut'"),
+        ({"batch": {}, "group_size": 2**20 + 1}, "group_size", 2**20 + 1, "<= 1048576"),
+        ({"batch": {}, "seed": -1}, "seed", -1, ">= 0"),
+        ({"batch": {}, "seed": 2**70}, "seed", 2**70, "<= 9007199254740991"),
+        ({"batch": {}, "tickets": {"ttl_s": 0}}, "tickets.ttl_s", 0, "> 0"),
+        ({"batch": {}, "tickets": {"ttl_s": math.inf}}, "tickets.ttl_s", math.inf, "<= 31622400"),
+        ({"batch": {}, "limits": {"max_group_bytes": 2**70}}, "limits.max_group_bytes", 2**70, "<= 9007199254740991"),
+    ],
+    ids=str,
+)
+def test_a_value_outside_its_bound_is_invalid_with_name_value_and_bound(
+    body: object, name: str, value: object, bound: str
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        decoded(body)
+    assert (caught.value.name, caught.value.value, caught.value.status) == (name, value, 422)
+    assert bound in str(caught.value.bound) and name in caught.value.detail
+
+
+def test_a_ticket_that_never_expires_is_refused_as_not_a_number_of_seconds() -> None:
+    """NaN compares with nothing; it must not slip through a bound."""
+    with pytest.raises(Invalid, match=r"tickets\.ttl_s is nan"):
+        decoded({"batch": {}, "tickets": {"ttl_s": math.nan}})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name", "error"),
+    [
+        ({"groups_per_batch": 0}, "adapters.math.groups_per_batch", Invalid),
+        ({}, "adapters.math", Malformed),
+        ({"groups_per_batch": 1, "tokens_per_batch": 5}, "adapters.math", Malformed),
+        ({"groups_per_batch": 1, "prompts": 0}, "adapters.math.prompts", Invalid),
+    ],
+    ids=["zero", "missing", "unknown field", "no prompts"],
+)
+def test_an_adapter_that_does_not_say_its_batch_or_says_what_nobody_knows_is_refused(
+    adapter: dict[str, int], name: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught:
+        decoded({"batch": {}, "adapters": {"math": adapter}})
+    assert getattr(caught.value, "name", None) == name
+
+
+def test_a_batch_of_an_adapter_may_be_larger_than_that_of_the_run() -> None:
+    """The budget then ends its portions, and its own step takes several batches."""
+    check_run_config(
+        adapters_config("math", batch=BatchSpec(tokens_per_batch=10), limits=Limits(max_tokens_live=10), group_size=4)
+    )
+
+
+def test_a_run_trains_its_adapters_or_the_one_policy_without_a_name() -> None:
+    config = run_config(
+        steps_per_publish=2,
+        adapters={
+            "b": AdapterSpec(groups_per_batch=3),
+            "a": AdapterSpec(groups_per_batch=5, steps_per_publish=4),
+        },
+    )
+    assert config.policies == ("a", "b")
+    assert [config.groups_per_batch_of(name) for name in config.policies] == [5, 3]
+    assert [config.version_of(9, name) for name in config.policies] == [2, 4]
+    assert run_config().policies == ("",)
+
+
+# ---------------------------------------------------------------------- differences
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields"),
+    [
+        ({}, []),
+        ({"seed": 1}, ["seed"]),
+        ({"batch": BatchSpec(seq_len=64, pad_to_multiple_of=2)}, ["batch.pad_to_multiple_of", "batch.seq_len"]),
+        ({"strategy": StrategySpec(name="on-policy")}, ["strategy.name"]),
+        ({"strategy": StrategySpec(options={"max_staleness": 2})}, ["strategy.options"]),
+        ({"filters": [StrategySpec(name="zero-variance")]}, ["filters"]),
+        ({"limits": Limits(max_tokens_live=65536), "group_size": 8}, ["group_size", "limits.max_tokens_live"]),
+        ({"adapters": {"math": AdapterSpec(groups_per_batch=1)}}, ["adapters.math"]),
+    ],
+    ids=str,
+)
+def test_fields_that_differ_are_named_with_dots(changed: dict[str, Any], fields: list[str]) -> None:
+    assert differing_fields(run_config(), run_config(**changed)) == fields
+    assert differing_fields(run_config(**changed), run_config()) == fields
+
+
+def test_a_patch_names_only_what_it_changes() -> None:
+    patch = decode_json(b'{"state": "paused"}', ConfigPatch)
+    assert (patch.state, patch.strategy, patch.filters, patch.limits) == ("paused", None, None, None)
+    with pytest.raises(Malformed, match="unknown field `batch`"):
+        decode_json(b'{"batch": {}}', ConfigPatch)

@@ -1,0 +1,127 @@
+"""Decoding of what others wrote: strict, and refused with the place named."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import Invalid, Malformed
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.decoding import decode_json
+from replaybuf.wire.group import GroupJson
+from tests.builders import steady, wire_group, wire_groups
+
+
+def decoded(body: bytes) -> RunConfig:
+    return decode_json(body, RunConfig)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"batch": {}',
+        b'{"batch": 5, broken',
+        b'{"batch": {}} trailing',
+        b"nan",
+        b"\xff\xfe",
+        b'{"advantage": "\xff", "batch": {}}',
+        '{"batch": {}}'.encode("utf-16"),
+        b'{"batch": {}, "advantage": "\\ud800"}',
+        b'{"batch": {}, "adapters": {"a": {"b":' + b"[" * 100_000,
+        b'{"batch": 5, "adapters": {"a": {"b":' + b"[" * 100_000 + b"]" * 100_000 + b"}}}",
+        b'{"batch": {}, "seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=[
+        *("empty", "brace", "cut", "cut behind a fault", "trailing", "word", "not text", "not UTF-8", "UTF-16"),
+        *("half a surrogate pair", "nested", "nested behind a fault", "digits"),
+    ],
+)
+def test_what_is_not_json_is_malformed_never_another_error(body: bytes) -> None:
+    with pytest.raises(Malformed, match="body is not JSON"):
+        decoded(body)
+
+
+def test_a_field_given_twice_does_not_hide_which_value_was_wrong() -> None:
+    with pytest.raises(Malformed, match=r"filters\[1\]"):
+        decoded(b'{"batch": {}, "filters": [{}, {"x": 1}], "filters": []}')
+
+
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0123 batch\\ud8e-.N', max_size=40).map(str.encode))
+@steady
+def test_random_bodies_are_refused_as_malformed_or_invalid(body: bytes) -> None:
+    for raw in (body, b'{"batch":' + body):
+        with pytest.raises((Malformed, Invalid)):
+            decoded(raw)
+
+
+@given(wire_groups())
+@steady
+def test_a_group_as_python_writes_it_is_decoded(wire: GroupJson) -> None:
+    """Python's encoder escapes, as pairs of surrogates too, and writes floats in full."""
+    text = json.dumps(msgspec.to_builtins(wire)).encode()
+    assert decode_json(text, GroupJson) == wire
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_taken_as_one(value: float) -> None:
+    """Python writes NaN and Infinity; the check of the group names them, so decoding lets them through."""
+    wire: dict[str, Any] = msgspec.to_builtins(wire_group(prompt_id="Ω😀"))
+    wire["rollouts"][0]["reward"] = value
+    read = decode_json(json.dumps(wire).encode(), GroupJson)
+    assert str(read.rollouts[0].reward) == str(value) and read.prompt_id == "Ω😀"
+
+
+def test_beside_a_number_that_is_not_finite_everything_else_is_still_strict() -> None:
+    wire: dict[str, Any] = msgspec.to_builtins(wire_group())
+    wire["rollouts"][0] |= {"reward": math.nan, "completion_ids": ["3"]}
+    with pytest.raises(Malformed, match=r"rollouts\[0\].completion_ids\[0\] is '3'"):
+        decode_json(json.dumps(wire).encode(), GroupJson)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "told"),
+    [
+        ({"good": {"groups_per_batch": 1}, "bad": {"groups_per_batch": 0}}, "adapters.bad.groups_per_batch is 0; "),
+        ({"a.b": {"groups_per_batch": 1}, "c.d": {"groups_per_batch": "x"}}, "adapters.c.d.groups_per_batch is 'x': "),
+        ({"good": {"groups_per_batch": 1}, "bad": 5}, "adapters.bad is 5: "),
+        ({f"a{number}": {"groups_per_batch": 1} for number in range(257)}, "adapters: .* length <= 256"),
+    ],
+)
+def test_the_entry_of_a_map_that_does_not_fit_is_named(adapters: dict[str, Any], told: str) -> None:
+    with pytest.raises((Invalid, Malformed), match=f"^{told}"):
+        decoded(json.dumps({"batch": {}, "adapters": adapters}).encode())
+
+
+def test_a_number_outside_its_bound_is_told_with_it() -> None:
+    with pytest.raises(Invalid, match=r"^batch.seq_len is 1; it must be >= 2$") as caught:
+        decoded(b'{"batch": {"seq_len": 1}}')
+    assert (caught.value.name, caught.value.value, caught.value.bound) == ("batch.seq_len", 1, ">= 2")
+
+
+def test_a_map_inside_a_list_is_named_with_its_entry() -> None:
+    wire: dict[str, Any] = msgspec.to_builtins(wire_group())
+    wire["rollouts"][1]["rewards"] = {"right": 1.0, "wrong": "much", "worse": None}
+    with pytest.raises(Malformed, match=r"^rollouts\[1\]\.rewards\.wrong is 'much': Expected `float`, got `str`"):
+        decode_json(json.dumps(wire).encode(), GroupJson)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"bach": {}}, "body: Object contains unknown field `bach`; valid: batch, strategy, filters, "),
+        ({"batch": {"group_size": 1}}, "batch: .* `group_size`; valid: tokens_per_batch, groups_per_batch, seq_len, "),
+        ({"batch": {}, "adapters": {"a": {"x": 1}}}, "adapters.a: .* `x`; valid: groups_per_batch, prompts, "),
+        ({"batch": {"overlong": "drop"}}, "batch.overlong is 'drop': .*; valid: reject, truncate$"),
+    ],
+)
+def test_a_field_or_word_that_there_is_not_is_told_with_those_there_are(body: dict[str, Any], told: str) -> None:
+    with pytest.raises((Invalid, Malformed), match=f"^{told}"):
+        decoded(json.dumps(body).encode())

@@ -1,0 +1,316 @@
+"""Groups: two forms with the same content, all rollouts admitted or none, truncation that stays consistent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replaybuf.errors import GroupRejected
+from replaybuf.wire.group import (
+    LOGPROB_TOLERANCE,
+    Admissible,
+    Group,
+    GroupJson,
+    Rejection,
+    RolloutJson,
+    check_group,
+    group_from_json,
+    group_to_json,
+    truncate,
+)
+from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, steady, wire_group, wire_groups
+
+NAN, INF = math.nan, math.inf
+FIELDS_PER_TOKEN = (
+    "completion_mask",
+    "inference_logprobs",
+    "ref_logprobs",
+    "old_logprobs",
+    "teacher_logprobs",
+    "token_advantages",
+)
+
+
+def reason_of(made: Group, **bounds: Any) -> str | None:
+    """Return the reason for which a run with these bounds refuses the group, or None."""
+    rejection = check_group(made, Admissible(**bounds))
+    return None if rejection is None else rejection.reason
+
+
+# ---------------------------------------------------------------------- two forms
+
+
+@given(wire_groups())
+@steady
+def test_a_group_survives_the_way_from_json_to_columns_and_back(wire: GroupJson) -> None:
+    """What was left out comes back as the default that it stands for; everything else as it was."""
+    back = group_to_json(group_from_json(wire))
+    for given_, found in zip(wire.rollouts, back.rollouts, strict=True):
+        length = len(given_.completion_ids)
+        expected = msgspec.structs.replace(
+            given_,
+            completion_mask=given_.completion_mask if given_.completion_mask is not None else [1] * length,
+            version_spans=given_.version_spans or [(wire.policy_version, 0, length)],
+        )
+        assert msgspec.to_builtins(found) == msgspec.to_builtins(expected)
+    assert msgspec.structs.replace(back, rollouts=[]) == msgspec.structs.replace(wire, rollouts=[])
+
+
+@given(groups())
+@steady
+def test_columns_survive_the_way_through_json_text(made: Group) -> None:
+    text = msgspec.json.encode(group_to_json(made))
+    assert_same_group(group_from_json(msgspec.json.decode(text, type=GroupJson)), made)
+
+
+@given(groups())
+@steady
+def test_columns_agree_on_rollouts_and_tokens(made: Group) -> None:
+    n, tokens = made.rollouts, int(made.completion_lengths.sum())
+    assert made.tokens == int(made.lengths.sum()) == len(made.prompt_ids) + tokens
+    assert len(made.completion_ids) == len(made.completion_mask) == len(made.inference_logprobs) == tokens
+    assert len(made.rewards) == len(made.temperatures) == len(made.finish_reasons) == n
+    assert made.policy_version <= made.policy_version_max == int(made.version_spans[:, 1].max())
+
+
+def test_a_group_without_spans_was_sampled_by_its_policy_version() -> None:
+    made = group(rollout(), policy_version=4)
+    assert made.version_spans.tolist() == [[0, 4, 0, 3]]
+    assert made.policy_version_max == 4
+
+
+def test_a_field_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field `logprobs`"):
+        msgspec.convert(msgspec.to_builtins(rollout()) | {"logprobs": []}, RolloutJson)
+
+
+# ---------------------------------------------------------------------- refused on the way in
+
+
+@pytest.mark.parametrize("name", FIELDS_PER_TOKEN)
+@pytest.mark.parametrize("length", [0, 2, 4])
+def test_lists_of_another_length_are_refused_with_their_name(name: str, length: int) -> None:
+    value = [1 if name == "completion_mask" else -0.5] * length
+    with pytest.raises(GroupRejected, match=rf"rollouts\[1\].{name}: {length} values; needed: .* 3") as caught:
+        group(rollout(), rollout(**{name: value}))
+    assert caught.value.reason == "length_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("reason", "one", "other"),
+    [
+        ("partial_advantages", {"advantage": 0.5}, {}),
+        ("length_mismatch", {"ref_logprobs": [-1.0] * 3}, {}),
+        ("length_mismatch", {"old_logprobs": [-1.0] * 3}, {}),
+        ("length_mismatch", {"teacher_logprobs": [-1.0] * 3}, {}),
+        ("length_mismatch", {"token_advantages": [-1.0] * 3}, {}),
+        ("length_mismatch", {"rewards": {"correct": 1.0}}, {}),
+        ("length_mismatch", {"rewards": {"correct": 1.0}}, {"rewards": {"style": 1.0}}),
+        ("bad_mask", {}, {"completion_mask": [0, 1, 2]}),
+        ("token_out_of_range", {}, {"prompt_ids": [1, 2**31]}),
+        ("token_out_of_range", {}, {"completion_ids": [1, 2, -(2**40)]}),
+        ("token_out_of_range", {}, {"completion_ids": [1, 2, 2**70]}),
+        ("bad_version_spans", {}, {"version_spans": [(2**31, 0, 3)]}),
+    ],
+)
+def test_what_does_not_fit_columns_is_refused_for_all_rollouts(
+    reason: str, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Optional values are given for all rollouts or none; numbers fit their column."""
+    for rollouts in ([rollout(**one), rollout(**other)], [rollout(**other), rollout(**one)]):
+        with pytest.raises(GroupRejected) as caught:
+            group(*rollouts)
+        assert caught.value.reason == reason
+        assert caught.value.status == 422
+
+
+# ---------------------------------------------------------------------- refused by the bounds
+
+
+def test_a_group_within_all_bounds_is_admitted() -> None:
+    bounds = Admissible(
+        published_version=0,
+        adapters=frozenset({"a"}),
+        group_size=2,
+        vocab_size=6,
+        seq_len=5,
+        tokens_per_batch=10,
+    )
+    assert check_group(group(adapter="a"), bounds) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "bounds"),
+    [
+        ("wrong_group_size", {"group_size": 3}),
+        ("token_out_of_range", {"vocab_size": 5}),
+        ("overlong", {"seq_len": 4}),
+        ("over_budget", {"tokens_per_batch": 9}),
+        ("version_above_published", {"published_version": -1}),
+    ],
+)
+def test_each_bound_is_told_by_its_own_reason(reason: str, bounds: dict[str, int]) -> None:
+    rejection = check_group(group(), Admissible(**bounds))  # type: ignore[arg-type]
+    assert rejection is not None and rejection.reason == reason
+    assert str(next(iter(bounds.values()))) in rejection.detail
+
+
+BAD_SPANS: list[list[tuple[int, int, int]]] = [
+    [],
+    [(0, 0, 2)],
+    [(0, 1, 3)],
+    [(0, 0, 4)],
+    [(0, 0, 1), (0, 2, 3)],
+    [(0, 0, 2), (0, 1, 3)],
+    [(0, 0, 3), (0, 3, 3)],
+    [(0, 0, 3), (0, 0, 3)],
+    [(-1, 0, 3)],
+]
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields"),
+    [
+        ("empty_prompt", {"prompt_ids": []}),
+        ("empty_completion", {"completion_ids": [], "inference_logprobs": []}),
+        ("token_out_of_range", {"prompt_ids": [-1]}),
+        ("token_out_of_range", {"completion_ids": [1, 2, -1]}),
+        *[("non_finite_logprobs", {"inference_logprobs": [-0.1, bad, -0.1]}) for bad in (NAN, INF, -INF, -1e300)],
+        ("positive_logprobs", {"inference_logprobs": [-0.1, -0.1, 0.0011]}),
+        *[("non_finite_rewards", {"reward": bad}) for bad in (NAN, INF, -INF, 1e39, -1e300)],
+        *[("non_finite_rewards", {"rewards": {"correct": bad}}) for bad in (NAN, INF)],
+        *[("bad_temperature", {"temperature": bad}) for bad in (NAN, INF, -0.1, 1e300)],
+        *[("bad_version_spans", {"version_spans": spans}) for spans in BAD_SPANS],
+        ("version_above_published", {"version_spans": [(0, 0, 2), (1, 2, 3)]}),
+    ],
+)
+def test_one_bad_rollout_refuses_the_whole_group(reason: str, fields: dict[str, Any]) -> None:
+    """Wherever the bad rollout stands among good ones."""
+    names = fields.get("rewards", {})
+    good = [rollout(rewards=dict.fromkeys(names, 0.0)) for _ in range(2)]
+    for at in range(3):
+        rollouts = [*good[:at], rollout(**fields), *good[at:]]
+        assert reason_of(group(*rollouts), published_version=0) == reason
+
+
+@pytest.mark.parametrize("name", ["ref_logprobs", "old_logprobs", "teacher_logprobs"])
+@pytest.mark.parametrize(("value", "reason"), [(NAN, "non_finite_logprobs"), (0.5, "positive_logprobs")])
+def test_logprobs_of_other_models_are_held_to_the_same_rule(name: str, value: float, reason: str) -> None:
+    good, bad = rollout(**{name: [-0.5] * 3}), rollout(**{name: [-0.5, value, -0.5]})
+    assert reason_of(group(good, bad)) == reason
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, 1e39])
+def test_an_advantage_that_no_float32_holds_is_refused(bad: float) -> None:
+    """Times a mask of 0 it would be NaN in the trainer's loss."""
+    assert reason_of(group(rollout(advantage=0.0), rollout(advantage=bad))) == "non_finite_advantages"
+    by_token = [rollout(token_advantages=[0.0, value, 0.0]) for value in (0.5, bad)]
+    assert reason_of(group(*by_token)) == "non_finite_advantages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rollouts": []}, "no_rollouts"),
+        ({"policy_version": 3, "rollouts": [rollout(version_spans=[(4, 0, 3)])]}, "bad_version_spans"),
+        ({"policy_version": -1}, "bad_version_spans"),
+        ({"adapter": "unknown"}, "unknown_adapter"),
+        ({"prompt_index": -1}, "bad_prompt_index"),
+        ({"prompt_index": 2**70}, "bad_prompt_index"),
+    ],
+)
+def test_what_is_wrong_with_the_group_itself_refuses_it(fields: dict[str, Any], reason: str) -> None:
+    made = group_from_json(msgspec.structs.replace(wire_group(), **fields))
+    assert reason_of(made) == reason
+
+
+def test_an_adapter_of_the_run_is_admitted() -> None:
+    assert reason_of(group(adapter="math"), adapters=frozenset({"math"})) is None
+
+
+@pytest.mark.parametrize("within", [0.0, 0.5 * LOGPROB_TOLERANCE, LOGPROB_TOLERANCE])
+def test_a_logprob_may_exceed_zero_by_the_rounding_of_engines(within: float) -> None:
+    assert LOGPROB_TOLERANCE == 1e-3
+    assert reason_of(group(rollout(inference_logprobs=[-0.1, -0.1, within]))) is None
+
+
+def test_a_masked_token_is_held_to_the_same_rules() -> None:
+    """Text that the policy did not sample has logprobs too; what is not finite would spread through sums."""
+    made = group(rollout(completion_mask=[1, 0, 1], inference_logprobs=[-0.1, NAN, -0.1]))
+    assert reason_of(made) == "non_finite_logprobs"
+
+
+@given(groups())
+@steady
+def test_spans_may_come_in_any_order(made: Group) -> None:
+    order = np.random.default_rng(made.tokens).permutation(len(made.version_spans))
+    shuffled = msgspec.structs.replace(made, version_spans=made.version_spans[order], adapter="")
+    assert reason_of(shuffled, published_version=99) is None
+
+
+@given(groups(), st.lists(st.tuples(*[st.integers(-1, 5)] * 4), max_size=6))
+@steady
+def test_spans_are_accepted_only_where_they_cover_every_token_once(
+    made: Group, spans: list[tuple[int, int, int, int]]
+) -> None:
+    """Against the plain reading: each token of each completion is in one span, no span is empty or outside."""
+    drawn = msgspec.structs.replace(made, version_spans=np.array(spans, np.int32).reshape(-1, 4), adapter="")
+    wanted = {(k, token) for k, n in enumerate(made.completion_lengths.tolist()) for token in range(n)}
+    covered = [(k, token) for k, _, start, end in spans for token in range(start, end)]
+    exact = sorted(covered) == sorted(wanted) and all(start < end for *_, start, end in spans)
+    right = exact and min(version for _, version, *_ in spans) == made.policy_version
+    assert (reason_of(drawn) is None) == right
+
+
+# ---------------------------------------------------------------------- truncation
+
+
+@given(groups(longest=9), st.integers(1, 20))
+@steady
+def test_a_truncated_group_is_consistent_and_no_longer_than_it_must_be(made: Group, seq_len: int) -> None:
+    """Lengths are min(tokens, seq_len), but one completion token stays; the rest is what stood there before."""
+    made = msgspec.structs.replace(made, adapter="")
+    cut = truncate(made, seq_len)
+    assert reason_of(cut, published_version=99) is None
+    expected = np.minimum(made.lengths, np.maximum(seq_len, made.prompt_lengths + 1))
+    assert cut.lengths.tolist() == expected.tolist()
+    assert cut.prompt_ids is made.prompt_ids
+    before, after = group_to_json(made).rollouts, group_to_json(cut).rollouts
+    for one, other in zip(before, after, strict=True):
+        kept = len(other.completion_ids)
+        for name in ("completion_ids", *FIELDS_PER_TOKEN):
+            whole = getattr(one, name)
+            assert getattr(other, name) == (None if whole is None else whole[:kept])
+        assert (other.reward, other.advantage, other.temperature) == (one.reward, one.advantage, one.temperature)
+        assert other.finish_reason == (one.finish_reason if kept == len(one.completion_ids) else "length")
+        assert other.version_spans == [(v, a, min(b, kept)) for v, a, b in one.version_spans or [] if a < kept]
+
+
+def test_a_group_that_is_short_enough_is_not_copied() -> None:
+    made = group_of_lengths([4, 6])
+    assert truncate(made, 6) is made
+
+
+def test_cutting_the_oldest_tokens_away_makes_the_group_younger() -> None:
+    """`policy_version` is the version of the oldest token that is left."""
+    made = group(rollout(version_spans=[(7, 0, 2), (5, 2, 3)]), policy_version=5)
+    cut = truncate(made, 4)
+    assert (cut.policy_version, cut.policy_version_max) == (7, 7)
+    assert reason_of(cut) is None
+
+
+@pytest.mark.parametrize("spans", [[[9, 0, 0, 3]], [[-9, 0, 0, 3]], [[0, 0, 0, 9]], [[0, 0, 0, 1]], []])
+def test_truncation_does_not_mend_spans_that_are_wrong(spans: list[list[int]]) -> None:
+    made = msgspec.structs.replace(group(rollout()), version_spans=np.array(spans, np.int32).reshape(-1, 4))
+    assert reason_of(truncate(made, 3), seq_len=3) == "bad_version_spans"
+
+
+def test_a_rejection_is_a_reason_to_count_by_and_a_sentence() -> None:
+    rejection = check_group(group(), Admissible(vocab_size=5))
+    assert rejection == Rejection("token_out_of_range", "completion_ids holds 5; vocab_size is 5")
