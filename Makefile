@@ -48,7 +48,7 @@ demo: $(STAMP)
 	$(BIN)/replaybuf demo $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -20,33 +20,14 @@ import pytest
 from hypothesis import settings
 
 from replaybuf.store import EmbeddedServer
-from tests.steadiness import Steadiness
 
 settings.register_profile("tests", derandomize=True, deadline=None)
 settings.load_profile("tests")
 """The same examples on every machine, and no verdict by the clock of a busy one."""
 
-TRIES_MORE = 2
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 _names = itertools.count()
-_steadiness = Steadiness()
-
-
-def run_again_where_disturbed(items: Iterable[pytest.Item], disturbed: Callable[[], bool]) -> None:
-    """Let tests that fail be tried again, if the machine was held up meanwhile."""
-    for item in items:
-        item.add_marker(pytest.mark.flaky(reruns=TRIES_MORE, condition=disturbed))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No verdict by the clock of a machine that was not there."""
-    run_again_where_disturbed(items, _steadiness.disturbed)
-
-
-def pytest_runtest_setup() -> None:
-    """Each try answers for its own time."""
-    _steadiness.begin()
 
 
 class ServeProcess:

@@ -1,7 +1,8 @@
-"""Waiting for something to become true, with a bound: the only way in which tests that are not asyncio's wait."""
+"""Waiting for a condition, with a bound: the only way in which tests wait for other threads, tasks and processes."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,21 @@ POLL_S = 0.01
 
 
 def eventually(look: Callable[[], T], within_s: float, wanted: Callable[[T], object] = bool) -> T:
-    """Look until what is seen is as `wanted`, and return it; fails, with what was seen last, after `within_s`."""
+    """Call `look` until its result is `wanted`, and return it; fail with the last result after `within_s`."""
     deadline_s = time.monotonic() + within_s
     pause = threading.Event()
     while not wanted(seen := look()):
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s; seen last: {seen!r:.1000}"
         pause.wait(POLL_S)
     return seen
+
+
+async def until(condition: Callable[[], object], within_s: float = 30.0, poll_s: float = 0.0) -> None:
+    """Let other tasks run until the condition holds; fail after `within_s`.
+
+    `poll_s`: pause between two looks, for conditions that another process or thread makes true.
+    """
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s"
+        await asyncio.sleep(poll_s)

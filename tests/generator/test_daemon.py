@@ -8,7 +8,7 @@ import dataclasses
 import json
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ from tests.generator.doubles import (
     make_tokenizer,
     reply,
 )
+from tests.waiting import until
 
 WORDS = ("abc", "abd", "bcd", "cd")
 
@@ -151,12 +152,6 @@ def sampled_by(version: int, gate: Gate | None = None) -> Script:
         return EngineDouble(version=version).answer(request)
 
     return script
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the others run until the condition holds; the test's own timeout bounds it."""
-    while not condition():  # noqa: ASYNC110 - nobody is told of it
-        await asyncio.sleep(0)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

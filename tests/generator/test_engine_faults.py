@@ -17,7 +17,8 @@ from replaybuf.generator import member as member_module
 from replaybuf.generator.fleet import TRIES
 from replaybuf.kernel.tickets import forgiven
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Script, ServiceDouble
-from tests.generator.test_daemon import World, run, sampled_by, until, world
+from tests.generator.test_daemon import World, run, sampled_by, world
+from tests.waiting import until
 
 PROMPTS = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from replaybuf.generator import member as member_module
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.fleet import FAILURES_IN_A_ROW, TRIES, Fleet
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, Script, fail, reply
+from tests.waiting import until
 
 PROMPT = np.array([2, 0, 1], np.int32)
 SAMPLING = Sampling(n=1, max_tokens=5)
@@ -26,12 +27,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe and try again soon."""
     monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
     monkeypatch.setattr(fleet_module, "RETRY_PAUSE_S", 0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the others run until the condition holds; the test's own timeout bounds it."""
-    while not condition():  # noqa: ASYNC110 - a fleet tells nobody of its state
-        await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager

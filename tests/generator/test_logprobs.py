@@ -25,7 +25,7 @@ from replaybuf.generator.stages import Rollout
 from replaybuf.kernel import plugins
 from replaybuf.wire.group import Float32s
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, fail, given_logprob, scored
-from tests.generator.test_fleet import until
+from tests.waiting import until
 
 
 def rollout(prompt: Sequence[int], completion: Sequence[int], sampled: Sequence[int] | None = None) -> Rollout:

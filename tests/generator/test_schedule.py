@@ -28,7 +28,8 @@ from tests.generator.doubles import (
     make_prompt,
     make_tokenizer,
 )
-from tests.generator.test_daemon import World, run, until, world
+from tests.generator.test_daemon import World, run, world
+from tests.waiting import until
 
 HELD_OUT = ("xyz", "zz", "yx")
 

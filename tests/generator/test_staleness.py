@@ -14,7 +14,8 @@ from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator import staleness as staleness_module
 from replaybuf.generator.staleness import StalenessBound
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
-from tests.generator.test_daemon import run, sampled_by, until, world
+from tests.generator.test_daemon import run, sampled_by, world
+from tests.waiting import until
 
 NAME = "one-step-off-policy"
 

@@ -21,7 +21,8 @@ from replaybuf.generator.fleet import TRIES, Fleet
 from replaybuf.generator.publication import OnPublish, pieces
 from tests.generator.doubles import TIMEOUT_S, Gate
 from tests.generator.rule_engine import PROMPT, ByRule, logprob, next_token
-from tests.generator.test_fleet import fleet_of, run, until
+from tests.generator.test_fleet import fleet_of, run
+from tests.waiting import until
 
 SAMPLING = Sampling(n=2, max_tokens=6)
 
