@@ -31,10 +31,10 @@ from replaybuf.client.client import Attached, Client, Ticket, Waiting
 from replaybuf.errors import RunFinished
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import load_environment
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.prompts import Prompts
-from replaybuf.generator.scoring import Scorer
-from replaybuf.generator.sources import read_prompts
+from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo import story
 from replaybuf.lab.demo.folder import Folder
 from replaybuf.lab.demo.progress import LineReader, TrainerLine

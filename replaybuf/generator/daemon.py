@@ -27,16 +27,16 @@ from replaybuf.generator.aggregation import Window
 from replaybuf.generator.concurrency import Bounds, Concurrency
 from replaybuf.generator.delivery import Delivery
 from replaybuf.generator.engines import Sample, Sampling, request_seed
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.process_rewards import by_text
+from replaybuf.generator.environments.scoring import Scores, Scoring
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.flight import PATIENCE_S, Flight, Work
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.member import ServerStatus
-from replaybuf.generator.process_rewards import by_text
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.generator.schedule import Schedule
-from replaybuf.generator.scoring import Scores, Scoring
 from replaybuf.generator.setbacks import Setbacks
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound

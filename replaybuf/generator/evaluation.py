@@ -12,10 +12,10 @@ import numpy as np
 
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import Engine, Sample, Sampling
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.scoring import Scores, Scoring
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.publication import SUPERSEDED
-from replaybuf.generator.scoring import Scores, Scoring
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from replaybuf.client.calls import RunFacts, facts_of
 from replaybuf.client.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
-from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.engines import Server
 from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.prompts.curriculum import Supply
 from replaybuf.kernel import plugins
 from replaybuf.kernel.advantages import check_estimator
 from replaybuf.wire.tokenizer import Tokenizer

@@ -14,11 +14,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import Invalid
-from replaybuf.generator.curriculum import Supply
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, Server, open_engine
 from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.reward_pool import RewardPool
+from replaybuf.generator.environments.scoring import Scorer, Scoring
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.logprobs import LogprobOptions, open_stages
 from replaybuf.generator.metrics import exposition
@@ -33,10 +34,9 @@ from replaybuf.generator.preflight import (
     wait_for_run,
     warn_of_overlap,
 )
+from replaybuf.generator.prompts.curriculum import Supply
 from replaybuf.generator.publication import OnPublish
-from replaybuf.generator.reward_pool import RewardPool
 from replaybuf.generator.schedule import Schedule
-from replaybuf.generator.scoring import Scorer, Scoring
 from replaybuf.generator.scrape import scraped
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.wire.tokenizer import Tokenizer

@@ -11,11 +11,11 @@ import pytest
 from replaybuf.errors import EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Score, Turn
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.evaluation import EvaluationResult, evaluate
-from replaybuf.generator.scoring import Scorer
 from tests.generator.doubles import TIMEOUT_S, Broken, EngineDouble, Gate, Spelling, make_prompt, make_tokenizer, reply
-from tests.generator.test_episodes import Speaking, scripted
+from tests.generator.environments.test_episodes import Speaking, scripted
 from tests.generator.turn_environments import Scripted
 
 

@@ -10,8 +10,8 @@ import pytest
 from replaybuf.client.client import Ticket
 from replaybuf.errors import RewardFault
 from replaybuf.generator.engines import Sample
+from replaybuf.generator.environments.scoring import Scores
 from replaybuf.generator.groups import new_group
-from replaybuf.generator.scoring import Scores
 from replaybuf.wire.group import Group
 from tests.generator.doubles import make_prompt
 

@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.environments import Score
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.preflight import warn_of_overlap
 from replaybuf.generator.schedule import Schedule
-from replaybuf.generator.scoring import Scorer
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,

@@ -17,9 +17,9 @@ from replaybuf.client.client import AsyncClient, Client
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import ExactMatch
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
-from replaybuf.generator.scoring import Scorer
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.tokenizer import Tokenizer
 from replaybuf_trainer.trainer import Trainer, TrainOptions

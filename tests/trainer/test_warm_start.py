@@ -12,7 +12,7 @@ import pytest
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.environments import check_prompts, load_environment, score_of
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.sources import read_prompts
+from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.wire.tokenizer import Tokenizer
 from replaybuf_trainer import warm_start
 from replaybuf_trainer.model import CHARACTERS, character_tokenizer, new_model

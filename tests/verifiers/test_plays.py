@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, RewardFault
-from tests.generator.play_contract import CALL, GIVEN, RIGHT, PlayContract, Table, table
 from tests.generator.qwen import TEMPLATE, write_qwen
+from tests.generator.tasksets.play_contract import CALL, GIVEN, RIGHT, PlayContract, Table, table
 from tests.verifiers.test_tasksets import folder
 
 __all__ = ["folder", "table"]

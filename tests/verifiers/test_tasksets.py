@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.taskset_process import PYTHON
-from replaybuf.generator.tasksets import PROCESS, Verifiers
+from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
+from replaybuf.generator.tasksets.process import PYTHON
 from tests.generator.doubles import make_prompt
-from tests.generator.taskset_contract import HERE, TasksetContract, opened
+from tests.generator.tasksets.taskset_contract import HERE, TasksetContract, opened
 
 NEEDY = {
     "contained": ("needs a container", "class T(WordTask):\n    NEEDS_CONTAINER = True"),

@@ -6,10 +6,10 @@ from contextlib import aclosing
 
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Environment, Score, check_prompts, load_environment, score_of
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.evaluation import EvaluationResult, evaluate
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scorer
-from replaybuf.generator.sources import read_prompts
+from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo.folder import Folder
 from replaybuf.wire.tokenizer import Tokenizer
 

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, RewardFault
-from replaybuf.generator import taskset_process
 from replaybuf.generator.engines import Sample, Sampling, VllmEngine
 from replaybuf.generator.environments import Reward, check_prompts, load_rewards, multi_turn
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.scoring import Scorer, Scores
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scorer, Scores
-from replaybuf.generator.sources import Source, open_source
-from replaybuf.generator.taskset_worker.messages import Requests, Standing, TakeTurn
-from replaybuf.generator.tasksets import PROCESS
+from replaybuf.generator.prompts.sources import Source, open_source
+from replaybuf.generator.tasksets import process as taskset_process
+from replaybuf.generator.tasksets.environment import PROCESS
+from replaybuf.generator.tasksets.worker.messages import Requests, Standing, TakeTurn
 from replaybuf.wire.tokenizer import Tokenizer
 from tests.conftest import RunClient
+from tests.generator.environments.test_episodes import Speaking
 from tests.generator.qwen import write_qwen
-from tests.generator.taskset_contract import OnProcess
+from tests.generator.tasksets.taskset_contract import OnProcess
 from tests.generator.test_command import generator, stored
-from tests.generator.test_episodes import Speaking
 from tests.waiting import eventually
 
 SUMS = "verifiers:sums"

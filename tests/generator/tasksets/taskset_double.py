@@ -1,4 +1,4 @@
-"""A process that answers as one with verifiers does, for the tasksets of `tests/generator/tasksets`, without verifiers.
+"""A process that answers as one with verifiers does, for the tasksets of `modules`, without verifiers.
 
 Run in place of the interpreter that has verifiers. `backwards` and `endless_words` take a reply, `sums` is played, and
 `contained` is out of reach.
@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replaybuf.generator.taskset_worker.faults import PlayFailed, Unfit
-from replaybuf.generator.taskset_worker.loaded import thought_and_said
-from replaybuf.generator.taskset_worker.messages import Described, Rendering, Scored, TaskRow
-from replaybuf.generator.taskset_worker.plays import Over, Play
-from replaybuf.generator.taskset_worker.process import run
+from replaybuf.generator.tasksets.worker.faults import PlayFailed, Unfit
+from replaybuf.generator.tasksets.worker.loaded import thought_and_said
+from replaybuf.generator.tasksets.worker.messages import Described, Rendering, Scored, TaskRow
+from replaybuf.generator.tasksets.worker.plays import Over, Play
+from replaybuf.generator.tasksets.worker.process import run
 from replaybuf.wire.tokenizer import Tokenizer
 
 GIVEN_UP: list[str] = []
@@ -48,7 +48,7 @@ class Words:
         return [_row(f"hash-of-{word}", word) for word in self._words[first : first + count]]
 
     async def score(self, data: dict[str, Any], reply: str, number: int) -> Scored:
-        """Do what the reply asks for, as `tests/generator/tasksets/backwards.py`."""
+        """Do what the reply asks for, as `tests/generator/tasksets/modules/backwards.py`."""
         thought, said = thought_and_said(reply)
         correct = float(said == data["answer"])
         match said.split():
@@ -80,7 +80,7 @@ class Words:
 
 
 class Sums:
-    """As `tests/generator/tasksets/sums.py`."""
+    """As `tests/generator/tasksets/modules/sums.py`."""
 
     infinite = False
 

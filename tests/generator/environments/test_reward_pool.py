@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from replaybuf.errors import ReplaybufError, RewardFault
-from replaybuf.generator.reward_pool import Job, RewardPool, framed
+from replaybuf.generator.environments.reward_pool import Job, RewardPool, framed
 from tests.generator.doubles import TIMEOUT_S, make_prompt
 
 HERE = "tests.generator.reward_functions"
@@ -124,7 +124,7 @@ def test_an_environment_that_does_not_build_is_told_at_start() -> None:
 def test_a_process_whose_generator_is_gone_ends_in_the_middle_of_a_score() -> None:
     async def main() -> None:
         worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replaybuf.generator.reward_worker", f"{HERE}:told"),
+            *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", f"{HERE}:told"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

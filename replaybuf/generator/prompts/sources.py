@@ -17,9 +17,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra, PromptFault, ReplaybufError
-from replaybuf.generator.environments import METADATA_KEY, TASKSET, reasoning_gym
-from replaybuf.generator.prompts import Encoder, Prompt, PromptLine, new_prompt, new_prompts, raw_lines, refused
-from replaybuf.generator.tasksets import Tasks
+from replaybuf.generator.environments.contract import METADATA_KEY, TASKSET, reasoning_gym
+from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptLine, new_prompt, new_prompts, raw_lines, refused
+from replaybuf.generator.tasksets.environment import Tasks
 from replaybuf.kernel.plugins import is_object_path, load_object
 
 EXTRA = "prompts"

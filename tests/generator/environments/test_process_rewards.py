@@ -11,8 +11,8 @@ import pytest
 
 from replaybuf.errors import RewardFault
 from replaybuf.generator.environments import Environment, Reward, Score
-from replaybuf.generator.process_rewards import by_text, by_turn
-from replaybuf.generator.scoring import Scorer, Scores
+from replaybuf.generator.environments.process_rewards import by_text, by_turn
+from replaybuf.generator.environments.scoring import Scorer, Scores
 from replaybuf.wire.group import Group
 from tests.generator.doubles import (
     LETTERS,
@@ -24,8 +24,8 @@ from tests.generator.doubles import (
     make_prompt,
     make_tokenizer,
 )
+from tests.generator.environments.test_episodes import Speaking, play
 from tests.generator.test_daemon import run, world
-from tests.generator.test_episodes import Speaking, play
 from tests.generator.turn_environments import Scripted
 
 END = len(LETTERS)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.curriculum import BLOCK, Schedule, Stage, Supply
 from replaybuf.generator.prompts import Prompt, PromptOrder
+from replaybuf.generator.prompts.curriculum import BLOCK, Schedule, Stage, Supply
 from tests.generator.doubles import make_tokenizer
 
 SOURCES = """

@@ -1,4 +1,4 @@
-"""The generator's end of the process that runs a verifiers taskset (`replaybuf.generator.taskset_worker`).
+"""The generator's end of the process that runs a verifiers taskset (`replaybuf.generator.tasksets.worker`).
 
 ::
 
@@ -28,15 +28,15 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError
-from replaybuf.generator import taskset_worker
-from replaybuf.generator.taskset_worker.messages import LENGTH, Answer, Cancel, Failed, Ready, Requests, framed
+from replaybuf.generator.tasksets import worker
+from replaybuf.generator.tasksets.worker.messages import LENGTH, Answer, Cancel, Failed, Ready, Requests, framed
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Answer)
 
 EXTRA = "verifiers"
-WORKER = Path(taskset_worker.__file__).with_name("__main__.py")
+WORKER = Path(worker.__file__).with_name("__main__.py")
 PYTHON = "REPLAYBUF_VERIFIERS_PYTHON"
 """Environment variable that names the interpreter verifiers is installed in; the generator's own by default."""
 START_S = 300.0

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import Invalid, RewardFault
-from replaybuf.generator.environments import TASKSET, Episode, Score, Turn
-from replaybuf.generator.prompts import Prompt, refused
-from replaybuf.generator.scoring import episode_fault, reward_fault
-from replaybuf.generator.taskset_process import PlayRewritten, TasksetProcess, TasksetRaised
-from replaybuf.generator.taskset_worker.messages import (
+from replaybuf.generator.environments.contract import TASKSET, Episode, Score, Turn
+from replaybuf.generator.environments.scoring import episode_fault, reward_fault
+from replaybuf.generator.prompts.prompt import Prompt, refused
+from replaybuf.generator.tasksets.process import PlayRewritten, TasksetProcess, TasksetRaised
+from replaybuf.generator.tasksets.worker.messages import (
     BeginPlay,
     Describe,
     Described,

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, RewardFault
-from replaybuf.generator import taskset_process
 from replaybuf.generator.environments import Reward, Score
+from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scorer
-from replaybuf.generator.sources import Endless, Source, open_source
-from replaybuf.generator.taskset_process import PYTHON
-from replaybuf.generator.tasksets import PROCESS, Verifiers
+from replaybuf.generator.prompts.sources import Endless, Source, open_source
+from replaybuf.generator.tasksets import process as taskset_process
+from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
+from replaybuf.generator.tasksets.process import PYTHON
 from tests.conftest import RunClient
 from tests.generator.doubles import TIMEOUT_S, write_tokenizer
+from tests.generator.prompts.test_sources import Letters
 from tests.generator.test_command import generated, put
-from tests.generator.test_sources import Letters
 from tests.waiting import POLL_S
 
-HERE = Path(__file__).parent / "tasksets"
+HERE = Path(__file__).parent / "modules"
 WORD = "verifiers:backwards"
 
 
@@ -38,7 +38,7 @@ def opened(prompts: str = WORD, **options: object) -> list[Prompt]:
 
 
 class OnProcess:
-    """A process for the tests of a class, which finds the tasksets of `tests/generator/tasksets`."""
+    """A process for the tests of a class, which finds the tasksets of `tests/generator/tasksets/modules`."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

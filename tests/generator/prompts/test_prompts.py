@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.prompts import Prompt, Prompts
-from replaybuf.generator.sources import read_prompts
+from replaybuf.generator.prompts.sources import read_prompts
 from tests.generator.doubles import make_prompt, make_tokenizer, write_tokenizer
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.generator.play_contract import HANGS, TIMEOUT_S, PlayContract, Table, table
-from tests.generator.test_tasksets import python
+from tests.generator.tasksets.play_contract import HANGS, TIMEOUT_S, PlayContract, Table, table
+from tests.generator.tasksets.test_tasksets import python
 from tests.waiting import eventually
 
 __all__ = ["python", "table"]

@@ -12,8 +12,8 @@ import pytest
 
 from replaybuf.errors import RewardFault
 from replaybuf.generator.environments import Reward, Score, load_rewards
+from replaybuf.generator.environments.scoring import MAX_STUCK, Scorer, Scores
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import MAX_STUCK, Scorer, Scores
 from tests.generator.doubles import TIMEOUT_S, Broken, Spelling, make_prompt
 
 HERE = "tests.generator.reward_functions"

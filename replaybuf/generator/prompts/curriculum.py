@@ -40,9 +40,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.environments import TASKSET
-from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder, Prompts
-from replaybuf.generator.sources import GYM, Endless, Source, open_source
+from replaybuf.generator.environments.contract import TASKSET
+from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptOrder, Prompts
+from replaybuf.generator.prompts.sources import GYM, Endless, Source, open_source
 
 logger = logging.getLogger(__name__)
 

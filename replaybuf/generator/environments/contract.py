@@ -1,7 +1,7 @@
 """Environments: what a completion is worth. Found by entry point in the group `replaybuf.environments`.
 
 An environment is a class built without arguments. `score` may be called from several threads at once, or is a coroutine
-function, of which many run in one thread; it runs under a time bound (`replaybuf.generator.scoring`), and whatever it
+function, of which many run in one thread; it runs under a time bound (`Scorer`), and whatever it
 raises costs that group alone. MODULE:NAME names one without packaging, and a function will do: it takes a `Prompt` and
 the completion's text. A score is a `Score`, or a number where it is nothing but the reward.
 """
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.generator.prompts import Prompt, refused
+from replaybuf.generator.prompts.prompt import Prompt, refused
 from replaybuf.kernel import plugins
 
 EXTRA = "demo"
@@ -86,7 +86,7 @@ class Episode(Protocol):
 
 
 class MultiTurnEnvironment(Protocol):
-    """Answers turns and scores what comes of them; played by `replaybuf.generator.episodes`."""
+    """Answers turns and scores what comes of them; played by `replaybuf.generator.environments.episodes`."""
 
     def check(self, prompt: Prompt) -> None:
         """Raise `Invalid` where `prompt` lacks what is needed. Called once per prompt, at start."""

@@ -6,8 +6,8 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from replaybuf.generator.prompts import Encoder, Prompt
-from replaybuf.generator.scoring import Scores, reward_fault
+from replaybuf.generator.environments.scoring import Scores, reward_fault
+from replaybuf.generator.prompts.prompt import Encoder, Prompt
 from replaybuf.kernel.advantages import ProcessReward
 from replaybuf.wire.group import TokenIds
 

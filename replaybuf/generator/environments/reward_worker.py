@@ -1,4 +1,4 @@
-"""One process of a reward pool: `python -m replaybuf.generator.reward_worker ENVIRONMENT`. Started by `RewardPool`.
+"""One process of a reward pool, `python -m replaybuf.generator.environments.reward_worker ENVIRONMENT`.
 
 Whatever the environment prints goes to standard error. The process ends when its standard input does, in the
 middle of a score too, so that none outlives a generator that was killed.
@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import ReplaybufError, RewardFault
-from replaybuf.generator.environments import load_rewards
-from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.reward_pool import Answer, Job, framed, length_of
-from replaybuf.generator.scoring import Scorer
+from replaybuf.generator.environments.contract import load_rewards
+from replaybuf.generator.environments.reward_pool import Answer, Job, framed, length_of
+from replaybuf.generator.environments.scoring import Scorer
+from replaybuf.generator.prompts.prompt import Prompt
 
 _HEAD_BYTES = 4
 _NO_BOUND_S = 1e9

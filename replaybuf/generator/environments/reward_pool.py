@@ -1,6 +1,6 @@
 """Scoring in processes of its own: for rewards that compute, and for those that nothing but a kill ends.
 
-Each worker is a fresh interpreter (`replaybuf.generator.reward_worker`) that scores one group at a time::
+Each worker is a fresh interpreter (`replaybuf.generator.environments.reward_worker`) that scores one group at a time::
 
     free ──job──► scoring ──answer──► free
                      └── late, or ended by itself ──► killed ──next job──► started anew ──► scoring
@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import ReplaybufError, RewardFault
-from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scores, reward_fault
+from replaybuf.generator.environments.scoring import Scores, reward_fault
+from replaybuf.generator.prompts.prompt import Prompt
 
 START_S = 60.0
 """A worker that has not imported its environment by then is broken."""
@@ -123,7 +123,7 @@ class RewardPool:
 
     async def _started(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replaybuf.generator.reward_worker", self._environment),
+            *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", self._environment),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is the generator's, which lets what is in flight finish

@@ -1,4 +1,4 @@
-"""The process that runs tasksets of verifiers: `PYTHON -P taskset_worker/__main__.py`. Started by `TasksetProcess`.
+"""The process that runs tasksets of verifiers: `PYTHON -P tasksets/worker/__main__.py`. Started by `TasksetProcess`.
 
 Its interpreter may be another than the generator's, so that imports here are the standard library, msgspec and what
 verifiers brings, and those only once the process runs: its parent takes `messages` from this package. There is no

@@ -11,13 +11,13 @@ import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.environments import load_rewards
-from replaybuf.generator.taskset_process import PYTHON, WORKER
-from replaybuf.generator.taskset_worker.loaded import thought_and_said
-from replaybuf.generator.taskset_worker.messages import ScoreReply, framed
-from replaybuf.generator.tasksets import PROCESS, Verifiers
-from tests.generator import taskset_double
+from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
+from replaybuf.generator.tasksets.process import PYTHON, WORKER
+from replaybuf.generator.tasksets.worker.loaded import thought_and_said
+from replaybuf.generator.tasksets.worker.messages import ScoreReply, framed
 from tests.generator.doubles import TIMEOUT_S, make_prompt
-from tests.generator.taskset_contract import TasksetContract, opened
+from tests.generator.tasksets import taskset_double
+from tests.generator.tasksets.taskset_contract import TasksetContract, opened
 
 
 @pytest.fixture(scope="module")

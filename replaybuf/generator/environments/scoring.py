@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from replaybuf.errors import Invalid, RewardFault
-from replaybuf.generator.environments import Environment, Reward, Score, score_of, takes_turns
-from replaybuf.generator.prompts import Prompt
+from replaybuf.generator.environments.contract import Environment, Reward, Score, score_of, takes_turns
+from replaybuf.generator.prompts.prompt import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
 from replaybuf.kernel.advantages import ProcessReward
 from replaybuf.wire.group import Float64s
@@ -27,7 +27,7 @@ class Scores:
     """Scores of a group: `rewards` float64 [n], `parts` float64 [n] by name.
 
     `process_rewards`: those of each completion, none where no completion has any; their ends are counted as in `Score`
-    until `replaybuf.generator.process_rewards` makes tokens of them.
+    until `replaybuf.generator.environments.process_rewards` makes tokens of them.
     """
 
     rewards: Float64s
@@ -36,7 +36,7 @@ class Scores:
 
 
 class Scoring(Protocol):
-    """What scores groups: `Scorer` in this process, `replaybuf.generator.reward_pool.RewardPool` in others."""
+    """What scores groups: `Scorer` in this process, `RewardPool` in others."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Scores:
         """Score the n completions of one prompt. Raises `RewardFault`."""

@@ -12,10 +12,10 @@ import pytest
 from replaybuf.errors import EngineFault, Invalid, RewardFault
 from replaybuf.generator.engines import Sample, Sampling, VllmEngine
 from replaybuf.generator.environments import Turn, load_rewards, multi_turn
-from replaybuf.generator.episodes import Episodes
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.scoring import Scorer, Scores
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.scoring import Scorer, Scores
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, ids, make_prompt, make_tokenizer
 from tests.generator.turn_environments import Scripted
 

@@ -1,4 +1,4 @@
-"""The prompts of a run, in an order that tickets alone decide. Where they come from: `replaybuf.generator.sources`.
+"""The prompts of a run, in an order that tickets alone decide.
 
 A ticket's `prompt_index` counts on over the epochs: epoch = prompt_index // len, and within an epoch the place in that
 epoch's order. The order depends on nothing but (seed, epoch), so any number of generators, restarted at any time,
