@@ -226,8 +226,8 @@ def strategies_check(target: str, /, *, option: Annotated[list[str], Parameter(n
 
 
 _ON_DEMAND = {
-    "generate": "replaybuf.generator.command:generate",
-    "eval": "replaybuf.generator.eval_command:evaluate_command",
+    "generate": "replaybuf.cli.generate:generate",
+    "eval": "replaybuf.cli.evaluate:evaluate_command",
     "demo": "replaybuf.lab.demo.command:demo",
     "simulate": "replaybuf.lab.simulate.command:simulate",
 }

@@ -24,20 +24,19 @@ from typing import Any
 from replaybuf.client.client import AsyncClient, Ticket, Waiting
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
 from replaybuf.generator.aggregation import Window
-from replaybuf.generator.concurrency import Bounds, Concurrency
 from replaybuf.generator.delivery import Delivery
 from replaybuf.generator.engines import Sample, Sampling, request_seed
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.process_rewards import by_text
 from replaybuf.generator.environments.scoring import Scores, Scoring
-from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.flight import PATIENCE_S, Flight, Work
+from replaybuf.generator.failures import Setbacks
+from replaybuf.generator.fleet import Fleet, ServerStatus
+from replaybuf.generator.fleet.concurrency import Bounds, Concurrency
 from replaybuf.generator.groups import new_group
-from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.inflight import PATIENCE_S, Flight, Work
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.generator.schedule import Schedule
-from replaybuf.generator.setbacks import Setbacks
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.generator.threads import asked_to_end, contained

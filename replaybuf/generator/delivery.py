@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from replaybuf.client.client import AppendResult, Policy
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
-from replaybuf.generator.flight import Flight, Work
+from replaybuf.generator.inflight import Flight, Work
 
 logger = logging.getLogger(__name__)
 

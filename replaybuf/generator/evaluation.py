@@ -14,8 +14,8 @@ from replaybuf.errors import EngineFault, EngineUnfit, Invalid, RewardFault
 from replaybuf.generator.engines import Engine, Sample, Sampling
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scores, Scoring
+from replaybuf.generator.fleet.publication import SUPERSEDED
 from replaybuf.generator.prompts import Encoder, Prompt
-from replaybuf.generator.publication import SUPERSEDED
 
 T = TypeVar("T")
 

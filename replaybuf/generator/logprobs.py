@@ -19,10 +19,9 @@ import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
 from replaybuf.generator.engines import Server, VllmEngine
-from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, stale_fault
-from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, ServerStatus, stale_fault
+from replaybuf.generator.fleet.publication import ahead, stale
 from replaybuf.generator.preflight import check_least
-from replaybuf.generator.publication import ahead, stale
 from replaybuf.generator.stages import Computed, Rollout, stage_name
 from replaybuf.generator.threads import Worker
 from replaybuf.kernel import plugins

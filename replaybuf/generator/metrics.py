@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from replaybuf.generator.daemon import Daemon
-from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.progress import Durations, EvaluationLine, Progress
 
 _COUNTERS: dict[str, tuple[str, Callable[[Progress], float]]] = {

@@ -21,6 +21,7 @@ from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.reward_pool import RewardPool
 from replaybuf.generator.environments.scoring import Scorer, Scoring
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf.generator.logprobs import LogprobOptions, open_stages
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.preflight import (
@@ -35,7 +36,6 @@ from replaybuf.generator.preflight import (
     warn_of_overlap,
 )
 from replaybuf.generator.prompts.curriculum import Supply
-from replaybuf.generator.publication import OnPublish
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.scrape import scraped
 from replaybuf.generator.staleness import StalenessBound

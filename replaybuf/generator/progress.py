@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.fleet import ServerStatus
 from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)

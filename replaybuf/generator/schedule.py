@@ -13,7 +13,7 @@ from typing import Any
 from replaybuf.errors import EngineFault, EngineUnfit, NotFound, RewardFault
 from replaybuf.generator.engines import Engine
 from replaybuf.generator.evaluation import HeldOut
-from replaybuf.generator.flight import Flight
+from replaybuf.generator.inflight import Flight
 
 logger = logging.getLogger(__name__)
 

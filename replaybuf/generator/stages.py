@@ -17,8 +17,7 @@ import numpy as np
 
 from replaybuf.errors import EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.aggregation import Aggregator, Window, chunks
-from replaybuf.generator.fleet import TRIES
-from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.fleet import TRIES, ServerStatus
 from replaybuf.wire.group import Bools, Float32s, Group, Int32s, OptionalLogprobs
 
 

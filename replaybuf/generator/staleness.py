@@ -6,7 +6,7 @@ import logging
 
 from replaybuf.client.calls import RunFacts, facts_of
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.flight import Flight
+from replaybuf.generator.inflight import Flight
 from replaybuf.generator.preflight import max_staleness
 
 logger = logging.getLogger(__name__)

@@ -30,14 +30,13 @@ from replaybuf.errors import (
     Unauthorized,
 )
 from replaybuf.generator import daemon as daemon_module
-from replaybuf.generator import setbacks as setbacks_module
+from replaybuf.generator import failures as setbacks_module
 from replaybuf.generator.daemon import Daemon, DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.environments.scoring import Scorer
-from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.fleet import Fleet, ServerStatus
 from replaybuf.generator.logprobs import EngineStage, PolicyStage
-from replaybuf.generator.member import ServerStatus
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.stages import Computed, Rollout, Stage

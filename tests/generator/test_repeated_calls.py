@@ -10,7 +10,7 @@ import pytest
 
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import NoRoom, ServiceUnavailable
-from replaybuf.generator.flight import Flight
+from replaybuf.generator.inflight import Flight
 from tests.generator.doubles import TIMEOUT_S
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
-from replaybuf.generator.member import ServerStatus
+from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.stages import Computed, Rollout, Stage, Stages
 from replaybuf.wire.group import Admissible, Group, OptionalLogprobs, check_group
 from tests import builders

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
+from tests.generator.engines.contract import EngineContract, ServedOverVllmApi, Subject
 from tests.trainer.model_contract import ModelContract
 from tests.trainer.served import ServedEngine
 

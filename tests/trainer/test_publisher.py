@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from replaybuf.errors import Fenced, ServiceUnavailable
-from replaybuf.generator.publication import OnPublish
+from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf_trainer.model import load_model
 from replaybuf_trainer.publisher import EnginePublisher
 from replaybuf_trainer.weights import save_model

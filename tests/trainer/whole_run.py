@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from replaybuf.generator.publication import OnPublish
+from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf_trainer.model import character_tokenizer, load_model
 from replaybuf_trainer.publisher import EnginePublisher
 from replaybuf_trainer.weights import save_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaybuf_trainer.publisher import EnginePublisher
-from tests.generator.engine_contract import EngineContract, ServedOverVllmApi, Subject
+from tests.generator.engines.contract import EngineContract, ServedOverVllmApi, Subject
 from tests.trainer.model_contract import TIMEOUT_S, ModelContract
 from tests.trainer.whole_run import VOCAB_SIZE
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.generator.publication import OnPublish
+from replaybuf.generator.fleet.publication import OnPublish
 from tests.conftest import RunClient
 from tests.trainer.whole_run import (
     BOUND,

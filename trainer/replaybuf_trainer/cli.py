@@ -15,8 +15,8 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
 
 from replaybuf.errors import Fenced, MissingExtra, ServiceUnavailable
+from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf.generator.logprobs import LogprobModel
-from replaybuf.generator.publication import OnPublish
 
 FENCED_EXIT_CODE = 3
 

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from replaybuf.errors import ReplaybufError, ServiceUnavailable
-from replaybuf.generator.publication import OnPublish
+from replaybuf.generator.fleet.publication import OnPublish
 
 logger = logging.getLogger(__name__)
 

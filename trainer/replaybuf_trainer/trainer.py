@@ -23,7 +23,7 @@ import torch
 from replaybuf.client.client import Client
 from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import Invalid, ServiceUnavailable
-from replaybuf.generator.publication import OnPublish
+from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf.kernel.options import repr_without
 from replaybuf.packing.cost import cost_of
 from replaybuf.wire.batch import Batch

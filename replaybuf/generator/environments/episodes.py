@@ -26,8 +26,8 @@ from replaybuf.generator.engines import Engine, Sample, Sampling
 from replaybuf.generator.environments.contract import Episode, MultiTurnEnvironment, Score, Turn, score_of
 from replaybuf.generator.environments.process_rewards import by_turn
 from replaybuf.generator.environments.scoring import Scores, columns_of, episode_fault
+from replaybuf.generator.fleet.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.prompts.prompt import Encoder, Prompt
-from replaybuf.generator.publication import Piece, joined, pieces, remainder
 from replaybuf.generator.threads import LoopThread, contained
 from replaybuf.wire.group import Bools
 

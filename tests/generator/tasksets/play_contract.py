@@ -22,11 +22,11 @@ from replaybuf.generator.tasksets import process as taskset_process
 from replaybuf.generator.tasksets.environment import PROCESS
 from replaybuf.generator.tasksets.worker.messages import Requests, Standing, TakeTurn
 from replaybuf.wire.tokenizer import Tokenizer
+from tests.cli.test_generate import generator, stored
 from tests.conftest import RunClient
 from tests.generator.environments.test_episodes import Speaking
 from tests.generator.qwen import write_qwen
 from tests.generator.tasksets.taskset_contract import OnProcess
-from tests.generator.test_command import generator, stored
 from tests.waiting import eventually
 
 SUMS = "verifiers:sums"

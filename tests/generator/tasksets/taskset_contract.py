@@ -20,10 +20,10 @@ from replaybuf.generator.prompts.sources import Endless, Source, open_source
 from replaybuf.generator.tasksets import process as taskset_process
 from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
 from replaybuf.generator.tasksets.process import PYTHON
+from tests.cli.test_generate import generated, put
 from tests.conftest import RunClient
 from tests.generator.doubles import TIMEOUT_S, write_tokenizer
 from tests.generator.prompts.test_sources import Letters
-from tests.generator.test_command import generated, put
 from tests.waiting import POLL_S
 
 HERE = Path(__file__).parent / "modules"

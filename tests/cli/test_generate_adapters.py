@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_generate import STOP_S, bounded, generator
 from tests.conftest import RunClient
 from tests.generator.doubles import EngineDouble, Gate
-from tests.generator.test_command import STOP_S, bounded, generator
 
 ADAPTERS = {"code": {"groups_per_batch": 1}, "math": {"groups_per_batch": 2}}
 PROMPTS = {"code": 3, "math": 6}

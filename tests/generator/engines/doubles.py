@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.generator.doubles import served
-from tests.generator.engine_contract import Fault
+from tests.generator.engines.contract import Fault
 
 CONTEXT_TOKENS = 256
 NAME = "policy"

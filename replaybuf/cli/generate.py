@@ -14,12 +14,12 @@ from cyclopts import Parameter
 from cyclopts.types import Port
 
 from replaybuf.errors import Invalid, first_error
-from replaybuf.generator.concurrency import Bounds
-from replaybuf.generator.flight import PATIENCE_S
+from replaybuf.generator.fleet.concurrency import Bounds
+from replaybuf.generator.fleet.publication import OnPublish
+from replaybuf.generator.inflight import PATIENCE_S
 from replaybuf.generator.logprobs import LogprobOptions
 from replaybuf.generator.preflight import check_least
 from replaybuf.generator.process import GenerateOptions, run_generator
-from replaybuf.generator.publication import OnPublish
 
 _LEAST = {
     "max_tokens": 1,

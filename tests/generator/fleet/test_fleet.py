@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
-from replaybuf.generator import fleet as fleet_module
-from replaybuf.generator import member as member_module
 from replaybuf.generator.engines import Sampling, VllmEngine
-from replaybuf.generator.fleet import FAILURES_IN_A_ROW, TRIES, Fleet
+from replaybuf.generator.fleet import TRIES, Fleet
+from replaybuf.generator.fleet import fleet as fleet_module
+from replaybuf.generator.fleet import member as member_module
+from replaybuf.generator.fleet.fleet import FAILURES_IN_A_ROW
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, Script, fail, reply
 from tests.waiting import until
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.engines import Sample, Sampling, Server, open_engine, request_seed
 from tests.generator.doubles import EngineDouble
-from tests.generator.engine_contract import (
+from tests.generator.engines.contract import (
     SAMPLING,
     EngineContract,
     Fault,
@@ -27,7 +27,7 @@ from tests.generator.engine_contract import (
     opened,
     prompt_of,
 )
-from tests.generator.engine_doubles import (
+from tests.generator.engines.doubles import (
     Made,
     Sglang,
     SglangWithoutSpans,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from starlette.responses import Response, StreamingResponse
 
-from replaybuf.generator import member as member_module
 from replaybuf.generator.fleet import TRIES
+from replaybuf.generator.fleet import member as member_module
 from replaybuf.kernel.tickets import forgiven
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Script, ServiceDouble
 from tests.generator.test_daemon import World, run, sampled_by, world

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from replaybuf.client.client import AsyncClient, Tickets
-from replaybuf.generator import flight as flights
-from replaybuf.generator.flight import Flight
+from replaybuf.generator import inflight as flights
+from replaybuf.generator.inflight import Flight
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import EngineFault
 from replaybuf.generator.engines import Sample, Sampling
-from replaybuf.generator.publication import (
+from replaybuf.generator.fleet.publication import (
     OnPublish,
     Piece,
     doomed,

@@ -14,7 +14,7 @@ time while others are up.
 An engine that missed a publication is stale: it was started anew, or its weights did not come. So is one more than one
 version ahead: it has weights of another run. It is found out by its version: whenever one is published, before it comes
 back from aside, and by what it samples. It is put aside until its version is right. What a publication does to the
-requests in flight: `replaybuf.generator.publication`.
+requests in flight: `replaybuf.generator.fleet.publication`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
 from replaybuf.generator.engines import Load, Sample, Sampling, Server
-from replaybuf.generator.member import Member, ServerStatus
-from replaybuf.generator.publication import (
+from replaybuf.generator.fleet.member import Member, ServerStatus
+from replaybuf.generator.fleet.publication import (
     SUPERSEDED,
     OnPublish,
     Piece,

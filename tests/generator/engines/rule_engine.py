@@ -1,6 +1,6 @@
 """An engine that samples by a rule which tells every token's version; run as a process where it is to be killed::
 
-    python -m tests.generator.rule_engine PORT VERSION CUTS HOLD
+    python -m tests.generator.engines.rule_engine PORT VERSION CUTS HOLD
 
 CUTS: JSON, see `ByRule.cuts`. HOLD: so many requests are answered, the next ones never. Prints its address when it
 listens, and `held` for every request that it does not answer.

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import EngineAway, EngineFault
-from replaybuf.generator import fleet as fleet_module
-from replaybuf.generator import member as member_module
 from replaybuf.generator.engines import Sample, Sampling, VllmEngine
 from replaybuf.generator.fleet import TRIES, Fleet
-from replaybuf.generator.publication import OnPublish, pieces
+from replaybuf.generator.fleet import fleet as fleet_module
+from replaybuf.generator.fleet import member as member_module
+from replaybuf.generator.fleet.publication import OnPublish, pieces
 from tests.generator.doubles import TIMEOUT_S, Gate
-from tests.generator.rule_engine import PROMPT, ByRule, logprob, next_token
-from tests.generator.test_fleet import fleet_of, run
+from tests.generator.engines.rule_engine import PROMPT, ByRule, logprob, next_token
+from tests.generator.fleet.test_fleet import fleet_of, run
 from tests.waiting import until
 
 SAMPLING = Sampling(n=2, max_tokens=6)
@@ -301,7 +301,7 @@ def test_a_version_that_a_server_loses_before_it_is_published_is_told_once() -> 
 @contextlib.asynccontextmanager
 async def process(port: int, version: int, cuts: str, hold: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run an engine as a process; it is killed in the end, if not before."""
-    arguments = ("-m", "tests.generator.rule_engine", str(port), str(version), cuts, str(hold))
+    arguments = ("-m", "tests.generator.engines.rule_engine", str(port), str(version), cuts, str(hold))
     child = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     try:
         assert await line_of(child) == f"http://127.0.0.1:{port}"

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from tests.cli.test_generate import bounded, write_prompts
 from tests.conftest import RunClient
 from tests.generator.doubles import EngineDouble, write_tokenizer
-from tests.generator.test_command import bounded, write_prompts
 
 
 async def evaluated(

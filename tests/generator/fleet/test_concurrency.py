@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.concurrency import WINDOW, Bounds, Concurrency, next_limit, total
 from replaybuf.generator.engines.load import Load, read_load
+from replaybuf.generator.fleet.concurrency import WINDOW, Bounds, Concurrency, next_limit, total
 
 BOUNDS = Bounds(2, 64)
 COUNT = st.integers(0, 1000)
