@@ -38,6 +38,7 @@ from served import Served
 
 from replaybuf.client.client import Client
 from replaybuf.kernel.index import ENTRY, entry_of
+from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
 from replaybuf.kernel.tickets import TicketBook
@@ -275,7 +276,7 @@ async def decisions(url: str, repeats: int) -> dict[str, list[float]]:
     store = await Store.open(url)
     journal = Journal(RUN, store, time.time)
     await journal.load()
-    selector = Selector(RUN, journal.state, TicketBook(600.0, 3, None), time.time)
+    selector = Selector(RUN, journal.state, TicketBook(600.0, 3, None), time.time, Rates(time.time()))
     chosen = selector.choose()
     if not isinstance(chosen, Selection) or len(chosen.rows) != SMALL_BATCH:
         raise RuntimeError(f"no batch of {SMALL_BATCH} groups was chosen: {chosen}")

@@ -19,6 +19,7 @@ from replaybuf.kernel.adapters import Portion, share
 from replaybuf.kernel.bounded import OURS, TookTooLong, bounded_again
 from replaybuf.kernel.index import LIVE, Numbers
 from replaybuf.kernel.plugins import Bounds
+from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.rules import check_evictions, check_selection, hold
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
@@ -46,13 +47,12 @@ class Shared(Selection):
 class Selector:
     """Questions to the strategy of run `name`. `last_asked_s`: by adapter, when a producer last asked for a ticket.
 
-    It needs a state, a book and a clock, whoever keeps them: the service its journal, a simulation a virtual one. Both
-    feed `views.rates` with what they see happen.
+    The service and the simulator own the state, the book, the clock and the rates, and feed them.
     """
 
-    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates) -> None:
         self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        self.views = Views(name, state, book, clock, self.ask)
+        self.views = Views(name, state, book, clock, rates, self.ask)
         self._name = name
         self._state = state
         self._book = book

@@ -40,11 +40,13 @@ class Standard(NamedTuple):
 class Views:
     """Views of run `name` for its strategy, which they build; see `Selector` for where the others come from.
 
-    `rates` is fed by whoever sees groups and steps come.
+    The owner of `rates` feeds it.
     """
 
-    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], ask: Ask) -> None:
-        self.rates = Rates(clock())
+    def __init__(
+        self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates, ask: Ask
+    ) -> None:
+        self._rates = rates
         self._name = name
         self._state = state
         self._book = book
@@ -86,7 +88,7 @@ class Views:
     def flow(self) -> Flow:
         """Tell what admission may go by."""
         now_s = self._clock()
-        measured = self.rates.measured(now_s)
+        measured = self._rates.measured(now_s)
         return Flow(
             now_s=now_s,
             tokens_per_group=self.tokens_per_group(),

@@ -39,7 +39,7 @@ from replaybuf.service.leadership import Leadership
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import Traffic
-from replaybuf.service.unreadable_runs import Unread
+from replaybuf.service.unreadable_runs import UnreadableRuns
 from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
 from replaybuf.store.durability import Level
 from replaybuf.wire.config import RunConfig, check_run_name
@@ -106,7 +106,7 @@ class Service:
         self.url = url
         self.tokenizer = tokenizer
         self.runs: dict[str, Run] = {}
-        self.unread = Unread()
+        self.unreadable = UnreadableRuns()
         self.traffic = Traffic()
         # Random, not the process id: a container that starts again has the same one as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
@@ -180,13 +180,13 @@ class Service:
         """
         if name in self.runs:
             return self.runs[name]
-        self.unread.check(name)
+        self.unreadable.check(name)
         started = time.monotonic()
         try:
             run = await Run.load(name, self.store, self._clock)
         except (DataLost, LedgerGap) as error:
-            raise self.unread.note(name, error) from error
-        self.unread.read(name)
+            raise self.unreadable.record_failure(name, error) from error
+        self.unreadable.record_success(name)
         if run is None:
             return None
         self._add(run)
@@ -299,7 +299,7 @@ class Service:
             await ended([task for task in (news, added) if not task.done()])
         for name in names:
             if name in self.runs:
-                await self._work(self.runs[name], self.runs[name].take_in)
+                await self._work(self.runs[name], self.runs[name].ingest)
 
     async def _tick(self) -> None:
         for run in list(self.runs.values()):
@@ -314,13 +314,13 @@ class Service:
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
         books = await self.store.books([run.name for run, _ in followed])
         for (run, term), book in zip(followed, books, strict=True):
-            await self._work(run, functools.partial(run.look, book, term))
+            await self._work(run, functools.partial(run.restore_side_state, book, term))
         await self._discover()
 
     async def _prepare(self) -> None:
         """Prepare the next batches, one run at a time: it may take memory and time that nobody waits for."""
         for run in list(self.runs.values()):
-            await run.batches.ahead.work()
+            await run.batches.next_batch.work()
 
     async def _discover(self) -> None:
         for name in await self.store.runs():

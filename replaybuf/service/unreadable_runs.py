@@ -16,7 +16,7 @@ LONGEST_PAUSE_S = 60.0
 """To read a run takes seconds of a processor; who mends one does not wait longer than this."""
 
 
-class Unread:
+class UnreadableRuns:
     """What could not be read, and why: `reasons` by the name of the run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class Unread:
         if name in self._errors and self._clock() < self._pauses[name][0]:
             raise self._errors[name]
 
-    def note(self, name: str, error: DataLost | LedgerGap) -> DataLost | LedgerGap:
+    def record_failure(self, name: str, error: DataLost | LedgerGap) -> DataLost | LedgerGap:
         """Take note that a run could not be read; return what its callers are told."""
         pause_s = min(2 * self._pauses[name][1], LONGEST_PAUSE_S) if name in self._pauses else FIRST_PAUSE_S
         told = type(error)(f"run {name} cannot be read: {error.detail}", name="run", value=name)
@@ -43,7 +43,7 @@ class Unread:
         self._errors[name], self._pauses[name] = told, (self._clock() + pause_s, pause_s)
         return told
 
-    def read(self, name: str) -> None:
+    def record_success(self, name: str) -> None:
         """Take note that a run was read."""
         if self._errors.pop(name, None):
             del self._pauses[name]

@@ -15,7 +15,7 @@ import zstandard
 from replaybuf.client.client import Client
 from replaybuf.errors import NotAcceptable
 from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, is_known
-from replaybuf.service.run import ahead, assembly, bodies
+from replaybuf.service.run import assembly, bodies, next_batch
 from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.bodies import Part
 from replaybuf.service.run.run import Run
@@ -203,7 +203,7 @@ class Here:
     async def append(self, *group_ids: str) -> None:
         """Store small groups."""
         made = [group_from_json(wire_group(rollout(), group_id=name)) for name in group_ids]
-        await self.run.door.append([Incoming(one) for one in made])
+        await self.run.appends.append([Incoming(one) for one in made])
 
     async def bodies(self, step: int) -> list[bytes]:
         """Fetch the bodies of both ranks."""
@@ -213,12 +213,12 @@ class Here:
 
     async def prepare(self) -> None:
         """Let the service prepare what it can."""
-        await self.run.batches.ahead.work()
+        await self.run.batches.next_batch.work()
 
     @property
     def outcomes(self) -> dict[str, int]:
         """What came of preparing, so far."""
-        return dict(self.run.batches.ahead.outcomes)
+        return dict(self.run.batches.next_batch.outcomes)
 
 
 @pytest.fixture
@@ -297,8 +297,8 @@ def test_for_a_trainer_that_takes_plans_no_body_is_written(here: OnARun) -> None
             await made.prepare()
         assert (made.written, made.outcomes) == ([], {"miss": 1, "hit": 1})
         await made.bodies(1)
-        made.run.batches.ahead.drop()
-        made.run.batches.ahead._seen = None
+        made.run.batches.next_batch.drop()
+        made.run.batches.next_batch._seen = None
         made.written.clear()
         await made.prepare()
         assert sorted(made.written) == [0, 1]
@@ -397,7 +397,7 @@ def test_trouble_while_preparing_is_left_to_the_decision(
             raise ValueError("no such thing")
 
         with monkeypatch.context() as patched:
-            patched.setattr(ahead, "assemble", broken)
+            patched.setattr(next_batch, "pack_batch", broken)
             await made.prepare()
         assert "next batch not prepared" in caplog.text
         assert made.run.state.dead_lettered.total() == 0
@@ -414,5 +414,7 @@ def test_metrics_tell_how_batches_were_made(run: RunClient) -> None:
     run.append(group("a"))
     run.batch(0, epoch)
     text = run.http.get("/metrics").text
-    told = {one: metric(text, "replaybuf_batches_prepared_total", run=run.run, outcome=one) for one in ahead.OUTCOMES}
+    told = {
+        one: metric(text, "replaybuf_batches_prepared_total", run=run.run, outcome=one) for one in next_batch.OUTCOMES
+    }
     assert told == {"hit": 0, "partial": 0, "miss": 1}

@@ -17,8 +17,8 @@ from replaybuf.service import host as service
 from replaybuf.service.host import Service
 from replaybuf.service.http.requests import read_groups
 from replaybuf.service.run.admission import Incoming
+from replaybuf.service.run.appends import APPEND_CHUNK
 from replaybuf.service.run.bodies import Part
-from replaybuf.service.run.intake import APPENDED_AT_ONCE
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store, ToAppend
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -49,7 +49,7 @@ def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None
 async def append(run: Run, *group_ids: str, version: int = 0) -> None:
     """Store small groups."""
     wires = [wire_group(rollout(), group_id=name, policy_version=version) for name in group_ids]
-    await run.door.append([Incoming(group_from_json(wire)) for wire in wires])
+    await run.appends.append([Incoming(group_from_json(wire)) for wire in wires])
 
 
 async def train(run: Run, epoch: int, steps: range) -> None:
@@ -118,10 +118,10 @@ def test_what_a_follower_saw_does_not_replace_the_book_of_tickets_it_keeps_as_le
         await store.resign(leader.name, "here")
         token = (await store.lead(leader.name, "there", LEASE_S)).token
         await follower.lead(str(token))
-        assert len((await follower.door.take_tickets("me", 1, "", 0.0))["tickets"]) == 1
+        assert len((await follower.tickets.issue("me", 1, "", 0.0))["tickets"]) == 1
         if not leads_when_it_looks:
             follower.journal.follow(None)
-        follower.look(book, term)
+        follower.restore_side_state(book, term)
         assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
 
     on_a_run(server, work)
@@ -133,9 +133,9 @@ def test_a_follower_takes_the_book_of_tickets_as_it_was_read(server: EmbeddedSer
     async def work(store: Store, leader: Run) -> None:
         follower = await Run.load(leader.name, store, time.time)
         assert follower is not None
-        await leader.door.take_tickets("me", 1, "", 0.0)
+        await leader.tickets.issue("me", 1, "", 0.0)
         (book,) = await store.books([leader.name])
-        follower.look(book, follower.journal.terms)
+        follower.restore_side_state(book, follower.journal.terms)
         assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
 
     on_a_run(server, work)
@@ -239,13 +239,13 @@ def test_a_server_that_lost_its_lease_while_it_judged_stores_nothing_more(
 
     async def work(store: Store, run: Run) -> None:
         await append(run, "before")
-        admit = run.door.judge.admit
+        admit = run.admission.check
 
         def overtaken(item: Incoming) -> ToAppend:
             run.journal.follow("http://other")
             return admit(item)
 
-        monkeypatch.setattr(run.door.judge, "admit", overtaken)
+        monkeypatch.setattr(run.admission, "check", overtaken)
         assert (await store.lead(run.name, "other", LEASE_S, force=True)).token
         with pytest.raises(NotLeader):
             await append(run, "after")
@@ -266,10 +266,10 @@ def test_an_append_of_many_groups_lets_others_in_between(server: EmbeddedServer)
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
-        await append(run, *(f"g{number}" for number in range(10 * APPENDED_AT_ONCE)))
+        await append(run, *(f"g{number}" for number in range(10 * APPEND_CHUNK)))
         watching.cancel()
         seen.append(run.state.stored)
-        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= APPENDED_AT_ONCE
+        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= APPEND_CHUNK
 
     on_a_run(server, work)
 

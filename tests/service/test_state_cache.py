@@ -8,7 +8,7 @@ import pytest
 from replaybuf.kernel.index import ENTRY
 from replaybuf.kernel.selection import PRODUCER_SILENCE_S
 from replaybuf.lab.simulate.virtual import VirtualRun
-from replaybuf.service.run.state_cache import WAITS_KEPT_S, Told
+from replaybuf.service.run.state_cache import WAITS_KEPT_S, StateCache
 from replaybuf.wire.config import BatchSpec
 from replaybuf.wire.contract import WaitingAnswer
 from tests.builders import run_config
@@ -19,7 +19,7 @@ class Looked:
 
     def __init__(self) -> None:
         self.run = VirtualRun(run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=2)), ranks=1)
-        self.told = Told("r", self.run.state, self.run.book, self.run.selector, lambda: self.run.now_s)
+        self.cache = StateCache("r", self.run.state, self.run.book, self.run.selector, lambda: self.run.now_s)
         self.asked = 0
         self._why_waiting = self.run.selector.why_waiting
         self.run.selector.why_waiting = self._count  # type: ignore[method-assign]
@@ -30,7 +30,7 @@ class Looked:
 
     def reason(self) -> str | None:
         """Look at the state; return why the run waits."""
-        waiting = self.told.state(durability="strict", rejected={})["waiting"]
+        waiting = self.cache.state(durability="strict", rejected={})["waiting"]
         return waiting.reason if waiting else None
 
     def store(self) -> None:
@@ -59,7 +59,7 @@ def test_a_group_that_came_in_is_told_at_once(looked: Looked) -> None:
     assert looked.reason() == "too_few_groups"
     looked.store()
     assert looked.reason() is None
-    state = looked.told.state(durability="strict", rejected={})
+    state = looked.cache.state(durability="strict", rejected={})
     assert (state["groups"]["live"], state["bytes"]["live"]) == (2, 200)
     assert state["histograms"].rollout_tokens["stored"].count == 2
 

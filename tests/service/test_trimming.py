@@ -295,7 +295,7 @@ def test_a_follower_that_lags_behind_an_emptied_index_stream_reads_the_run_anew(
         with client_of(server) as client:
             while trial.run.state.stored == 4 or client.xlen(keys.index(trial.name)):
                 await trial.steps(trial.run.state.step, 1, named=True)
-        await follower.service._work(read_first, read_first.take_in)
+        await follower.service._work(read_first, read_first.ingest)
         await follower.service._discover()
         assert follower.run is not read_first
         assert take(follower.run.state) == take(trial.run.state)
@@ -327,7 +327,7 @@ def test_a_trimming_that_another_leader_overtook_deletes_nothing_that_was_set_as
             for _ in range(40):
                 await new.steps(new.run.state.step, 1, named=True)
                 if leads_again:
-                    await old.run.take_in()
+                    await old.run.ingest()
         finally:
             await new.http.aclose()
             await new.store.close()
@@ -432,7 +432,7 @@ def test_a_group_above_the_token_budget_written_past_the_door_is_a_dead_letter(
         again = await trial.restarted() if restart else trial
         if restart:
             await again.post("attach", dp_world_size=1, resume_step=0)
-        await again.run.door.pull()
+        await again.run.arrivals.pull()
         (letter,) = (await again.http.get("dead-letters")).json()["dead_letters"]
         assert letter["reason"] == "over_budget"
         assert (await again.http.get("")).json()["groups"]["live"] == 0

@@ -114,7 +114,7 @@ def test_what_makes_a_run_unreadable_is_told_at_the_start_and_under_a_server_tha
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             spoil(client, name)
         if running:
-            await service._work(service.runs[name], service.runs[name].take_in)
+            await service._work(service.runs[name], service.runs[name].ingest)
             await service._discover()
         else:
             await service.start()

@@ -17,6 +17,7 @@ from replaybuf.errors import Invalid
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.limits import Load, fitting
 from replaybuf.kernel.plugin_set import resolve_config
+from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.strategy import Selection
@@ -53,7 +54,8 @@ class VirtualRun:
             raise Invalid(f"adapters is {adapters}; the simulator has one policy", name="adapters", value=adapters)
         self.state = RunState()
         self.book = TicketBook(config.tickets.ttl_s, config.tickets.max_attempts, config.tickets.prompts)
-        self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s)
+        self.rates = Rates(self.now_s)
+        self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates)
         self.evictions: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._brought: set[int] = set()
         self._apply(ConfigRecord(config=msgspec.to_builtins(resolved), max_uses=bounds.max_uses))
@@ -147,8 +149,8 @@ class VirtualRun:
         indexes = entries["prompt_index"].tolist()
         self._brought.update(indexes)
         change = self.book.done(("", index) for index in indexes)
-        self.selector.views.rates.took(self.now_s - since_s for since_s in change.done_since_s)
-        self.selector.views.rates.stored(self.now_s, len(entries))
+        self.rates.took(self.now_s - since_s for since_s in change.done_since_s)
+        self.rates.stored(self.now_s, len(entries))
         self._evict(numbers)
 
     def _evict(self, only: Numbers | None = None) -> None:
@@ -247,9 +249,7 @@ class VirtualRun:
         """
         state = self.state
         self._apply(AckRecord(step=state.step, epoch=EPOCH, feedback=feedback))
-        self.selector.views.rates.acked(
-            self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"]
-        )
+        self.rates.acked(self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"])
 
     def publish(self) -> None:
         """Announce version(next unacked step)."""

@@ -82,7 +82,7 @@ async def put_run(request: Request) -> Response:
 async def get_runs(request: Request) -> Response:
     service = _service(request)
     runs = [run.describe() for _, run in sorted(service.runs.items())]
-    return json_response({"runs": runs, "unreadable": service.unread.reasons})
+    return json_response({"runs": runs, "unreadable": service.unreadable.reasons})
 
 
 async def get_run(request: Request) -> Response:
@@ -105,7 +105,7 @@ async def post_tickets(request: Request) -> Response:
     asked = await read_json(request, TicketRequest)
     wait_s = asked.wait_ms / 1000
     gone = functools.partial(_is_gone, request)
-    return json_response(await run.door.take_tickets(asked.producer, asked.count, asked.adapter, wait_s, gone))
+    return json_response(await run.tickets.issue(asked.producer, asked.count, asked.adapter, wait_s, gone))
 
 
 def _is_gone(request: Request) -> bool:
@@ -126,14 +126,14 @@ def _is_gone(request: Request) -> bool:
 async def delete_ticket(request: Request) -> Response:
     run = await _led(request)
     ticket = request.path_params["ticket"]
-    await run.door.return_ticket(ticket, request.query_params.get(REASON.name, "returned"))
+    await run.tickets.give_back(ticket, request.query_params.get(REASON.name, "returned"))
     return json_response({"ticket": ticket, "state": "returned"})
 
 
 async def post_groups(request: Request) -> Response:
     run = await _led(request)
     groups = await read_groups(request, run.journal.config.limits.max_group_bytes)
-    return json_response({"results": await run.door.append(groups)})
+    return json_response({"results": await run.appends.append(groups)})
 
 
 async def post_evaluation(request: Request) -> Response:
@@ -259,7 +259,7 @@ async def get_readyz(request: Request) -> Response:
         "redis_version": report.version if report else None,
         "waiting_for": trouble,
         "runs": sorted(service.runs),
-        "unreadable": service.unread.reasons,
+        "unreadable": service.unreadable.reasons,
         "leaders": {name: run.journal.leader_url for name, run in sorted(service.runs.items())},
     }
     return json_response(answer, 200 if ready else 503)

@@ -20,7 +20,7 @@ from replaybuf.kernel.histograms import Histogram, Tallies
 from replaybuf.kernel.index import IN_BATCHES
 from replaybuf.kernel.report import coverage
 from replaybuf.service.host import Service
-from replaybuf.service.run.ahead import OUTCOMES
+from replaybuf.service.run.next_batch import OUTCOMES
 from replaybuf.service.run.run import Run
 from replaybuf.wire.contract import REASONS
 
@@ -36,8 +36,8 @@ _RUN_COUNTERS: _Metrics = {
     "groups_used": ("Groups put into batches, each use counted", lambda run: run.state.groups_used),
     "groups_retired": ("Groups freed after a checkpoint", lambda run: run.state.retired),
     "groups_dead_lettered": ("Stored groups that turned out unusable", lambda run: run.state.dead_lettered.total()),
-    "groups_duplicate": ("Appends answered duplicate", lambda run: run.door.duplicates),
-    "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.door.judge.truncated),
+    "groups_duplicate": ("Appends answered duplicate", lambda run: run.side_state.duplicates),
+    "rollouts_truncated_groups": ("Groups with rollouts cut to seq_len", lambda run: run.admission.truncated),
     "tokens_used": ("Tokens put into batches, each use counted", lambda run: run.state.tokens_used),
     "tickets_issued": ("Tickets issued", lambda run: run.book.counts["issued"]),
     "tickets_expired": ("Tickets that expired", lambda run: run.book.counts["expired"]),
@@ -165,7 +165,7 @@ class _RunCollector:
         )
         state = GaugeMetricFamily("replaybuf_run_state", "1 for the state the run is in", labels=["run", "state"])
         for name, run in runs:
-            drops = run.door.rejected + run.state.evicted + run.state.dead_lettered
+            drops = run.side_state.rejected + run.state.evicted + run.state.dead_lettered
             for reason in sorted(drops):
                 dropped.add_metric([name, reason], drops[reason])
             for reason in REASONS:
@@ -173,7 +173,7 @@ class _RunCollector:
             for age, number in sorted(run.state.used_staleness.items()):
                 staleness.add_metric([name, str(age)], number)
             for outcome in OUTCOMES:
-                prepared.add_metric([name, outcome], run.batches.ahead.outcomes[outcome])
+                prepared.add_metric([name, outcome], run.batches.next_batch.outcomes[outcome])
             for value in ("running", "paused", "finished"):
                 state.add_metric([name, value], float(run.state.state == value))
         yield from (dropped, waited, staleness, prepared, state)
@@ -208,9 +208,9 @@ class _RunCollector:
             labels=["run", "adapter", "reason"],
         )
         for run_name, run in runs:
-            waits = run.told.waits().adapters
+            waits = run.state_cache.waits().adapters
             for adapter in sorted(run.journal.config.adapters):
-                holds, standing = run.told.held().adapters[adapter], run.state.standing(adapter)
+                holds, standing = run.state_cache.held().adapters[adapter], run.state.standing(adapter)
                 progress = run.state.progress_at(run.state.next_step, adapter)
                 labels = [run_name, adapter]
                 counters["groups_stored"].add_metric(labels, standing.stored)

@@ -26,7 +26,7 @@ class Incoming(msgspec.Struct, frozen=True):
     rejection: GroupRejected | None = None
 
 
-class Judge:
+class AdmissionCheck:
     """Judges the groups of one run. `truncated` counts those with rollouts cut to `batch.seq_len`."""
 
     def __init__(self, journal: Journal, book: TicketBook) -> None:
@@ -34,7 +34,7 @@ class Judge:
         self._journal = journal
         self._book = book
 
-    def names(self, item: Incoming) -> tuple[str, str]:
+    def identity(self, item: Incoming) -> tuple[str, str]:
         """Name a group as storage does: by its id, and by what its ticket's prompt stands for; "" where it has none."""
         group = item.group
         if group is None:
@@ -45,7 +45,7 @@ class Judge:
                 key = prompt_key(*parse_ticket(group.ticket).prompt)
         return group.group_id or key, key
 
-    def admit(self, item: Incoming) -> ToAppend:
+    def check(self, item: Incoming) -> ToAppend:
         """Judge one group at the door and make it ready to be stored."""
         if item.rejection or item.group is None:
             raise item.rejection or GroupRejected("malformed", "the group does not decode")

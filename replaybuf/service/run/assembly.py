@@ -34,7 +34,7 @@ Form = Coding | Literal["plan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loaded:
+class FetchedGroups:
     """Groups fetched for a batch; `broken` names, by number, the ones that cannot be used and why."""
 
     entries: list[IndexEntry]
@@ -47,7 +47,7 @@ class Loaded:
         return sum(int(entry.values["frame_bytes"]) for entry in self.entries)
 
 
-async def load(store: Store, run: str, numbers: Sequence[int]) -> Loaded:
+async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
     """Fetch index entries and frames of these groups and check each one, in a thread."""
     entries = await store.entries(run, numbers)
     sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
@@ -55,7 +55,9 @@ async def load(store: Store, run: str, numbers: Sequence[int]) -> Loaded:
     return await asyncio.to_thread(_open_frames, numbers, entries, frames)
 
 
-def _open_frames(numbers: Sequence[int], entries: list[IndexEntry], frames: Mapping[str, bytes | None]) -> Loaded:
+def _open_frames(
+    numbers: Sequence[int], entries: list[IndexEntry], frames: Mapping[str, bytes | None]
+) -> FetchedGroups:
     groups: dict[int, Group] = {}
     broken = dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry")
     for entry in entries:
@@ -63,7 +65,7 @@ def _open_frames(numbers: Sequence[int], entries: list[IndexEntry], frames: Mapp
             groups[entry.number] = _open_frame(entry, frames[entry.strings.payload_key])
         except BrokenFrame as error:
             broken[entry.number] = error.name or "broken_frame"
-    return Loaded(entries, groups, broken)
+    return FetchedGroups(entries, groups, broken)
 
 
 def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
@@ -87,7 +89,7 @@ def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Assembled:
+class PackedBatch:
     """A batch ready to be served: groups in order, the grid of its ranks, bodies written or being written.
 
     - `planned`, `groups`: each group as a plan names it, and its columns, cut to the layout
@@ -141,7 +143,7 @@ class Assembled:
         return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
 
 
-def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled:
+def pack_batch(record: BatchRecord, loaded: FetchedGroups, layout: Attached) -> PackedBatch:
     """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
     frames = {entry.number: entry for entry in loaded.entries}
     planned: list[PlannedGroup] = []
@@ -170,7 +172,7 @@ def assemble(record: BatchRecord, loaded: Loaded, layout: Attached) -> Assembled
         )
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
     grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
-    return Assembled(
+    return PackedBatch(
         record=record,
         planned=planned,
         groups=groups,
@@ -192,7 +194,7 @@ def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
     return np.repeat(np.array([codes[group.adapter] for group in groups], np.int32), rollouts)
 
 
-def plan_of(run: str, batch: Assembled, rank: int) -> Plan:
+def plan_of(run: str, batch: PackedBatch, rank: int) -> Plan:
     """Say what stands in the body of one rank."""
     record, layout, grid = batch.record, batch.layout, batch.grid[rank]
     # Groups are numbered per rank, in the order in which the batch holds them.
@@ -234,7 +236,7 @@ def plan_of(run: str, batch: Assembled, rank: int) -> Plan:
     )
 
 
-def write_body(run: str, batch: Assembled, rank: int) -> memoryview:
+def write_body(run: str, batch: PackedBatch, rank: int) -> memoryview:
     """Write the body of one rank."""
     groups = [batch.groups[position] for position in batch.positions(rank)]
     # Not copied into bytes: that would hold the interpreter for as long as it copies.

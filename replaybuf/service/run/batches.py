@@ -14,11 +14,18 @@ from replaybuf.kernel.selection import Selector, Shared
 from replaybuf.kernel.state_view import BatchState
 from replaybuf.kernel.strategy import Selection
 from replaybuf.kernel.waiting import BLOCKED_ON
-from replaybuf.service.run.ahead import Ahead
-from replaybuf.service.run.assembly import Assembled, Loaded, assemble, digest_of, entry_in_batch, load
+from replaybuf.service.run.assembly import (
+    FetchedGroups,
+    PackedBatch,
+    digest_of,
+    entry_in_batch,
+    fetch_groups,
+    pack_batch,
+)
 from replaybuf.service.run.bodies import Bodies, Part
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import LONGEST_WAIT_S, Journal
+from replaybuf.service.run.next_batch import NextBatch
 from replaybuf.service.run.record import batch_record
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
@@ -42,8 +49,8 @@ class Batches:
         self._selector = selector
         self._eviction = eviction
         self._bodies = Bodies(journal.name)
-        self._ready: OrderedDict[int, Assembled] = OrderedDict()
-        self.ahead = Ahead(journal, selector, self._bodies, self._write_down)
+        self._ready: OrderedDict[int, PackedBatch] = OrderedDict()
+        self.next_batch = NextBatch(journal, selector, self._bodies, self._write_down)
         self._packing = asyncio.Lock()
         self._told: tuple[str, float] | None = None
 
@@ -62,7 +69,7 @@ class Batches:
         if not 0 <= rank < ranks:
             raise Invalid(f"dp_rank is {rank}; dp_world_size is {ranks}", name="dp_rank", value=rank, bound=ranks)
 
-        async def attempt() -> Assembled | WaitingAnswer:
+        async def attempt() -> PackedBatch | WaitingAnswer:
             self.check_epoch(epoch)
             if not self._journal.leading and step in self._state.batches:
                 packed = await self._packed(step)  # what is written down is the same from any server
@@ -81,7 +88,7 @@ class Batches:
         if isinstance(outcome, WaitingAnswer):
             return outcome
         self._bound_memory()
-        self.ahead.served(as_body=as_body)
+        self.next_batch.served(as_body=as_body)
         return Part(outcome, rank, self._bodies)
 
     def check_epoch(self, epoch: int) -> None:
@@ -123,7 +130,7 @@ class Batches:
                 bound=state.oldest_step,
             )
 
-    async def _batch(self, step: int, epoch: int) -> Assembled | WaitingAnswer:
+    async def _batch(self, step: int, epoch: int) -> PackedBatch | WaitingAnswer:
         standing = step in self._state.batches  # may be: made ahead by a strategy that a live change replaced
         if not standing and step > self._state.step + self._selector.bounds.look_ahead:
             return self._selector.explain("awaiting_ack" if self._state.state == "running" else self._state.state)
@@ -172,7 +179,7 @@ class Batches:
     def forget(self) -> None:
         """Drop what was packed for a trainer that is gone."""
         self._ready.clear()
-        self.ahead.drop()
+        self.next_batch.drop()
         self._told = None
 
     # ------------------------------------------------------------------ making
@@ -185,7 +192,7 @@ class Batches:
             if isinstance(chosen, WaitingAnswer):
                 return chosen
             numbers = chosen.rows.tolist()
-            fetched = await self.ahead.fetched(numbers)
+            fetched = await self.next_batch.fetched(numbers)
             loaded = await self._load(numbers, fetched)
             if loaded.broken:
                 await self._bury(loaded.broken)
@@ -196,7 +203,7 @@ class Batches:
                 continue
             record = self._write_down(chosen, loaded)
             await self._journal.append(record)
-            prepared = self.ahead.take(record, len(fetched.groups))
+            prepared = self.next_batch.take(record, len(fetched.groups))
             if prepared:
                 self._keep(prepared)
             else:
@@ -204,18 +211,18 @@ class Batches:
             await self._eviction.judge()
             return None
 
-    async def _load(self, numbers: list[int], fetched: Loaded) -> Loaded:
+    async def _load(self, numbers: list[int], fetched: FetchedGroups) -> FetchedGroups:
         """Fetch the groups that are not fetched yet."""
         missing = [number for number in numbers if number not in fetched.groups]
         if not missing:
             return fetched
-        rest = await load(self._journal.store, self._journal.name, missing)
+        rest = await fetch_groups(self._journal.store, self._journal.name, missing)
         entries = {entry.number: entry for entry in (*fetched.entries, *rest.entries)}
-        return Loaded(
+        return FetchedGroups(
             [entries[number] for number in numbers if number in entries], fetched.groups | rest.groups, rest.broken
         )
 
-    def _overlong(self, loaded: Loaded) -> list[int]:
+    def _overlong(self, loaded: FetchedGroups) -> list[int]:
         """Name the groups with a prompt that leaves no room for a completion in the trainer's rows.
 
         The index has whole rollouts, so where completions are cut only the frames tell.
@@ -225,7 +232,7 @@ class Batches:
         seq_len = self._selector.views.seq_len
         return sorted(number for number, group in loaded.groups.items() if _longest_prompt(group) >= seq_len)
 
-    def _write_down(self, chosen: Selection, loaded: Loaded) -> BatchRecord:
+    def _write_down(self, chosen: Selection, loaded: FetchedGroups) -> BatchRecord:
         state, config = self._state, self._journal.config
         step = state.next_step
         version = 0 if config.adapters else config.version_of(step)
@@ -275,7 +282,7 @@ class Batches:
         logger.error("groups are unusable run=%s numbers=%s", self._journal.name, by_reason)
         await self._journal.append(DeadLetterRecord(numbers=by_reason, at_s=self._journal.clock()))
 
-    async def _packed(self, step: int) -> Assembled:
+    async def _packed(self, step: int) -> PackedBatch:
         """Return a batch of the current history, fetched and packed again where it is not at hand."""
         async with self._packing:  # the ranks of a trainer ask at the same time
             standing, ready = self._state.batches.get(step), self._ready.get(step)
@@ -286,7 +293,9 @@ class Batches:
             if ready and ready.layout is self._state.attached and ready.record.generation == standing.generation:
                 return ready
             record = await self._journal.batch_record(standing.entry)
-            loaded = await load(self._journal.store, self._journal.name, [entry.number for entry in record.groups])
+            loaded = await fetch_groups(
+                self._journal.store, self._journal.name, [entry.number for entry in record.groups]
+            )
             if loaded.broken and self._journal.leading:
                 await self._bury_of(step, standing, loaded.broken)
             return await self._pack(record, loaded)
@@ -302,13 +311,13 @@ class Batches:
                 await self._bury(found)
         await self._journal.notify()
 
-    async def _pack(self, record: BatchRecord, loaded: Loaded) -> Assembled:
+    async def _pack(self, record: BatchRecord, loaded: FetchedGroups) -> PackedBatch:
         layout = self._state.attached
         if layout is None:
             raise Conflict(f"run {self._journal.name} has no trainer attached", name="epoch", value=0, bound=1)
-        return self._keep(await asyncio.to_thread(assemble, record, loaded, layout))
+        return self._keep(await asyncio.to_thread(pack_batch, record, loaded, layout))
 
-    def _keep(self, batch: Assembled) -> Assembled:
+    def _keep(self, batch: PackedBatch) -> PackedBatch:
         self._ready[batch.record.step] = batch
         self._ready.move_to_end(batch.record.step)
         self._bound_memory()
@@ -345,7 +354,7 @@ class Batches:
 
     async def longest_prompt(self, step: int) -> int:
         """Tokens of the longest prompt in the batch of `step`, read from its frames."""
-        loaded = await load(self._journal.store, self._journal.name, self._state.batches[step].numbers.tolist())
+        loaded = await fetch_groups(self._journal.store, self._journal.name, self._state.batches[step].numbers.tolist())
         return max(map(_longest_prompt, loaded.groups.values()), default=0)
 
 

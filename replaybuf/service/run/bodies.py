@@ -8,7 +8,7 @@ import dataclasses
 import msgspec
 import zstandard
 
-from replaybuf.service.run.assembly import Assembled, Coding, Form, plan_of, write_body
+from replaybuf.service.run.assembly import Coding, Form, PackedBatch, plan_of, write_body
 
 WRITERS = 2
 """Bodies of a run written at the same time: writing is bound by memory, and holds the interpreter now and then."""
@@ -22,18 +22,18 @@ class Bodies:
         self._run = run
         self._room = asyncio.Semaphore(WRITERS)
 
-    async def body(self, batch: Assembled, rank: int, coding: Coding) -> memoryview:
+    async def body(self, batch: PackedBatch, rank: int, coding: Coding) -> memoryview:
         """Return the body of one rank. Who stops waiting for it does not stop it for the others."""
         task = batch.bodies.get((rank, coding))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = batch.bodies[rank, coding] = asyncio.create_task(self._write(batch, rank, coding))
         return await asyncio.shield(task)
 
-    def plan(self, batch: Assembled, rank: int) -> bytes:
+    def plan(self, batch: PackedBatch, rank: int) -> bytes:
         """Return the plan of one rank's body as JSON; no body is written for it."""
         return msgspec.json.encode(plan_of(self._run, batch, rank))
 
-    async def _write(self, batch: Assembled, rank: int, coding: Coding) -> memoryview:
+    async def _write(self, batch: PackedBatch, rank: int, coding: Coding) -> memoryview:
         if coding == "zstd":
             plain = await self.body(batch, rank, "identity")
             async with self._room:
@@ -53,7 +53,7 @@ def _compress(body: memoryview) -> memoryview:
 class Part:
     """One rank's part of a batch, to be served."""
 
-    batch: Assembled
+    batch: PackedBatch
     rank: int
     bodies: Bodies
 

@@ -33,7 +33,7 @@ class Eviction:
 
     async def of_unsettled(self) -> None:
         """Judge arrivals that are folded and not settled yet, before a batch may take them. Within a decision."""
-        for chunk in tuple(self._journal.arrived):
+        for chunk in tuple(self._journal.unsettled):
             await self.judge(chunk.numbers)
 
     async def judge_inherited(self) -> None:

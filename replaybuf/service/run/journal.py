@@ -54,7 +54,8 @@ class Journal:
     Roles: following -> `taking_over` -> `leading` -> `follow`, or an append that a newer leader refuses -> following.
     `token` is the fencing token of a leader; `leader_url` is where the leader answers, as far as it is known. `terms`
     counts how often this server set out to lead.
-    `lost` is set while Redis holds less than what was acknowledged. `arrived` are groups folded and not yet settled.
+    `lost` is set while Redis holds less than what was acknowledged. `unsettled` are groups that are folded and not yet
+    settled: the journal adds them, `Arrivals` removes them.
     `changes` counts what waiters were told of.
     """
 
@@ -68,7 +69,7 @@ class Journal:
         self.leader_url: str | None = None
         self.terms = 0
         self.lost: DataLost | None = None
-        self.arrived: deque[IndexChunk] = deque()
+        self.unsettled: deque[IndexChunk] = deque()
         self.closed = False
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
@@ -130,7 +131,7 @@ class Journal:
         self.lost = error
 
     @contextlib.contextmanager
-    def noting_loss(self) -> Iterator[None]:
+    def recording_loss(self) -> Iterator[None]:
         """Take note of a `DataLost` that the body raises, so that whoever asks next is told at once."""
         try:
             yield
@@ -198,7 +199,7 @@ class Journal:
     async def _read_arrivals(self, through: int | None) -> None:
         async for chunk in self.store.read_index(self.name, self.state.stored, through):
             self.state.store(chunk.numbers, chunk.values, chunk.malformed)
-            self.arrived.append(chunk)
+            self.unsettled.append(chunk)
 
     # ------------------------------------------------------------------ ledger
 
@@ -229,7 +230,7 @@ class Journal:
         """Write one record, then apply it. Called within a decision."""
         entry = self.state.entries + 1
         try:
-            with self.noting_loss():
+            with self.recording_loss():
                 await self.store.append_record(self.name, self.token or "", entry, record)
         except NotLeader:
             self.follow(None)
@@ -275,7 +276,7 @@ class Journal:
         if through:
             await self.store.set_count(self.name, "freed_through", through)
 
-    def freed(self, through: int) -> None:
+    def mark_freed(self, through: int) -> None:
         """Take note that payloads let go up to ledger entry `through` are deleted."""
         while self._to_free and self._to_free[0][0] <= through:
             self._to_free.popleft()

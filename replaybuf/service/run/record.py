@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from replaybuf.service.run.assembly import Assembled, completed
+from replaybuf.service.run.assembly import PackedBatch, completed
 from replaybuf.wire.ledger import BatchRecord
 
 
-def batch_record(run: str, record: BatchRecord, standing: str, packed: Assembled | None) -> dict[str, Any]:
+def batch_record(run: str, record: BatchRecord, standing: str, packed: PackedBatch | None) -> dict[str, Any]:
     """Render a batch record. `packed` gives the packing figures; without it (voided or freed) they are null."""
     placed = sum(packed.padded_rows()) if packed else 0
     return {

@@ -14,18 +14,22 @@ import msgspec
 from replaybuf.errors import Conflict
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.plugins import Bounds
-from replaybuf.kernel.rates import Measured
+from replaybuf.kernel.rates import Measured, Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
+from replaybuf.service.run.admission import AdmissionCheck
+from replaybuf.service.run.appends import Appends
+from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.eviction import Eviction
-from replaybuf.service.run.gate import Gate
-from replaybuf.service.run.intake import Door
+from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.lease import Lease
 from replaybuf.service.run.session import Session
-from replaybuf.service.run.state_cache import Told
+from replaybuf.service.run.side_state import SideState
+from replaybuf.service.run.state_cache import StateCache
+from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Book, Store
 from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec, differing_fields
@@ -33,8 +37,8 @@ from replaybuf.wire.ledger import ConfigRecord, PurgeRecord
 
 
 class Run:
-    """One run: `door` takes groups in, `batches` gives them out, `session` is the trainer's, `selector` asks the
-    strategy, `journal` keeps state and ledger.
+    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them, `session` is the trainer's,
+    `selector` calls the strategy, `journal` keeps state and ledger.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -42,14 +46,19 @@ class Run:
         supplies = {name: spec.prompts for name, spec in journal.config.adapters.items()}
         self.journal = journal
         self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts, supplies)
-        self.selector = Selector(journal.name, journal.state, self.book, journal.clock)
+        self.side_state = SideState(journal, self.book)
+        self.rates = Rates(journal.clock())
+        self.selector = Selector(journal.name, journal.state, self.book, journal.clock, self.rates)
         self.eviction = Eviction(journal, self.selector)
-        gate = Gate()
-        self.door = Door(journal, self.selector, self.book, self.eviction, gate)
+        self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
+        self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
+        self.admission = AdmissionCheck(journal, self.book)
+        lock = HistoryLock()
+        self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock)
         self.batches = Batches(journal, self.selector, self.eviction)
-        self.session = Session(journal, self.selector, self.eviction, self.batches, gate)
+        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock)
         self.trimming = Trimming(journal)
-        self.told = Told(journal.name, journal.state, self.book, self.selector, journal.clock)
+        self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
         self.lease = Lease()
         self.durability = "strict"
 
@@ -66,7 +75,7 @@ class Run:
     @property
     def measured(self) -> Measured:
         """How fast groups come in and are used, as this server saw it."""
-        return self.selector.views.rates.measured(self.journal.clock())
+        return self.rates.measured(self.journal.clock())
 
     # ------------------------------------------------------------------ life
 
@@ -88,14 +97,15 @@ class Run:
         if journal.state.config is None:
             return None
         run = cls(journal)
-        await run.door.look()
+        await run.side_state.reload()
         return run
 
     async def lead(self, token: str) -> None:
         """Decide from here on; what the older leader left is taken in first. Raises `DataLost`."""
         await self.journal.check_kept()
         async with self.journal.taking_over(token):
-            await self.door.open()
+            await self.tickets.reload()
+            self.arrivals.find_recent()
             await self.eviction.judge_inherited()
         await self.journal.notify()
 
@@ -103,25 +113,25 @@ class Run:
         """Wake every waiter; each is answered with what it waits for."""
         await self.journal.close()
 
-    async def take_in(self) -> None:
+    async def ingest(self) -> None:
         """Take in what is new in the streams."""
-        await (self.door.pull() if self.journal.leading else self.door.follow())
+        await (self.arrivals.pull() if self.journal.leading else self.arrivals.follow())
 
-    def look(self, book: Book, term: int) -> None:
+    def restore_side_state(self, book: Book, term: int) -> None:
         """Take in, as a follower, what the leader keeps beside the streams; `term` was ours when `book` was read."""
         if not self.journal.leading and self.journal.terms == term:  # a leader's book is ahead of what was read before
-            self.door.read(book)
+            self.side_state.restore(book)
 
     async def tick(self) -> None:
         """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""
         if not self.journal.leading:
             return
-        await self.door.settle()
-        await self.door.expire_tickets()
+        await self.arrivals.settle()
+        await self.tickets.expire()
         if all(self.book.used_up(name) for name in self.journal.config.policies):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
-        await self.door.adopt_recent()
+        await self.arrivals.adopt_recent()
         await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator
@@ -194,7 +204,7 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """Render the state of the run."""
-        return self.told.state(durability=self.durability, rejected=dict(self.door.rejected))
+        return self.state_cache.state(durability=self.durability, rejected=dict(self.side_state.rejected))
 
 
 def _changed(config: RunConfig, patch: ConfigPatch) -> RunConfig:

@@ -6,12 +6,13 @@ import logging
 from typing import Any, Literal
 
 from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
+from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.eviction import Eviction
-from replaybuf.service.run.gate import Gate
-from replaybuf.service.run.intake import check_adapter
+from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.tickets import check_adapter
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
 from replaybuf.wire.metadata import check_freeform
@@ -26,13 +27,22 @@ LARGEST_PRIORITY = 1e30
 class Session:
     """What the attached trainer may change. Every call of an older epoch raises `Fenced`."""
 
-    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction, batches: Batches, gate: Gate) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        selector: Selector,
+        eviction: Eviction,
+        batches: Batches,
+        rates: Rates,
+        history_lock: HistoryLock,
+    ) -> None:
         self._journal = journal
         self._state = journal.state
         self._selector = selector
         self._eviction = eviction
         self._batches = batches
-        self._gate = gate
+        self._history_lock = history_lock
+        self._rates = rates
 
     async def attach(self, request: AttachRequest) -> dict[str, Any]:
         """Give the run to a trainer, fence older epochs, restore history to its step.
@@ -57,10 +67,10 @@ class Session:
             # ATTACH first: should we die before REWIND, the older trainer is fenced and this one asks again.
             await journal.append(attached)
             if step < state.step or (not redeliver and state.next_step > step):
-                async with self._gate.shut():
+                async with self._history_lock.exclusive():
                     await self._rewind(step, request.on_resume)
             self._batches.forget()
-            self._selector.views.rates.attached()
+            self._rates.attached()
         await self._eviction.judge_all()
         await journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
@@ -152,7 +162,7 @@ class Session:
                     at_s=journal.clock(),
                 )
                 await journal.append(record)
-                self._selector.views.rates.acked(
+                self._rates.acked(
                     journal.clock(),
                     waited_s=self._batches.waited_for_others_s,
                     stored=state.stored,

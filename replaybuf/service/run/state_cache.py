@@ -29,7 +29,7 @@ class _Waits(NamedTuple):
     adapters: dict[str, WaitingAnswer | None]
 
 
-class Told:
+class StateCache:
     """Answers about run `name`; to find `held` and `waits` anew takes a millisecond, and more with many groups."""
 
     def __init__(

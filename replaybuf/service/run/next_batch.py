@@ -22,7 +22,7 @@ import msgspec
 from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
-from replaybuf.service.run.assembly import Assembled, Loaded, assemble, load
+from replaybuf.service.run.assembly import FetchedGroups, PackedBatch, fetch_groups, pack_batch
 from replaybuf.service.run.bodies import Bodies
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
@@ -52,7 +52,7 @@ class _Ready:
     key: object
     entries: dict[int, IndexEntry] = dataclasses.field(default_factory=dict)
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
-    batch: Assembled | None = None
+    batch: PackedBatch | None = None
     coming: asyncio.Task[bool] | None = None
     closed: bool = False
 
@@ -62,7 +62,7 @@ class _Ready:
         self.groups = {number: self.groups[number] for number in numbers if number in self.groups}
 
 
-class Ahead:
+class NextBatch:
     """Preparation for one run. `write_down` makes the record of a selection; `outcomes` counts what came of it."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Ahead:
         journal: Journal,
         selector: Selector,
         bodies: Bodies,
-        write_down: Callable[[Selection, Loaded], BatchRecord],
+        write_down: Callable[[Selection, FetchedGroups], BatchRecord],
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self._journal = journal
@@ -94,16 +94,18 @@ class Ahead:
         if as_body:
             self._bodies_epoch = self._state.epoch
 
-    async def fetched(self, numbers: Sequence[int]) -> Loaded:
+    async def fetched(self, numbers: Sequence[int]) -> FetchedGroups:
         """Return what is ready of these groups, or on its way; fetching more of them ahead ends here."""
         ready = self._ready = self._ready or _Ready(self._key())
         ready.closed = ready.batch is None
         if ready.coming:
             await asyncio.wait([ready.coming])  # whatever goes wrong with it, the decision fetches itself
         held = [number for number in numbers if number in ready.groups]
-        return Loaded([ready.entries[number] for number in held], {number: ready.groups[number] for number in held}, {})
+        return FetchedGroups(
+            [ready.entries[number] for number in held], {number: ready.groups[number] for number in held}, {}
+        )
 
-    def take(self, record: BatchRecord, used: int) -> Assembled | None:
+    def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
         """Return the batch of this record if it is ready; `used` of its groups were. Nothing is ready afterwards.
 
         The time of the decision is the one thing in which the records may differ: no byte depends on it.
@@ -180,8 +182,8 @@ class Ahead:
         whole = await self._fetch(ready, numbers)
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
             return
-        loaded = Loaded([ready.entries[number] for number in numbers], dict(ready.groups), {})
-        batch = await asyncio.to_thread(assemble, self._write_down(chosen, loaded), loaded, layout)
+        loaded = FetchedGroups([ready.entries[number] for number in numbers], dict(ready.groups), {})
+        batch = await asyncio.to_thread(pack_batch, self._write_down(chosen, loaded), loaded, layout)
         if ready.closed:
             return
         ready.batch = batch
@@ -198,7 +200,7 @@ class Ahead:
         for start in range(0, len(missing), _FETCHED_AT_ONCE):
             if ready.closed:
                 return False
-            ready.coming = asyncio.create_task(self._take_in(ready, missing[start : start + _FETCHED_AT_ONCE]))
+            ready.coming = asyncio.create_task(self._fetch_some(ready, missing[start : start + _FETCHED_AT_ONCE]))
             try:
                 if not await ready.coming:
                     return False
@@ -206,9 +208,9 @@ class Ahead:
                 ready.coming = None
         return not ready.closed
 
-    async def _take_in(self, ready: _Ready, numbers: Sequence[int]) -> bool:
+    async def _fetch_some(self, ready: _Ready, numbers: Sequence[int]) -> bool:
         """Fetch some groups; say whether they are sound and there is room for more."""
-        loaded = await load(self._journal.store, self._journal.name, numbers)
+        loaded = await fetch_groups(self._journal.store, self._journal.name, numbers)
         if loaded.broken:
             return False
         ready.entries |= {entry.number: entry for entry in loaded.entries}

@@ -1,0 +1,180 @@
+"""Appends of one run: check groups, store them, read them into the index."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooLarge
+from replaybuf.kernel.limits import Load, fitting
+from replaybuf.kernel.selection import Selector
+from replaybuf.service.run.admission import AdmissionCheck, Incoming
+from replaybuf.service.run.arrivals import Arrivals
+from replaybuf.service.run.history_lock import HistoryLock
+from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.side_state import SideState
+from replaybuf.store import Appended, ToAppend
+from replaybuf.store.chunks import portions
+
+APPEND_CHUNK = 64
+"""Groups stored at once. The event loop is free between two chunks and between two checks: a body of thousands of
+groups must not make a trainer wait, nor let the lease expire."""
+
+
+class Appends:
+    """Stores the groups that producers send to one run."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        side_state: SideState,
+        selector: Selector,
+        admission: AdmissionCheck,
+        arrivals: Arrivals,
+        history_lock: HistoryLock,
+    ) -> None:
+        self._journal = journal
+        self._side_state = side_state
+        self._selector = selector
+        self._admission = admission
+        self._arrivals = arrivals
+        self._history_lock = history_lock
+        self._entering = Load()
+
+    async def append(self, incoming: Sequence[Incoming]) -> list[dict[str, Any]]:
+        """Store groups in chunks; return one result each.
+
+        Raises `TooLarge` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be stored.
+        """
+        results: list[dict[str, Any]] = []
+        for chunk in portions(incoming, _nbytes, APPEND_CHUNK):
+            results += await self._append(chunk)
+        # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
+        reasons = Counter(result["reason"] for result in results if result["status"] == "rejected")
+        await self._side_state.count_rejected(reasons)
+        if all(result["status"] == "rejected" for result in results):
+            raise _refusal(results)
+        return results
+
+    async def _append(self, chunk: Sequence[Incoming]) -> list[dict[str, Any]]:
+        results: list[dict[str, Any]] = [{} for _ in chunk]
+        taken, appended = Load(), []
+        try:
+            async with self._history_lock.shared():
+                token = self._journal.check_leading()
+                ready = await self._check(chunk, results)
+                fits, refusal = await self._fitting([item for _, item in ready])
+                entering = [item for _, item in ready[:fits]]
+                # Reserve what they take until they are in the index.
+                taken = sum(map(_load, entering), Load())
+                self._entering += taken
+                appended = await self._publish(entering, token)
+            if appended:
+                await self._arrivals.pull(max(outcome.number for outcome in appended))
+        finally:
+            self._entering -= taken
+        for (position, _), outcome in zip(ready, appended, strict=False):
+            results[position] = _result(outcome)
+        if refusal:
+            raise refusal
+        return results
+
+    async def _check(self, chunk: Sequence[Incoming], results: list[dict[str, Any]]) -> list[tuple[int, ToAppend]]:
+        """Return accepted groups with their position; write the results of the others to `results`."""
+        ready: list[tuple[int, ToAppend]] = []
+        refused: dict[int, GroupRejected] = {}
+        for position, item in enumerate(chunk):
+            try:
+                ready.append((position, self._admission.check(item)))
+            except GroupRejected as rejection:
+                refused[position] = rejection
+            await asyncio.sleep(0)
+        if refused:
+            await self._answer_refused(chunk, refused, results)
+        return ready
+
+    async def _answer_refused(
+        self, chunk: Sequence[Incoming], refused: Mapping[int, GroupRejected], results: list[dict[str, Any]]
+    ) -> None:
+        """Answer `duplicate` for a repeat of a stored group, even if a bound has changed since; else `rejected`."""
+        journal = self._journal
+        with journal.recording_loss():
+            identities = [self._admission.identity(chunk[position]) for position in refused]
+            repeats = await journal.store.repeats(journal.name, identities)
+        for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
+            self._side_state.duplicates += repeat is not None
+            group = chunk[position].group
+            results[position] = _result(repeat) if repeat else _rejected(group.group_id if group else None, rejection)
+
+    async def _publish(self, items: list[ToAppend], token: str) -> list[Appended]:
+        """Store groups under the fencing token with which they were checked."""
+        journal = self._journal
+        if not items:
+            return []
+        with journal.recording_loss():
+            appended = await journal.store.append(journal.name, items, journal.state.published, journal.clock(), token)
+        self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
+        self._arrivals.mark_permanent(outcome.number for outcome in appended)
+        return appended
+
+    async def _fitting(self, items: Sequence[ToAppend]) -> tuple[int, NoRoom | None]:
+        """Return how many of the first groups fit, and the bound that stops the next one.
+
+        A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
+        """
+        fits, refusal = self._fit(items, [self._has_group(item) for item in items])
+        if refusal:
+            store, name = self._journal.store, self._journal.name
+            numbers = await store.numbers_of(name, [item.group_id for item in items])
+            stored = [n is not None or self._has_group(item) for item, n in zip(items, numbers, strict=True)]
+            fits, refusal = self._fit(items, stored)
+        return fits, refusal
+
+    def _fit(self, items: Sequence[ToAppend], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
+        journal, limits = self._journal, self._journal.config.limits
+        if limits.max_tokens_live is None and limits.max_bytes_live is None:
+            return len(items), None
+        held = Load(0, journal.state.live_totals().tokens, journal.state.live_bytes()) + self._entering
+        coming = [Load() if there else _load(item) for item, there in zip(items, stored, strict=True)]
+        return fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
+
+    def _has_group(self, item: ToAppend) -> bool:
+        """Return whether the group of a ticket's prompt is stored."""
+        if not item.prompt_key or item.group.prompt_index is None:
+            return False
+        prompt = item.group.adapter, item.group.prompt_index
+        return not self._side_state.book.awaits(prompt) and prompt not in self._journal.state.failed_prompts
+
+
+def _refusal(results: list[dict[str, Any]]) -> Invalid | TooLarge:
+    if not results:
+        return Invalid("groups is empty; send at least 1 group", name="groups", value=0, bound=1)
+    first = results[0]
+    if all(result["reason"] == "too_large" for result in results):
+        return TooLarge(first["detail"], **{key: first.get(key) for key in ("name", "value", "bound")})
+    which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
+    detail = f"{which}: {first['reason']}: {first['detail']}"
+    return InvalidGroups(detail, results, name="groups", value=first["reason"])
+
+
+def _result(outcome: Appended) -> dict[str, Any]:
+    if outcome.taken:
+        detail = f"group {outcome.group_id!r} is stored and is not of this ticket's prompt; use another group_id"
+        return _rejected(outcome.group_id, GroupRejected("group_id_taken", detail))
+    return {"group_id": outcome.group_id, "status": "stored" if outcome.stored else "duplicate"}
+
+
+def _rejected(group_id: str | None, rejection: GroupRejected) -> dict[str, Any]:
+    result = {"group_id": group_id, "status": "rejected", "reason": rejection.reason, "detail": rejection.detail}
+    fields = {"name": rejection.name, "value": rejection.value, "bound": rejection.bound}
+    return result if rejection.name is None else result | fields
+
+
+def _nbytes(item: Incoming) -> int:
+    return item.group.nbytes if item.group else 0
+
+
+def _load(item: ToAppend) -> Load:
+    return Load(1, item.group.tokens, len(item.frame))

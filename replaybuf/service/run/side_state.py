@@ -1,0 +1,78 @@
+"""Tickets and counters of one run, which Redis keeps beside the streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from replaybuf.errors import NotLeader
+from replaybuf.kernel.tickets import TicketBook, TicketChange
+from replaybuf.service.run.journal import Journal
+from replaybuf.store import Book
+
+
+class SideState:
+    """Ticket book and counters in memory, with their copies in Redis.
+
+    Memory changes first, then Redis. If the outcome of the Redis call is unknown, `uncertain` is set, and the next
+    decision about tickets reloads all of it: what was written counts, the rest did not happen.
+    `rejected` counts rejected groups by reason, `duplicates` repeated appends; both since the run was created.
+    """
+
+    def __init__(self, journal: Journal, book: TicketBook) -> None:
+        self.book = book
+        self.rejected: Counter[str] = Counter()
+        self.duplicates = 0
+        self.uncertain = False
+        self._journal = journal
+
+    async def reload(self) -> None:
+        """Replace tickets and counters with those in Redis."""
+        self.restore((await self._journal.store.books([self._journal.name]))[0])
+
+    def restore(self, stored: Book) -> None:
+        """Replace tickets and counters with those that were read from Redis."""
+        counts = stored.counts
+        self.duplicates = counts.get("duplicate", 0)
+        self.rejected.clear()
+        self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
+        self.book.restore(stored.tickets, counts)
+        self._journal.mark_freed(counts.get("freed_through", 0))
+
+    async def count_rejected(self, reasons: Counter[str]) -> None:
+        """Count rejected groups by reason."""
+        if reasons:
+            with self.uncertain_on_failure():
+                counts = {f"rejected:{name}": count for name, count in reasons.items()}
+                await self._journal.store.count(self._journal.name, counts)
+            self.rejected.update(reasons)
+
+    async def save(self, change: TicketChange, *, durably: bool = True) -> None:
+        """Write a change of the book to Redis. Raises `NotLeader` if a newer leader has fenced this server."""
+        if not change:
+            return
+        journal = self._journal
+        try:
+            with journal.recording_loss():
+                await journal.store.change_tickets(
+                    journal.name,
+                    journal.token or "",
+                    drop=[str(ticket) for ticket in change.drop],
+                    deadlines_s={str(ticket): at_s for ticket, at_s in change.deadlines_s.items()},
+                    counts=change.counts,
+                    durably=durably,
+                )
+        except NotLeader:
+            journal.follow(None)
+            raise
+
+    @contextlib.contextmanager
+    def uncertain_on_failure(self) -> Iterator[None]:
+        """Reload before the next decision if the body fails or is cancelled: Redis may hold what it wrote."""
+        try:
+            yield
+        except (Exception, asyncio.CancelledError):
+            self.uncertain = True
+            raise

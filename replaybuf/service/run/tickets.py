@@ -1,0 +1,180 @@
+"""Tickets of one run: issue, give back, expire, and complete when the group is stored."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from replaybuf.errors import Invalid, StrategyFault
+from replaybuf.kernel.rates import Rates
+from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.tickets import TicketChange, parse_ticket, prompt_key
+from replaybuf.kernel.waiting import waiting
+from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.side_state import SideState
+from replaybuf.store import IndexChunk
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, WaitingAnswer
+from replaybuf.wire.ledger import TicketRecord
+
+logger = logging.getLogger(__name__)
+
+
+def _never() -> bool:
+    return False
+
+
+class Tickets:
+    """Decides about the tickets of one run and makes each decision durable."""
+
+    def __init__(self, journal: Journal, side_state: SideState, selector: Selector, rates: Rates) -> None:
+        self._journal = journal
+        self._side_state = side_state
+        self._book = side_state.book
+        self._selector = selector
+        self._rates = rates
+
+    async def issue(
+        self, producer: str, count: int, adapter: str, wait_s: float, gone: Callable[[], bool] = _never
+    ) -> dict[str, Any]:
+        """Issue up to `count` tickets; wait up to `wait_s` for the first one, then answer why there is none.
+
+        `gone` returns whether the caller has disconnected: its tickets would be out until they expire.
+        """
+        journal = self._journal
+        if count < 1:
+            raise Invalid(f"count is {count}; the minimum is 1", name="count", value=count, bound=1)
+        check_adapter(adapter, journal.config)
+        outcome = await journal.until(lambda: self._issue(adapter, count, gone), wait_s)
+        self._selector.last_asked_s[adapter] = journal.clock()
+        answer: dict[str, Any] = {"tickets": [], "published_version": journal.state.published[adapter]}
+        if isinstance(outcome, WaitingAnswer):
+            return answer | {"waiting": outcome}
+        logger.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome.issued))
+        answer["tickets"] = [
+            {
+                "ticket": str(ticket),
+                "prompt_index": ticket.prompt_index,
+                "attempt": ticket.attempt,
+                "expires_in_s": self._book.ttl_s,
+            }
+            for ticket in outcome.issued
+        ]
+        return answer
+
+    async def _issue(self, adapter: str, count: int, gone: Callable[[], bool]) -> TicketChange | WaitingAnswer:
+        journal, book = self._journal, self._book
+        self._selector.last_asked_s[adapter] = journal.clock()
+        try:
+            async with self._deciding():
+                await self._expire()
+                have = self._held(adapter)
+                if journal.state.state != "running":
+                    return waiting(journal.state.state, have, journal.config)
+                if book.used_up(adapter):
+                    # No prompt is left, but a ticket that is out may still come back.
+                    blocked_on = "producers" if book.out_of(adapter) else "nothing"
+                    return waiting("finished", have, journal.config, blocked_on=blocked_on)
+                capacity = self._selector.capacity(adapter)
+                if capacity < 1 or gone():
+                    return self._selector.rate_limited(adapter, have)
+                count = min(count, capacity, TICKETS_AT_ONCE)
+                change = book.issue(adapter, count, journal.state.generation, journal.clock())
+                await self._save(change)
+                return change
+        except StrategyFault:  # `admit` failed: the decision has paused the run
+            return waiting("paused", self._held(adapter), journal.config)
+
+    def _held(self, adapter: str) -> Amount:
+        """Count live groups plus tickets out, and live tokens, of an adapter."""
+        view = self._selector.views.view(self._journal.state.next_step, adapter=adapter)
+        return Amount(view.groups_live + view.tickets_out, view.tokens_live)
+
+    async def give_back(self, text: str, reason: str) -> None:
+        """Take a ticket back; its prompt has failed after `max_attempts` failed tickets. Raises `NotFound`."""
+        ticket = parse_ticket(text)
+        async with self._deciding():
+            change = self._book.give_back(ticket, reason)
+            logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
+            await self._save(change, reason)
+        await self._journal.notify()
+
+    async def expire(self) -> None:
+        """Take back tickets past their deadline."""
+        if self._side_state.uncertain or self._book.may_expire(self._journal.clock()):
+            async with self._deciding():
+                await self._expire()
+            await self._journal.notify()
+
+    async def _expire(self) -> None:
+        change = self._book.expire(self._journal.clock())
+        if change:
+            logger.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
+            await self._save(change, "expired")
+
+    async def _save(self, change: TicketChange, reason: str = "") -> None:
+        journal = self._journal
+        with self._side_state.uncertain_on_failure():
+            # The ledger first: if we die between, the ticket of a failed prompt is still there and fails again.
+            for ticket in change.failed:
+                record = TicketRecord(
+                    adapter=ticket.adapter,
+                    prompt_index=ticket.prompt_index,
+                    outcome="failed",
+                    attempts=ticket.attempt,
+                    reason=reason,
+                    at_s=journal.clock(),
+                )
+                await journal.append(record)
+            await self._side_state.save(change)
+
+    async def complete(self, chunks: Iterable[IndexChunk]) -> bool:
+        """Remove the tickets of stored groups and measure how long they took; return whether there were any."""
+        change = await self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
+        now_s = self._journal.clock()
+        self._rates.took(now_s - since_s for since_s in change.done_since_s)
+        return bool(change)
+
+    async def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
+        change = self._book.done(prompts)
+        with self._side_state.uncertain_on_failure():
+            # Not durably: the next leader removes tickets of stored prompts again.
+            await self._side_state.save(change, durably=False)
+        return change
+
+    async def reload(self) -> None:
+        """Replace the book with the one in Redis, less the prompts that are stored or failed."""
+        self._side_state.uncertain = False  # first: a failure below sets it again
+        with self._side_state.uncertain_on_failure():
+            await self._side_state.reload()
+            journal, prompts = self._journal, self._book.prompts_at_hand()
+            numbers = await journal.store.numbers_of(journal.name, [prompt_key(*prompt) for prompt in prompts])
+            failed = journal.state.failed_prompts
+            await self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+
+    @contextlib.asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Decide about tickets, with Redis and all stored groups taken into account."""
+        async with self._journal.decision():
+            if self._side_state.uncertain:
+                await self.reload()
+            # Prompts of stored but unsettled groups must neither fail nor be issued again. More may come meanwhile.
+            while await self.complete(self._journal.unsettled):
+                pass
+            yield
+
+
+def check_adapter(adapter: str, config: RunConfig) -> None:
+    """Raise `Invalid` if a run has no such adapter."""
+    if adapter not in config.policies:
+        known = sorted(config.adapters)
+        has = f"the run has adapters {known}" if known else "the run has no adapters"
+        raise Invalid(f"adapter is {adapter!r}; {has}", name="adapter", value=adapter, bound=known)
+
+
+def _prompts_of(chunk: IndexChunk) -> list[tuple[str, int]]:
+    """List (adapter, prompt index) of the groups that came by a ticket."""
+    indexes = chunk.values["prompt_index"].tolist()
+    return [(strings.adapter, i) for strings, i in zip(chunk.strings, indexes, strict=True) if i >= 0]
