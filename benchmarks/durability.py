@@ -36,7 +36,7 @@ import numpy as np
 from measured import Measured
 
 from replaybuf.client.client import AsyncClient
-from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted
+from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy
 from replaybuf.store.durability import Level
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
@@ -73,7 +73,7 @@ async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, 
             server = EmbeddedServer(folder / kind, server_level)
             await server.start()
             stack.push_async_callback(server.stop)
-            store = await Store.open(server.url, Wanted(wanted))
+            store = await Store.open(server.url, WritePolicy(wanted))
             stack.push_async_callback(store.close)
             url = stack.enter_context(serving(server.url, wanted, folder / f"{kind}.log"))
             client = await stack.enter_async_context(AsyncClient(url, "bench"))
@@ -122,8 +122,8 @@ def append_to(store: Store) -> Callable[[Group], Awaitable[object]]:
 
     async def append(group: Group) -> object:
         frame = encode_frame(group)
-        ready = ToAppend(group, str(group.group_id), "", frame, stored_checksum(frame))
-        return await store.append("direct", [ready], {"": 0}, time.time())
+        ready = PendingGroup(group, str(group.group_id), "", frame, stored_checksum(frame))
+        return await store.groups.append("direct", [ready], {"": 0}, time.time())
 
     return append
 
@@ -158,12 +158,12 @@ def renamed(group: Group) -> Group:
 async def ledger_ms(store: Store, seconds: float) -> list[float]:
     """Append ledger entries one after the other; return what each took, in ms."""
     run = f"ledger-{secrets.token_hex(4)}"
-    token = str((await store.lead(run, "bench", 600_000)).token)
+    token = str((await store.runs.take_lease(run, "bench", 600_000)).token)
     took = []
     ends = time.perf_counter() + seconds
     for entry in itertools.count(1):
         started = time.perf_counter()
-        await store.append_record(run, token, entry, AckRecord(step=entry, epoch=1))
+        await store.ledger.append(run, token, entry, AckRecord(step=entry, epoch=1))
         took.append((time.perf_counter() - started) * 1000)
         if time.perf_counter() > ends:
             break

@@ -44,8 +44,8 @@ from replaybuf.kernel.strategy import Selection
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.packing.pack import pack
 from replaybuf.service.run.journal import Journal
-from replaybuf.store import Store, ToAppend, keys
-from replaybuf.store.durability import Level, Wanted
+from replaybuf.store import PendingGroup, Store, keys
+from replaybuf.store.durability import Level, WritePolicy
 from replaybuf.store.entries import EntryStrings, encode_strings
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import encode_frame, stored_checksum
@@ -150,14 +150,14 @@ def put_run(client: Client, groups_per_batch: int, seq_len: int) -> None:
 
 async def append_all(served: Served, level: Level, groups: Sequence[Group]) -> float:
     """Append through the store; seconds until all are stored."""
-    store = await Store.open(served.redis_url, Wanted(level))
+    store = await Store.open(served.redis_url, WritePolicy(level))
     begun = time.perf_counter()
     for start in range(0, len(groups), GROUPS_PER_APPEND):
         ready = []
         for number, group in enumerate(groups[start : start + GROUPS_PER_APPEND], start):
             frame = encode_frame(group)
-            ready.append(ToAppend(group, f"g{number}", "", frame, stored_checksum(frame)))
-        await store.append(RUN, ready, {"": 0}, time.time())
+            ready.append(PendingGroup(group, f"g{number}", "", frame, stored_checksum(frame)))
+        await store.groups.append(RUN, ready, {"": 0}, time.time())
     took = time.perf_counter() - begun
     await store.close()
     return took
@@ -257,12 +257,12 @@ async def publish(url: str, count: int) -> None:
     done = keys.prompts_done(RUN, "")
     run_keys = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
     store = await Store.open(url)
-    await store._redis.mset(dict(zip(payloads, frames, strict=True)))
+    await store.connection.client.mset(dict(zip(payloads, frames, strict=True)))
     for start in range(0, count, PUBLISHED_AT_ONCE):
         numbers = np.arange(start, min(start + PUBLISHED_AT_ONCE, count))
         entries = templates[numbers % DISTINCT]
         entries["prompt_index"] = numbers
-        pipe = store._redis.pipeline(transaction=False)
+        pipe = store.connection.client.pipeline(transaction=False)
         for n, entry in zip(numbers.tolist(), entries, strict=True):
             k, name = n % DISTINCT, f"p{n}"
             strings = encode_strings(EntryStrings(name, f"task/{n}", "", payloads[k], f"t0-{n}-1", lengths[k]))

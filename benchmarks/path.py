@@ -48,8 +48,8 @@ from served import Served
 
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.client.transport import mounts_of
-from replaybuf.store import Store, ToAppend
-from replaybuf.store.durability import Level, Wanted
+from replaybuf.store import PendingGroup, Store
+from replaybuf.store.durability import Level, WritePolicy
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group
@@ -299,7 +299,7 @@ async def produce(made: Sequence[Group], side: str, url: str, name: str, count: 
         async with AsyncClient(url, name, timeout_s=TIMEOUT_S) as client:
             await append_all(renamed, client.append)
     elif side == BY_REDIS:
-        store = await Store.open(url, Wanted(level))
+        store = await Store.open(url, WritePolicy(level))
         await append_all(renamed, lambda groups: append_to(store, name, groups))
         await store.close()
     else:
@@ -321,8 +321,8 @@ async def append_all(groups: Iterator[Group], append: Append) -> None:
 async def append_to(store: Store, run: str, groups: Sequence[Group]) -> None:
     """Append through the store."""
     frames = [encode_frame(group) for group in groups]
-    ready = [ToAppend(g, str(g.group_id), "", f, stored_checksum(f)) for g, f in zip(groups, frames, strict=True)]
-    await store.append(run, ready, {"": 0}, time.time())
+    ready = [PendingGroup(g, str(g.group_id), "", f, stored_checksum(f)) for g, f in zip(groups, frames, strict=True)]
+    await store.groups.append(run, ready, {"": 0}, time.time())
 
 
 # ---------------------------------------------------------------------- references

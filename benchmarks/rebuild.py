@@ -114,7 +114,7 @@ async def fill(url: str, groups: int) -> None:
         indexes = np.arange(start, min(start + CHUNK_GROUPS, groups))
         entries = np.zeros(len(indexes), ENTRY)
         entries["prompt_index"], entries["tokens"], entries["rollouts"], entries["longest_tokens"] = indexes, 10, 2, 5
-        pipe = store._redis.pipeline(transaction=False)
+        pipe = store.connection.client.pipeline(transaction=False)
         for position, index in enumerate(indexes.tolist()):
             name, lengths = f"p{index}", b"\5\0\0\0\5\0\0\0"
             strings = [name, f"task/{index}", "", f"rb:p:{{{RUN}:{name}}}:0123456789abcdef", f"t0-{index}-1", lengths]

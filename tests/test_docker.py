@@ -132,7 +132,7 @@ async def report_of(url: str) -> ServerReport:
     """Ask a server how it persists."""
     store = await Store.open(url)
     try:
-        return await store.report()
+        return await store.connection.report()
     finally:
         await store.close()
 

@@ -150,11 +150,14 @@ async def _examine_store(url: str, name: str) -> list[Finding]:
     except ReplaybufError as error:
         return [Finding(name, "fail", error.detail, "start Redis >= 7.0 or Valkey >= 8 there, or correct --redis-url")]
     try:
-        report = await store.report()
+        report = await store.connection.report()
     finally:
         await store.close()
     checks: list[Callable[[ServerReport], Finding]] = [_durability, _replicas, _memory]
-    findings = [Finding(name, "ok", f"{store.url}, version {report.version}"), *(check(report) for check in checks)]
+    findings = [
+        Finding(name, "ok", f"{store.connection.url}, version {report.version}"),
+        *(check(report) for check in checks),
+    ]
     return [*findings, await _clock(url)]
 
 

@@ -17,7 +17,7 @@ import msgspec
 from replaybuf.errors import InvalidGroups, Malformed, ReplaybufError, ServiceUnavailable, from_problem
 from replaybuf.wire.config import Cost
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
-from replaybuf.wire.group import Admissible, Group, check_group
+from replaybuf.wire.group import Group, GroupLimits, check_group
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 
@@ -177,7 +177,7 @@ class RunCalls:
     """The calls of one run as exchanges. Keeps one thing: which groups the run takes, once an answer has told it."""
 
     def __init__(self) -> None:
-        self._bounds: Admissible | None = None
+        self._bounds: GroupLimits | None = None
 
     # ------------------------------------------------------------------ the run
 
@@ -342,7 +342,7 @@ class RunCalls:
             needed = "group_from_json(msgspec.convert(it, GroupJson)), both of replaybuf.wire.group"
             raise TypeError(f"group is a {type(group).__name__}; needed: {needed}")
         # The published version is left to the service: what is known of it here may be old by now.
-        bounds = self._bounds or Admissible(adapters=frozenset({group.adapter}))
+        bounds = self._bounds or GroupLimits(adapters=frozenset({group.adapter}))
         rejection = check_group(group, bounds)
         if rejection is None:
             return None
@@ -356,9 +356,9 @@ def _batch_request(step: int, epoch: int, dp_rank: int, wait_ms: int, accept: st
     return Request(method="GET", path=f"/batches/{step}", params=params, accept=accept, wait_ms=wait_ms)
 
 
-def _bounds(facts: RunFacts) -> Admissible:
+def _bounds(facts: RunFacts) -> GroupLimits:
     truncates = facts.batch.overlong == "truncate"
-    return Admissible(
+    return GroupLimits(
         adapters=frozenset(facts.adapters),
         group_size=facts.group_size,
         vocab_size=facts.vocab_size,

@@ -22,9 +22,9 @@ from redis.retry import Retry
 from replaybuf import __version__
 from replaybuf.client.client import Client, Waiting
 from replaybuf.errors import Invalid, Malformed
-from replaybuf.store.chunks import READ_BYTES, portions
+from replaybuf.store.chunks import READ_BYTES, split_chunks
 from replaybuf.wire.group import Group
-from replaybuf.wire.plan import Plan, build_body, open_frame
+from replaybuf.wire.plan import Plan, build_body, decode_payload
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +100,10 @@ class DirectBodies:
 
     def _groups(self, plan: Plan) -> list[Group]:
         groups = []
-        for portion in portions(plan.groups, lambda planned: planned.frame_bytes):
+        for portion in split_chunks(plan.groups, lambda planned: planned.frame_bytes):
             pipe = self._redis.pipeline(transaction=False)
             for planned in portion:
                 pipe.get(planned.payload_key)
             for planned, frame in zip(portion, pipe.execute(), strict=True):
-                groups.append(open_frame(planned.payload_key, frame, planned.crc32c))
+                groups.append(decode_payload(planned.payload_key, frame, planned.crc32c))
         return groups

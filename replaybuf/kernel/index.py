@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.strategy import Groups, unwritable
-from replaybuf.wire.group import Float64s, Group, name_code
+from replaybuf.wire.group import Float64s, Group, hash_name
 
 ENTRY = np.dtype(
     [
@@ -89,8 +89,8 @@ def entry_of(group: Group, frame_bytes: int, crc32c: int, published_version: int
         "staleness_at_write": published_version - group.policy_version,
         "reward_mean": reward_mean,
         "reward_std": math.sqrt(_mean(np.square(rewards - reward_mean))),
-        "adapter": name_code(group.adapter),
-        "source": name_code(source) if isinstance(source, str) else 0,
+        "adapter": hash_name(group.adapter),
+        "source": hash_name(source) if isinstance(source, str) else 0,
         "truncated": group.finish_reasons.count("length"),
         "advantage_abs_mean": 0.0 if group.advantages is None else _mean(np.abs(group.advantages)),
     }

@@ -13,7 +13,7 @@ from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.contract import AdapterState, Buckets, Coverage, DropAges, Histograms, WaitingAnswer
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:
     stored = live + in_batches + retired + sum(evicted) + dead_lettered
     """
     index, counted = state.index, state.standing(adapter) if adapter else state
-    states = index["state"][index["adapter"] == name_code(adapter)] if adapter else index["state"]
+    states = index["state"][index["adapter"] == hash_name(adapter)] if adapter else index["state"]
     by_state = np.bincount(states, minlength=EVICTED + 1)
     return {
         "stored": counted.stored,
@@ -140,7 +140,7 @@ def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:
 
 def adapter_held(name: str, state: RunState) -> AdapterHeld:
     """Add up what the index has of one adapter."""
-    live = (state.index["adapter"] == name_code(name)) & (state.index["state"] == LIVE)
+    live = (state.index["adapter"] == hash_name(name)) & (state.index["state"] == LIVE)
     tokens_live = int(state.index["tokens"][live].sum(dtype=np.int64))
     return AdapterHeld(group_counts(state, name), tokens_live, histograms(state.standing(name).tallies))
 

@@ -28,7 +28,7 @@ from replaybuf.kernel.views import SAMPLED_GROUPS, Views
 from replaybuf.kernel.waiting import nearest, own_waiting, waiting
 from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class Selector:
         if self._state.state == "paused":
             return by_reason
         for adapter in self.config.policies:
-            its = rows if not adapter else rows[index["adapter"][rows] == name_code(adapter)]
+            its = rows if not adapter else rows[index["adapter"][rows] == hash_name(adapter)]
             if len(its):
                 self._find_evictable(adapter, its, filtered or only is not None, by_reason)
         return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
@@ -289,7 +289,7 @@ class Selector:
         adapters = index["adapter"][rows]
         strange = adapters != 0
         if self.config.adapters:
-            strange = ~np.isin(adapters, [name_code(name) for name in self.config.adapters])
+            strange = ~np.isin(adapters, [hash_name(name) for name in self.config.adapters])
         over = ~strange & (index["tokens"][rows] > (budget or LARGEST_INTEGER))
         found = {"over_budget": rows[over], "unknown_adapter": rows[strange]}
         return {reason: index["number"][those].tolist() for reason, those in found.items() if len(those)}
@@ -369,7 +369,7 @@ class Selector:
             return False
         rows = self._state.index.rows_of(last.numbers)
         if adapter:
-            rows = rows[self._state.index["adapter"][rows] == name_code(adapter)]
+            rows = rows[self._state.index["adapter"][rows] == hash_name(adapter)]
         return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
 
 

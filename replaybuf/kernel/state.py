@@ -28,7 +28,7 @@ from replaybuf.kernel.state_view import (
     VoidedBatch,
 )
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
@@ -125,7 +125,7 @@ class RunState(Known):
     def forgive(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
         """Take back the failure of prompts, by code of the adapter and index, whose group came late after all."""
         if self.failed_prompts and self.config:
-            names = {name_code(name): name for name in self.config.policies}
+            names = {hash_name(name): name for name in self.config.policies}
             for code, index in zip(adapters.tolist(), prompt_indexes.tolist(), strict=True):
                 self.failed_prompts.discard(names.get(code, ""), index)
                 self.failures.pop((names.get(code, ""), index), None)
@@ -203,7 +203,7 @@ class RunState(Known):
         Looking at the rows at hand is enough: whoever has taken the group in strikes its prompt's tickets, so the
         record of a failure always precedes whatever could have freed the row.
         """
-        its = self.index["adapter"] == name_code(adapter)
+        its = self.index["adapter"] == hash_name(adapter)
         return bool((its & (self.index["prompt_index"] == prompt_index)).any())
 
     def _configure(self, record: ConfigRecord) -> None:
@@ -246,7 +246,7 @@ class RunState(Known):
             standing.tallies.use(self.index, its, record.at_s)
         if record.adapters:
             for group in record.groups:
-                ages = self.standings[name_code(group.adapter)].used_staleness
+                ages = self.standings[hash_name(group.adapter)].used_staleness
                 ages[group.staleness] = ages.get(group.staleness, 0) + 1
         self._settle(rows)
 

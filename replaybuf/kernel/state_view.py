@@ -27,7 +27,7 @@ from replaybuf.kernel.index import DEAD, EVICTED, FREED, LIVE, Index, Numbers
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.contract import Progress
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import TicketRecord
 
 RETIRED = "retired"
@@ -298,7 +298,7 @@ class Known:
     def standing(self, adapter: str) -> Standing:
         """Tell what the run has of an adapter besides its rows, up to now."""
         self._tally_stored()
-        return self.standings.get(name_code(adapter), Standing())
+        return self.standings.get(hash_name(adapter), Standing())
 
     def groups_of(self, adapter: str, step: int) -> int:
         """Count the groups of an adapter in the batch of `step`, one of `batches`."""
@@ -312,7 +312,7 @@ class Known:
             return bool(self.evicted_since_batch.get("too_stale"))
         rows = np.flatnonzero(self.index["evicted_at"] == self.next_step)
         stale = rows[self.index["reason"][rows] == self._code("too_stale")]
-        return bool((self.index["adapter"][stale] == name_code(adapter)).any())
+        return bool((self.index["adapter"][stale] == hash_name(adapter)).any())
 
     def progress_at(self, step: int, adapter: str) -> Progress:
         """Tell how far an adapter is before the batch of `step`: one of `batches`, or the next one."""
@@ -335,7 +335,7 @@ class Known:
             return self.version_at(step)
         versions = np.zeros(len(rows), np.int64)
         for name in self.config.policies:
-            versions[self.index["adapter"][rows] == name_code(name)] = self.version_at(step, name)
+            versions[self.index["adapter"][rows] == hash_name(name)] = self.version_at(step, name)
         return versions
 
     def batch_entry(self, step: int, generation: int | None = None) -> int | None:

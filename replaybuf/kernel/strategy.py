@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from replaybuf.kernel.options import OptionsT, StrategyOptions
 from replaybuf.packing.subset_sum import closest
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 
 Rows = npt.NDArray[np.int64]
 
@@ -32,7 +32,7 @@ LEFTOVER = 0.01
 _MOST_LEFT = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
-source_code = name_code
+source_code = hash_name
 """Under the name that strategies know it by: they tell sources and adapters apart by these numbers."""
 
 TOLD_BY_STRATEGIES = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")

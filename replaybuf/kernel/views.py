@@ -21,7 +21,7 @@ from replaybuf.kernel.state_view import LiveTotals
 from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups, Rows
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 
 SAMPLED_GROUPS = 256
 """Means per group are those of the newest so many."""
@@ -133,7 +133,7 @@ class Views:
     def rows_of(self, adapter: str) -> Rows:
         """Return the rows of live groups of an adapter."""
         live = self._state.index.live()
-        rows: Rows = live[self._state.index["adapter"][live] == name_code(adapter)]
+        rows: Rows = live[self._state.index["adapter"][live] == hash_name(adapter)]
         return rows
 
     def _last_batches(self) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class Views:
 
         That of an adapter is seeded with its code besides.
         """
-        seed = self.seed(step) + ([name_code(adapter)] if adapter else [])
+        seed = self.seed(step) + ([hash_name(adapter)] if adapter else [])
         if self._drawing[0] != seed:
             made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
             self._drawing = seed, made, made.bit_generator.state
@@ -181,7 +181,7 @@ class Views:
             yield Standard(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
         yield Standard("selects only live groups", "state", lambda found: found == LIVE)
         if adapter:
-            code = name_code(adapter)
+            code = hash_name(adapter)
             yield Standard("selects only groups it was given", "adapter", lambda found: found == code)
         if self.config.batch.overlong == "reject":
             longest = self.seq_len

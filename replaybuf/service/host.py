@@ -40,7 +40,7 @@ from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.unreadable_runs import UnreadableRuns
-from replaybuf.store import EmbeddedServer, ServerReport, Store, Wanted
+from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
 from replaybuf.store.durability import Level
 from replaybuf.wire.config import RunConfig, check_run_name
 from replaybuf.wire.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `uds` is a unix socket to listen on, beside `host` and `port` or, with `tcp` off, alone.
     `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
-    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `Wanted`.
+    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `WritePolicy`.
     `history_groups` freed groups of each run stay to be looked at; `tokenizer` is a model folder, to show their text.
     """
 
@@ -153,7 +153,7 @@ class Service:
         check_run_name(name)
         async with self._opening:
             if await self._open(name) is None:
-                lease = await self.store.lead(name, self._holder, LEASE_S, force=self._embedded)
+                lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
                 run = await Run.create(name, self.store, lease.token, config, self._clock)
@@ -214,7 +214,7 @@ class Service:
             await run.close()
         with contextlib.suppress(ServiceUnavailable):
             for run in self.runs.values():
-                await self.store.resign(run.name, self._holder)
+                await self.store.runs.release_lease(run.name, self._holder)
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -240,7 +240,7 @@ class Service:
             try:
                 await job()
                 if self.trouble:
-                    await self.store.check_writable()  # this job may not have needed Redis
+                    await self.store.connection.check_writable()  # this job may not have needed Redis
                     self.trouble = None
                     logger.info("redis answers again")
             except (ServiceUnavailable, NoRoom) as error:
@@ -289,7 +289,7 @@ class Service:
         if not known:
             await self._added.wait()
             return
-        news = asyncio.create_task(self.store.wait_for_entries(known, FOLLOW_TIMEOUT_S))
+        news = asyncio.create_task(self.store.streams.wait_for_entries(known, FOLLOW_TIMEOUT_S))
         added = asyncio.create_task(self._added.wait())
         try:
             await asyncio.wait((news, added), return_when=asyncio.FIRST_COMPLETED)
@@ -309,10 +309,12 @@ class Service:
         """See whether Redis kept what it acknowledged; as a follower, what leaders keep beside the streams."""
         runs = list(self.runs.values())
         known = [run.journal.ends for run in runs]  # first: what is acknowledged while we ask may not be in the answer
-        for run, before, now in zip(runs, known, await self.store.ends_of([run.name for run in runs]), strict=True):
+        for run, before, now in zip(
+            runs, known, await self.store.streams.read_ends([run.name for run in runs]), strict=True
+        ):
             await self._work(run, functools.partial(run.journal.check_ends, before, now))
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
-        books = await self.store.books([run.name for run, _ in followed])
+        books = await self.store.tickets.read([run.name for run, _ in followed])
         for (run, term), book in zip(followed, books, strict=True):
             await self._work(run, functools.partial(run.restore_side_state, book, term))
         await self._discover()
@@ -323,14 +325,14 @@ class Service:
             await run.batches.next_batch.work()
 
     async def _discover(self) -> None:
-        for name in await self.store.runs():
+        for name in await self.store.runs.list_names():
             if name not in self.runs:
                 with contextlib.suppress(DataLost, LedgerGap):  # told by `unread`, and tried again
                     async with self._opening:
                         await self._open(name)
 
     async def _measure(self) -> None:
-        before, self.report = self.report, await self.store.report()
+        before, self.report = self.report, await self.store.connection.report()
         _tell_durability(before, self.report)
         for run in self.runs.values():
             run.durability = self.report.durability
@@ -351,9 +353,9 @@ def _tell_durability(before: ServerReport | None, now: ServerReport) -> None:
     """Log what is weaker than wanted, at the start and when it changes."""
     if before and (before.summary, before.reasons) == (now.summary, now.reasons):
         return
-    level = logging.WARNING if now.wanted.level == "strict" else logging.INFO
+    level = logging.WARNING if now.policy.level == "strict" else logging.INFO
     for reason in now.reasons:
-        logger.log(level, "durability is %s, wanted is %s: %s", now.durability, now.wanted.level, reason)
+        logger.log(level, "durability is %s, wanted is %s: %s", now.durability, now.policy.level, reason)
     if before:
         logger.log(logging.INFO if not now.reasons else level, "durability is %s now", now.summary)
 
@@ -365,7 +367,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
     Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve, and
     `Invalid` for options that cannot hold, `MissingExtra` where a tokenizer is named and its library is missing.
     """
-    wanted = Wanted(options.durability, options.wait_replicas, options.wait_timeout_s)
+    wanted = WritePolicy(options.durability, options.wait_replicas, options.wait_timeout_s)
     if not options.redis_url and wanted.replicas:
         raise Invalid(
             f"wait_replicas is {wanted.replicas}; the embedded Valkey has no replicas: use --redis-url",
@@ -388,7 +390,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
     store = None
     try:
         if server:
-            store = await Store.open(server.url, wanted, explain=lambda: server.trouble)
+            store = await Store.open(server.url, wanted, explain_outage=lambda: server.outage)
         else:
             store = await Store.open(str(options.redis_url), wanted)
         service = Service(

@@ -33,7 +33,7 @@ class Leadership:
             if run.journal.leading and not run.lease.due():
                 return  # somebody else has sought it while we waited
             asked_s = run.lease.now_s()
-            lease = await self._store.lead(run.name, self._holder, LEASE_S, force=force)
+            lease = await self._store.runs.take_lease(run.name, self._holder, LEASE_S, force=force)
             if lease.token is not None and not _leads(run, lease):
                 run.journal.follow(self._url)
                 await run.lead(lease.token)
@@ -49,7 +49,7 @@ class Leadership:
             for run in sought:
                 await stack.enter_async_context(run.lease.seeking)
             asked_s = [run.lease.now_s() for run in sought]
-            leases = await self._store.lead_all([run.name for run in sought], self._holder, LEASE_S)
+            leases = await self._store.runs.take_leases([run.name for run in sought], self._holder, LEASE_S)
             won = []
             for run, lease, at_s in zip(sought, leases, asked_s, strict=True):
                 if lease.token is None or _leads(run, lease):

@@ -1,25 +1,25 @@
 """Durable storage in Redis streams: keys, the function library, the store, the embedded server."""
 
-from replaybuf.store.durability import Wanted
+from replaybuf.store.durability import WritePolicy
 from replaybuf.store.embedded import EmbeddedServer
 from replaybuf.store.entries import IndexChunk, IndexEntry
-from replaybuf.store.groups import Appended, ToAppend
-from replaybuf.store.leases import Lease
-from replaybuf.store.ledger import Ends
-from replaybuf.store.redis import Store
+from replaybuf.store.groups import AppendResult, PendingGroup
+from replaybuf.store.runs import Lease
 from replaybuf.store.server import ServerReport
-from replaybuf.store.tickets import Book
+from replaybuf.store.store import Store
+from replaybuf.store.streams import Ends
+from replaybuf.store.tickets import RunTickets
 
 __all__ = [
-    "Appended",
-    "Book",
+    "AppendResult",
     "EmbeddedServer",
     "Ends",
     "IndexChunk",
     "IndexEntry",
     "Lease",
+    "PendingGroup",
+    "RunTickets",
     "ServerReport",
     "Store",
-    "ToAppend",
-    "Wanted",
+    "WritePolicy",
 ]

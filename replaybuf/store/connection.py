@@ -1,21 +1,21 @@
-"""The connection to Redis that all commands go through: its trouble told in our words, its confirmations waited for.
+"""The connection to Redis of all commands: translates errors and waits until writes are durable.
 
-A lost connection and a server that takes no writes raise `ServiceUnavailable`, a full server `NoRoom`. What is
-acknowledged goes through `_durably`, which waits for the server's confirmation on the same connection and raises
-`NotDurable` without it; a repeat writes something too, so that its wait covers the first try. One client serves all
-calls; the blocking read of new entries has its own, and so have payloads, which are read in a thread: asyncio's streams
-copy each byte four times more, three times the processor time.
+A lost connection and a server that takes no writes raise `ServiceUnavailable`, a full server `NoRoom`. Acknowledged
+writes go through `run_durably`, which waits for the server's confirmation on the same connection, and raises
+`NotDurable` without one. A repeated write writes something too, so that its wait covers the first try.
+
+One client serves all calls. The blocking read of new entries has its own. Payloads are read by a blocking client in a
+thread: asyncio streams copy each byte four more times and need three times the processor time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import redis
-from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
@@ -24,49 +24,53 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
 from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable
+from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
-from replaybuf.store.durability import STRICT, Barrier, Wanted, judge
-from replaybuf.store.instep import InStepRedis
+from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
+from replaybuf.store.faults import fenced, lacks_functions, translate, unavailable, without_password
+from replaybuf.store.pipeline import InStepPipeline, InStepRedis
 from replaybuf.store.server import (
-    ASKED_CONFIG,
+    CONFIG_NAMES,
     LIBRARY,
     LIBRARY_CODE,
     ServerReport,
     check_version,
-    settings_of,
-    version_of,
+    read_settings,
+    read_version,
 )
-from replaybuf.store.trouble import fenced, lacks_functions, told, unavailable, without_password
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 STALL_PAUSE_S = 1.0
-"""A Redis that did not answer in time is asked again after so long."""
+"""After a timeout, calls fail at once for this long."""
+_URL_FORMS = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
 
 
 class Connection:
-    """A connection to one Redis or Valkey server; the commands of the store are built on it, a subclass per concern.
+    """A connection to one Redis or Valkey server. Raises `Invalid` for a wrong address.
 
-    `url` is its address without a password, for messages. Raises `Invalid` for an address that is none.
-    `unconfirmed` counts writes that were not confirmed in time, `replicas_confirmed` is how many replicas confirmed the
-    last write that waited for any. `explain` tells why the server cannot be reached, where somebody knows.
+    - `url`: the address without its password, for messages
+    - `policy`: what every acknowledged write must reach
+    - `unconfirmed`: writes that were not confirmed in time
+    - `replicas_confirmed`: replicas that confirmed the last write that waited for any
+    - `explain_outage`: returns why the server is down, if the caller knows
     """
 
     def __init__(
         self,
         url: str,
-        wanted: Wanted = STRICT,
+        policy: WritePolicy = STRICT,
         *,
         command_timeout_s: float | None = None,
         connect_timeout_s: float | None = None,
-        explain: Callable[[], str | None] = lambda: None,
+        explain_outage: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = without_password(url)
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
-        self.wanted = wanted
+        self.policy = policy
         self.unconfirmed = 0
         self.replicas_confirmed = 0
-        self._explain = explain
+        self._explain_outage = explain_outage
         self._prepared = False
         self._preparing = asyncio.Lock()
         self._stalled_until_s = 0.0
@@ -78,106 +82,53 @@ class Connection:
             "socket_read_size": READ_BYTES,
             "socket_connect_timeout": CONNECT_TIMEOUT_S if connect_timeout_s is None else connect_timeout_s,
             "health_check_interval": 0,
-            # While they are on, redis-py takes connections from its pool without a look whether they were closed.
+            # With these notifications redis-py does not check whether a pooled connection was closed.
             "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
-        retry = Retry(NoBackoff(), 0)
         try:
-            self._redis = InStepRedis.from_url(url, socket_timeout=self.command_timeout_s, retry=retry, **common)
-        except ValueError:  # what it says may hold a part of the password
-            bound = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
-            raise Invalid(
-                f"redis_url is {self.url!r}; needed: {bound}", name="redis_url", value=self.url, bound=bound
-            ) from None
-        self._blocking = InStepRedis.from_url(url, socket_timeout=None, retry=retry, **common)
-        self._bulk = redis.Redis.from_url(
+            self.client = InStepRedis.open(url, self.command_timeout_s, common)
+        except ValueError:  # its message may hold a part of the password
+            message = f"redis_url is {self.url!r}; use {_URL_FORMS}"
+            raise Invalid(message, name="redis_url", value=self.url, bound=_URL_FORMS) from None
+        self._blocking = InStepRedis.open(url, None, common)
+        self.payload_client = redis.Redis.from_url(
             url, socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
         )
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._redis.aclose()
+        await self.client.aclose()
         await self._blocking.aclose()
-        self._bulk.close()
+        self.payload_client.close()
 
-    # ------------------------------------------------------------------ the server
+    # ------------------------------------------------------------------ commands
 
-    async def prepare(self) -> None:
-        """Check the server's version and settings and load the function library, unless the same server still answers.
+    def pipeline(self) -> InStepPipeline:
+        """Start a pipeline; it is not a transaction."""
+        return self.client.pipeline()
 
-        Every command sees to this first, as another server may answer after each trouble: one that has no functions, or
-        those of another release. Raises `UnsupportedServer` for one that is too old.
-        """
-        if self._prepared:
-            return
-        self._check_answering(claim=False)
-        async with self._preparing:
-            if not self._prepared:
-                self._check_answering()
-                check_version((await self._look()).version, self.url)
-                await self._load_library()
-                self._prepared = True
-
-    async def _load_library(self) -> None:
-        listed = await self._answer(self._redis.function_list(LIBRARY, withcode=True))
-        if any(entry[b"library_code"] == LIBRARY_CODE.encode() for entry in listed):
-            return  # loading it needs room, which a full server has not
-        await self._answer(self._redis.function_load(LIBRARY_CODE, replace=True))
-
-    async def report(self) -> ServerReport:
-        """Ask the server what it is and how it persists; writes are waited for accordingly from now on."""
-        self._check_answering()
-        return await self._look()
-
-    async def _look(self) -> ServerReport:
-        info: dict[str, Any] = await self._answer(self._redis.info())
-        config, refused = await self._config()
-        settings = settings_of(info, config, await self._takes_waitaof(), refused)
-        verdict = judge(settings, self.wanted)
-        self._barrier, self._reads_durable = verdict.barrier, verdict.reads_durable
-        return ServerReport(
-            version=version_of(info),
-            durability=verdict.level,
-            met_by=verdict.met_by,
-            reasons=verdict.reasons,
-            wanted=self.wanted,
-            replicas=settings.replicas,
-            used_memory_bytes=int(info.get("used_memory", 0)),
-            max_memory_bytes=int(info.get("maxmemory", 0)),
-            max_memory_policy=settings.policy or "unknown",
-        )
-
-    async def _config(self) -> tuple[dict[str, str], str | None]:
-        """Return what the server tells of its configuration, or why it refuses to."""
+    async def run(self, command: Awaitable[Any]) -> Any:
+        """Await a command on a prepared server, and translate its errors."""
         try:
-            raw = await self._answer(self._redis.config_get(*ASKED_CONFIG))
-        except ReplaybufError as error:  # some who sell Redis as a service refuse it; INFO tells part of it
-            if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
-                raise
-            return {}, str(error.__cause__)
-        return {text(key): text(value) for key, value in raw.items()}, None
-
-    async def _takes_waitaof(self) -> bool:
-        try:
-            await self._answer(self._redis.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
-        except ReplaybufError as error:
-            if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
-                return False
+            if self._prepared:
+                self._check_stall()
+            await self.prepare()
+        except BaseException:
+            if isinstance(command, Coroutine):
+                command.close()  # it is never awaited
             raise
-        return True
+        return await self._answer(command)
 
-    # ------------------------------------------------------------------ durability
-
-    async def _durably(self, pipe: Any) -> list[Any]:
-        """Execute a pipeline of writes; return its replies once the server confirms what it wrote."""
+    async def run_durably(self, pipe: InStepPipeline) -> list[Any]:
+        """Execute a pipeline of writes; return its replies when the server has confirmed them."""
         barrier = self._barrier
         if barrier is None:
-            replies: list[Any] = await self._guard(pipe.execute())
+            replies: list[Any] = await self.run(pipe.execute())
             return replies
         waits = barrier.commands
         for wait in waits:
             pipe.execute_command(*wait)
-        all_replies = await self._guard(_executed(pipe, len(waits)))
+        all_replies = await self.run(_execute(pipe, len(waits)))
         replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
         try:
             confirmed = barrier.check(waited)
@@ -188,73 +139,152 @@ class Connection:
             self.replicas_confirmed = confirmed
         return replies
 
-    # ------------------------------------------------------------------ functions
-
-    async def _call(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
-        reply: list[Any] = await self._guard(self._redis.fcall(function, len(names), *names, *arguments))
-        return reply
-
-    async def _call_durably(self, function: str, names: list[str], arguments: list[Any]) -> list[Any]:
-        pipe = self._redis.pipeline(transaction=False)
+    async def call(self, function: str, names: list[str], arguments: list[Any], *, durably: bool = False) -> list[Any]:
+        """Call a function of the library; return its reply."""
+        pipe = self.pipeline()
         pipe.fcall(function, len(names), *names, *arguments)
-        reply: list[Any] = (await self._durably(pipe))[0]
+        reply: list[Any] = (await (self.run_durably(pipe) if durably else self.run(pipe.execute())))[0]
         return reply
 
-    def _check_fence(self, run: str, token: str, reply: list[Any]) -> None:
-        """Raise `NotLeader` where a function refused the fencing token, `DataLost` where there is none any more."""
-        if text(reply[0]) == "fenced":
-            raise fenced(run, token, text(reply[1]))
+    async def call_fenced(
+        self, run: str, function: str, names: list[str], arguments: list[Any], *, durably: bool = False
+    ) -> tuple[str, str]:
+        """Call a function that checks the fencing token, its first argument; return outcome and detail.
 
-    # ------------------------------------------------------------------ trouble
+        Raises `NotLeader` if the token is old, `DataLost` if the server has none.
+        """
+        outcome, detail = map(text, await self.call(function, names, arguments, durably=durably))
+        if outcome == "fenced":
+            raise fenced(run, arguments[0], detail)
+        return outcome, detail
 
-    async def _guard(self, command: Awaitable[Any]) -> Any:
-        """Await a command on a server that is prepared; raise what goes wrong in our words."""
+    async def read_blocking(self, streams: Mapping[Any, Any], timeout_s: float) -> Any:
+        """Read one entry of each stream, or block until there is one; None after `timeout_s`."""
+
+        async def read() -> Any:  # the coroutine of xread would warn if it were closed unawaited
+            return await self._blocking.xread(dict(streams), count=1, block=int(timeout_s * 1000))
+
+        within_s = timeout_s + self.command_timeout_s
         try:
-            if self._prepared:
-                self._check_answering()
-            await self.prepare()
-        except BaseException:
-            if isinstance(command, Coroutine):
-                command.close()  # it is never awaited
+            async with asyncio.timeout(within_s):
+                return await self.run(read())
+        except TimeoutError:
+            await self._blocking.connection_pool.disconnect()
+            self._start_stall()
+            raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
+
+    async def check_writable(self) -> None:
+        """Raise `ServiceUnavailable` while Redis cannot be reached or takes no writes."""
+        await self.run(self.client.srem(keys.RUNS, ""))  # a write that changes nothing
+
+    # ------------------------------------------------------------------ the server
+
+    @property
+    def reads_are_durable(self) -> bool:
+        """Check whether readers see durable entries only."""
+        return self._barrier is None or self._reads_durable
+
+    async def prepare(self) -> None:
+        """Check the server's version and load the function library, unless the prepared server still answers.
+
+        After each lost connection another server may answer, with no functions or with those of another release.
+        Raises `UnsupportedServer` if the server is too old.
+        """
+        if self._prepared:
+            return
+        self._check_stall(claim=False)
+        async with self._preparing:
+            if not self._prepared:
+                self._check_stall()
+                check_version((await self._inspect()).version, self.url)
+                await self._load_library()
+                self._prepared = True
+
+    async def report(self) -> ServerReport:
+        """Read the server's version and persistence; later writes wait accordingly."""
+        self._check_stall()
+        return await self._inspect()
+
+    async def _load_library(self) -> None:
+        listed = await self._answer(self.client.function_list(LIBRARY, withcode=True))
+        if any(entry[b"library_code"] == LIBRARY_CODE.encode() for entry in listed):
+            return  # loading needs memory, which a full server does not have
+        await self._answer(self.client.function_load(LIBRARY_CODE, replace=True))
+
+    async def _inspect(self) -> ServerReport:
+        info: dict[str, Any] = await self._answer(self.client.info())
+        config, refusal = await self._read_config()
+        settings = read_settings(info, config, await self._has_waitaof(), refusal)
+        durability = assess(settings, self.policy)
+        self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
+        return ServerReport(
+            version=read_version(info),
+            durability=durability.level,
+            met_by=durability.met_by,
+            reasons=durability.reasons,
+            policy=self.policy,
+            replicas=settings.replicas,
+            used_memory_bytes=int(info.get("used_memory", 0)),
+            max_memory_bytes=int(info.get("maxmemory", 0)),
+            max_memory_policy=settings.policy or "unknown",
+        )
+
+    async def _read_config(self) -> tuple[dict[str, str], str | None]:
+        """Return the server's configuration, or why the server refuses it."""
+        try:
+            raw = await self._answer(self.client.config_get(*CONFIG_NAMES))
+        except ReplaybufError as error:  # some Redis services refuse CONFIG; INFO holds a part of it
+            if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+                raise
+            return {}, str(error.__cause__)
+        return {text(key): text(value) for key, value in raw.items()}, None
+
+    async def _has_waitaof(self) -> bool:
+        try:
+            await self._answer(self.client.execute_command("WAITAOF", 0, 0, 0))
+        except ReplaybufError as error:
+            if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
+                return False
             raise
-        return await self._answer(command)
+        return True
+
+    # ------------------------------------------------------------------ faults
 
     async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
             reply = await command
         except (RedisError, OSError) as error:
             if isinstance(error, RedisTimeoutError):
-                self._fall_silent()
+                self._start_stall()
             elif isinstance(error, (RedisConnectionError, OSError)):
-                self._stalled_until_s = 0.0  # refused or cut is known at once, nobody need be spared
+                self._stalled_until_s = 0.0  # a refused connection fails at once: no caller has to be spared
                 self._prepared = False
             elif lacks_functions(error):
                 self._prepared = False
-            raise told(error, self.url, self.command_timeout_s, self._explain()) from error
+            raise translate(error, self.url, self.command_timeout_s, self._explain_outage()) from error
         self._stalled_until_s = 0.0
         return reply
 
-    def _fall_silent(self) -> None:
-        """Take note that Redis did not answer in time."""
+    def _start_stall(self) -> None:
+        """Record that Redis did not answer in time."""
         self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
         self._prepared = False
 
-    def _check_answering(self, *, claim: bool = True) -> None:
-        """Fail at once while Redis keeps silent, but for one call at a time that finds out whether it still does.
+    def _check_stall(self, *, claim: bool = True) -> None:
+        """Fail at once while Redis is silent, but let one call at a time (which `claim`s it) find out.
 
-        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another. That
-        one call `claim`s to be it.
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
         """
         now_s = time.monotonic()
         if now_s < self._stalled_until_s:
-            raise unavailable(self.url, f"does not answer; it is asked again within {self.command_timeout_s} s")
+            raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
         if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
 
 
-async def _executed(pipe: Any, waits: int) -> list[Any]:
-    """Execute a pipeline whose last commands are waits; raise the first error of the others, return that of waits."""
-    replies: list[Any] = await pipe.execute(raise_on_error=False)
+async def _execute(pipe: InStepPipeline, waits: int) -> list[Any]:
+    """Execute a pipeline that ends with waits. Raises the first error of the others, returns errors of waits."""
+    replies = await pipe.execute(raise_on_error=False)
     for reply in replies[:-waits]:
         if isinstance(reply, Exception):
             raise reply
@@ -262,5 +292,5 @@ async def _executed(pipe: Any, waits: int) -> list[Any]:
 
 
 def text(value: Any) -> str:
-    """Read a reply that is a string; which of both forms it has depends on the command."""
+    """Return a string reply as text; some commands reply with bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)

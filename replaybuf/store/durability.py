@@ -1,6 +1,6 @@
 """What an acknowledged write is worth: the level that is wanted, what a server offers, and the wait that makes it so.
 
-`judge` is pure: settings of a server in, `Verdict` out. A write counts as durable when it survives kill -9 of the
+`assess` is pure: settings of a server in, `Durability` out. A write counts as durable when it survives kill -9 of the
 server: the server itself says so after every write where it has WAITAOF (whatever `appendfsync` is, but for `no`);
 without WAITAOF, `appendfsync always` is taken at its word. Replicas count only where they are asked for.
 """
@@ -20,7 +20,7 @@ LONGEST_WAIT_S = 8.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class WritePolicy:
     """What is asked of every acknowledged write.
 
     `strict`: it is on the server's disk. `replicas`: so many replicas have it, too, in memory. Not confirmed within
@@ -48,7 +48,7 @@ class Wanted:
             )
 
 
-STRICT = Wanted()
+STRICT = WritePolicy()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Barrier:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
+class ServerSettings:
     """What a server says of itself; None = it does not tell. `waitaof`: it takes that command."""
 
     appendonly: bool | None
@@ -112,7 +112,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Durability:
     """The level in force, how it is met (`appendfsync always`, `WAITAOF 1 0`, ...), why it is not strict or what else
     is wrong, and the wait that every acknowledged write gets. `reads_durable`: what can be read is durable already.
     """
@@ -124,7 +124,7 @@ class Verdict:
     reads_durable: bool
 
 
-def judge(server: Settings, wanted: Wanted) -> Verdict:
+def assess(server: ServerSettings, policy: WritePolicy) -> Durability:
     """Find the level in force on a server."""
     always = bool(
         server.appendonly
@@ -135,7 +135,7 @@ def judge(server: Settings, wanted: Wanted) -> Verdict:
     # With appendfsync no the server never tells when its disk has a write: WAITAOF would only time out. With always it
     # costs nothing, and the answer proves what a setting, read a while ago and changed since, only promises.
     can_wait = server.waitaof and server.appendonly is True and server.appendfsync != "no"
-    barrier = Barrier(can_wait and wanted.level == "strict", wanted.replicas, wanted.timeout_s)
+    barrier = Barrier(can_wait and policy.level == "strict", policy.replicas, policy.timeout_s)
     on_disk = always or barrier.local
     reasons = [] if on_disk else _weaknesses(server)
     if server.policy is None:
@@ -147,24 +147,24 @@ def judge(server: Settings, wanted: Wanted) -> Verdict:
     if server.is_replica:
         reasons.append("the server is a replica, which takes no writes: give the address of its primary")
     level: Level = "relaxed" if reasons or not on_disk else "strict"
-    if server.replicas < wanted.replicas:
+    if server.replicas < policy.replicas:
         reasons.append(
-            f"{server.replicas} replicas are connected; wait_replicas is {wanted.replicas}: until more are, every "
+            f"{server.replicas} replicas are connected; wait_replicas is {policy.replicas}: until more are, every "
             "write is answered 503 not-durable"
         )
     means = ["appendfsync always"] if always else []
     shown = dataclasses.replace(barrier, local=barrier.local and not always)
     met_by = " and ".join([*means, *([shown.text] if shown.commands else [])]) or _plainly(server)
-    return Verdict(
+    return Durability(
         level,
         met_by,
         tuple(reasons),
         barrier if barrier.commands else None,
-        reads_durable=always and not wanted.replicas,
+        reads_durable=always and not policy.replicas,
     )
 
 
-def _weaknesses(server: Settings) -> list[str]:
+def _weaknesses(server: ServerSettings) -> list[str]:
     reasons = []
     if server.refused is not None:
         reasons.append(f"CONFIG GET is refused ({server.refused}); what an acknowledged write is worth is unknown")
@@ -183,7 +183,7 @@ def _weaknesses(server: Settings) -> list[str]:
     return reasons
 
 
-def _plainly(server: Settings) -> str:
+def _plainly(server: ServerSettings) -> str:
     if server.appendonly is False:
         return "appendonly no"
     return f"appendfsync {server.appendfsync}" if server.appendfsync else "unknown"

@@ -56,14 +56,14 @@ class EmbeddedServer:
 
     Life: `start` (locks the folder, starts or adopts the process) -> `watch` (starts it again when it dies) -> `stop`.
     A server that a killed `serve` left running is adopted. Raises `Conflict` where another `serve` uses the folder.
-    `trouble` says why it is down, or was a short while ago, and what to do about it; None where all is well.
+    `outage` says why it is down, or was a short while ago, and what to do about it; None where all is well.
     """
 
     def __init__(self, data_dir: Path, durability: Level = "strict") -> None:
         self.data_dir = data_dir.resolve()
         self.appendfsync = "always" if durability == "strict" else "everysec"
         self.socket_path = _socket_path(self.data_dir)
-        self.trouble: str | None = None
+        self.outage: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._pause_s = 0.0
@@ -103,7 +103,7 @@ class EmbeddedServer:
             if await asyncio.to_thread(_gone, self.socket_path):
                 await self._start_again()
             elif time.monotonic() - self._started_s > STEADY_S:
-                self.trouble, self._pause_s = None, 0.0
+                self.outage, self._pause_s = None, 0.0
 
     async def _start_again(self) -> None:
         """Start the server that died: at once, after a growing pause where it keeps dying, not on a full disk.
@@ -111,8 +111,8 @@ class EmbeddedServer:
         Raises `ServiceUnavailable` where it ends by itself while it starts, as on a broken file: no other try helps.
         """
         while True:
-            self.trouble = f"the embedded Valkey {self._end_told()}; it is started again"
-            logger.error("embedded valkey is gone data_dir=%s: %s", self.data_dir, self.trouble)
+            self.outage = f"the embedded Valkey {self._end_told()}; it is started again"
+            logger.error("embedded valkey is gone data_dir=%s: %s", self.data_dir, self.outage)
             self._kill()
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s + WATCH_PERIOD_S, LONGEST_PAUSE_S)
@@ -127,7 +127,7 @@ class EmbeddedServer:
     async def _wait_for_room(self) -> None:
         told = False
         while lack := self._lack_of_room():
-            self.trouble = lack
+            self.outage = lack
             if not told:
                 logger.error("embedded valkey is not started: %s", lack)
             told = True

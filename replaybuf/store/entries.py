@@ -83,7 +83,7 @@ def read_chunk(raw: Sequence[Any]) -> IndexChunk:
     return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _NAMES else b"" for field in fields])
 
 
-def to_set_aside(chunk: IndexChunk, position: int) -> bytes:
+def encode_entry(chunk: IndexChunk, position: int) -> bytes:
     """Write one entry for the hash of entries set aside: its two fields joined; a malformed one is empty."""
     if chunk.malformed[position]:
         return b""
@@ -100,7 +100,7 @@ def default_prompt(group_id: str) -> tuple[str, int] | None:
 
 
 def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
-    """Read entries that were set aside, as `to_set_aside` wrote them: one by one, as some may be malformed."""
+    """Read entries that were set aside, as `encode_entry` wrote them: one by one, as some may be malformed."""
     values = np.zeros(len(raw), ENTRY)
     malformed = np.zeros(len(raw), bool)
     strings = [UNREADABLE] * len(raw)

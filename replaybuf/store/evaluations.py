@@ -1,4 +1,4 @@
-"""Results of evaluations: a stream of the newest ones, beside the run's history and no part of it."""
+"""Results of evaluations: a stream of the newest results, separate from the run's history."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from replaybuf.store import keys
 from replaybuf.store.connection import Connection
 
 KEPT = 10_000
-"""Results of a run that stay; the oldest go first."""
+"""Results kept per run; the oldest are removed first."""
 _FIELD = "result"
 
 
-class EvaluationCommands(Connection):
-    """What is done with results of evaluations. No fence: they decide nothing."""
+class EvaluationStore:
+    """Appends and reads results of evaluations. They have no fence, because no decision depends on them."""
 
-    async def add_evaluation(self, run: str, raw: bytes) -> None:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def append(self, run: str, raw: bytes) -> None:
         """Append a result, durably."""
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._connection.pipeline()
         pipe.xadd(keys.evaluations(run), {_FIELD: raw}, maxlen=KEPT, approximate=False)
-        await self._durably(pipe)
+        await self._connection.run_durably(pipe)
 
-    async def newest_evaluations(self, run: str, limit: int) -> list[bytes]:
-        """Read the newest `limit` results, the oldest of them first."""
-        entries = await self._guard(self._redis.xrevrange(keys.evaluations(run), count=limit))
+    async def read_newest(self, run: str, limit: int) -> list[bytes]:
+        """Read the newest `limit` results, oldest first."""
+        client = self._connection.client
+        entries = await self._connection.run(client.xrevrange(keys.evaluations(run), count=limit))
         return [fields[_FIELD.encode()] for _, fields in reversed(entries)]

@@ -1,4 +1,4 @@
-"""Groups and their payloads: the index stream, the table of ids, one string key per payload."""
+"""Groups and their payloads: the index stream, the table of group ids, and one string key per payload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replaybuf.errors import NoRoom
 from replaybuf.kernel.index import entry_of
 from replaybuf.kernel.tickets import prompt_key
 from replaybuf.store import keys
-from replaybuf.store.chunks import portions
+from replaybuf.store.chunks import split_chunks
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.entries import (
     EntryStrings,
@@ -24,21 +24,23 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.instep import get_in_step, receive_in_step, send_in_step
-from replaybuf.store.trouble import fenced
+from replaybuf.store.faults import fenced
+from replaybuf.store.pipeline import InStepPipeline, get_in_step, receive_in_step, send_in_step
 from replaybuf.wire.group import Group
 
 READ_CHUNK_ENTRIES = 5_000
-Outcome = tuple[tuple[str, str], bool, int]
-"""Of one group: its id and that of its ticket's prompt, whether it was stored now, the number stored under them."""
+Names = tuple[str, str]
+"""The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
+Outcome = tuple[Names, bool, int]
+"""Names of a group, whether this call stored it, and the number stored under its names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Appended:
-    """Outcome of one group of an append; `number` is the index number of the group that is stored under the id.
+class AppendResult:
+    """Outcome of one group of an append; `number` is the index number of the group stored under the id.
 
-    0 = it was stored once, and its history is trimmed. `taken`: that group is not of the prompt whose ticket came with
-    this one, which therefore repeats nothing and is not stored either.
+    0 = a group was stored, and its history is trimmed. `taken`: the stored group belongs to another prompt than this
+    group's ticket. This group is then no repeat and is not stored either.
     """
 
     group_id: str
@@ -48,8 +50,8 @@ class Appended:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ToAppend:
-    """One group ready to be stored: its id, the id its ticket's prompt stands for ("" without one), its frame."""
+class PendingGroup:
+    """One group ready to be stored: its id, the default id of its ticket's prompt ("" without a ticket), its frame."""
 
     group: Group
     group_id: str
@@ -57,208 +59,210 @@ class ToAppend:
     frame: bytes | memoryview
     crc32c: int
 
+    @property
+    def names(self) -> Names:
+        """The two ids under which the group is stored."""
+        return self.group_id, self.prompt_key
 
-class GroupCommands(Connection):
-    """What is done with groups: stored once, read in bulk or one by one, their payloads kept or let go."""
+
+class GroupStore:
+    """Appends groups once, reads them in bulk or one by one, persists and deletes payloads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     async def append(
-        self, run: str, groups: Sequence[ToAppend], published: Mapping[str, int], now_s: float, token: str = ""
-    ) -> list[Appended]:
-        """Store groups, with the published version by adapter; returns once what is answered `stored` is durable.
+        self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str = ""
+    ) -> list[AppendResult]:
+        """Store groups, with the published version by adapter; return when everything answered `stored` is durable.
 
-        With the fencing token of a leader nothing enters the index once a newer one leads: raises `NotLeader`.
+        With a leader's fencing token no group enters the index after a newer leader took over: raises `NotLeader`.
+        A full server answers repeats of stored groups only; for all others it raises `NoRoom`.
 
-        Order: payloads (with a TTL) -> index entries -> the TTL goes. A payload that lost the race for its id is
-        deleted; a first attempt whose answer was lost gets its TTL removed by the repeat. What only repeats is answered
-        on a full server too: all else raises `NoRoom` there.
+        Order: SET payloads with a TTL -> publish index entries -> PERSIST payloads. A payload that lost the race for
+        its id is deleted. If the answer to the first attempt was lost, the repeat removes the TTL.
         """
         payload_keys = [keys.payload(run, item.group_id) for item in groups]
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._connection.pipeline()
         for key, item in zip(payload_keys, groups, strict=True):
             pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
         try:
-            await self._guard(pipe.execute())
+            await self._connection.run(pipe.execute())
         except NoRoom:
-            await self.unlink(payload_keys)  # some may have found room; left there they would fill what is freed
-            there = await self._stored(run, [(item.group_id, item.prompt_key) for item in groups])
-            if len(there) < len(groups):
+            await self.delete_payloads(payload_keys)  # some were stored; they would fill the memory that is freed
+            stored = await self._find_stored(run, [item.names for item in groups])
+            if len(stored) < len(groups):
                 raise
-            return await self._settle(run, list(there.values()), self._redis.pipeline(transaction=False))
-        pipe = self._redis.pipeline(transaction=False)
-        touched = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
-        for key, item in zip(payload_keys, groups, strict=True):
-            version = published.get(item.group.adapter, 0)
-            numbers = entry_of(item.group, len(item.frame), item.crc32c, version, now_s)
-            strings = EntryStrings(
-                item.group_id,
-                item.group.prompt_id,
-                item.group.adapter,
-                key,
-                item.group.ticket,
-                item.group.lengths.astype("<i4").tobytes(),
-            )
-            named = [default_prompt(name) for name in (item.group_id, item.prompt_key)]
-            done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in named]
-            bits = [prompt[1] if prompt else "" for prompt in named]
-            arguments = [token, item.group_id, item.prompt_key, numbers, encode_strings(strings), *bits]
-            pipe.fcall("rb_publish", len(touched) + 2, *touched, *done, *arguments)
-        replies = await self._guard(pipe.execute())
+            return await self._confirm(run, list(stored.values()), self._connection.pipeline())
+        outcomes = await self._publish(run, list(zip(payload_keys, groups, strict=True)), published, now_s, token)
+        pipe = self._connection.pipeline()
+        for key, (_, is_new, _) in zip(payload_keys, outcomes, strict=True):
+            (pipe.persist if is_new else pipe.unlink)(key)
+        return await self._confirm(run, outcomes, pipe)
+
+    async def _publish(
+        self,
+        run: str,
+        groups: Sequence[tuple[str, PendingGroup]],
+        published: Mapping[str, int],
+        now_s: float,
+        token: str,
+    ) -> list[Outcome]:
+        """Put groups, each with its payload key, into the index."""
+        run_keys = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
+        pipe = self._connection.pipeline()
+        for key, item in groups:
+            group = item.group
+            entry = entry_of(group, len(item.frame), item.crc32c, published.get(group.adapter, 0), now_s)
+            lengths = group.lengths.astype("<i4").tobytes()
+            strings = EntryStrings(item.group_id, group.prompt_id, group.adapter, key, group.ticket, lengths)
+            prompts = [default_prompt(name) for name in item.names]
+            done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in prompts]
+            bits = [prompt[1] if prompt else "" for prompt in prompts]
+            arguments = [token, *item.names, entry, encode_strings(strings), *bits]
+            pipe.fcall("rb_publish", len(run_keys) + 2, *run_keys, *done, *arguments)
+        replies = await self._connection.run(pipe.execute())
         for reply in replies:
             if reply[0] < 0:
                 raise fenced(run, token, text(reply[1]))
-        outcomes = [
-            ((item.group_id, item.prompt_key), reply[0] == 1, int(reply[1]))
-            for item, reply in zip(groups, replies, strict=True)
-        ]
-        pipe = self._redis.pipeline(transaction=False)
-        for key, (_, stored, _) in zip(payload_keys, outcomes, strict=True):
-            if stored:
-                pipe.persist(key)
-            else:
-                pipe.unlink(key)
-        return await self._settle(run, outcomes, pipe)
+        return [(item.names, reply[0] == 1, int(reply[1])) for (_, item), reply in zip(groups, replies, strict=True)]
 
-    async def repeats(self, run: str, named: Sequence[tuple[str, str]]) -> list[Appended | None]:
-        """Say which of these groups would repeat one that is stored, as durably as an append does; None = it would not.
-
-        Each is named by its id and by the id that its ticket's prompt stands for, "" where there is none.
-        """
-        outcomes = await self._stored(run, named)
-        found: list[Appended | None] = [None] * len(named)
+    async def find_repeats(self, run: str, names: Sequence[Names]) -> list[AppendResult | None]:
+        """Find the groups that would repeat a stored one, as durably as an append; None = the group is new."""
+        outcomes = await self._find_stored(run, names)
+        found: list[AppendResult | None] = [None] * len(names)
         if outcomes:
-            settled = await self._settle(run, list(outcomes.values()), self._redis.pipeline(transaction=False))
-            for position, repeat in zip(outcomes, settled, strict=True):
+            confirmed = await self._confirm(run, list(outcomes.values()), self._connection.pipeline())
+            for position, repeat in zip(outcomes, confirmed, strict=True):
                 found[position] = None if repeat.taken else repeat
         return found
 
-    async def _stored(self, run: str, named: Sequence[tuple[str, str]]) -> dict[int, Outcome]:
-        """Find which of these names are known, by position."""
-        numbers = await self.numbers_of(run, [name for names in named for name in names])
+    async def _find_stored(self, run: str, names: Sequence[Names]) -> dict[int, Outcome]:
+        """Find the groups whose names are stored, by position."""
+        numbers = await self.find_numbers(run, [name for pair in names for name in pair])
         outcomes: dict[int, Outcome] = {}
         for position, (by_id, by_prompt) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
             number = by_prompt if by_id is None else by_id
             if number is not None:
-                outcomes[position] = (named[position], False, number)
+                outcomes[position] = (names[position], False, number)
         return outcomes
 
-    async def _settle(self, run: str, outcomes: Sequence[Outcome], pipe: Any) -> list[Appended]:
-        """See to it that what is answered of groups is durable; `pipe` has what else is to be written."""
-        first = {
-            entry.number: entry
-            for entry in await self.entries(run, [number for _, stored, number in outcomes if number and not stored])
-        }
-        results: list[Appended] = []
-        for (group_id, its_prompt), stored, number in outcomes:
-            entry = None if stored else first.get(number)
+    async def _confirm(self, run: str, outcomes: Sequence[Outcome], pipe: InStepPipeline) -> list[AppendResult]:
+        """Execute `pipe` and make repeated groups durable too; return what to answer."""
+        repeated = [number for _, is_new, number in outcomes if number and not is_new]
+        first = {entry.number: entry for entry in await self.read_entries(run, repeated)}
+        results: list[AppendResult] = []
+        for (group_id, own_prompt), is_new, number in outcomes:
+            entry = None if is_new else first.get(number)
             taken = False
             if entry is not None:
                 pipe.persist(entry.strings.payload_key)
-                if its_prompt and entry.strings.group_id in (group_id, its_prompt):
-                    taken = prompt_key(entry.strings.adapter, int(entry.values["prompt_index"])) != its_prompt
-            results.append(Appended(group_id, stored, number, taken))
+                if own_prompt and entry.strings.group_id in (group_id, own_prompt):
+                    taken = prompt_key(entry.strings.adapter, int(entry.values["prompt_index"])) != own_prompt
+            results.append(AppendResult(group_id, is_new, number, taken))
         repeats = sum(not (result.stored or result.taken) for result in results)
-        if repeats:  # counting them is the write by which the wait covers the append they repeat
+        if repeats:  # this write makes the wait cover the append that is repeated
             pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", repeats)
-        await self._durably(pipe)
+        await self._connection.run_durably(pipe)
         return results
 
-    async def adopt(self, payload_keys: Iterable[str]) -> None:
-        """Make payloads permanent whose producer died between publishing and saying so."""
-        pipe = self._redis.pipeline(transaction=False)
+    async def persist_payloads(self, payload_keys: Iterable[str]) -> None:
+        """Remove the TTL of payloads whose producer died between publish and PERSIST."""
+        pipe = self._connection.pipeline()
         for key in payload_keys:
             pipe.persist(key)
-        await self._guard(pipe.execute())
+        await self._connection.run(pipe.execute())
 
-    async def unlink(self, payload_keys: Iterable[str]) -> None:
+    async def delete_payloads(self, payload_keys: Iterable[str]) -> None:
         """Delete payloads."""
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._connection.pipeline()
         for key in payload_keys:
             pipe.unlink(key)
-        await self._guard(pipe.execute())
+        await self._connection.run(pipe.execute())
 
     async def read_index(self, run: str, after: int, through: int | None = None) -> AsyncIterator[IndexChunk]:
-        """Read the index stream from behind number `after`, up to number `through`, in chunks.
+        """Read the index stream after number `after`, up to number `through`, in chunks.
 
-        On a connection of its own, past the client's conversions; while a chunk is parsed Redis prepares the next.
+        On a connection of its own, without redis-py's conversions. While one chunk is parsed Redis prepares the next.
         """
-        connection: Any = await self._guard(self._redis.connection_pool.get_connection())  # type: ignore[no-untyped-call]
+        guard, pool = self._connection.run, self._connection.client.connection_pool
+        connection: Any = await guard(pool.get_connection())  # type: ignore[no-untyped-call]
         last, count = "+" if through is None else f"{through}-0", READ_CHUNK_ENTRIES
         command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
         awaited = True
         try:
-            word = await self._guard(send_in_step(connection, [command]))
+            word = await guard(send_in_step(connection, [command]))
             while awaited:
-                (raw,) = await self._guard(receive_in_step(connection, 1, word))
+                (raw,) = await guard(receive_in_step(connection, 1, word))
                 awaited = len(raw) == count
                 if awaited:
                     command[2] = b"(" + raw[-1][0]
-                    word = await self._guard(send_in_step(connection, [command]))
+                    word = await guard(send_in_step(connection, [command]))
                 if raw:
                     yield read_chunk(raw)
         finally:
-            if awaited:  # whoever left before the end left a reply on its way
+            if awaited:  # the reader left early: a reply is on its way
                 await connection.disconnect()
-            await self._redis.connection_pool.release(connection)
+            await pool.release(connection)
 
-    async def entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
-        """Fetch the index entries of these groups, in this order; trimmed ones are left out."""
+    async def read_entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
+        """Read the index entries of these groups, in this order, without trimmed ones."""
         if not numbers:
             return []
-        pipe = self._raw_pipeline()
-        for first, last in _stretches(numbers):
+        pipe = self._connection.pipeline()
+        pipe.response_callbacks = {}  # `read_chunk` takes the parser's form
+        for first, last in _ranges(numbers):
             pipe.execute_command("XRANGE", keys.index(run), f"{first}-0", f"{last}-0")
-        replies = await self._guard(pipe.execute())
+        replies = await self._connection.run(pipe.execute())
         found = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply).entries()}
         missing = [number for number in numbers if number not in found]
         if missing:
-            aside = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in missing]))
-            for number, raw in zip(missing, aside, strict=True):
+            old = self._connection.client.hmget(keys.old_entries(run), [str(number) for number in missing])
+            for number, raw in zip(missing, await self._connection.run(old), strict=True):
                 if raw is not None:
                     (found[number],) = read_stored(np.array([number]), [raw]).entries()
         return [found[number] for number in numbers if number in found]
 
-    def _raw_pipeline(self) -> Any:
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.response_callbacks = {}
-        return pipe
-
-    async def strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
-        """Fetch the variable part of the index entries `first` to `last`."""
+    async def read_strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
+        """Read the variable part of the index entries `first` to `last`."""
         return [strings async for chunk in self.read_index(run, first - 1, last) for strings in chunk.strings]
 
-    async def numbers_of(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
-        """Look up the numbers under which ids are stored; 0 = it was, and its history is trimmed."""
+    async def find_numbers(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
+        """Look up the numbers stored under these ids; 0 = the group was stored, and its history is trimmed."""
         if not group_ids:
             return []
-        found = await self._guard(self._redis.hmget(keys.group_ids(run), list(group_ids)))
+        found = await self._connection.run(self._connection.client.hmget(keys.group_ids(run), list(group_ids)))
         numbers = [None if number is None else int(number) for number in found]
-        asked = [
-            (k, prompt) for k, name in enumerate(group_ids) if numbers[k] is None if (prompt := default_prompt(name))
-        ]
-        pipe = self._redis.pipeline(transaction=False)
-        for _, (adapter, index) in asked:
-            pipe.getbit(keys.prompts_done(run, adapter), index)
-        for (k, _), bit in zip(asked, await self._guard(pipe.execute()), strict=True):
-            numbers[k] = 0 if bit else None
+        pipe = self._connection.pipeline()
+        asked: list[int] = []
+        for position, group_id in enumerate(group_ids):
+            if numbers[position] is None and (prompt := default_prompt(group_id)):
+                pipe.getbit(keys.prompts_done(run, prompt[0]), prompt[1])
+                asked.append(position)
+        for position, bit in zip(asked, await self._connection.run(pipe.execute()), strict=True):
+            numbers[position] = 0 if bit else None
         return numbers
 
-    async def frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
-        """Fetch payloads by key, given their sizes in bytes; a missing one is None. Replies stay below 8 MiB."""
-        # GETs, not MGET: payloads of a cluster lie in different slots.
-        pieces = [
-            await self._guard(asyncio.to_thread(get_in_step, self._bulk, portion))
-            for portion in portions(sizes, sizes.__getitem__)
+    async def read_frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
+        """Read payloads by key, given their sizes in bytes; None = the payload is missing.
+
+        Replies stay below `CHUNK_BYTES`.
+        """
+        # GET and not MGET: in a cluster the payloads have different slots.
+        chunks = [
+            await self._connection.run(asyncio.to_thread(get_in_step, self._connection.payload_client, chunk))
+            for chunk in split_chunks(sizes, sizes.__getitem__)
         ]
-        return [frame for piece in pieces for frame in piece]
+        return [frame for chunk in chunks for frame in chunk]
 
 
-def _stretches(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Cut numbers into stretches without a gap, each of at most `READ_CHUNK_ENTRIES`: first and last of each."""
-    found: list[tuple[int, int]] = []
+def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Group numbers into ranges without gaps, each of at most `READ_CHUNK_ENTRIES`: first and last of each."""
+    ranges: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
-        first, last = found[-1] if found else (number, number - 2)
+        first, last = ranges[-1] if ranges else (number, number - 2)
         if number == last + 1 and number - first < READ_CHUNK_ENTRIES:
-            found[-1] = first, number
+            ranges[-1] = first, number
         else:
-            found.append((number, number))
-    return found
+            ranges.append((number, number))
+    return ranges

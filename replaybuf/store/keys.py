@@ -40,8 +40,8 @@ def group_ids(run: str) -> str:
     return f"rb:{{{run}}}:gid"
 
 
-def set_aside(run: str) -> str:
-    """Hash of index entries that the trimmed stream no longer holds."""
+def old_entries(run: str) -> str:
+    """Hash of index entries that trimming removed from the stream and a group still needs."""
     return f"rb:{{{run}}}:old"
 
 

@@ -8,13 +8,13 @@ from importlib.resources import files
 from typing import Any
 
 from replaybuf.errors import UnsupportedServer
-from replaybuf.store.durability import Level, Settings, Wanted
+from replaybuf.store.durability import Level, ServerSettings, WritePolicy
 
 OLDEST_SERVER = (7, 0)
 LIBRARY = "replaybuf1"
 LIBRARY_CODE = files("replaybuf.store").joinpath("library.lua").read_text()
-ASKED_CONFIG = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxmemory-policy")
-"""What `settings_of` reads of a server's configuration."""
+CONFIG_NAMES = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxmemory-policy")
+"""What `read_settings` reads of a server's configuration."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ServerReport:
     durability: Level
     met_by: str
     reasons: tuple[str, ...]
-    wanted: Wanted
+    policy: WritePolicy
     replicas: int
     used_memory_bytes: int
     max_memory_bytes: int
@@ -41,7 +41,7 @@ class ServerReport:
         return f"{self.durability} ({self.met_by})"
 
 
-def version_of(info: Mapping[str, Any]) -> str:
+def read_version(info: Mapping[str, Any]) -> str:
     """Return the version that a server's INFO tells."""
     return str(info.get("redis_version") or info.get("valkey_version"))
 
@@ -58,14 +58,16 @@ def check_version(version: str, url: str) -> None:
         )
 
 
-def settings_of(info: Mapping[str, Any], config: Mapping[str, str], waitaof: bool, refused: str | None) -> Settings:
+def read_settings(
+    info: Mapping[str, Any], config: Mapping[str, str], waitaof: bool, refused: str | None
+) -> ServerSettings:
     """Read from INFO and CONFIG GET how a server persists; `refused`: why it does not tell its configuration."""
     appendonly = config["appendonly"] == "yes" if "appendonly" in config else None
     if appendonly is None and "aof_enabled" in info:
         appendonly = bool(int(info["aof_enabled"]))
     rewriting = config.get("no-appendfsync-on-rewrite")
     policy = config.get("maxmemory-policy") or info.get("maxmemory_policy")
-    return Settings(
+    return ServerSettings(
         appendonly=appendonly,
         appendfsync=config.get("appendfsync"),
         no_fsync_on_rewrite=None if rewriting is None else rewriting == "yes",

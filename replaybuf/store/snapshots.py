@@ -1,4 +1,8 @@
-"""The snapshot of a run's fold, and the trimming that it allows: entries set aside, prompts remembered by a bit."""
+"""The snapshot of a run's fold, and the trimming that it allows.
+
+Trimming keeps the index entries of the few groups that are still needed in a hash ("old entries"), and the prompts of
+the others as one bit each.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +11,62 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 import numpy as np
 
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection, text
+from replaybuf.store.connection import Connection
 from replaybuf.store.entries import IndexChunk, read_stored
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
 
-_MARKED_AT_ONCE = 2_000
-"""Half as many prompts, an index and a number each: a call with so many holds up others for about 2 ms."""
+_PROMPTS_PER_CALL = 1_000
+"""A call with so many prompts blocks Redis for about 2 ms."""
 
 
-class SnapshotCommands(Connection):
-    """What is done with the snapshot and with what stands behind the trimmed ends of the streams."""
+class SnapshotStore:
+    """Reads and writes the snapshot, the old entries and the bits of trimmed prompts."""
 
-    async def read_snapshot(self, run: str) -> bytes | None:
-        """Read the snapshot; None where none was written yet."""
-        raw: bytes | None = await self._guard(self._redis.get(keys.snapshot(run)))
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def read(self, run: str) -> bytes | None:
+        """Read the snapshot; None = none was written yet."""
+        raw: bytes | None = await self._connection.run(self._connection.client.get(keys.snapshot(run)))
         return raw
 
-    async def write_snapshot(
-        self, run: str, token: str, raw: bytes, first_group: int, first_entry: int, set_aside: Mapping[int, bytes]
+    async def write(
+        self, run: str, token: str, raw: bytes, first_group: int, first_entry: int, old_entries: Mapping[int, bytes]
     ) -> bool:
-        """Replace the snapshot, set entries aside, trim both streams to what is named first: all or nothing.
+        """Replace the snapshot, keep old entries, and trim both streams before their first numbers: all or nothing.
 
-        A snapshot older than the one that stands there changes nothing: False. Raises `NotLeader`.
+        Returns False, and changes nothing, if the stored snapshot is newer. Raises `NotLeader`.
         """
-        names = [keys.snapshot(run), keys.fence(run), keys.index(run), keys.ledger(run), keys.set_aside(run)]
-        aside = [part for pair in set_aside.items() for part in pair]
-        reply = await self._call("rb_snapshot", names, [token, raw, first_group, first_entry, *aside])
-        self._check_fence(run, token, reply)
-        return text(reply[0]) == "ok"
+        names = [keys.snapshot(run), keys.fence(run), keys.index(run), keys.ledger(run), keys.old_entries(run)]
+        arguments = [token, raw, first_group, first_entry, *(part for pair in old_entries.items() for part in pair)]
+        outcome, _ = await self._connection.call_fenced(run, "rb_snapshot", names, arguments)
+        return outcome == "ok"
 
-    async def read_set_aside(self, run: str) -> AsyncIterator[IndexChunk]:
-        """Read the entries that trimming set aside, in the order of their numbers, in chunks."""
-        numbers = np.sort(np.array(await self._guard(self._redis.hkeys(keys.set_aside(run))), np.int64))
+    async def read_old_entries(self, run: str) -> AsyncIterator[IndexChunk]:
+        """Read the entries that trimming kept, in the order of their numbers, in chunks."""
+        key, client = keys.old_entries(run), self._connection.client
+        numbers = np.sort(np.array(await self._connection.run(client.hkeys(key)), np.int64))
         for start in range(0, len(numbers), READ_CHUNK_ENTRIES):
             chunk = numbers[start : start + READ_CHUNK_ENTRIES]
-            raw = await self._guard(self._redis.hmget(keys.set_aside(run), [str(number) for number in chunk.tolist()]))
+            raw = await self._connection.run(client.hmget(key, [str(number) for number in chunk.tolist()]))
             yield read_stored(chunk, raw)
 
-    async def drop_set_aside(self, run: str, token: str, numbers: Sequence[int]) -> None:
-        """Delete entries that trimming set aside. Raises `NotLeader`."""
-        names = [keys.set_aside(run), keys.fence(run)]
-        self._check_fence(run, token, await self._call("rb_drop", names, [token, *numbers]))
+    async def delete_old_entries(self, run: str, token: str, numbers: Sequence[int]) -> None:
+        """Delete entries that trimming kept. Raises `NotLeader`."""
+        names = [keys.old_entries(run), keys.fence(run)]
+        await self._connection.call_fenced(run, "rb_drop", names, [token, *numbers])
 
-    async def mark_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
-        """Remember a bit each of these prompts instead of the default id of their group, which is freed.
+    async def mark_prompts_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
+        """Store one bit per prompt instead of the default id of its group, which is freed.
 
         `prompts`: adapter, prompt index, number of the group. Raises `NotLeader`.
         """
-        by_adapter: dict[str, list[int]] = {}
+        by_adapter: dict[str, list[tuple[int, int]]] = {}
         for adapter, index, number in prompts:
-            by_adapter.setdefault(adapter, []).extend((index, number))
-        for adapter, indexes in by_adapter.items():
+            by_adapter.setdefault(adapter, []).append((index, number))
+        for adapter, pairs in by_adapter.items():
             names = [keys.group_ids(run), keys.prompts_done(run, adapter), keys.counts(run), keys.fence(run)]
-            for start in range(0, len(indexes), _MARKED_AT_ONCE):
-                arguments = [
-                    token,
-                    adapter,
-                    f"{adapter}/p" if adapter else "p",
-                    *indexes[start : start + _MARKED_AT_ONCE],
-                ]
-                self._check_fence(run, token, await self._call("rb_done", names, arguments))
+            prefix = f"{adapter}/p" if adapter else "p"
+            for start in range(0, len(pairs), _PROMPTS_PER_CALL):
+                flat = [part for pair in pairs[start : start + _PROMPTS_PER_CALL] for part in pair]
+                await self._connection.call_fenced(run, "rb_done", names, [token, adapter, prefix, *flat])

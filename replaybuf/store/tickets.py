@@ -1,4 +1,4 @@
-"""Tickets by their deadline, and the counters of a run."""
+"""Tickets by deadline, and the counters of a run."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from replaybuf.store.connection import Connection, text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Book:
-    """The counters of a run, and its tickets that are out or to be issued again, with deadlines in s (0 = again)."""
+class RunTickets:
+    """The counters of a run, and its outstanding tickets with deadlines in s; 0 = the ticket is to be issued again."""
 
     counts: dict[str, int]
     tickets: list[tuple[str, float]]
 
 
-class TicketCommands(Connection):
-    """What is done with tickets and counters: read, and changed all or nothing."""
+class TicketStore:
+    """Reads and changes tickets."""
 
-    async def books(self, runs: Sequence[str]) -> list[Book]:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def read(self, runs: Sequence[str]) -> list[RunTickets]:
         """Read counters and tickets of each of these runs, in one round trip."""
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self._connection.pipeline()
         for run in runs:
             pipe.hgetall(keys.counts(run))
             pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
-        replies = await self._guard(pipe.execute())
+        replies = await self._connection.run(pipe.execute())
         return [
-            Book(_counts(counts), [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets])
+            RunTickets(_integers(counts), [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets])
             for counts, tickets in zip(replies[::2], replies[1::2], strict=True)
         ]
 
-    async def change_tickets(
+    async def change(
         self,
         run: str,
         token: str,
@@ -43,33 +46,38 @@ class TicketCommands(Connection):
         counts: Mapping[str, int] | None = None,
         durably: bool = True,
     ) -> None:
-        """Drop tickets, set the deadlines of others and raise counters, all or nothing. Raises `NotLeader`.
+        """Drop tickets, set deadlines of others and raise counters, all or nothing. Raises `NotLeader`.
 
-        `durably=False` where a restart finds out by itself what is lost.
+        Pass `durably=False` if a restart finds a lost change by itself.
         """
-        put = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
-        raised = [part for name, by in (counts or {}).items() for part in (name, by)]
-        call = self._call_durably if durably else self._call
-        reply = await call(
-            "rb_tickets",
-            [keys.tickets(run), keys.counts(run), keys.fence(run)],
-            [token, len(drop), *drop, len(put) // 2, *put, *raised],
-        )
-        self._check_fence(run, token, reply)
+        deadlines = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
+        names = [keys.tickets(run), keys.counts(run), keys.fence(run)]
+        arguments = [token, len(drop), *drop, len(deadlines) // 2, *deadlines, *_flat(counts or {})]
+        await self._connection.call_fenced(run, "rb_tickets", names, arguments, durably=durably)
 
-    async def counts(self, run: str) -> dict[str, int]:
-        """Read the run's counters."""
-        return _counts(await self._guard(self._redis.hgetall(keys.counts(run))))
 
-    async def count(self, run: str, raised: Mapping[str, int]) -> None:
+class CounterStore:
+    """Reads and changes the counters of a run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def read(self, run: str) -> dict[str, int]:
+        """Read all counters."""
+        return _integers(await self._connection.run(self._connection.client.hgetall(keys.counts(run))))
+
+    async def add(self, run: str, increments: Mapping[str, int]) -> None:
         """Raise counters."""
-        changes = [part for name, by in raised.items() for part in (name, by)]
-        await self._call("rb_count", [keys.counts(run)], [len(raised), *changes])
+        await self._connection.call("rb_count", [keys.counts(run)], [len(increments), *_flat(increments)])
 
-    async def set_count(self, run: str, name: str, value: int) -> None:
+    async def set(self, run: str, name: str, value: int) -> None:
         """Set a counter."""
-        await self._call("rb_count", [keys.counts(run)], [0, name, value])
+        await self._connection.call("rb_count", [keys.counts(run)], [0, name, value])
 
 
-def _counts(raw: Any) -> dict[str, int]:
+def _flat(counts: Mapping[str, int]) -> list[str | int]:
+    return [part for pair in counts.items() for part in pair]
+
+
+def _integers(raw: Any) -> dict[str, int]:
     return {text(name): int(value) for name, value in raw.items()}

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from replaybuf.errors import Invalid
 from replaybuf.wire.columns import LARGEST_ROLLOUTS
 from replaybuf.wire.frame import smallest_frame_bytes
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -254,15 +254,15 @@ def _check_bytes(limits: Limits, rollouts: int) -> None:
 
 def _check_adapters(config: RunConfig) -> None:
     """Refuse names that cannot be told apart, and what only a run without adapters may set."""
-    coded: dict[int, str] = {name_code(""): ""}
+    coded: dict[int, str] = {hash_name(""): ""}
     for name in config.policies:
         if not ADAPTER_NAME.fullmatch(name):
             bound = ADAPTER_NAME.pattern
             raise Invalid(f"adapters has {name!r}; a name must match {bound}", name="adapters", value=name, bound=bound)
-        other = coded.setdefault(name_code(name), name)
+        other = coded.setdefault(hash_name(name), name)
         if other != name:
             raise Invalid(
-                f"adapters {other!r} and {name!r} have the same code, {name_code(name)}; rename one of them",
+                f"adapters {other!r} and {name!r} have the same code, {hash_name(name)}; rename one of them",
                 name="adapters",
                 value=name,
                 bound=other,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import GroupRejected, Invalid
-from replaybuf.wire.metadata import check_freeform
+from replaybuf.wire.metadata import check_metadata
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""
@@ -43,7 +43,7 @@ TokenIds: TypeAlias = Sequence[int] | Int32s
 """One sequence of token ids: a list, or int32 [T]."""
 
 
-def name_code(name: str) -> int:
+def hash_name(name: str) -> int:
     """Number a name (of a source: environment, data set; of an adapter), the same on any machine; 0 = no name."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF if name else 0
 
@@ -161,7 +161,7 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Admissible:
+class GroupLimits:
     """What the door checks a group against; None = no bound. `adapters`: those of the run, empty = it has none."""
 
     published_version: int | None = None
@@ -255,7 +255,7 @@ def _listed(column: Float32s | None, completion: slice) -> list[float] | None:
     return None if column is None else column[completion].tolist()
 
 
-def check_group(group: Group, bounds: Admissible) -> Rejection | None:
+def check_group(group: Group, bounds: GroupLimits) -> Rejection | None:
     """Say why `group` may not enter a run with these bounds, or None. All rollouts are judged together."""
     return (
         _check_size(group, bounds)
@@ -268,7 +268,7 @@ def check_group(group: Group, bounds: Admissible) -> Rejection | None:
     )
 
 
-def _check_size(group: Group, bounds: Admissible) -> Rejection | None:
+def _check_size(group: Group, bounds: GroupLimits) -> Rejection | None:
     if group.adapter not in (bounds.adapters or {""}):
         return Rejection("unknown_adapter", f"adapter is {group.adapter!r}; the run has {sorted(bounds.adapters)}")
     if group.prompt_index is not None and not 0 <= group.prompt_index <= LARGEST_PROMPT_INDEX:
@@ -286,7 +286,7 @@ def _check_size(group: Group, bounds: Admissible) -> Rejection | None:
     return None
 
 
-def _check_room(group: Group, bounds: Admissible) -> Rejection | None:
+def _check_room(group: Group, bounds: GroupLimits) -> Rejection | None:
     longest = int(group.lengths.max())
     if bounds.seq_len is not None and longest > bounds.seq_len:
         return Rejection("overlong", f"a rollout has {longest} tokens; seq_len is {bounds.seq_len}")
@@ -297,7 +297,7 @@ def _check_room(group: Group, bounds: Admissible) -> Rejection | None:
     return None
 
 
-def _check_tokens(group: Group, bounds: Admissible) -> Rejection | None:
+def _check_tokens(group: Group, bounds: GroupLimits) -> Rejection | None:
     for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
         low, high = int(ids.min()), int(ids.max())
         if low < 0:
@@ -379,7 +379,7 @@ def _cover_once(group: Group) -> bool:
     )
 
 
-def _check_published(group: Group, bounds: Admissible) -> Rejection | None:
+def _check_published(group: Group, bounds: GroupLimits) -> Rejection | None:
     if bounds.published_version is not None and group.policy_version_max > bounds.published_version:
         return Rejection(
             "version_above_published",
@@ -391,7 +391,7 @@ def _check_published(group: Group, bounds: Admissible) -> Rejection | None:
 
 def _check_metadata(group: Group) -> Rejection | None:
     try:
-        check_freeform("metadata", group.metadata)
+        check_metadata("metadata", group.metadata)
     except Invalid as error:
         return Rejection("bad_metadata", error.detail)
     return None

@@ -24,7 +24,7 @@ _COUNTED_TO = 1000
 _SHOWN_BITS = 128
 
 
-def check_freeform(name: str, given: Any) -> None:
+def check_metadata(name: str, given: Any) -> None:
     """Raise `Invalid` where `given` is nested too deeply, has a whole number beyond 64 bits, or is no JSON at all."""
     depth = _depth(given)
     if depth > DEEPEST:

@@ -67,7 +67,7 @@ def build_body(plan: Plan, groups: Sequence[Group]) -> memoryview:
     return encode_batch(plan.meta, rows, pad_to_multiple_of=plan.pad_to_multiple_of)
 
 
-def open_frame(payload_key: str, frame: bytes | None, crc32c: int) -> Group:
+def decode_payload(payload_key: str, frame: bytes | None, crc32c: int) -> Group:
     """Decode the payload of a group, which must be the frame with this checksum.
 
     Raises `BrokenFrame`, with the reason as its name: `missing_payload`, `bad_checksum`, `broken_frame`.

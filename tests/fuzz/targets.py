@@ -22,7 +22,7 @@ from replaybuf.service.http.requests import decode_groups
 from replaybuf.store.entries import EntryStrings, default_prompt, encode_strings, read_chunk, read_stored
 from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
 from replaybuf.wire.frame import MEDIA_TYPE, checksum, decode_frame, encode_frame, is_compressed, split_frames
-from replaybuf.wire.group import Admissible, Group, check_group, group_from_json, group_to_json, truncate
+from replaybuf.wire.group import Group, GroupLimits, check_group, group_from_json, group_to_json, truncate
 from tests.builders import batch_meta, group, rollout, wire_group
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -103,7 +103,7 @@ def judge_frame(data: bytes) -> None:
 
 def judge_group(made: Group) -> None:
     """Check a group as the door does; what it lets in can be written, cut and packed."""
-    if check_group(made, Admissible(adapters=frozenset({made.adapter}))) is not None:
+    if check_group(made, GroupLimits(adapters=frozenset({made.adapter}))) is not None:
         return
     again = decode_frame(encode_frame(made, compress=True))
     assert encode_frame(again) == encode_frame(made)

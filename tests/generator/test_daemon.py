@@ -43,7 +43,7 @@ from replaybuf.generator.stages import Computed, Rollout, Stage
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.kernel.tickets import forgiven
 from replaybuf.wire.frame import encode_frame
-from replaybuf.wire.group import Admissible, Group, OptionalLogprobs, check_group
+from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,
@@ -229,7 +229,7 @@ def test_a_group_holds_tokens_logprobs_rewards_advantages_and_versions(tmp_path:
         async with world(tmp_path, engine, service, metadata={"env": "spelling"}) as w:
             await w.run()
             (group,) = service.groups
-        assert check_group(group, Admissible(published_version=3, group_size=2)) is None
+        assert check_group(group, GroupLimits(published_version=3, group_size=2)) is None
         assert group.prompt_ids.tolist() == [0, 1, 2, 0, 1, 2]
         assert group.completion_ids.tolist() == [2, 1, 0, 0, 0, 0]
         assert group.completion_mask.all()

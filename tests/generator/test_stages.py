@@ -12,7 +12,7 @@ import pytest
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.stages import Computed, Rollout, Stage, Stages
-from replaybuf.wire.group import Admissible, Group, OptionalLogprobs, check_group
+from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
 from tests import builders
 
 
@@ -108,7 +108,7 @@ def test_every_group_gets_its_own_columns_in_order() -> None:
         first = int(group.completion_ids[0])
         assert group.ref_logprobs.tolist() == [-2.0 * first, -2.0 * first, -(first + 1.0)]
         assert group.teacher_logprobs.tolist() == group.ref_logprobs.tolist()
-        assert check_group(group, Admissible()) is None
+        assert check_group(group, GroupLimits()) is None
 
 
 def test_stages_compute_in_whole_micro_batches_until_the_tail() -> None:

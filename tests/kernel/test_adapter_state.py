@@ -15,7 +15,7 @@ from replaybuf.kernel.index import FREED, IN_BATCHES, LIVE
 from replaybuf.kernel.snapshot import decode_snapshot, encode_snapshot, restore, take
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.config import AdapterSpec
-from replaybuf.wire.group import name_code
+from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
     AckRecord,
     AdapterStep,
@@ -68,7 +68,7 @@ class Run:
     def store(self, adapter: str, version: int) -> None:
         made = entries(
             {
-                "adapter": name_code(adapter),
+                "adapter": hash_name(adapter),
                 "policy_version": version,
                 "policy_version_max": version,
                 "prompt_index": len(self.groups),
@@ -80,7 +80,7 @@ class Run:
 
     def live(self, adapter: str) -> list[int]:
         index = self.state.index
-        its = (index["state"] == LIVE) & (index["adapter"] == name_code(adapter))
+        its = (index["state"] == LIVE) & (index["adapter"] == hash_name(adapter))
         numbers: list[int] = index["number"][its].tolist()
         return numbers
 
@@ -160,7 +160,7 @@ class Run:
                 assert state.own_step(step, name) == self.own_step(name, step)
                 assert state.version_at(step, name) == self.version(name, step)
             standing = state.standing(name)
-            rows = index["state"][index["adapter"] == name_code(name)]
+            rows = index["state"][index["adapter"] == hash_name(name)]
             places = int(np.isin(rows, (LIVE, IN_BATCHES)).sum()) + standing.retired
             places += sum(standing.evicted.values()) + sum(standing.dead_lettered.values())
             assert standing.stored == places == sum(adapter == name for adapter, _ in self.groups)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, entry_of
 from replaybuf.kernel.strategy import Groups
-from replaybuf.wire.group import Admissible, Group, Rejection, check_group, group_from_json
+from replaybuf.wire.group import Group, GroupLimits, Rejection, check_group, group_from_json
 from tests.builders import group, groups, rollout, steady, wire_group
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
@@ -198,8 +198,8 @@ def test_the_entry_of_a_group_sums_it_up(made: Group) -> None:
 def test_what_the_door_admits_fits_its_entry() -> None:
     """The largest values that `check_group` lets pass neither overflow nor warn."""
     largest = group(rollout(reward=3.4e38, advantage=-3.4e38), prompt_index=2**53 - 1)
-    assert check_group(largest, Admissible()) is None
+    assert check_group(largest, GroupLimits()) is None
     entry = np.frombuffer(entry_of(largest, 1, 1, 0, 0.0), ENTRY)[0]
     assert np.isfinite(entry["reward_mean"]) and np.isfinite(entry["advantage_abs_mean"])
     for beyond in (wire_group(prompt_index=2**53), wire_group(rollout(reward=1e39))):
-        assert isinstance(check_group(group_from_json(beyond), Admissible()), Rejection)
+        assert isinstance(check_group(group_from_json(beyond), GroupLimits()), Rejection)

@@ -182,7 +182,7 @@ class Here:
         self.frames_fetched = 0
         self.fetching = asyncio.Event()
         self.written: list[int] = []
-        frames, write_body = store.frames, assembly.write_body
+        frames, write_body = store.groups.read_frames, assembly.write_body
 
         async def counted_frames(sizes: Any) -> Any:
             self.frames_fetched += len(sizes)
@@ -193,7 +193,7 @@ class Here:
             self.written.append(rank)
             return write_body(run_name, batch, rank)
 
-        monkeypatch.setattr(store, "frames", counted_frames)
+        monkeypatch.setattr(store.groups, "read_frames", counted_frames)
         monkeypatch.setattr(bodies, "write_body", counted_write)
 
     async def attach(self, **options: Any) -> None:
@@ -229,7 +229,7 @@ def here(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> OnARun:
         async def main() -> None:
             store, name = await Store.open(server.url), f"delivery-{next(_names)}"
             try:
-                token = (await store.lead(name, "here", LEASE_S)).token
+                token = (await store.runs.take_lease(name, "here", LEASE_S)).token
                 strategy = StrategySpec(options={"max_staleness": 5})
                 config = RunConfig(batch=BatchSpec(groups_per_batch=2), strategy=strategy)
                 made = Here(store, await Run.create(name, store, str(token), config, time.time), monkeypatch)

@@ -21,9 +21,10 @@ class Answering:
     def __init__(self) -> None:
         self.journal = Journal("r", cast(Store, self), time.time)
         self.grows = False
-        self.wanted = STRICT
+        self.connection = self.streams = self
+        self.policy = STRICT
 
-    async def ends(self, run: str) -> Ends:
+    async def read_end(self, run: str) -> Ends:
         """Tell where the streams end, as they are now."""
         told = Ends(self.journal.state.entries, 0)
         if self.grows:
@@ -45,7 +46,7 @@ def test_what_was_known_before_redis_was_asked_is_missed() -> None:
     store.journal.state.apply(1, config_record())
     store.journal.state.apply(2, config_record())
     told = Ends(1, 0)
-    store.ends = lambda run: asyncio.sleep(0, told)  # type: ignore[method-assign]
+    store.streams.read_end = lambda run: asyncio.sleep(0, told)  # type: ignore[method-assign]
     with pytest.raises(DataLost, match="ledger ends at entry 1"):
         asyncio.run(store.journal.check_kept())
     assert store.journal.lost

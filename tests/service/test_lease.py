@@ -60,7 +60,7 @@ def led_here(server: EmbeddedServer, work: Callable[[Store, Leadership, list[Run
         try:
             runs = []
             for name in (f"lease-{next(_names)}" for _ in range(3)):
-                token = (await store.lead(name, "1@here", LEASE_S)).token
+                token = (await store.runs.take_lease(name, "1@here", LEASE_S)).token
                 runs.append(
                     await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1)), time.time)
                 )
@@ -76,13 +76,13 @@ def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> No
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
         sent = []
-        ask = store.lead_all
+        ask = store.runs.take_leases
 
         async def counted(names: list[str], holder: str, ttl_s: float) -> object:
             sent.append(names)
             return await ask(names, holder, ttl_s)
 
-        store.lead_all = counted  # type: ignore[assignment,method-assign]
+        store.runs.take_leases = counted  # type: ignore[assignment,method-assign]
         tokens = [run.journal.token for run in runs]
         assert await leadership.renew(runs) == []
         assert sent == [[run.name for run in runs]]
@@ -97,8 +97,8 @@ def test_among_many_a_lost_lease_is_followed_and_a_free_one_is_told_to_be_taken_
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
         kept, lost, freed = runs
-        await store.lead(lost.name, "2@there", LEASE_S, force=True)
-        await store.resign(freed.name, "1@here")
+        await store.runs.take_lease(lost.name, "2@there", LEASE_S, force=True)
+        await store.runs.release_lease(freed.name, "1@here")
         assert await leadership.renew(runs) == [freed]
         assert (kept.journal.leading, lost.journal.leading) == (True, False)
         assert lost.journal.leader_url == "there"

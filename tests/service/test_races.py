@@ -20,7 +20,7 @@ from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.appends import APPEND_CHUNK
 from replaybuf.service.run.bodies import Part
 from replaybuf.service.run.run import Run
-from replaybuf.store import EmbeddedServer, Store, ToAppend
+from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
@@ -37,7 +37,7 @@ def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None
     async def main() -> None:
         store, name = await Store.open(server.url), f"race-{next(_names)}"
         try:
-            token = (await store.lead(name, "here", LEASE_S)).token
+            token = (await store.runs.take_lease(name, "here", LEASE_S)).token
             config = RunConfig(batch=BatchSpec(groups_per_batch=1))
             await work(store, await Run.create(name, store, str(token), config, time.time))
         finally:
@@ -90,14 +90,14 @@ def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: Embed
         run.batches.forget()
         fetching = asyncio.create_task(run.batches.part(0, old, 1, 0.0))
         reading = asyncio.Event()
-        frames = store.frames
+        frames = store.groups.read_frames
 
         async def slow_frames(sizes: Any) -> Any:
             reading.set()
             await run.session.attach(AttachRequest(dp_world_size=1))
             return await frames(sizes)
 
-        store.frames = slow_frames  # type: ignore[method-assign]
+        store.groups.read_frames = slow_frames  # type: ignore[method-assign]
         with pytest.raises(Fenced):
             await fetching
         assert reading.is_set()
@@ -114,9 +114,9 @@ def test_what_a_follower_saw_does_not_replace_the_book_of_tickets_it_keeps_as_le
     async def work(store: Store, leader: Run) -> None:
         follower = await Run.load(leader.name, store, time.time)
         assert follower is not None
-        (book,), term = await store.books([leader.name]), follower.journal.terms
-        await store.resign(leader.name, "here")
-        token = (await store.lead(leader.name, "there", LEASE_S)).token
+        (book,), term = await store.tickets.read([leader.name]), follower.journal.terms
+        await store.runs.release_lease(leader.name, "here")
+        token = (await store.runs.take_lease(leader.name, "there", LEASE_S)).token
         await follower.lead(str(token))
         assert len((await follower.tickets.issue("me", 1, "", 0.0))["tickets"]) == 1
         if not leads_when_it_looks:
@@ -134,7 +134,7 @@ def test_a_follower_takes_the_book_of_tickets_as_it_was_read(server: EmbeddedSer
         follower = await Run.load(leader.name, store, time.time)
         assert follower is not None
         await leader.tickets.issue("me", 1, "", 0.0)
-        (book,) = await store.books([leader.name])
+        (book,) = await store.tickets.read([leader.name])
         follower.restore_side_state(book, follower.journal.terms)
         assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
 
@@ -157,8 +157,8 @@ def test_groups_written_to_redis_are_seen_at_once_in_a_run_that_was_just_made(
                     run, _ = await followed.create(f"{name}-{next(_names)}", RunConfig(batch=BatchSpec()))
                     group = group_from_json(wire_group(rollout(), group_id=name))
                     frame = encode_frame(group)
-                    ready = ToAppend(group, name, "", frame, stored_checksum(frame))
-                    await store.append(run.name, [ready], {"": 0}, time.time())
+                    ready = PendingGroup(group, name, "", frame, stored_checksum(frame))
+                    await store.groups.append(run.name, [ready], {"": 0}, time.time())
                     await eventually_stored(run)
         finally:
             await followed.stop()
@@ -187,14 +187,14 @@ def test_a_group_judged_before_a_rewind_and_stored_after_it_is_lost_with_its_ver
         await append(run, "a", "b")
         await train(run, epoch, range(2))
         judged, rewinding = asyncio.Event(), asyncio.Event()
-        publish = store.append
+        publish = store.groups.append
 
         async def held(*arguments: Any) -> Any:
             judged.set()
             await rewinding.wait()
             return await publish(*arguments)
 
-        monkeypatch.setattr(store, "append", held)
+        monkeypatch.setattr(store.groups, "append", held)
         late = asyncio.create_task(append(run, "late", version=2))
         await judged.wait()
         attach = AttachRequest(dp_world_size=1, resume_step=1, on_resume=on_resume)
@@ -223,8 +223,8 @@ def test_a_group_above_the_published_version_that_is_written_past_the_door_is_lo
         assert (group.policy_version, group.policy_version_max) == (0, 3)
         frame = encode_frame(group)
         epoch = (await run.session.attach(AttachRequest(dp_world_size=1)))["epoch"]
-        ready = ToAppend(group, "early", "", frame, stored_checksum(frame))
-        await store.append(run.name, [ready], {"": 0}, time.time())
+        ready = PendingGroup(group, "early", "", frame, stored_checksum(frame))
+        await store.groups.append(run.name, [ready], {"": 0}, time.time())
         await run.journal.pull()
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), WaitingAnswer)
         assert run.state.evicted == {"lost_lineage": 1}
@@ -241,15 +241,15 @@ def test_a_server_that_lost_its_lease_while_it_judged_stores_nothing_more(
         await append(run, "before")
         admit = run.admission.check
 
-        def overtaken(item: Incoming) -> ToAppend:
+        def overtaken(item: Incoming) -> PendingGroup:
             run.journal.follow("http://other")
             return admit(item)
 
         monkeypatch.setattr(run.admission, "check", overtaken)
-        assert (await store.lead(run.name, "other", LEASE_S, force=True)).token
+        assert (await store.runs.take_lease(run.name, "other", LEASE_S, force=True)).token
         with pytest.raises(NotLeader):
             await append(run, "after")
-        assert (await store.ends(run.name)).group == 1
+        assert (await store.streams.read_end(run.name)).group == 1
 
     on_a_run(server, work)
 

@@ -210,7 +210,7 @@ def test_an_old_live_group_is_set_aside_and_used_long_after(server: EmbeddedServ
         await trial.train(0)  # "bad" is found out and becomes a dead letter
         await trial.steps(1, 40)
         with client_of(server) as client:
-            assert client.hkeys(keys.set_aside("aside")) == [b"1"]
+            assert client.hkeys(keys.old_entries("aside")) == [b"1"]
             assert client.xlen(keys.index("aside")) < 40
         again = await trial.restarted()
         assert (await again.http.get("groups/bad")).json()["state"] == "dead_lettered"
@@ -221,7 +221,7 @@ def test_an_old_live_group_is_set_aside_and_used_long_after(server: EmbeddedServ
         again = await again.restarted()
         await again.steps(41, 12)
         with client_of(server) as client:
-            assert client.hlen(keys.set_aside("aside")) == 0
+            assert client.hlen(keys.old_entries("aside")) == 0
         assert (await again.http.get("groups/bad")).status_code == 410
         assert (await again.http.get("")).json()["groups"]["dead_lettered"] == 1
 
@@ -256,25 +256,25 @@ def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: Embedd
         await trial.create()
         await trial.steps(0, 3)
         token, raw = trial.run.journal.token or "", encode_snapshot(take(trial.run.state))
-        assert await trial.store.write_snapshot("fenced", token, raw, 1, 1, {})
+        assert await trial.store.snapshots.write("fenced", token, raw, 1, 1, {})
         later = raw.replace(b"%020d" % trial.run.state.entries, b"%020d" % (trial.run.state.entries + 5))
-        await trial.store.write_snapshot("fenced", token, later, 1, 1, {})
-        assert not await trial.store.write_snapshot("fenced", token, raw, 5, 5, {})
-        assert await trial.store.read_snapshot("fenced") == later
-        await trial.store.lead("fenced", "another", 5000, force=True)
+        await trial.store.snapshots.write("fenced", token, later, 1, 1, {})
+        assert not await trial.store.snapshots.write("fenced", token, raw, 5, 5, {})
+        assert await trial.store.snapshots.read("fenced") == later
+        await trial.store.runs.take_lease("fenced", "another", 5000, force=True)
         with client_of(server) as client:
-            client.hset(keys.set_aside("fenced"), "7", b"entry")
+            client.hset(keys.old_entries("fenced"), "7", b"entry")
         for call in (
-            trial.store.write_snapshot("fenced", token, raw, 3, 3, {}),
-            trial.store.mark_done("fenced", token, [("", 0, 1)]),
-            trial.store.drop_set_aside("fenced", token, [7]),
+            trial.store.snapshots.write("fenced", token, raw, 3, 3, {}),
+            trial.store.snapshots.mark_prompts_done("fenced", token, [("", 0, 1)]),
+            trial.store.snapshots.delete_old_entries("fenced", token, [7]),
         ):
             with pytest.raises(NotLeader):
                 await call
         with client_of(server) as client:
             assert client.xlen(keys.index("fenced")) == 6
-            assert client.hkeys(keys.set_aside("fenced")) == [b"7"]
-            client.delete(keys.set_aside("fenced"))
+            assert client.hkeys(keys.old_entries("fenced")) == [b"7"]
+            client.delete(keys.old_entries("fenced"))
             assert client.hexists(keys.group_ids("fenced"), "p0")
 
     attempt(server, "fenced", work)
@@ -337,7 +337,7 @@ def test_a_trimming_that_another_leader_overtook_deletes_nothing_that_was_set_as
     async def work(trial: Trial) -> None:
         await trial.create()
         await append_broken(trial, "first")
-        write, overtaken = trial.store.write_snapshot, asyncio.Event()
+        write, overtaken = trial.store.snapshots.write, asyncio.Event()
 
         async def held_up(*arguments: Any) -> bool:
             written = await write(*arguments)
@@ -346,7 +346,7 @@ def test_a_trimming_that_another_leader_overtook_deletes_nothing_that_was_set_as
                 await overtake(trial)
             return written
 
-        monkeypatch.setattr(trial.store, "write_snapshot", held_up)
+        monkeypatch.setattr(trial.store.snapshots, "write", held_up)
         with contextlib.suppress(NotLeader):
             while not overtaken.is_set():
                 await trial.steps(trial.run.state.step, 1, named=True)
@@ -367,7 +367,9 @@ def test_only_prompts_that_were_issued_get_a_bit(server: EmbeddedServer) -> None
         token = trial.run.journal.token or ""
         with client_of(server) as client:
             client.hset(keys.group_ids("bits"), "p4000000000", 2)
-            await trial.store.mark_done("bits", token, [("", 4_000_000_000, 2), ("", 0, 9), ("", 1, 2)])
+            await trial.store.snapshots.mark_prompts_done(
+                "bits", token, [("", 4_000_000_000, 2), ("", 0, 9), ("", 1, 2)]
+            )
             assert client.strlen(keys.prompts_done("bits", "")) == 1
             assert sorted(client.hkeys(keys.group_ids("bits"))) == [b"p0", b"p4000000000"]
 

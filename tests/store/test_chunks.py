@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from replaybuf.store.chunks import PORTION_BYTES, portions
+from replaybuf.store.chunks import CHUNK_BYTES, split_chunks
 
 
 @pytest.mark.parametrize(
@@ -14,16 +14,16 @@ from replaybuf.store.chunks import PORTION_BYTES, portions
     [
         ([], []),
         ([1, 2], [2]),
-        ([PORTION_BYTES, 1], [1, 1]),
-        ([PORTION_BYTES - 1, 1, 1], [2, 1]),
-        ([1, PORTION_BYTES + 1, 1], [1, 1, 1]),
+        ([CHUNK_BYTES, 1], [1, 1]),
+        ([CHUNK_BYTES - 1, 1, 1], [2, 1]),
+        ([1, CHUNK_BYTES + 1, 1], [1, 1, 1]),
         ([1] * 7, [3, 3, 1]),
-        ([1, PORTION_BYTES, 1, 1, 1, 1], [1, 1, 3, 1]),
+        ([1, CHUNK_BYTES, 1, 1, 1, 1], [1, 1, 3, 1]),
     ],
 )
 def test_a_portion_has_one_item_or_few_of_few_bytes(sizes: list[int], expected: list[int]) -> None:
     """Order and items stay."""
     items = list(enumerate(sizes))
-    cut = list(portions(items, lambda item: item[1], 3))
+    cut = list(split_chunks(items, lambda item: item[1], 3))
     assert [len(portion) for portion in cut] == expected
     assert list(itertools.chain(*cut)) == items

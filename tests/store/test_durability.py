@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
-from replaybuf.store import Store, Wanted, keys
-from replaybuf.store.durability import LONGEST_WAIT_S, Barrier, Settings, judge
+from replaybuf.store import Store, WritePolicy, keys
+from replaybuf.store.durability import LONGEST_WAIT_S, Barrier, ServerSettings, assess
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 
-STRICT, RELAXED = Wanted(), Wanted("relaxed")
+STRICT, RELAXED = WritePolicy(), WritePolicy("relaxed")
 
 
 def settings(
@@ -31,9 +31,9 @@ def settings(
     replicas: int = 0,
     replica: bool = False,
     refused: str | None = None,
-) -> Settings:
+) -> ServerSettings:
     """Describe a server, a strict one unless told otherwise."""
-    return Settings(appendonly, appendfsync, rewrite, policy, waitaof, replicas, replica, refused)
+    return ServerSettings(appendonly, appendfsync, rewrite, policy, waitaof, replicas, replica, refused)
 
 
 UNTOLD = settings(True, None, rewrite=None, refused="ERR unknown command")
@@ -57,17 +57,29 @@ UNTOLD = settings(True, None, rewrite=None, refused="ERR unknown command")
         (UNTOLD, STRICT, "strict", "WAITAOF 1 0", "WAITAOF 1 0"),
         (UNTOLD, RELAXED, "relaxed", "unknown", None),
         (settings(replica=True), STRICT, "relaxed", "WAITAOF 1 0", "WAITAOF 1 0"),
-        (settings(replicas=2), Wanted(replicas=2), "strict", "appendfsync always and WAIT 2", "WAITAOF 1 0 and WAIT 2"),
-        (settings(False, replicas=1), Wanted(replicas=1), "relaxed", "WAIT 1", "WAIT 1"),
-        (settings(waitaof=False, replicas=1), Wanted(replicas=1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
-        (settings(replicas=1), Wanted("relaxed", 1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
+        (
+            settings(replicas=2),
+            WritePolicy(replicas=2),
+            "strict",
+            "appendfsync always and WAIT 2",
+            "WAITAOF 1 0 and WAIT 2",
+        ),
+        (settings(False, replicas=1), WritePolicy(replicas=1), "relaxed", "WAIT 1", "WAIT 1"),
+        (
+            settings(waitaof=False, replicas=1),
+            WritePolicy(replicas=1),
+            "strict",
+            "appendfsync always and WAIT 1",
+            "WAIT 1",
+        ),
+        (settings(replicas=1), WritePolicy("relaxed", 1), "strict", "appendfsync always and WAIT 1", "WAIT 1"),
     ],
 )
 def test_the_level_in_force_is_what_the_settings_and_the_wait_give(
-    server: Settings, wanted: Wanted, level: str, met_by: str, waits: str | None
+    server: ServerSettings, wanted: WritePolicy, level: str, met_by: str, waits: str | None
 ) -> None:
     """Never strict on a promise alone that the server does not make."""
-    verdict = judge(server, wanted)
+    verdict = assess(server, wanted)
     assert (verdict.level, verdict.met_by) == (level, met_by)
     assert (verdict.barrier.text if verdict.barrier else None) == waits
 
@@ -81,7 +93,7 @@ def test_strict_is_never_said_without_the_disk(appendonly: bool | None, appendfs
         (True, False, None), ("noeviction", "volatile-lru", None), (STRICT, RELAXED), (None, "no")
     ):
         server = settings(appendonly, appendfsync, policy=policy, rewrite=rewrite, waitaof=waitaof, refused=refused)
-        verdict = judge(server, wanted)
+        verdict = assess(server, wanted)
         waits = verdict.barrier is not None and verdict.barrier.local
         always = appendonly is True and appendfsync == "always" and not rewrite
         if verdict.level == "strict":
@@ -92,7 +104,7 @@ def test_strict_is_never_said_without_the_disk(appendonly: bool | None, appendfs
 
 def test_missing_replicas_are_told_though_what_is_confirmed_stays_strict() -> None:
     """Nothing is confirmed until they are back, so nothing confirmed is at risk."""
-    verdict = judge(settings(replicas=0), Wanted(replicas=1))
+    verdict = assess(settings(replicas=0), WritePolicy(replicas=1))
     assert verdict.level == "strict"
     assert "0 replicas are connected; wait_replicas is 1" in verdict.reasons[0]
 
@@ -101,7 +113,7 @@ def test_missing_replicas_are_told_though_what_is_confirmed_stays_strict() -> No
 def test_waits_out_of_bounds_are_refused(replicas: int, timeout_s: float) -> None:
     """The message names the option, its value and its bound."""
     with pytest.raises(Invalid, match=r"wait_\w+ is -?[\w.]+;"):
-        Wanted("strict", replicas, timeout_s)
+        WritePolicy("strict", replicas, timeout_s)
 
 
 def test_an_unmet_wait_names_what_was_reached_and_what_is_needed() -> None:
@@ -127,7 +139,7 @@ def everysec(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-def on(server: Valkey, work: Callable[[Store], Awaitable[None]], wanted: Wanted = STRICT) -> None:
+def on(server: Valkey, work: Callable[[Store], Awaitable[None]], wanted: WritePolicy = STRICT) -> None:
     """Run `work` on a store of its own."""
 
     async def main() -> None:
@@ -152,7 +164,7 @@ def test_nothing_acknowledged_is_lost_by_kills_of_an_everysec_server_with_waitao
         async def produce() -> None:
             for name in names:
                 try:
-                    await store.append("r", [to_append(name)], {"": 0}, time.time())
+                    await store.groups.append("r", [to_append(name)], {"": 0}, time.time())
                 except ServiceUnavailable:
                     return
                 acknowledged.append(name)
@@ -166,10 +178,10 @@ def test_nothing_acknowledged_is_lost_by_kills_of_an_everysec_server_with_waitao
         await asyncio.gather(*(produce() for _ in range(4)), killer())
 
     async def all_there(store: Store) -> None:
-        numbers = await store.numbers_of("r", acknowledged)
+        numbers = await store.groups.find_numbers("r", acknowledged)
         assert [name for name, number in zip(acknowledged, numbers, strict=True) if number is None] == []
-        entries = await store.entries("r", [int(number or 0) for number in numbers])
-        frames = await store.frames({entry.strings.payload_key: 1000 for entry in entries})
+        entries = await store.groups.read_entries("r", [int(number or 0) for number in numbers])
+        frames = await store.groups.read_frames({entry.strings.payload_key: 1000 for entry in entries})
         assert len(frames) == len(acknowledged) and None not in frames
 
     for _ in range(10):
@@ -184,13 +196,13 @@ def test_a_setting_weakened_under_a_running_service_is_not_taken_for_strict(tmp_
 
     async def work(store: Store) -> None:
         server.client.config_set("appendfsync", "everysec")
-        assert (await store.append("r", [to_append("a")], {"": 0}, time.time()))[0].stored
+        assert (await store.groups.append("r", [to_append("a")], {"": 0}, time.time()))[0].stored
         server.client.config_set("appendonly", "no")
         with pytest.raises(NotDurable, match="refused WAITAOF"):
-            await store.append("r", [to_append("b")], {"": 0}, time.time())
-        assert store.unconfirmed == 1
-        assert (await store.report()).durability == "relaxed"
-        assert not (await store.append("r", [to_append("b")], {"": 0}, time.time()))[0].stored
+            await store.groups.append("r", [to_append("b")], {"": 0}, time.time())
+        assert store.connection.unconfirmed == 1
+        assert (await store.connection.report()).durability == "relaxed"
+        assert not (await store.groups.append("r", [to_append("b")], {"": 0}, time.time()))[0].stored
 
     with Valkey(tmp_path / "v") as server:
         on(server, work)
@@ -204,33 +216,33 @@ def test_a_repeat_of_what_was_not_confirmed_waits_for_the_first_try(tmp_path: Pa
 
     def writes_of(store: Store, token: str) -> tuple[Callable[[], Awaitable[object]], ...]:
         return (
-            lambda: store.append("r", [to_append("a")], {"": 0}, time.time()),
-            lambda: store.append_record("r", token, 1, AckRecord(step=0, epoch=1)),
-            lambda: store.change_tickets("r", token, drop=["t0-0-1"], counts={"returned": 1}),
-            lambda: store.confirmed_ends("r"),
+            lambda: store.groups.append("r", [to_append("a")], {"": 0}, time.time()),
+            lambda: store.ledger.append("r", token, 1, AckRecord(step=0, epoch=1)),
+            lambda: store.tickets.change("r", token, drop=["t0-0-1"], counts={"returned": 1}),
+            lambda: store.streams.read_confirmed_end("r"),
         )
 
     async def work(patient: Store) -> None:
-        token = str((await patient.lead("r", "one", 60_000)).token)
-        hasty = await Store.open(server.url, Wanted("relaxed", replicas=1, timeout_s=0.2))
+        token = str((await patient.runs.take_lease("r", "one", 60_000)).token)
+        hasty = await Store.open(server.url, WritePolicy("relaxed", replicas=1, timeout_s=0.2))
         replica.signal(signal.SIGSTOP)
         try:
             for _ in range(2):  # the first try, and the repeat on another connection
                 for write in writes_of(hasty, token):
                     with pytest.raises(NotDurable, match="0 of 1 replicas"):
                         await write()
-                    await hasty._redis.connection_pool.disconnect()
-            assert ((await hasty.counts("r"))["duplicate"], hasty.unconfirmed) == (1, 8)
+                    await hasty.connection.client.connection_pool.disconnect()
+            assert ((await hasty.counters.read("r"))["duplicate"], hasty.connection.unconfirmed) == (1, 8)
         finally:
             await hasty.close()
         replica.signal(signal.SIGCONT)
         for write in writes_of(patient, token):
             await write()
-        assert (patient.unconfirmed, patient.replicas_confirmed) == (0, 1)
+        assert (patient.connection.unconfirmed, patient.connection.replicas_confirmed) == (0, 1)
 
     with Valkey(tmp_path / "primary") as server, Valkey(tmp_path / "replica") as replica:
         replica.replicate(server)
-        on(server, work, Wanted("relaxed", replicas=1, timeout_s=LONGEST_WAIT_S))
+        on(server, work, WritePolicy("relaxed", replicas=1, timeout_s=LONGEST_WAIT_S))
 
 
 def test_a_full_server_keeps_no_payload_of_a_refused_append(tmp_path: Path) -> None:
@@ -241,14 +253,14 @@ def test_a_full_server_keeps_no_payload_of_a_refused_append(tmp_path: Path) -> N
         group = to_append("big")
         big = [type(group)(group.group, f"b{n}", "", b"x" * 60_000, 0) for n in range(20)]
         with pytest.raises(NoRoom):
-            await store.append("full", big, {"": 0}, time.time())
+            await store.groups.append("full", big, {"": 0}, time.time())
         assert list(server.client.scan_iter("rb:p:*")) == []
-        await store.count("full", {"rejected:too_large": 2})
-        await store.set_count("full", "freed_through", 7)
+        await store.counters.add("full", {"rejected:too_large": 2})
+        await store.counters.set("full", "freed_through", 7)
         server.client.config_set("maxmemory", 1)
-        await store.count("full", {"rejected:too_large": 1})
+        await store.counters.add("full", {"rejected:too_large": 1})
         await (await Store.open(server.url)).close()  # a full server that has the library is fit
-        assert await store.counts("full") == {"rejected:too_large": 3, "freed_through": 7}
+        assert await store.counters.read("full") == {"rejected:too_large": 3, "freed_through": 7}
         assert server.client.exists(keys.index("full")) == 0
 
     with Valkey(tmp_path / "v", maxmemory_policy="noeviction") as server:
@@ -259,10 +271,10 @@ def test_a_server_that_refuses_config_is_judged_by_what_else_it_says(tmp_path: P
     """Many who sell Redis as a service forbid CONFIG; WAITAOF makes it strict all the same."""
 
     async def work(store: Store) -> None:
-        report = await store.report()
+        report = await store.connection.report()
         assert (report.durability, report.met_by, report.max_memory_policy) == ("strict", "WAITAOF 1 0", "noeviction")
-        store.wanted = RELAXED
-        report = await store.report()
+        store.connection.policy = RELAXED
+        report = await store.connection.report()
         assert report.durability == "relaxed"
         assert "CONFIG GET is refused" in report.reasons[0]
 

@@ -54,7 +54,7 @@ async def answered(store: Store) -> list[int | None]:
     async with asyncio.timeout(WITHIN_S):
         while True:
             with contextlib.suppress(ServiceUnavailable):
-                return await store.numbers_of("r", ["a"])
+                return await store.groups.find_numbers("r", ["a"])
             await asyncio.sleep(POLL_S)
 
 
@@ -63,7 +63,7 @@ async def refused(store: Store, words: str) -> None:
     async with asyncio.timeout(WITHIN_S):
         while True:
             try:
-                await store.numbers_of("r", ["a"])
+                await store.groups.find_numbers("r", ["a"])
             except ServiceUnavailable as error:
                 if words in error.detail:
                     return
@@ -80,7 +80,7 @@ def test_a_data_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
             await embedded.start()
             store = await Store.open(embedded.url)
             try:
-                (result,) = await store.append("r", [to_append("a")], {"": 0}, time.time())
+                (result,) = await store.groups.append("r", [to_append("a")], {"": 0}, time.time())
                 assert (result.stored, result.number) == (stored, 1)
             finally:
                 await store.close()
@@ -114,10 +114,10 @@ def test_a_server_that_died_on_a_full_disk_is_started_when_there_is_room(
     async def main() -> None:
         embedded = EmbeddedServer(tmp_path / "data")
         await embedded.start()
-        store = await Store.open(embedded.url, explain=lambda: embedded.trouble)
+        store = await Store.open(embedded.url, explain_outage=lambda: embedded.outage)
         watching = asyncio.create_task(embedded.watch())
         try:
-            await store.append("r", [to_append("a")], {"": 0}, time.time())
+            await store.groups.append("r", [to_append("a")], {"": 0}, time.time())
             monkeypatch.setattr("shutil.disk_usage", lambda _: disk._replace(free=4096))
             kill_valkey(embedded)
             await refused(store, "is full: 4096 bytes are free, 16777216 are needed. Make room there")
@@ -147,7 +147,7 @@ def test_a_server_that_keeps_dying_is_started_less_and_less_often(
                 began_s = time.monotonic()
                 await another_one(embedded, kill_valkey(embedded))
                 away_s.append(time.monotonic() - began_s)
-                assert "the embedded Valkey ended with SIGKILL; the end of " in str(embedded.trouble)
+                assert "the embedded Valkey ended with SIGKILL; the end of " in str(embedded.outage)
             assert min(away_s[2:]) > LONGEST_PAUSE_S
         finally:
             watching.cancel()

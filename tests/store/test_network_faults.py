@@ -48,7 +48,7 @@ def with_store(proxy: FaultyProxy, work: Callable[[Store], Awaitable[None]]) -> 
 
 async def append(store: Store, run: str, *ids: str) -> list[bool]:
     """Append groups; say which were stored by this very call."""
-    results = await store.append(run, [to_append(name) for name in ids], {"": 0}, time.time(), TOKEN_OF_NOBODY)
+    results = await store.groups.append(run, [to_append(name) for name in ids], {"": 0}, time.time(), TOKEN_OF_NOBODY)
     return [result.stored for result in results]
 
 
@@ -57,16 +57,16 @@ def test_a_reply_that_comes_twice_never_answers_the_next_command(proxy: FaultyPr
 
     async def work(store: Store) -> None:
         await append(store, "twice", "a", "b", "c")
-        entries = await store.entries("twice", [1, 2, 3])
+        entries = await store.groups.read_entries("twice", [1, 2, 3])
         sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
-        right = await store.frames(sizes)
+        right = await store.groups.read_frames(sizes)
         assert len(set(right)) == 3
         proxy.answer_once(b"$3\r\nGET\r\n", "twice")
         with pytest.raises(ServiceUnavailable, match="out of step"):
-            await store.frames(sizes)
+            await store.groups.read_frames(sizes)
         assert proxy.happened(5)
         for _ in range(5):
-            assert await store.frames(sizes) == right
+            assert await store.groups.read_frames(sizes) == right
 
     with_store(proxy, work)
 
@@ -77,21 +77,21 @@ def test_after_a_doubled_reply_every_call_tells_the_truth_or_nothing(proxy: Faul
     run = f"truth-{mark.decode().lower()}"
 
     async def tell(store: Store, lease: str) -> list[Any]:
-        told: list[Any] = [(await store.report()).version, await append(store, run, "a", "b")]
-        await store.append_record(run, lease, 1, AckRecord(step=0, epoch=1))
-        told += [[chunk.numbers.tolist() async for chunk in store.read_index(run, 0)]]
-        told += [[chunk async for chunk in store.read_ledger(run, 0)]]
+        told: list[Any] = [(await store.connection.report()).version, await append(store, run, "a", "b")]
+        await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
+        told += [[chunk.numbers.tolist() async for chunk in store.groups.read_index(run, 0)]]
+        told += [[chunk async for chunk in store.ledger.read(run, 0)]]
         told += [
-            (await store.counts(run))["stored"],
-            (await store.books([run]))[0].tickets,
-            await store.numbers_of(run, ["b", "a", "c"]),
+            (await store.counters.read(run))["stored"],
+            (await store.tickets.read([run]))[0].tickets,
+            await store.groups.find_numbers(run, ["b", "a", "c"]),
         ]
         return told
 
     async def work(store: Store) -> None:
-        lease = (await store.lead(run, "one", 60.0)).token
+        lease = (await store.runs.take_lease(run, "one", 60.0)).token
         assert lease is not None
-        await store.change_tickets(run, lease, deadlines_s={"t0-0-1-1": 5.0})
+        await store.tickets.change(run, lease, deadlines_s={"t0-0-1-1": 5.0})
         await append(store, run, "a", "b")
         right = await tell(store, lease)
         proxy.answer_once(mark, "twice")
@@ -113,16 +113,16 @@ def test_an_append_whose_answer_is_lost_is_recognised_when_repeated(proxy: Fault
 
     async def work(store: Store) -> None:
         run = f"again-{fate}"
-        lease = (await store.lead(run, "one", 60.0)).token or ""
+        lease = (await store.runs.take_lease(run, "one", 60.0)).token or ""
         proxy.answer_once(b"rb_publish", fate)
         with pytest.raises(ServiceUnavailable):
             await append(store, run, "a")
         assert await append(store, run, "a") == [False]
         proxy.answer_once(b"rb_append", fate)
         with pytest.raises(ServiceUnavailable):
-            await store.append_record(run, lease, 1, AckRecord(step=0, epoch=1))
-        await store.append_record(run, lease, 1, AckRecord(step=0, epoch=1))
-        assert await store.ends(run) == Ends(entry=1, group=1)
+            await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
+        await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
+        assert await store.streams.read_end(run) == Ends(entry=1, group=1)
 
     with_store(proxy, work)
 
@@ -136,13 +136,13 @@ def test_a_silent_redis_costs_one_timeout_not_one_per_caller(proxy: FaultyProxy,
         started_s = time.monotonic()
         for _ in range(20):
             with pytest.raises(ServiceUnavailable):
-                await store.counts("r")
+                await store.counters.read("r")
         assert time.monotonic() - started_s < 3 * TIMEOUT_S
         proxy.heal()
         async with asyncio.timeout(5):
             while True:
                 try:
-                    assert await store.counts("silent") == {}
+                    assert await store.counters.read("silent") == {}
                 except ServiceUnavailable:
                     await asyncio.sleep(0.05)
                 else:
@@ -155,12 +155,12 @@ def test_connections_that_were_cut_while_idle_are_made_anew_unseen(proxy: Faulty
     """Ten idle connections in the pool, all cut: not one call fails for it."""
 
     async def work(store: Store) -> None:
-        await asyncio.gather(*(store.counts("idle") for _ in range(10)))
+        await asyncio.gather(*(store.counters.read("idle") for _ in range(10)))
         proxy.drop()
         for _ in range(5):  # the event loop sees the ends of connections in its next rounds
             await asyncio.sleep(0)
         for _ in range(3):
-            await asyncio.gather(*(store.counts("idle") for _ in range(10)))
+            await asyncio.gather(*(store.counters.read("idle") for _ in range(10)))
 
     with_store(proxy, work)
 
@@ -172,7 +172,7 @@ def test_a_blocking_read_ends_in_time_where_redis_is_silent(proxy: FaultyProxy) 
         proxy.swallow()
         with pytest.raises(ServiceUnavailable):
             async with asyncio.timeout(5):
-                await store.wait_for_entries({"r": Ends(entry=0, group=0)}, 0.2)
+                await store.streams.wait_for_entries({"r": Ends(entry=0, group=0)}, 0.2)
 
     with_store(proxy, work)
 

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, UnsupportedServer
-from replaybuf.store import EmbeddedServer, Store, ToAppend, Wanted, keys
+from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import AckRecord
@@ -33,20 +33,20 @@ def with_store(server: EmbeddedServer, work: Work) -> None:
     asyncio.run(main())
 
 
-def to_append(group_id: str, prompt_key: str = "") -> ToAppend:
+def to_append(group_id: str, prompt_key: str = "") -> PendingGroup:
     """Make a small group ready to be stored."""
     rollout = RolloutJson(prompt_ids=[1], completion_ids=[2], inference_logprobs=[-0.5], reward=1.0)
     group = group_from_json(GroupJson(group_id=group_id, prompt_id="p", policy_version=0, rollouts=[rollout]))
     frame = encode_frame(group)
-    return ToAppend(group, group_id, prompt_key, frame, stored_checksum(frame))
+    return PendingGroup(group, group_id, prompt_key, frame, stored_checksum(frame))
 
 
 def test_a_stored_payload_has_no_ttl_and_a_losers_payload_is_gone(server: EmbeddedServer) -> None:
     """Of two appends of one id exactly one payload stays, for good."""
 
     async def work(store: Store) -> None:
-        first = await store.append("ttl", [to_append("a")], {"": 0}, time.time())
-        second = await store.append("ttl", [to_append("a"), to_append("b")], {"": 0}, time.time())
+        first = await store.groups.append("ttl", [to_append("a")], {"": 0}, time.time())
+        second = await store.groups.append("ttl", [to_append("a"), to_append("b")], {"": 0}, time.time())
         assert [result.stored for result in first + second] == [True, False, True]
         assert second[0].number == first[0].number
 
@@ -61,11 +61,11 @@ def test_a_repeat_saves_the_payload_of_an_attempt_that_died_after_publishing(ser
     """The TTL that the first attempt did not get to remove goes with the retry."""
 
     async def work(store: Store) -> None:
-        await store.append("saved", [to_append("a")], {"": 0}, time.time())
+        await store.groups.append("saved", [to_append("a")], {"": 0}, time.time())
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             (key,) = client.scan_iter("rb:p:{saved:*")
             client.expire(key, 100)  # as the dead attempt left it
-            await store.append("saved", [to_append("a")], {"": 0}, time.time())
+            await store.groups.append("saved", [to_append("a")], {"": 0}, time.time())
             assert client.ttl(key) == -1
 
     with_store(server, work)
@@ -76,9 +76,9 @@ def test_entries_come_in_the_order_asked_for_whatever_stretches_they_are_fetched
 
     async def work(store: Store) -> None:
         names = [f"g{number}" for number in range(1, 8)]
-        await store.append("order", [to_append(name) for name in names], {"": 0}, time.time())
+        await store.groups.append("order", [to_append(name) for name in names], {"": 0}, time.time())
         for asked in ([1, 2, 3, 4, 5, 6, 7], [7, 2, 3, 1, 6], [5, 9, 6, 0, 7, 8], [4, 4, 3]):
-            found = await store.entries("order", asked)
+            found = await store.groups.read_entries("order", asked)
             assert [entry.number for entry in found] == [number for number in asked if 1 <= number <= 7]
             assert all(entry.strings.group_id == f"g{entry.number}" for entry in found)
 
@@ -89,7 +89,9 @@ def test_one_prompt_has_one_group_whatever_it_is_called(server: EmbeddedServer) 
     """Two groups of one ticket's prompt under different names: the second is a duplicate."""
 
     async def work(store: Store) -> None:
-        results = await store.append("prompt", [to_append("x", "p7"), to_append("y", "p7")], {"": 0}, time.time())
+        results = await store.groups.append(
+            "prompt", [to_append("x", "p7"), to_append("y", "p7")], {"": 0}, time.time()
+        )
         assert [result.stored for result in results] == [True, False]
 
     with_store(server, work)
@@ -99,19 +101,19 @@ def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer
     """The same entry again is fine, another one at its place or behind a gap is not, an old token is fenced."""
 
     async def work(store: Store) -> None:
-        lease = await store.lead("led", "one", 5.0)
+        lease = await store.runs.take_lease("led", "one", 5.0)
         assert lease.token is not None
         record = AckRecord(step=0, epoch=1)
-        await store.append_record("led", lease.token, 1, record)
-        await store.append_record("led", lease.token, 1, record)
+        await store.ledger.append("led", lease.token, 1, record)
+        await store.ledger.append("led", lease.token, 1, record)
         with pytest.raises(Conflict):
-            await store.append_record("led", lease.token, 1, AckRecord(step=5, epoch=1))
+            await store.ledger.append("led", lease.token, 1, AckRecord(step=5, epoch=1))
         with pytest.raises(DataLost, match="entry 2 was acknowledged"):
-            await store.append_record("led", lease.token, 3, record)
-        newer = await store.lead("led", "two", 5.0, force=True)
+            await store.ledger.append("led", lease.token, 3, record)
+        newer = await store.runs.take_lease("led", "two", 5.0, force=True)
         assert newer.token != lease.token
         with pytest.raises(NotLeader):
-            await store.append_record("led", lease.token, 2, record)
+            await store.ledger.append("led", lease.token, 2, record)
 
     with_store(server, work)
 
@@ -120,11 +122,11 @@ def test_a_lease_is_held_by_one_and_passes_on_when_it_ends(server: EmbeddedServe
     """The second asks in vain until the first one's time is over."""
 
     async def work(store: Store) -> None:
-        first = await store.lead("lease", "one", 0.2)
-        assert (await store.lead("lease", "two", 0.2)).token is None
-        assert (await store.lead("lease", "one", 0.2)).token == first.token
-        await store.resign("lease", "one")
-        assert (await store.lead("lease", "two", 0.2)).token not in (None, first.token)
+        first = await store.runs.take_lease("lease", "one", 0.2)
+        assert (await store.runs.take_lease("lease", "two", 0.2)).token is None
+        assert (await store.runs.take_lease("lease", "one", 0.2)).token == first.token
+        await store.runs.release_lease("lease", "one")
+        assert (await store.runs.take_lease("lease", "two", 0.2)).token not in (None, first.token)
 
     with_store(server, work)
 
@@ -137,18 +139,18 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
         await embedded.start()
         store = await Store.open(embedded.url)
         try:
-            await store.append("full", [to_append("before")], {"": 0}, time.time())
+            await store.groups.append("full", [to_append("before")], {"": 0}, time.time())
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
                 client.config_set("maxmemory", 1)
             with pytest.raises(NoRoom):
-                await store.append("full", [to_append("before"), to_append("a")], {"": 0}, time.time())
-            (repeat,) = await store.append("full", [to_append("before")], {"": 0}, time.time())
+                await store.groups.append("full", [to_append("before"), to_append("a")], {"": 0}, time.time())
+            (repeat,) = await store.groups.append("full", [to_append("before")], {"": 0}, time.time())
             assert (repeat.stored, repeat.number) == (False, 1), "what is stored needs no room"
-            lease = await store.lead("full", "one", 5.0)
+            lease = await store.runs.take_lease("full", "one", 5.0)
             assert lease.token is not None
-            await store.append_record("full", lease.token, 1, AckRecord(step=0, epoch=1))
-            await store.change_tickets("full", lease.token, deadlines_s={"t0-0-1": 1.0}, counts={"issued": 1})
-            assert await store.counts("full") == {"stored": 1, "duplicate": 1, "issued": 1}
+            await store.ledger.append("full", lease.token, 1, AckRecord(step=0, epoch=1))
+            await store.tickets.change("full", lease.token, deadlines_s={"t0-0-1": 1.0}, counts={"issued": 1})
+            assert await store.counters.read("full") == {"stored": 1, "duplicate": 1, "issued": 1}
         finally:
             await store.close()
             await embedded.stop()
@@ -162,13 +164,13 @@ def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) ->
     async def main() -> None:
         embedded = EmbeddedServer(tmp_path)
         await embedded.start()
-        store = await Store.open(embedded.url, Wanted("relaxed"))
+        store = await Store.open(embedded.url, WritePolicy("relaxed"))
         try:
-            assert (await store.report()).durability == "strict"
+            assert (await store.connection.report()).durability == "strict"
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
                 client.config_set("appendfsync", "everysec")
                 client.config_set("maxmemory-policy", "allkeys-lru")
-            report = await store.report()
+            report = await store.connection.report()
             assert report.durability == "relaxed"
             assert ["appendfsync" in report.reasons[0], "maxmemory-policy" in report.reasons[1]] == [True, True]
         finally:
@@ -185,17 +187,17 @@ def test_a_server_without_our_functions_gets_them_before_the_next_command(tmp_pa
         store = await Store.open(valkey.url)
         try:
             valkey.client.function_flush("SYNC")
-            with pytest.raises(ServiceUnavailable, match="did not have our functions"):
-                await store.count("r", {"x": 1})
-            await store.count("r", {"x": 1})
-            assert await store.counts("r") == {"x": 1}
+            with pytest.raises(ServiceUnavailable, match="lacked our functions"):
+                await store.counters.add("r", {"x": 1})
+            await store.counters.add("r", {"x": 1})
+            assert await store.counters.read("r") == {"x": 1}
             valkey.client.function_load(other_release, replace=True)
             valkey.kill()
             with pytest.raises(ServiceUnavailable, match="cannot be reached"):
-                await store.counts("r")
+                await store.counters.read("r")
             valkey.start()
-            await store.count("r", {"x": 1})
-            assert await store.counts("r") == {"x": 2}
+            await store.counters.add("r", {"x": 1})
+            assert await store.counters.read("r") == {"x": 2}
         finally:
             await store.close()
 
@@ -261,14 +263,14 @@ def test_a_group_that_an_older_leader_appends_is_refused(server: EmbeddedServer)
     """Its index entry would follow a state that is old; a producer that writes here itself has no token to be old."""
 
     async def work(store: Store) -> None:
-        old = (await store.lead("fenced", "one", 5.0)).token
-        new = (await store.lead("fenced", "two", 5.0, force=True)).token
+        old = (await store.runs.take_lease("fenced", "one", 5.0)).token
+        new = (await store.runs.take_lease("fenced", "two", 5.0, force=True)).token
         assert old and new
         with pytest.raises(NotLeader, match="the newest is 2:two"):
-            await store.append("fenced", [to_append("a")], {"": 0}, time.time(), old)
+            await store.groups.append("fenced", [to_append("a")], {"": 0}, time.time(), old)
         for token, group_id in ((new, "b"), ("", "c")):
-            (result,) = await store.append("fenced", [to_append(group_id)], {"": 0}, time.time(), token)
+            (result,) = await store.groups.append("fenced", [to_append(group_id)], {"": 0}, time.time(), token)
             assert result.stored
-        assert (await store.ends("fenced")).group == 2
+        assert (await store.streams.read_end("fenced")).group == 2
 
     with_store(server, work)

@@ -23,7 +23,7 @@ from replaybuf.wire.frame import (
     split_frames,
     stored_checksum,
 )
-from replaybuf.wire.group import Admissible, Group, check_group
+from replaybuf.wire.group import Group, GroupLimits, check_group
 from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
 
 PREFIX = struct.Struct("<4sIQII")
@@ -260,7 +260,7 @@ def test_a_column_with_another_length_is_refused(data: st.DataObject) -> None:
     column[2] = data.draw(st.integers(0, 2 * column[2]).filter(lambda n: n != column[2]) | st.integers(-(2**63), 2**63))
     lying = with_header(frame, header)
     if name == "version_spans" and 0 <= column[2] < len(frame) - column[1] and column[2] % 16 == 0:
-        assert check_group(decode_frame(lying), Admissible()) is not None
+        assert check_group(decode_frame(lying), GroupLimits()) is not None
     else:
         with pytest.raises(BrokenFrame):
             decode_frame(lying)
@@ -348,7 +348,7 @@ def test_any_lie_in_a_sealed_frame_gives_a_group_or_a_broken_frame(made: Group, 
         read = decode_frame(sealed(frame))
     except BrokenFrame:
         return
-    check_group(read, Admissible(published_version=9))
+    check_group(read, GroupLimits(published_version=9))
 
 
 # ---------------------------------------------------------------------- several frames

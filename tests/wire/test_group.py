@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from replaybuf.errors import GroupRejected
 from replaybuf.wire.group import (
     LOGPROB_TOLERANCE,
-    Admissible,
     Group,
     GroupJson,
+    GroupLimits,
     Rejection,
     RolloutJson,
     check_group,
@@ -39,7 +39,7 @@ FIELDS_PER_TOKEN = (
 
 def reason_of(made: Group, **bounds: Any) -> str | None:
     """Return the reason for which a run with these bounds refuses the group, or None."""
-    rejection = check_group(made, Admissible(**bounds))
+    rejection = check_group(made, GroupLimits(**bounds))
     return None if rejection is None else rejection.reason
 
 
@@ -134,7 +134,7 @@ def test_what_does_not_fit_columns_is_refused_for_all_rollouts(
 
 
 def test_a_group_within_all_bounds_is_admitted() -> None:
-    bounds = Admissible(
+    bounds = GroupLimits(
         published_version=0,
         adapters=frozenset({"a"}),
         group_size=2,
@@ -156,7 +156,7 @@ def test_a_group_within_all_bounds_is_admitted() -> None:
     ],
 )
 def test_each_bound_is_told_by_its_own_reason(reason: str, bounds: dict[str, int]) -> None:
-    rejection = check_group(group(), Admissible(**bounds))  # type: ignore[arg-type]
+    rejection = check_group(group(), GroupLimits(**bounds))  # type: ignore[arg-type]
     assert rejection is not None and rejection.reason == reason
     assert str(next(iter(bounds.values()))) in rejection.detail
 
@@ -312,5 +312,5 @@ def test_truncation_does_not_mend_spans_that_are_wrong(spans: list[list[int]]) -
 
 
 def test_a_rejection_is_a_reason_to_count_by_and_a_sentence() -> None:
-    rejection = check_group(group(), Admissible(vocab_size=5))
+    rejection = check_group(group(), GroupLimits(vocab_size=5))
     assert rejection == Rejection("token_out_of_range", "completion_ids holds 5; vocab_size is 5")

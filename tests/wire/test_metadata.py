@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.metadata import DEEPEST, LARGEST_WHOLE, SMALLEST_WHOLE, check_freeform
+from replaybuf.wire.metadata import DEEPEST, LARGEST_WHOLE, SMALLEST_WHOLE, check_metadata
 from tests.builders import steady
 
 anything = st.recursive(
@@ -41,7 +41,7 @@ def test_what_is_taken_is_read_again_and_only_numbers_beyond_64_bits_are_refused
     """As msgpack, which frames and ledger hold, and as JSON, which is answered."""
     fits = all(SMALLEST_WHOLE <= number <= LARGEST_WHOLE for number in whole_numbers(value))
     try:
-        check_freeform("it", value)
+        check_metadata("it", value)
     except Invalid as error:
         assert not fits and error.detail.startswith(f"{error.name} is {error.value}; whole numbers are from")
     else:
@@ -52,27 +52,27 @@ def test_what_is_taken_is_read_again_and_only_numbers_beyond_64_bits_are_refused
 def test_the_number_beyond_64_bits_is_named_with_its_place() -> None:
     """Also in lists of objects; one that would fill the page is told by its size."""
     with pytest.raises(Invalid, match=r"^metadata\.seeds\[1\]\.of is 18446744073709551616; whole numbers are from -2"):
-        check_freeform("metadata", {"seeds": [{"of": 2**64 - 1}, {"of": 2**64}], "more": 2**70})
+        check_metadata("metadata", {"seeds": [{"of": 2**64 - 1}, {"of": 2**64}], "more": 2**70})
     with pytest.raises(Invalid, match=r"^metadata\.x is a number of 40001 bits; whole") as told:
-        check_freeform("metadata", {"x": 2**40000})
+        check_metadata("metadata", {"x": 2**40000})
     assert (told.value.name, told.value.bound) == ("metadata.x", [-(2**63), 2**64 - 1])
 
 
 @pytest.mark.parametrize("levels", [DEEPEST + 1, 200, 5000])
 def test_what_is_nested_too_deeply_is_refused_with_depth_and_bound(levels: int) -> None:
     """An object that holds itself, too: it has no end."""
-    check_freeform("metadata", nested(DEEPEST))
+    check_metadata("metadata", nested(DEEPEST))
     with pytest.raises(Invalid, match=rf"^metadata is nested {min(levels, 1000)} deep; at most 64$") as told:
-        check_freeform("metadata", nested(levels))
+        check_metadata("metadata", nested(levels))
     assert (told.value.value, told.value.bound) == (min(levels, 1000), DEEPEST)
     endless: dict[str, Any] = {}
     endless["self"] = endless
     with pytest.raises(Invalid, match="nested 1000 deep"):
-        check_freeform("metadata", endless)
+        check_metadata("metadata", endless)
 
 
 def test_what_no_json_can_hold_is_refused_by_its_type() -> None:
     """A producer in Python may hand over anything; it costs its own group, not the call."""
     with pytest.raises(Invalid, match=r"^metadata does not encode: Encoding objects of type object") as caught:
-        check_freeform("metadata", {"source": object()})
+        check_metadata("metadata", {"source": object()})
     assert caught.value.name == "metadata"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.group import Int32s, TokenIds
-from replaybuf.wire.metadata import check_freeform
+from replaybuf.wire.metadata import check_metadata
 
 _EPOCHS_KEPT = 4
 """Orders of this many epochs are kept: tickets of neighbouring epochs are out at the same time."""
@@ -171,7 +171,7 @@ def _check_form(line: PromptLine) -> None:
         raise Invalid("prompt_id is empty; leave it out to have it made of the content")
     for number, message in enumerate(line.messages or (), start=1):
         _check_message(number, message)
-    check_freeform("metadata", line.metadata)  # it goes into every group of the prompt
+    check_metadata("metadata", line.metadata)  # it goes into every group of the prompt
 
 
 def _check_message(number: int, message: dict[str, Any]) -> None:

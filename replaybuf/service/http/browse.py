@@ -22,8 +22,8 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
 
     Raises `NotFound`, `Gone` once trimmed.
     """
-    number = (await run.journal.store.numbers_of(run.name, [group_id]))[0]
-    entries = await run.journal.store.entries(run.name, [number]) if number else []
+    number = (await run.journal.store.groups.find_numbers(run.name, [group_id]))[0]
+    entries = await run.journal.store.groups.read_entries(run.name, [number]) if number else []
     if number is not None and number <= run.state.trimmed and not entries:
         raise Gone(
             f"group {group_id!r} was freed and its history trimmed; trimmed is all up to number {run.state.trimmed}",
@@ -34,7 +34,7 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     answer = _summary(run, entries[0])
-    frame = (await run.journal.store.frames({entries[0].strings.payload_key: 0}))[0]
+    frame = (await run.journal.store.groups.read_frames({entries[0].strings.payload_key: 0}))[0]
     answer["rollouts"] = answer["metadata"] = None
     if frame is not None:
         try:
@@ -62,7 +62,7 @@ async def list_groups(run: Run, state: str | None, after: int, limit: int) -> di
             f"state is {state!r}; it must be one of {', '.join(PLACES)}", name="state", value=state, bound=PLACES
         )
     numbers = run.state.numbers_at(state, after, limit)
-    groups = [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]
+    groups = [_summary(run, entry) for entry in await run.journal.store.groups.read_entries(run.name, numbers)]
     return {"groups": groups, "next": numbers[-1] if len(numbers) == limit else None}
 
 
@@ -70,7 +70,11 @@ async def describe_dead_letters(run: Run) -> dict[str, Any]:
     """Render every dead letter that was not purged, with its reason."""
     index = run.state.index
     numbers = index["number"][index["state"] == DEAD].tolist()
-    return {"dead_letters": [_summary(run, entry) for entry in await run.journal.store.entries(run.name, numbers)]}
+    return {
+        "dead_letters": [
+            _summary(run, entry) for entry in await run.journal.store.groups.read_entries(run.name, numbers)
+        ]
+    }
 
 
 def list_failed_prompts(run: Run, limit: int) -> dict[str, Any]:

@@ -251,11 +251,11 @@ async def get_readyz(request: Request) -> Response:
     answer = {
         "status": "ready" if ready else "not ready",
         "durability": report.durability if report else "unknown",
-        "durability_wanted": report.wanted.level if report else "unknown",
+        "durability_wanted": report.policy.level if report else "unknown",
         "durability_met_by": report.met_by if report else "unknown",
         "durability_reasons": list(report.reasons) if report else [],
         "replicas": report.replicas if report else 0,
-        "wait_replicas": report.wanted.replicas if report else 0,
+        "wait_replicas": report.policy.replicas if report else 0,
         "redis_version": report.version if report else None,
         "waiting_for": trouble,
         "runs": sorted(service.runs),

@@ -271,11 +271,11 @@ class _RunCollector:
         yield GaugeMetricFamily("replaybuf_durability_strict", "1 where an acknowledged write is on disk", strict)
         store = self._service.store
         unconfirmed = CounterMetricFamily("replaybuf_writes_unconfirmed", "Writes answered not-durable")
-        unconfirmed.add_metric([], store.unconfirmed)
+        unconfirmed.add_metric([], store.connection.unconfirmed)
         yield unconfirmed
         replicas = report.replicas if report else 0
         yield GaugeMetricFamily("replaybuf_redis_replicas", "Replicas connected to Redis", replicas)
-        confirmed = store.replicas_confirmed
+        confirmed = store.connection.replicas_confirmed
         yield GaugeMetricFamily("replaybuf_replicas_confirmed", "Replicas that confirmed the last write", confirmed)
         yield GaugeMetricFamily("replaybuf_redis_up", "1 while Redis answers", self._service.trouble is None)
         used = report.used_memory_bytes if report else 0

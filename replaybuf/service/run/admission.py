@@ -13,9 +13,9 @@ from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge
 from replaybuf.kernel.advantages import group_advantages
 from replaybuf.kernel.tickets import TicketBook, parse_ticket, prompt_key
 from replaybuf.service.run.journal import Journal
-from replaybuf.store import ToAppend
+from replaybuf.store import PendingGroup
 from replaybuf.wire.frame import encode_frame, is_compressed, stored_checksum
-from replaybuf.wire.group import Admissible, Group, check_group, truncate
+from replaybuf.wire.group import Group, GroupLimits, check_group, truncate
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class AdmissionCheck:
                 key = prompt_key(*parse_ticket(group.ticket).prompt)
         return group.group_id or key, key
 
-    def check(self, item: Incoming) -> ToAppend:
+    def check(self, item: Incoming) -> PendingGroup:
         """Judge one group at the door and make it ready to be stored."""
         if item.rejection or item.group is None:
             raise item.rejection or GroupRejected("malformed", "the group does not decode")
@@ -76,7 +76,7 @@ class AdmissionCheck:
                 value=len(frame),
                 bound=config.limits.max_group_bytes,
             )
-        return ToAppend(group, group_id, key, frame, stored_checksum(frame))
+        return PendingGroup(group, group_id, key, frame, stored_checksum(frame))
 
     def _identify(self, group: Group) -> tuple[str, str, Group]:
         """Find the id of a group, and the prompt it stands for where it has a ticket."""
@@ -105,10 +105,10 @@ class AdmissionCheck:
         key = prompt_key(ticket.adapter, ticket.prompt_index)
         return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
-    def _bounds(self, adapter: str) -> Admissible:
+    def _bounds(self, adapter: str) -> GroupLimits:
         """What groups of an adapter are checked against."""
         config = self._journal.config
-        return Admissible(
+        return GroupLimits(
             published_version=self._journal.state.published.get(adapter),
             adapters=frozenset(config.adapters),
             group_size=config.group_size,

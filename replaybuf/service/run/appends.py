@@ -15,8 +15,8 @@ from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
-from replaybuf.store import Appended, ToAppend
-from replaybuf.store.chunks import portions
+from replaybuf.store import AppendResult, PendingGroup
+from replaybuf.store.chunks import split_chunks
 
 APPEND_CHUNK = 64
 """Groups stored at once. The event loop is free between two chunks and between two checks: a body of thousands of
@@ -49,7 +49,7 @@ class Appends:
         Raises `TooLarge` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be stored.
         """
         results: list[dict[str, Any]] = []
-        for chunk in portions(incoming, _nbytes, APPEND_CHUNK):
+        for chunk in split_chunks(incoming, _nbytes, APPEND_CHUNK):
             results += await self._append(chunk)
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
         reasons = Counter(result["reason"] for result in results if result["status"] == "rejected")
@@ -81,9 +81,9 @@ class Appends:
             raise refusal
         return results
 
-    async def _check(self, chunk: Sequence[Incoming], results: list[dict[str, Any]]) -> list[tuple[int, ToAppend]]:
+    async def _check(self, chunk: Sequence[Incoming], results: list[dict[str, Any]]) -> list[tuple[int, PendingGroup]]:
         """Return accepted groups with their position; write the results of the others to `results`."""
-        ready: list[tuple[int, ToAppend]] = []
+        ready: list[tuple[int, PendingGroup]] = []
         refused: dict[int, GroupRejected] = {}
         for position, item in enumerate(chunk):
             try:
@@ -102,24 +102,26 @@ class Appends:
         journal = self._journal
         with journal.recording_loss():
             identities = [self._admission.identity(chunk[position]) for position in refused]
-            repeats = await journal.store.repeats(journal.name, identities)
+            repeats = await journal.store.groups.find_repeats(journal.name, identities)
         for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
             self._side_state.duplicates += repeat is not None
             group = chunk[position].group
             results[position] = _result(repeat) if repeat else _rejected(group.group_id if group else None, rejection)
 
-    async def _publish(self, items: list[ToAppend], token: str) -> list[Appended]:
+    async def _publish(self, items: list[PendingGroup], token: str) -> list[AppendResult]:
         """Store groups under the fencing token with which they were checked."""
         journal = self._journal
         if not items:
             return []
         with journal.recording_loss():
-            appended = await journal.store.append(journal.name, items, journal.state.published, journal.clock(), token)
+            appended = await journal.store.groups.append(
+                journal.name, items, journal.state.published, journal.clock(), token
+            )
         self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
         self._arrivals.mark_permanent(outcome.number for outcome in appended)
         return appended
 
-    async def _fitting(self, items: Sequence[ToAppend]) -> tuple[int, NoRoom | None]:
+    async def _fitting(self, items: Sequence[PendingGroup]) -> tuple[int, NoRoom | None]:
         """Return how many of the first groups fit, and the bound that stops the next one.
 
         A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
@@ -127,12 +129,12 @@ class Appends:
         fits, refusal = self._fit(items, [self._has_group(item) for item in items])
         if refusal:
             store, name = self._journal.store, self._journal.name
-            numbers = await store.numbers_of(name, [item.group_id for item in items])
+            numbers = await store.groups.find_numbers(name, [item.group_id for item in items])
             stored = [n is not None or self._has_group(item) for item, n in zip(items, numbers, strict=True)]
             fits, refusal = self._fit(items, stored)
         return fits, refusal
 
-    def _fit(self, items: Sequence[ToAppend], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
+    def _fit(self, items: Sequence[PendingGroup], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
         journal, limits = self._journal, self._journal.config.limits
         if limits.max_tokens_live is None and limits.max_bytes_live is None:
             return len(items), None
@@ -140,7 +142,7 @@ class Appends:
         coming = [Load() if there else _load(item) for item, there in zip(items, stored, strict=True)]
         return fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
 
-    def _has_group(self, item: ToAppend) -> bool:
+    def _has_group(self, item: PendingGroup) -> bool:
         """Return whether the group of a ticket's prompt is stored."""
         if not item.prompt_key or item.group.prompt_index is None:
             return False
@@ -159,7 +161,7 @@ def _refusal(results: list[dict[str, Any]]) -> Invalid | TooLarge:
     return InvalidGroups(detail, results, name="groups", value=first["reason"])
 
 
-def _result(outcome: Appended) -> dict[str, Any]:
+def _result(outcome: AppendResult) -> dict[str, Any]:
     if outcome.taken:
         detail = f"group {outcome.group_id!r} is stored and is not of this ticket's prompt; use another group_id"
         return _rejected(outcome.group_id, GroupRejected("group_id_taken", detail))
@@ -176,5 +178,5 @@ def _nbytes(item: Incoming) -> int:
     return item.group.nbytes if item.group else 0
 
 
-def _load(item: ToAppend) -> Load:
+def _load(item: PendingGroup) -> Load:
     return Load(1, item.group.tokens, len(item.frame))

@@ -81,8 +81,8 @@ class Arrivals:
     async def adopt_recent(self) -> None:
         """Make the next `ADOPTED_AT_ONCE` of these payloads permanent."""
         if self._to_adopt:
-            await self._adopt(await self._journal.store.strings(self._journal.name, *self._to_adopt[0]))
+            await self._adopt(await self._journal.store.groups.read_strings(self._journal.name, *self._to_adopt[0]))
             self._to_adopt.popleft()
 
     async def _adopt(self, entries: Iterable[EntryStrings]) -> None:
-        await self._journal.store.adopt([entry.payload_key for entry in entries if entry.payload_key])
+        await self._journal.store.groups.persist_payloads([entry.payload_key for entry in entries if entry.payload_key])

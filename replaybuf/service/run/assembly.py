@@ -24,9 +24,9 @@ from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
-from replaybuf.wire.group import Group, name_code, truncate
+from replaybuf.wire.group import Group, hash_name, truncate
 from replaybuf.wire.ledger import BatchEntry, BatchRecord
-from replaybuf.wire.plan import Plan, PlannedGroup, build_body, open_frame
+from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
 
 Coding = Literal["identity", "zstd"]
 Form = Coding | Literal["plan"]
@@ -49,9 +49,9 @@ class FetchedGroups:
 
 async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
     """Fetch index entries and frames of these groups and check each one, in a thread."""
-    entries = await store.entries(run, numbers)
+    entries = await store.groups.read_entries(run, numbers)
     sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
-    frames = dict(zip(sizes, await store.frames(sizes), strict=True))
+    frames = dict(zip(sizes, await store.groups.read_frames(sizes), strict=True))
     return await asyncio.to_thread(_open_frames, numbers, entries, frames)
 
 
@@ -62,19 +62,19 @@ def _open_frames(
     broken = dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry")
     for entry in entries:
         try:
-            groups[entry.number] = _open_frame(entry, frames[entry.strings.payload_key])
+            groups[entry.number] = _decode_payload(entry, frames[entry.strings.payload_key])
         except BrokenFrame as error:
             broken[entry.number] = error.name or "broken_frame"
     return FetchedGroups(entries, groups, broken)
 
 
-def _open_frame(entry: IndexEntry, frame: bytes | None) -> Group:
+def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
         raise BrokenFrame(f"index entry {entry.number} names no payload", name=BAD_INDEX_ENTRY)
-    group = open_frame(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
+    group = decode_payload(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
         raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
-    codes = int(entry.values["adapter"]), name_code(entry.strings.adapter), name_code(group.adapter)
+    codes = int(entry.values["adapter"]), hash_name(entry.strings.adapter), hash_name(group.adapter)
     if len({*codes}) > 1:
         raise BrokenFrame("the frame's adapter is not that of its index entry", name="adapter_mismatch")
     return group

@@ -17,14 +17,14 @@ async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
     kept = Evaluation(
         **msgspec.structs.asdict(asked), at_s=run.journal.clock(), generation=run.journal.state.generation
     )
-    await run.journal.store.add_evaluation(run.name, msgspec.json.encode(kept))
+    await run.journal.store.evaluations.append(run.name, msgspec.json.encode(kept))
     return kept
 
 
 async def list_evaluations(run: Run, limit: int) -> dict[str, list[Evaluation]]:
     """Return the newest results, oldest first; of one version, set and adapter the last that came."""
     found: dict[tuple[str, str, int], Evaluation] = {}
-    for raw in await run.journal.store.newest_evaluations(run.name, limit):
+    for raw in await run.journal.store.evaluations.read_newest(run.name, limit):
         kept = msgspec.json.decode(raw, type=Evaluation)
         key = (kept.adapter, kept.name, kept.version)
         found.pop(key, None)

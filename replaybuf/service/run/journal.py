@@ -36,7 +36,7 @@ from replaybuf.kernel.state import RunState
 from replaybuf.service.run.rebuild import load_state
 from replaybuf.service.traffic import waiting
 from replaybuf.store import Ends, IndexChunk, Store
-from replaybuf.store.trouble import data_lost
+from replaybuf.store.faults import data_lost
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import AnyRecord, BatchRecord, ConfigRecord
@@ -142,7 +142,7 @@ class Journal:
     async def check_kept(self) -> None:
         """Ask Redis where the streams end, and raise what `check_ends` raises."""
         known = self.ends  # first: what is acknowledged while we ask may not be in the answer
-        self.check_ends(known, await self.store.ends(self.name))
+        self.check_ends(known, await self.store.streams.read_end(self.name))
 
     def check_ends(self, known: Ends, ends: Ends) -> None:
         """Raise `DataLost` where Redis `ends` before what was `known` of it; take that back once it is whole again.
@@ -150,7 +150,7 @@ class Journal:
         Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
         """
         if ends.entry < known.entry or ends.group < known.group:
-            if ends.entry and self.store.wanted.level == "relaxed":
+            if ends.entry and self.store.connection.policy.level == "relaxed":
                 raise LedgerGap(
                     f"run {self.name}: Redis lost ledger entries {ends.entry + 1} to {known.entry} and groups "
                     f"{ends.group + 1} to {known.group}; durability is relaxed",
@@ -172,7 +172,7 @@ class Journal:
     async def load(self) -> None:
         """Fold snapshot and both streams from where it stands."""
         async with self._reading:
-            ends = await self.store.confirmed_ends(self.name)
+            ends = await self.store.streams.read_confirmed_end(self.name)
             self.snapshot = await load_state(self.store, self.name, self.state, ends.group if ends else None)
         await self.catch_up()
 
@@ -180,16 +180,16 @@ class Journal:
         """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
         async with self._reading:
             if through is None:
-                ends = await self.store.confirmed_ends(self.name)
+                ends = await self.store.streams.read_confirmed_end(self.name)
                 through = ends.group if ends else None
             await self._read_arrivals(through)
 
     async def catch_up(self) -> None:
         """Take in what is new in both streams: what is confirmed, as it is not to be lost again once it is acted on."""
         async with self._reading:
-            ends = await self.store.confirmed_ends(self.name)
+            ends = await self.store.streams.read_confirmed_end(self.name)
             through, count = (ends.group, max(0, ends.entry - self.state.entries)) if ends else (None, None)
-            async for chunk in self.store.read_ledger(self.name, self.state.entries, count):
+            async for chunk in self.store.ledger.read(self.name, self.state.entries, count):
                 # A record names groups that were stored before it: their entries are read after it and folded first.
                 await self._read_arrivals(through)
                 for entry, record in chunk:
@@ -197,7 +197,7 @@ class Journal:
             await self._read_arrivals(through)
 
     async def _read_arrivals(self, through: int | None) -> None:
-        async for chunk in self.store.read_index(self.name, self.state.stored, through):
+        async for chunk in self.store.groups.read_index(self.name, self.state.stored, through):
             self.state.store(chunk.numbers, chunk.values, chunk.malformed)
             self.unsettled.append(chunk)
 
@@ -231,7 +231,7 @@ class Journal:
         entry = self.state.entries + 1
         try:
             with self.recording_loss():
-                await self.store.append_record(self.name, self.token or "", entry, record)
+                await self.store.ledger.append(self.name, self.token or "", entry, record)
         except NotLeader:
             self.follow(None)
             raise
@@ -249,7 +249,7 @@ class Journal:
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
         """Read ledger records behind entry `after`."""
-        async for chunk in self.store.read_ledger(self.name, after, limit):
+        async for chunk in self.store.ledger.read(self.name, after, limit):
             for entry in chunk:
                 yield entry
 
@@ -270,11 +270,11 @@ class Journal:
         through = 0
         while self._to_free:
             through, numbers = self._to_free[0]
-            entries = await self.store.entries(self.name, numbers.tolist())
-            await self.store.unlink([entry.strings.payload_key for entry in entries])
+            entries = await self.store.groups.read_entries(self.name, numbers.tolist())
+            await self.store.groups.delete_payloads([entry.strings.payload_key for entry in entries])
             self._to_free.popleft()
         if through:
-            await self.store.set_count(self.name, "freed_through", through)
+            await self.store.counters.set(self.name, "freed_through", through)
 
     def mark_freed(self, through: int) -> None:
         """Take note that payloads let go up to ledger entry `through` are deleted."""

@@ -16,17 +16,17 @@ async def load_state(store: Store, run: str, state: RunState, through: int | Non
 
     `through` is the last group that is confirmed; those that the snapshot knows were confirmed before it.
     """
-    raw = await store.read_snapshot(run)
+    raw = await store.snapshots.read(run)
     snapshot = None if raw is None else decode_snapshot(raw)
     state.start_behind(snapshot.trimmed if snapshot else 0)
-    state.index.reserve((await store.counts(run)).get("stored", 0) - state.trimmed)
+    state.index.reserve((await store.counters.read(run)).get("stored", 0) - state.trimmed)
     if through is not None and snapshot:
         through = max(through, snapshot.stored)
     with _no_collection():
         if snapshot:
-            async for chunk in store.read_set_aside(run):
+            async for chunk in store.snapshots.read_old_entries(run):
                 state.store(chunk.numbers, chunk.values, chunk.malformed)
-        async for chunk in store.read_index(run, state.trimmed, through):
+        async for chunk in store.groups.read_index(run, state.trimmed, through):
             state.store(chunk.numbers, chunk.values, chunk.malformed)
     if snapshot:
         restore(state, snapshot)

@@ -31,7 +31,7 @@ from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.state_cache import StateCache
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
-from replaybuf.store import Book, Store
+from replaybuf.store import RunTickets, Store
 from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec, differing_fields
 from replaybuf.wire.ledger import ConfigRecord, PurgeRecord
 
@@ -84,7 +84,7 @@ class Run:
         """Write the first ledger record of a new run, and lead it. Raises `Invalid` where it cannot work."""
         journal = Journal(name, store, clock)
         resolved, bounds = resolve_config(config)
-        await store.add_run(name)
+        await store.runs.add(name)
         async with journal.taking_over(token):
             await journal.append(_config_record(resolved, bounds.max_uses, "running", None, clock()))
         return cls(journal)
@@ -117,7 +117,7 @@ class Run:
         """Take in what is new in the streams."""
         await (self.arrivals.pull() if self.journal.leading else self.arrivals.follow())
 
-    def restore_side_state(self, book: Book, term: int) -> None:
+    def restore_side_state(self, book: RunTickets, term: int) -> None:
         """Take in, as a follower, what the leader keeps beside the streams; `term` was ours when `book` was read."""
         if not self.journal.leading and self.journal.terms == term:  # a leader's book is ahead of what was read before
             self.side_state.restore(book)

@@ -15,7 +15,7 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.tickets import check_adapter
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
-from replaybuf.wire.metadata import check_freeform
+from replaybuf.wire.metadata import check_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Session:
 
     async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> dict[str, Any]:
         """Count a step as trained, once. Raises `WrongStep` out of order or for a step never served."""
-        check_freeform("feedback", feedback or {})
+        check_metadata("feedback", feedback or {})
         journal, state = self._journal, self._state
         async with journal.decision():
             self._batches.check_epoch(epoch)

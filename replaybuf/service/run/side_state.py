@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from replaybuf.errors import NotLeader
 from replaybuf.kernel.tickets import TicketBook, TicketChange
 from replaybuf.service.run.journal import Journal
-from replaybuf.store import Book
+from replaybuf.store import RunTickets
 
 
 class SideState:
@@ -30,9 +30,9 @@ class SideState:
 
     async def reload(self) -> None:
         """Replace tickets and counters with those in Redis."""
-        self.restore((await self._journal.store.books([self._journal.name]))[0])
+        self.restore((await self._journal.store.tickets.read([self._journal.name]))[0])
 
-    def restore(self, stored: Book) -> None:
+    def restore(self, stored: RunTickets) -> None:
         """Replace tickets and counters with those that were read from Redis."""
         counts = stored.counts
         self.duplicates = counts.get("duplicate", 0)
@@ -46,7 +46,7 @@ class SideState:
         if reasons:
             with self.uncertain_on_failure():
                 counts = {f"rejected:{name}": count for name, count in reasons.items()}
-                await self._journal.store.count(self._journal.name, counts)
+                await self._journal.store.counters.add(self._journal.name, counts)
             self.rejected.update(reasons)
 
     async def save(self, change: TicketChange, *, durably: bool = True) -> None:
@@ -56,7 +56,7 @@ class SideState:
         journal = self._journal
         try:
             with journal.recording_loss():
-                await journal.store.change_tickets(
+                await journal.store.tickets.change(
                     journal.name,
                     journal.token or "",
                     drop=[str(ticket) for ticket in change.drop],

@@ -150,7 +150,7 @@ class Tickets:
         with self._side_state.uncertain_on_failure():
             await self._side_state.reload()
             journal, prompts = self._journal, self._book.prompts_at_hand()
-            numbers = await journal.store.numbers_of(journal.name, [prompt_key(*prompt) for prompt in prompts])
+            numbers = await journal.store.groups.find_numbers(journal.name, [prompt_key(*prompt) for prompt in prompts])
             failed = journal.state.failed_prompts
             await self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
 

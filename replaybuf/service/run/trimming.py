@@ -16,7 +16,7 @@ from replaybuf.kernel.retention import KEPT_GROUPS, trim_point
 from replaybuf.kernel.snapshot import Snapshot, encode_snapshot, take
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
-from replaybuf.store.entries import to_set_aside
+from replaybuf.store.entries import encode_entry
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,13 @@ class Trimming:
         token = journal.token or ""
         held = set(memoryview(snapshot.set_aside).cast("q"))
         aside: dict[int, bytes] = {}
-        async for chunk in journal.store.read_index(journal.name, 0, snapshot.trimmed):
+        async for chunk in journal.store.groups.read_index(journal.name, 0, snapshot.trimmed):
             entries = chunk.entries()
             freed = [entry for entry in entries if entry.number not in held]
-            await journal.store.mark_done(journal.name, token, _ticketed(freed))
+            await journal.store.snapshots.mark_prompts_done(journal.name, token, _ticketed(freed))
             kept = [position for position, entry in enumerate(entries) if entry.number in held]
-            aside |= {entries[position].number: to_set_aside(chunk, position) for position in kept}
-        written = await journal.store.write_snapshot(
+            aside |= {entries[position].number: encode_entry(chunk, position) for position in kept}
+        written = await journal.store.snapshots.write(
             journal.name,
             token,
             encode_snapshot(snapshot),
@@ -99,11 +99,11 @@ class Trimming:
         Behind the fence, nobody but this leader has set anything aside since `held` was known.
         """
         journal = self._journal
-        async for chunk in journal.store.read_set_aside(journal.name):
+        async for chunk in journal.store.snapshots.read_old_entries(journal.name):
             freed = [entry for entry in chunk.entries() if entry.number not in held]
             if freed:
-                await journal.store.mark_done(journal.name, token, _ticketed(freed))
-                await journal.store.drop_set_aside(journal.name, token, [entry.number for entry in freed])
+                await journal.store.snapshots.mark_prompts_done(journal.name, token, _ticketed(freed))
+                await journal.store.snapshots.delete_old_entries(journal.name, token, [entry.number for entry in freed])
 
 
 def _ticketed(entries: Sequence[IndexEntry]) -> list[tuple[str, int, int]]:

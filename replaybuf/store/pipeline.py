@@ -12,12 +12,14 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 import redis
 import redis.asyncio as aioredis
 from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -163,6 +165,13 @@ class InStepPipeline(Pipeline):
 
 class InStepRedis(aioredis.Redis):
     """A client whose every call is a pipeline with the check."""
+
+    @classmethod
+    def open(cls, url: str, socket_timeout_s: float | None, options: Mapping[str, Any]) -> InStepRedis:
+        """Make a client that never retries. Raises `ValueError` for a wrong address."""
+        retry = Retry(NoBackoff(), 0)
+        client: Any = cls.from_url(url, socket_timeout=socket_timeout_s, retry=retry, **options)
+        return cast(InStepRedis, client)
 
     def pipeline(self, transaction: bool = False, shard_hint: str | None = None) -> InStepPipeline:
         """Start a pipeline; its commands are not one transaction."""

@@ -1,0 +1,63 @@
+"""The store: every command that replaybuf sends to Redis, one class per kind of data.
+
+Nothing here decides anything. Every call is safe to repeat: a publish is recognised by its group id, a ledger append by
+its number, and every attempt to append a payload has its own key. Errors are those of `connection`; a lost lease
+raises `NotLeader`, and a Redis without data that it acknowledged raises `DataLost`.
+
+Writes that only a leader may do are functions that check its fencing token first (`library.lua`). These writes have no
+fence. They do no harm from a leader that was suspended and continues after another one took over:
+
+    SET, PERSIST, UNLINK of a payload   its key belongs to one append attempt; PERSIST of a missing key does nothing
+    UNLINK of freed payloads            a fenced record freed them, and no later record restores a freed group
+    `freed_through` set                 it may move back: the next leader then deletes again what is already deleted
+    counters raised (`rb_count`)        they add up the answers of all servers
+    names of runs, evaluations          they only grow; the name "" that tests writability never exists
+    `rb_lead`, `rb_resign`              they compare the holder
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replaybuf.store.connection import Connection
+from replaybuf.store.durability import STRICT, WritePolicy
+from replaybuf.store.evaluations import EvaluationStore
+from replaybuf.store.groups import GroupStore
+from replaybuf.store.ledger import LedgerStore
+from replaybuf.store.runs import RunStore
+from replaybuf.store.snapshots import SnapshotStore
+from replaybuf.store.streams import StreamEnds
+from replaybuf.store.tickets import CounterStore, TicketStore
+
+
+class Store:
+    """All data of one Redis or Valkey server. Build it with `await Store.open(url)`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.runs = RunStore(connection)
+        self.groups = GroupStore(connection)
+        self.ledger = LedgerStore(connection)
+        self.streams = StreamEnds(connection)
+        self.snapshots = SnapshotStore(connection)
+        self.tickets = TicketStore(connection)
+        self.counters = CounterStore(connection)
+        self.evaluations = EvaluationStore(connection)
+
+    @classmethod
+    async def open(cls, url: str, policy: WritePolicy = STRICT, **options: Any) -> Store:
+        """Connect, check the server's version and load the function library; `options` are those of `Connection`.
+
+        Raises `UnsupportedServer` if the server is too old, `ServiceUnavailable` if it cannot be reached.
+        """
+        connection = Connection(url, policy, **options)
+        try:
+            await connection.prepare()
+        except BaseException:
+            await connection.close()
+            raise
+        return cls(connection)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.connection.close()
