@@ -37,7 +37,7 @@ from measured import Measured
 from served import Served
 
 from replaybuf.client.client import Client
-from replaybuf.kernel.index import ENTRY, entry_of
+from replaybuf.kernel.index import ENTRY, encode_entry
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
@@ -251,7 +251,7 @@ async def publish(url: str, count: int) -> None:
     made = [random_group(rng, n, rollouts=2, mean_tokens=SMALL_TOKENS, longest=512) for n in range(DISTINCT)]
     frames = [encode_frame(group) for group in made]
     payloads = [keys.payload(RUN, f"g{n}") for n in range(DISTINCT)]
-    own = [entry_of(group, len(f), stored_checksum(f), 0, 0.0) for group, f in zip(made, frames, strict=True)]
+    own = [encode_entry(group, len(f), stored_checksum(f), 0, 0.0) for group, f in zip(made, frames, strict=True)]
     templates = np.frombuffer(b"".join(own), ENTRY)
     lengths = [group.lengths.astype("<i4").tobytes() for group in made]
     done = keys.prompts_done(RUN, "")

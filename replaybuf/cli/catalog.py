@@ -17,9 +17,9 @@ from rich.text import Text
 
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError, StrategyFault
 from replaybuf.kernel import plugins
-from replaybuf.kernel.bounded import OURS
-from replaybuf.kernel.options import REQUIRED, StrategyOptions, check_options, told_options
+from replaybuf.kernel.options import REQUIRED, StrategyOptions, check_options, describe_options
 from replaybuf.kernel.strategy import Filter, Strategy
+from replaybuf.kernel.time_limit import OURS
 
 SUITE = "replaybuf.testing"
 _CHECKS = {
@@ -61,13 +61,13 @@ def show_strategy(name: str, console: Console) -> None:
     console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
     console.print(Text(_unwrapped(inspect.getdoc(cls) or "no docstring")))
     console.print()
-    needs_some = any(option.default == REQUIRED for option in told_options(cls.Options))
+    needs_some = any(option.default == REQUIRED for option in describe_options(cls.Options))
     if group == plugins.STRATEGIES and not needs_some:
         with_defaults = _built(cls, name, {})
         bounds = plugins.bounds_of(name, with_defaults)._asdict()
         promised = ", ".join(f"{what} {_or_unbounded(bound)}" for what, bound in bounds.items())
         console.print(Text(f"by default: {promised}"))
-    options = told_options(cls.Options)
+    options = describe_options(cls.Options)
     if not options:
         console.print("no options")
         return

@@ -17,7 +17,7 @@ import logging
 import math
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.kernel.tickets import forgiven
+from replaybuf.kernel.tickets import is_forgiven
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Setbacks:
 
     def failed(self, reason: str, detail: str, began_s: float, now_s: float) -> None:
         """Take in that a group failed, which began at `began_s`."""
-        if forgiven(reason) or began_s < self._last_s:
+        if is_forgiven(reason) or began_s < self._last_s:
             return
         self._last_s = now_s
         self.in_a_row += 1

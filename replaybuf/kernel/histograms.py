@@ -1,7 +1,7 @@
 """What became of groups, counted: how long, how often used, how old, and of how many prompts.
 
-`RunState` keeps one `Tallies` as it folds, so the counts are the same on every machine and after every restart. Only
-whole numbers are added up: no order of adding changes a sum. There are two kinds of counts::
+`RunState` keeps one `GroupHistograms` as it folds, so the counts are the same on every machine and after every restart.
+Only whole numbers are added up: no order of adding changes a sum. There are two kinds of counts::
 
     events, never taken back:       a group was stored; a batch used a group (each use counts, also one that a rewind
                                     voids later, as in `groups_used` and `used_staleness`)
@@ -106,7 +106,7 @@ class Ages:
 
 
 @dataclasses.dataclass(slots=True)
-class Tallies:
+class GroupHistograms:
     """All counts; see the module docstring.
 
     `reuse`: uses by `times_sampled`, which counts the use itself; `age_at_use`: milliseconds from arrival to batch;

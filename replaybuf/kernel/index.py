@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.strategy import Groups, unwritable
+from replaybuf.kernel.strategy import Groups, read_only
 from replaybuf.wire.group import Float64s, Group, hash_name
 
 ENTRY = np.dtype(
@@ -71,7 +71,7 @@ _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "
 Numbers = npt.NDArray[np.int64]
 
 
-def entry_of(group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float) -> bytes:
+def encode_entry(group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float) -> bytes:
     """Summarise a group into the bytes of its index entry."""
     lengths, rewards = group.lengths.tolist(), group.rewards
     source = group.metadata.get("source") or group.metadata.get("env")
@@ -204,9 +204,9 @@ class Index:
         are read: of a million groups a column takes 3 ms.
         """
         if rows is None or not _without_gap(rows):
-            return Groups.beginning(self._shown, self._size, rows)
+            return Groups.view_of(self._shown, self._size, rows)
         shown = {name: column[rows[0] : rows[-1] + 1] for name, column in self._shown.items()}
-        return Groups.beginning(shown, len(rows), None)
+        return Groups.view_of(shown, len(rows), None)
 
     def _grow(self, capacity: int) -> None:
         for dtype in (ENTRY, STATE_ROW):
@@ -217,7 +217,7 @@ class Index:
                 if self._size:
                     column[: self._size] = self[name]
                 self._columns[name] = column
-        self._shown = {name: unwritable(self._columns["number" if name == "row" else name]) for name in Groups.COLUMNS}
+        self._shown = {name: read_only(self._columns["number" if name == "row" else name]) for name in Groups.COLUMNS}
 
 
 def _without_gap(rows: npt.NDArray[np.int64]) -> bool:

@@ -42,7 +42,7 @@ class Load:
         return None
 
 
-def fitting(
+def count_fitting(
     held: Load, coming: Sequence[Load], limits: Limits, lacking: Callable[[], int]
 ) -> tuple[int, NoRoom | None]:
     """Count the first groups of `coming` that may enter beside `held`; with the bound that stops the next one.

@@ -30,18 +30,18 @@ def contradiction(option: str, value: Any, needed: str, why: str) -> Invalid:
     return Invalid(f"{option} is {json.dumps(value)}; {why}; needed: {needed}", name=option, value=value, bound=needed)
 
 
-class Option(NamedTuple):
-    """One option as users are told of it: `may_be`, as in `int >= 0 or null`; `default`, as JSON or a word for none."""
+class OptionHelp(NamedTuple):
+    """One option: `accepts`, as in `int >= 0 or null`; `default` as JSON, `required` or `unset`."""
 
     name: str
-    may_be: str
+    accepts: str
     default: str
 
 
-def told_options(shape: type[StrategyOptions]) -> list[Option]:
+def describe_options(shape: type[StrategyOptions]) -> list[OptionHelp]:
     """Describe every option from the struct alone."""
     return [
-        Option(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field))
+        OptionHelp(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field))
         for field in msgspec.structs.fields(shape)
     ]
 
@@ -49,8 +49,8 @@ def told_options(shape: type[StrategyOptions]) -> list[Option]:
 def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
     """Say of every option what it may be and its default, as in `int >= 0 or null (default 4)`."""
     return {
-        name: may_be if default in (REQUIRED, _UNSET) else f"{may_be} (default {default})"
-        for name, may_be, default in told_options(shape)
+        name: accepts if default in (REQUIRED, _UNSET) else f"{accepts} (default {default})"
+        for name, accepts, default in describe_options(shape)
     }
 
 

@@ -24,7 +24,7 @@ Ask = Callable[[str, Callable[[], Strategy[Any]]], Strategy[Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Built:
+class PluginSet:
     """The plug-ins of a configuration, and what the strategy promises.
 
     `made` is the strategy, unless `fault` says why there is none: not installed any more, does not import, fails to
@@ -46,7 +46,7 @@ class Built:
         return self.made
 
 
-def build(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Built:
+def build(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> PluginSet:
     """Build the plug-ins of a run that exists; one that cannot be built pauses it when they are asked.
 
     A strategy that observes is given all of the `feedback`, oldest first, in one question.
@@ -55,14 +55,14 @@ def build(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Built:
         strategy, bounds = build_with_bounds(config.strategy.name, config.strategy.options)
         filters = [build_filter(spec.name, spec.options) for spec in config.filters]
     except Invalid as error:
-        return Built(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), None, [], error.detail)
+        return PluginSet(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), None, [], error.detail)
     if type(strategy).observe is Strategy.observe:
-        return Built(config, bounds, strategy, filters)
+        return PluginSet(config, bounds, strategy, filters)
     try:
         hearing = ask("observe", lambda: _hearing(config, feedback))
     except StrategyFault as fault:
-        return Built(config, bounds, None, filters, fault.detail, feedback)
-    return Built(config, bounds, hearing, filters, heard=feedback)
+        return PluginSet(config, bounds, None, filters, fault.detail, feedback)
+    return PluginSet(config, bounds, hearing, filters, heard=feedback)
 
 
 def _hearing(config: RunConfig, feedback: dict[int, bytes]) -> Strategy[Any]:
@@ -83,7 +83,7 @@ def resolve_config(config: RunConfig) -> tuple[RunConfig, Bounds]:
     batch, live_tokens = config.batch, _live_tokens(config.limits)
     budgets = {
         adapter: Budget(batch.tokens_per_batch, config.groups_per_batch_of(adapter), batch.seq_len)
-        for adapter in config.policies
+        for adapter in config.adapter_names
     }
     name = config.strategy.name
     strategy, bounds = build_with_bounds(name, config.strategy.options)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.bounded import BOUND_S, IMPORT_BOUND_S, OURS, TookTooLong, bounded, bounded_again
+from replaybuf.kernel.time_limit import BOUND_S, IMPORT_BOUND_S, OURS, TookTooLong, bounded, bounded_again
 
 if TYPE_CHECKING:  # the command line asks for names alone, and starts without numpy
     from replaybuf.kernel.strategy import Filter, Strategy

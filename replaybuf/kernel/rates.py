@@ -19,7 +19,7 @@ GROUPS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRates:
     """What was measured; 0 = not known.
 
     - `groups_per_s`: stored over the last minute
@@ -57,7 +57,7 @@ class Rates:
         self._group_s = 0.0
         self._acks: deque[_Ack] = deque(maxlen=STEPS + 1)
 
-    def stored(self, now_s: float, groups: int) -> None:
+    def record_stored(self, now_s: float, groups: int) -> None:
         """Take in that so many groups were stored."""
         second = int(now_s)
         if self._seconds and self._seconds[-1][0] >= second:
@@ -67,32 +67,32 @@ class Rates:
             self._seconds.append((second, groups))
         self._forget(now_s)
 
-    def took(self, seconds: Iterable[float]) -> None:
+    def record_durations(self, seconds: Iterable[float]) -> None:
         """Take in how long groups took from ticket to stored."""
         self._took_s.extend(max(0.0, each) for each in seconds)
         self._group_s = fmean(self._took_s) if self._took_s else 0.0  # here, since it is asked for more often
 
-    def acked(self, now_s: float, *, waited_s: float, stored: int, too_stale: int) -> None:
+    def record_ack(self, now_s: float, *, waited_s: float, stored: int, too_stale: int) -> None:
         """Take in an ack, with totals so far: seconds waited for others, groups stored, evicted as too stale."""
         self._acks.append(_Ack(now_s, waited_s, stored, too_stale))
 
-    def attached(self) -> None:
+    def forget_steps(self) -> None:
         """Forget the steps of the trainer before: the time until this one came is not a step's."""
         self._acks.clear()
 
-    def measured(self, now_s: float) -> Measured:
+    def measure(self, now_s: float) -> MeasuredRates:
         """Tell what was measured up to now."""
         self._forget(now_s)
         over_s = min(MINUTE_S, max(1.0, now_s - self.since_s))
         groups_per_s = sum(groups for _, groups in self._seconds) / over_s
         if len(self._acks) < 2:
-            return Measured(groups_per_s=groups_per_s, group_s=self._group_s)
+            return MeasuredRates(groups_per_s=groups_per_s, group_s=self._group_s)
         first, last, steps = self._acks[0], self._acks[-1], len(self._acks) - 1
         # Totals fall where a rewind gives evictions back, and a clock may be set.
         seconds = max(1e-9, last.at_s - first.at_s)
         waited_s = min(seconds, max(0.0, last.waited_s - first.waited_s))
         stored = max(1, last.stored - first.stored)
-        return Measured(
+        return MeasuredRates(
             groups_per_s=groups_per_s,
             group_s=self._group_s,
             steps_per_s=steps / max(seconds, now_s - first.at_s),

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.kernel.histograms import KINDS, Histogram, Tallies
+from replaybuf.kernel.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
@@ -16,14 +16,14 @@ from replaybuf.wire.contract import AdapterState, Buckets, Coverage, DropAges, H
 from replaybuf.wire.group import hash_name
 
 
-class Counted(msgspec.Struct, frozen=True):
+class RunCounts(msgspec.Struct, frozen=True):
     """The part of a run's state that counts what became of groups and prompts."""
 
     histograms: Histograms
     coverage: Coverage
 
 
-def histograms(tallies: Tallies) -> Histograms:
+def histograms(tallies: GroupHistograms) -> Histograms:
     """Tell the tallies of a run, or of one adapter."""
     return Histograms(
         times_sampled={str(times): uses for times, uses in sorted(tallies.reuse.items())},
@@ -40,7 +40,7 @@ def histograms(tallies: Tallies) -> Histograms:
 
 def coverage(state: RunState, book: TicketBook) -> Coverage:
     """Tell what became of a run's prompts, of all adapters together."""
-    return state.tallies.coverage(sum(book.next_index.values()), len(state.failed_prompts))
+    return state.histograms.coverage(sum(book.next_index.values()), len(state.failed_prompts))
 
 
 def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
@@ -50,7 +50,7 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
     return Buckets(histogram.count, total, [(edge, count) for edge, count in pairs if count])
 
 
-class AdapterHeld(msgspec.Struct, frozen=True):
+class AdapterSummary(msgspec.Struct, frozen=True):
     """What the index has of one adapter: groups by state, tokens of the live ones, what became of all."""
 
     groups: dict[str, Any]
@@ -58,28 +58,28 @@ class AdapterHeld(msgspec.Struct, frozen=True):
     histograms: Histograms
 
 
-class Held(msgspec.Struct, frozen=True):
+class IndexSummary(msgspec.Struct, frozen=True):
     """What the index of a run adds up to: groups by state, bytes of the live ones, histograms, all of each adapter."""
 
     groups: dict[str, Any]
     live_bytes: int
     histograms: Histograms
-    adapters: dict[str, AdapterHeld]
+    adapters: dict[str, AdapterSummary]
 
 
-def held(state: RunState) -> Held:
+def summarize_index(state: RunState) -> IndexSummary:
     """Add up the index of a run: the one part of its state that takes longer the more groups there are."""
     names = sorted(state.config.adapters) if state.config else []
-    adapters = {name: adapter_held(name, state) for name in names}
-    return Held(group_counts(state), state.live_bytes(), histograms(state.tallies), adapters)
+    adapters = {name: summarize_adapter(name, state) for name in names}
+    return IndexSummary(group_counts(state), state.live_bytes(), histograms(state.histograms), adapters)
 
 
-def run_state(
+def render_run_state(
     run: str,
     state: RunState,
     book: TicketBook,
     config: dict[str, Any],
-    holds: Held,
+    holds: IndexSummary,
     *,
     durability: str,
     rejected: dict[str, int],
@@ -112,7 +112,7 @@ def run_state(
         "coverage": coverage(state, book),
         "waiting": waits,
         "adapters": {
-            name: adapter_state(name, state, book, one, adapters_wait[name]) for name, one in holds.adapters.items()
+            name: render_adapter(name, state, book, one, adapters_wait[name]) for name, one in holds.adapters.items()
         },
         "checkpoints": state.checkpoints,
         "oldest_step": state.oldest_step,
@@ -125,7 +125,7 @@ def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:
 
     stored = live + in_batches + retired + sum(evicted) + dead_lettered
     """
-    index, counted = state.index, state.standing(adapter) if adapter else state
+    index, counted = state.index, state.counts_of(adapter) if adapter else state
     states = index["state"][index["adapter"] == hash_name(adapter)] if adapter else index["state"]
     by_state = np.bincount(states, minlength=EVICTED + 1)
     return {
@@ -138,18 +138,18 @@ def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:
     }
 
 
-def adapter_held(name: str, state: RunState) -> AdapterHeld:
+def summarize_adapter(name: str, state: RunState) -> AdapterSummary:
     """Add up what the index has of one adapter."""
     live = (state.index["adapter"] == hash_name(name)) & (state.index["state"] == LIVE)
     tokens_live = int(state.index["tokens"][live].sum(dtype=np.int64))
-    return AdapterHeld(group_counts(state, name), tokens_live, histograms(state.standing(name).tallies))
+    return AdapterSummary(group_counts(state, name), tokens_live, histograms(state.counts_of(name).tallies))
 
 
-def adapter_state(
-    name: str, state: RunState, book: TicketBook, holds: AdapterHeld, waits: WaitingAnswer | None
+def render_adapter(
+    name: str, state: RunState, book: TicketBook, holds: AdapterSummary, waits: WaitingAnswer | None
 ) -> AdapterState:
     """Render what a run has of one adapter."""
-    standing = state.standing(name)
+    standing = state.counts_of(name)
     return AdapterState(
         step=state.own_step(state.step, name),
         published_version=state.published[name],

@@ -27,7 +27,7 @@ def trim_point(state: RunState, kept_groups: int = KEPT_GROUPS, kept_entries: in
 
     `kept_entries` >= 1: the newest ledger entry tells the next one's number.
     """
-    freed = np.flatnonzero(np.frombuffer(state.fates, np.uint8)[1:]) + state.trimmed + 1
+    freed = np.flatnonzero(np.frombuffer(state.freed_as, np.uint8)[1:]) + state.trimmed + 1
     uses = sum(groups for step, (_, groups) in state.made.items() if step not in state.batches)
     due = kept_groups + max(1, kept_groups // 4)
     if max(len(freed), uses) < due:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.index import Index
-from replaybuf.kernel.strategy import TOLD_BY_STRATEGIES, Budget, Evictions, Rows, Selection, Waiting
-from replaybuf.kernel.views import Standard
+from replaybuf.kernel.inputs import UsabilityRule
+from replaybuf.kernel.strategy import STRATEGY_REASONS, Budget, Evictions, Rows, Selection, Waiting
 
 REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 """A reason is a label of a metric."""
@@ -36,11 +36,16 @@ def _hold(plugin: str, name: str, when: str, rules: Iterable[Rule]) -> None:
 
 
 def check_selection(
-    strategy: str, step: int, chosen: Selection | Waiting, index: Index, standards: Iterable[Standard], budget: Budget
+    strategy: str,
+    step: int,
+    chosen: Selection | Waiting,
+    index: Index,
+    usable_by: Iterable[UsabilityRule],
+    budget: Budget,
 ) -> Selection | Waiting:
     """Return what a strategy chose at `step`, as arrays, held to its contract.
 
-    `standards` are what makes a group usable at this step. Raises `StrategyFault` naming the strategy and the rule.
+    `usable_by` are what makes a group usable at this step. Raises `StrategyFault` naming the strategy and the rule.
     """
     if isinstance(chosen, Waiting):
         hold(strategy, step, _rules_of_waiting(chosen))
@@ -48,7 +53,7 @@ def check_selection(
     hold(strategy, step, [("answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__)])
     hold(strategy, step, _rules_of_form(chosen))
     rows = np.asarray(chosen.rows).astype(np.int64)
-    hold(strategy, step, _rules_of_groups(rows, index, standards, budget))
+    hold(strategy, step, _rules_of_groups(rows, index, usable_by, budget))
     if chosen.weights is None:
         return Selection(rows)
     with np.errstate(over="ignore"):  # what is beyond 32 bits becomes infinite, which is no weight
@@ -59,7 +64,7 @@ def check_selection(
 
 
 def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
-    yield "gives a reason of the closed list", told.reason in TOLD_BY_STRATEGIES, told.reason
+    yield "gives a reason of the closed list", told.reason in STRATEGY_REASONS, told.reason
     for name, value in (("groups", told.groups), ("tokens", told.tokens)):
         whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
         yield f"tells whole {name} that may be used now, 0 or more", bool(whole), repr(value)
@@ -80,13 +85,13 @@ def are_rows(rows: npt.NDArray[Any]) -> bool:
     return rows.ndim == 1 and rows.dtype.kind in "iu"
 
 
-def _rules_of_groups(numbers: Rows, index: Index, standards: Iterable[Standard], budget: Budget) -> Iterable[Rule]:
+def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityRule], budget: Budget) -> Iterable[Rule]:
     distinct = np.unique(numbers)
     yield "selects a group once", len(distinct) == len(numbers), len(numbers)
     rows = index.rows_of(distinct)
     stored = index["number"][rows]
     yield "selects only groups that are stored", len(rows) == len(distinct), np.setdiff1d(distinct, stored)[:8].tolist()
-    for standard in standards:
+    for standard in usable_by:
         kept = standard.kept(index[standard.column][rows])
         yield standard.rule, bool(kept.all()), stored[~kept][:8].tolist()
     tokens = int(index["tokens"][rows].sum(dtype=np.int64))

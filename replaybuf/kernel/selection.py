@@ -1,6 +1,6 @@
 """What the strategy is asked: how many groups may start, which make the next batch, which are of no use any more.
 
-Views of the state in (`views`), answers held to the contract out (`rules`). Reads the state and changes nothing.
+Reads the state (`inputs`), checks the answers (`rules`) and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.adapters import Portion, share
-from replaybuf.kernel.bounded import OURS, TookTooLong, bounded_again
 from replaybuf.kernel.index import LIVE, Numbers
+from replaybuf.kernel.inputs import SAMPLED_GROUPS, StrategyInputs
 from replaybuf.kernel.plugins import Bounds
 from replaybuf.kernel.rates import Rates
+from replaybuf.kernel.rotation import AdapterShare, share
 from replaybuf.kernel.rules import check_evictions, check_selection, hold
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
-from replaybuf.kernel.views import SAMPLED_GROUPS, Views
+from replaybuf.kernel.time_limit import OURS, TookTooLong, bounded_again
 from replaybuf.kernel.waiting import nearest, own_waiting, waiting
 from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
@@ -38,7 +38,7 @@ PRODUCER_SILENCE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shared(Selection):
+class BatchSelection(Selection):
     """The groups of a batch that adapters share, those of one behind those of another; `turn`: who is first next."""
 
     turn: str = ""
@@ -52,7 +52,7 @@ class Selector:
 
     def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates) -> None:
         self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
-        self.views = Views(name, state, book, clock, rates, self.ask)
+        self.inputs = StrategyInputs(name, state, book, clock, rates, self.ask)
         self._name = name
         self._state = state
         self._book = book
@@ -62,17 +62,17 @@ class Selector:
     @property
     def config(self) -> RunConfig:
         """Configuration in force. Raises `NotFound` before there is one."""
-        return self.views.config
+        return self.inputs.config
 
     @property
     def strategy(self) -> Strategy[Any]:
         """Strategy of the configuration in force, with the feedback so far. Raises `StrategyFault`."""
-        return self.views.plugins.strategy
+        return self.inputs.plugins.strategy
 
     @property
     def bounds(self) -> Bounds:
         """What that strategy promises."""
-        return self.views.plugins.bounds
+        return self.inputs.plugins.bounds
 
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
         """Ask a plug-in, the strategy if none is named; what is asked changes nothing in it, so it may be asked again.
@@ -98,10 +98,10 @@ class Selector:
 
     def capacity(self, adapter: str = "") -> int:
         """Count how many more groups, of an adapter where there are any, producers may start now."""
-        flow, strategy = self.views.flow(), self.strategy
+        flow, strategy = self.inputs.flow(), self.strategy
 
         def checked() -> int:
-            admitted = strategy.admit(self.views.view(self._state.next_step, adapter=adapter), flow)
+            admitted = strategy.admit(self.inputs.view(self._state.next_step, adapter=adapter), flow)
             whole = isinstance(admitted, int | np.integer) and admitted >= 0
             rule = "admits a whole number of groups, 0 or more"
             hold(self.config.strategy.name, self._state.next_step, [(rule, whole, repr(admitted))])
@@ -118,7 +118,7 @@ class Selector:
         limits, state = self.config.limits, self._state
         room = float(LARGEST_INTEGER)
         if limits.max_tokens_live is not None:
-            room = (limits.max_tokens_live - state.live_totals().tokens) / self.views.tokens_per_group()
+            room = (limits.max_tokens_live - state.live_totals().tokens) / self.inputs.tokens_per_group()
         if limits.max_bytes_live is not None:
             recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
             mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
@@ -127,7 +127,7 @@ class Selector:
 
     def lacking(self) -> int:
         """Count the groups for want of which there is no next batch, at least 1; 0 where none is wanted."""
-        return sum(self._lacking(adapter) for adapter in self.config.policies)
+        return sum(self._lacking(adapter) for adapter in self.config.adapter_names)
 
     def _lacking(self, adapter: str) -> int:
         """Count those of one adapter; none where the next batch can be made without it."""
@@ -139,7 +139,7 @@ class Selector:
         # Of what rests, or is ahead of its rate, nobody can say how many more make a batch: one at a time.
         have = self._given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
         groups = waits.need.groups - have.groups
-        tokens = (waits.need.tokens - have.tokens) / self.views.tokens_per_group()
+        tokens = (waits.need.tokens - have.tokens) / self.inputs.tokens_per_group()
         return max(1, groups, math.ceil(tokens))
 
     def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
@@ -174,27 +174,27 @@ class Selector:
             return self.explain(self._state.state)
         return self._go_round() if self.config.adapters else self._choose("")
 
-    def _go_round(self) -> Shared | WaitingAnswer:
+    def _go_round(self) -> BatchSelection | WaitingAnswer:
         """Ask the strategy for one adapter after the other, each about what is left of the batch."""
         waits: dict[str, WaitingAnswer] = {}
 
-        def offer(adapter: str, tokens: int | None, lacking: int) -> Portion | None:
-            outcome = self._choose(adapter, Budget(tokens, lacking, self.views.seq_len))
+        def offer(adapter: str, tokens: int | None, lacking: int) -> AdapterShare | None:
+            outcome = self._choose(adapter, Budget(tokens, lacking, self.inputs.seq_len))
             if isinstance(outcome, WaitingAnswer):
                 waits[adapter] = outcome
                 return None
             taken = self._state.index["tokens"][self._state.index.rows_of(outcome.rows)]
-            return Portion(outcome.rows, outcome.weights, int(taken.sum(dtype=np.int64)))
+            return AdapterShare(outcome.rows, outcome.weights, int(taken.sum(dtype=np.int64)))
 
         sizes = {name: spec.groups_per_batch for name, spec in self.config.adapters.items()}
-        portions, following = share(self._state.turns, sizes, self.config.batch.tokens_per_batch, offer)
+        portions, following = share(self._state.rotation, sizes, self.config.batch.tokens_per_batch, offer)
         if not portions:
             return nearest(waits)
         given = list(portions.values())
         weights = None
         if any(portion.weights is not None for portion in given):
             weights = np.concatenate([p.weights if p.weights is not None else np.ones(len(p.rows)) for p in given])
-        return Shared(np.concatenate([portion.rows for portion in given]), weights, turn=following)
+        return BatchSelection(np.concatenate([portion.rows for portion in given]), weights, turn=following)
 
     def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
         """Ask the strategy about the groups of one adapter, or of a run without; None = a batch of its own."""
@@ -202,15 +202,15 @@ class Selector:
         staleness = self.bounds.max_staleness
         if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
             return self.explain("awaiting_publication", adapter=adapter)
-        groups = self.views.usable(step, adapter)
-        view = self.views.view(step, groups, adapter)
-        budget = budget or self.views.own_budget(adapter)
+        groups = self.inputs.usable(step, adapter)
+        view = self.inputs.view(step, groups, adapter)
+        budget = budget or self.inputs.own_budget(adapter)
         name, strategy = self.config.strategy.name, self.strategy
 
         def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
-            rng = self.views.generator(step, adapter)
-            chosen = strategy.select(groups.apart(), view, dataclasses.replace(budget), rng)
-            return check_selection(name, step, chosen, state.index, self.views.standards(step, adapter), budget)
+            rng = self.inputs.generator(step, adapter)
+            chosen = strategy.select(groups.unread_copy(), view, dataclasses.replace(budget), rng)
+            return check_selection(name, step, chosen, state.index, self.inputs.usability_rules(step, adapter), budget)
 
         chosen = self.ask("select", checked)
         if isinstance(chosen, Waiting):
@@ -221,8 +221,8 @@ class Selector:
     def candidates(self) -> list[int]:
         """List the oldest groups that the next batch may use, as far as its budget reaches."""
         numbers: list[int] = []
-        for adapter in self._state.turns.order(self.config.policies):
-            groups, budget = self.views.usable(self._state.next_step, adapter), self.views.own_budget(adapter)
+        for adapter in self._state.rotation.order(self.config.adapter_names):
+            groups, budget = self.inputs.usable(self._state.next_step, adapter), self.inputs.own_budget(adapter)
             fits = np.ones(len(groups), np.bool_)
             if budget.tokens is not None:
                 fits &= np.cumsum(groups.tokens, dtype=np.int64) <= budget.tokens
@@ -243,7 +243,7 @@ class Selector:
         by_reason: dict[str, list[int]] = {}
         if self._state.state == "paused":
             return by_reason
-        for adapter in self.config.policies:
+        for adapter in self.config.adapter_names:
             its = rows if not adapter else rows[index["adapter"][rows] == hash_name(adapter)]
             if len(its):
                 self._find_evictable(adapter, its, filtered or only is not None, by_reason)
@@ -251,24 +251,24 @@ class Selector:
 
     def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
         """Add those of these groups, of one adapter, to `by_reason`."""
-        config, filters, index = self.config, self.views.plugins.filters, self._state.index
+        config, filters, index = self.config, self.inputs.plugins.filters, self._state.index
         strategy = self.strategy
         groups = index.groups(rows)
-        view = self.views.view(self._state.next_step, adapter=adapter)
+        view = self.inputs.view(self._state.next_step, adapter=adapter)
         asked: list[tuple[str, Callable[[], Evictions]]] = [
-            (f"strategy {config.strategy.name!r}", lambda: strategy.evict(groups.apart(), view))
+            (f"strategy {config.strategy.name!r}", lambda: strategy.evict(groups.unread_copy(), view))
         ]
         published = self._state.published[adapter]
         if int(groups.policy_version_max.max()) > published:
             # Let in by the history before a rewind and stored after it, past the door or by a leader that died.
             newer = tuple(groups.row[groups.policy_version_max > published].tolist())
             asked.append(("the core", lambda: Evictions(newer, (LOST_LINEAGE,) * len(newer))))
-        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.views.seq_len:
-            longer = tuple(groups.row[groups.longest_tokens > self.views.seq_len].tolist())
+        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.inputs.seq_len:
+            longer = tuple(groups.row[groups.longest_tokens > self.inputs.seq_len].tolist())
             asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
         if filtered:
             for spec, one in zip(config.filters, filters, strict=True):
-                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups.apart(), view)))  # type: ignore[misc]
+                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups.unread_copy(), view)))  # type: ignore[misc]
         gone: set[int] = set()
         for plugin, call in asked:
 
@@ -323,7 +323,7 @@ class Selector:
     def supply_ended(self, waits: WaitingAnswer) -> bool:
         """Say whether what is waited for can no longer come: the prompts are used up and no ticket is out."""
         book = self._book
-        if book.out or not all(book.used_up(name) for name in self.config.policies):
+        if book.out or not all(book.used_up(name) for name in self.config.adapter_names):
             return False
         each = [self.why_adapter_waits(name) for name in self.config.adapters] or [waits]
         return all(one is not None and one.blocked_on == "producers" for one in each)
@@ -343,11 +343,11 @@ class Selector:
             have = Amount(_least(told.groups, have.groups), _least(told.tokens, have.tokens))
         if not adapter:
             return waiting(reason, have, self.config)
-        return own_waiting(reason, have, adapter, self.views.own_budget(adapter).groups or 0)
+        return own_waiting(reason, have, adapter, self.inputs.own_budget(adapter).groups or 0)
 
     def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
         """Count what the strategy is shown for the next batch, or `groups`."""
-        usable = self.views.usable(self._state.next_step, adapter) if groups is None else groups
+        usable = self.inputs.usable(self._state.next_step, adapter) if groups is None else groups
         return Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
 
     def _reason(self, groups: Groups, told: str, adapter: str) -> str:
@@ -357,7 +357,7 @@ class Selector:
         if self._state.stale_since_batch(adapter):
             return "all_stale"
         if self.bounds.max_uses != 1:
-            live = len(self.views.rows_of(adapter)) if adapter else self._state.live_totals().groups
+            live = len(self.inputs.rows_of(adapter)) if adapter else self._state.live_totals().groups
             if live or self._used_up_by_last_batch(adapter):
                 return "reuse_exhausted"
         return "no_producers" if self.silent(adapter) and not self._book.out_of(adapter) else "no_groups"

@@ -2,7 +2,7 @@
 
 ::
 
-    b"RBS3"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
+    b"RBS4"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
 State = `restore`(`take`(state), rows of the index stream behind `trimmed` and those set aside) and the ledger behind
 `entries`. Groups that are as they were stored are not in it: a million live groups cost nothing.
@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import DataLost, Unreadable
-from replaybuf.kernel.adapters import Turns
-from replaybuf.kernel.histograms import Tallies, ages_ms
+from replaybuf.kernel.histograms import GroupHistograms, ages_ms
 from replaybuf.kernel.index import DEAD, FREED, STATE_ROW
 from replaybuf.kernel.prompt_set import PromptSet
+from replaybuf.kernel.rotation import Rotation
 from replaybuf.kernel.state import BAD_INDEX_ENTRY, RunState
-from replaybuf.kernel.state_view import Attached, BatchState, Standing, VoidedBatch
+from replaybuf.kernel.state_view import AdapterCounts, Attachment, BatchState, VoidedBatch
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.ledger import TicketRecord
 
-MAGIC = b"RBS3"
+MAGIC = b"RBS4"
 """Format and version: what is not this is refused, never guessed at."""
 _HEADER_BYTES = len(MAGIC) + 20
 _FASTEST = 1
@@ -44,7 +44,7 @@ class BatchPart(msgspec.Struct, frozen=True, array_like=True):
     numbers: bytes
     earlier: bytes
     acked: bool
-    turns: Turns
+    rotation: Rotation
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     config_state: str
     config_reason: str | None
     max_uses: int | None
-    attached: Attached | None
+    attachment: Attachment | None
     step: int
     next_step: int
     generation: int
@@ -75,8 +75,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: list[int]
     feedback: dict[int, bytes] = {}
     rewinds: dict[str, list[tuple[int, int]]]
-    turns: Turns
-    standings: dict[int, Standing]
+    rotation: Rotation
+    standings: dict[int, AdapterCounts]
     failed_prompts: dict[str, bytes]
     failures: list[TicketRecord] = []
     retired: int
@@ -87,9 +87,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups_used: int
     uses: int
     tokens_used: int
-    tallies: Tallies
+    tallies: GroupHistograms
     reasons: list[str]
-    fates: bytes
+    freed_as: bytes
     set_aside: bytes
     rows: bytes
 
@@ -104,7 +104,7 @@ _PACKED = (
     "failures",
     "tallies",
     "reasons",
-    "fates",
+    "freed_as",
     "set_aside",
     "rows",
 )
@@ -129,11 +129,11 @@ def take(state: RunState) -> Snapshot:
             batch.numbers.tobytes(),
             np.array(list(batch.earlier.items()), np.int64).tobytes(),
             batch.acked,
-            batch.turns,
+            batch.rotation,
         )
         for step, batch in state.batches.items()
     ]
-    tallies = copy.deepcopy(state.tallies)  # first: this counts new groups in the standings too
+    tallies = copy.deepcopy(state.histograms)  # first: this counts new groups in the standings too
     copied = _copied(state) | {name: dict(getattr(state, name)) for name in _COUNTERS}
     return Snapshot(
         **copied,
@@ -145,7 +145,7 @@ def take(state: RunState) -> Snapshot:
         failed_prompts=state.failed_prompts.bits,
         failures=list(state.failures.values()),
         reasons=list(state.reasons),
-        fates=bytes(state.fates),
+        freed_as=bytes(state.freed_as),
         set_aside=aside.tobytes(),
         rows=state.index.changed().tobytes(),
     )
@@ -175,7 +175,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.made = {step: (generation, groups) for step, _, generation, groups in records}
     state.failed_prompts = PromptSet(snapshot.failed_prompts)
     state.failures = {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failures}
-    state.resume_tallies(copy.deepcopy(snapshot.tallies), snapshot.stored)
+    state.resume_histograms(copy.deepcopy(snapshot.tallies), snapshot.stored)
     _restore_rows(state, snapshot)
 
 
@@ -190,11 +190,11 @@ def _restore_rows(state: RunState, snapshot: Snapshot) -> None:
             state.reasons.append(BAD_INDEX_ENTRY)
         index["reason"][bad] = state.reasons.index(BAD_INDEX_ENTRY)
         state.dead_lettered[BAD_INDEX_ENTRY] += len(bad)
-        state.tallies.drop(index, bad, BAD_INDEX_ENTRY, 0, ages_ms(index["arrival_s"][bad], 0.0))
+        state.histograms.drop(index, bad, BAD_INDEX_ENTRY, 0, ages_ms(index["arrival_s"][bad], 0.0))
     state.count_stored(index["adapter"][fresh])
     state.forgive(index["adapter"][fresh], index["prompt_index"][fresh])
-    state.fates[: len(snapshot.fates)] = snapshot.fates
-    freed = np.flatnonzero(np.frombuffer(state.fates, np.uint8)) + state.trimmed
+    state.freed_as[: len(snapshot.freed_as)] = snapshot.freed_as
+    freed = np.flatnonzero(np.frombuffer(state.freed_as, np.uint8)) + state.trimmed
     aside = index["number"][index["number"] <= state.trimmed]
     held = _numbers(snapshot.set_aside)
     missing = np.setdiff1d(held, aside)
@@ -236,7 +236,7 @@ def _copied(source: RunState | Snapshot) -> dict[str, Any]:
 def _batch(part: BatchPart) -> BatchState:
     numbers, steps = _numbers(part.earlier).reshape(-1, 2).T.tolist()
     earlier = dict(zip(numbers, steps, strict=True))
-    return BatchState(part.entry, part.generation, _numbers(part.numbers), earlier, part.acked, part.turns)
+    return BatchState(part.entry, part.generation, _numbers(part.numbers), earlier, part.acked, part.rotation)
 
 
 def _numbers(raw: bytes) -> npt.NDArray[np.int64]:

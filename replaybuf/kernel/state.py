@@ -13,18 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap, Unreadable
-from replaybuf.kernel.histograms import Tallies, ages_ms
+from replaybuf.kernel.histograms import GroupHistograms, ages_ms
 from replaybuf.kernel.index import DEAD, EVICTED, IN_BATCHES, LIVE, NEVER, NO_PROMPT_INDEX, Numbers
 from replaybuf.kernel.state_view import (
     KEPT_FAILURES,
     LONGEST_REASON,
     PURGED,
     RETIRED,
-    Attached,
+    AdapterCounts,
+    Attachment,
     BatchState,
     Known,
     LiveTotals,
-    Standing,
     VoidedBatch,
 )
 from replaybuf.wire.config import RunConfig
@@ -43,7 +43,7 @@ from replaybuf.wire.ledger import (
     RewindRecord,
     TicketRecord,
     TrimRecord,
-    newest_named,
+    newest_group,
 )
 
 LOST_LINEAGE = "lost_lineage"
@@ -75,7 +75,7 @@ def remembered_rewinds(rewinds: list[tuple[int, int]], generation: int, version:
 class RunState(Known):
     """The state of one run as its two streams give it; see the module docstring."""
 
-    def start_behind(self, trimmed: int) -> None:
+    def start_after(self, trimmed: int) -> None:
         """Begin an empty state behind group number `trimmed`: what the stream still holds starts there."""
         self.trimmed = self.stored = trimmed
 
@@ -110,7 +110,7 @@ class RunState(Known):
             self._live = LiveTotals(groups + new, tokens + new_tokens, fresh + new, uses)
         self.count_stored(entries["adapter"][numbers > self.trimmed])
         self.stored = max(self.stored, last)
-        self.fates.extend(bytes(self.stored - self.trimmed + 1 - len(self.fates)))
+        self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
         if unfit.any():
             # At whatever ledger entry the stream is read: of an entry that tells nothing the age is not known.
             self._dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, step=0, at_s=0.0)
@@ -120,12 +120,12 @@ class RunState(Known):
         """Count groups as stored by the code of their adapter."""
         if adapters.any():
             for code, number in zip(*np.unique(adapters[adapters != 0], return_counts=True), strict=True):
-                self.standings.setdefault(int(code), Standing()).stored += int(number)
+                self.standings.setdefault(int(code), AdapterCounts()).stored += int(number)
 
     def forgive(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
         """Take back the failure of prompts, by code of the adapter and index, whose group came late after all."""
         if self.failed_prompts and self.config:
-            names = {hash_name(name): name for name in self.config.policies}
+            names = {hash_name(name): name for name in self.config.adapter_names}
             for code, index in zip(adapters.tolist(), prompt_indexes.tolist(), strict=True):
                 self.failed_prompts.discard(names.get(code, ""), index)
                 self.failures.pop((names.get(code, ""), index), None)
@@ -140,7 +140,7 @@ class RunState(Known):
             raise LedgerGap(
                 f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
             )
-        if (newest := newest_named(record)) > self.stored:
+        if (newest := newest_group(record)) > self.stored:
             raise LedgerGap(
                 f"ledger entry {entry} names group {newest}; the index stream was read up to {self.stored} and has no "
                 "more: it was trimmed",
@@ -155,7 +155,7 @@ class RunState(Known):
             case ConfigRecord():
                 self._configure(record)
             case AttachRecord():
-                self.attached = Attached(
+                self.attachment = Attachment(
                     record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of, record.cost
                 )
             case RewindRecord():
@@ -229,8 +229,8 @@ class RunState(Known):
         earlier = dict(zip(self.index["number"][used].tolist(), self.index["last_step"][used].tolist(), strict=True))
         self.index["times_sampled"][rows] += 1
         self.index["last_step"][rows] = record.step
-        self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier, turns=self.turns)
-        self.turns = self.turns.after({name: part.groups for name, part in record.adapters.items()}, record.turn)
+        self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier, rotation=self.rotation)
+        self.rotation = self.rotation.after({name: part.groups for name, part in record.adapters.items()}, record.turn)
         self.records[record.step] = entry
         self.made[record.step] = (record.generation, len(numbers))
         self.next_step = record.step + 1
@@ -239,7 +239,7 @@ class RunState(Known):
         self.groups_used += len(numbers)
         self.uses += len(numbers)
         self.tokens_used += record.tokens
-        self.tallies.use(self.index, rows, record.at_s)
+        self.histograms.use(self.index, rows, record.at_s)
         for standing, its in self.by_adapter(rows):
             standing.used += len(its)
             standing.tokens_used += int(self.index["tokens"][its].sum(dtype=np.int64))
@@ -280,12 +280,12 @@ class RunState(Known):
         for code in sorted({*codes.tolist()}):
             of_it = rows[codes == code]
             self.evicted[self.reasons[code]] += sign * len(of_it)
-            self._tally_evicted(self.tallies, of_it, sign)
+            self._tally_evicted(self.histograms, of_it, sign)
             for standing, its in self.by_adapter(of_it):
                 self._tally_evicted(standing.tallies, its, sign)
                 standing.evicted[self.reasons[code]] = standing.evicted.get(self.reasons[code], 0) + sign * len(its)
 
-    def _tally_evicted(self, tallies: Tallies, rows: npt.NDArray[np.int64], sign: int) -> None:
+    def _tally_evicted(self, tallies: GroupHistograms, rows: npt.NDArray[np.int64], sign: int) -> None:
         """Count rows of one reason as dropped, or take that back."""
         versions, ages = self.index["evicted_version"][rows], self.index["evicted_age_ms"][rows]
         tallies.drop(self.index, rows, self.reasons[int(self.index["reason"][rows[0]])], versions, ages, sign)
@@ -311,7 +311,7 @@ class RunState(Known):
         self.dead_lettered[reason] += len(rows)
         ages = ages_ms(self.index["arrival_s"][rows], at_s)
         versions = self.versions_at(step, rows)
-        self.tallies.drop(self.index, rows, reason, versions, ages)
+        self.histograms.drop(self.index, rows, reason, versions, ages)
         for standing, its in self.by_adapter(rows):
             of_its = self.index["adapter"][rows] == self.index["adapter"][its[0]]
             own = versions if isinstance(versions, int) else versions[of_its]
@@ -356,13 +356,13 @@ class RunState(Known):
     def _void(self, steps: list[int], generation: int) -> None:
         for step in reversed(steps):
             batch = self.batches.pop(step)
-            self.turns = batch.turns
+            self.rotation = batch.rotation
             del self.records[step], self.made[step]
             self.voided.setdefault(step, []).append(VoidedBatch(batch.entry, batch.generation, generation))
             rows = self.index.rows_of(batch.numbers)
             self.uses -= len(batch.numbers)
             self.index["times_sampled"][rows] -= 1
-            self.tallies.unuse(self.index, rows)
+            self.histograms.unuse(self.index, rows)
             for standing, its in self.by_adapter(rows):
                 standing.tallies.unuse(self.index, its)
             self.index["last_step"][rows] = NEVER
@@ -393,13 +393,13 @@ class RunState(Known):
         codes = np.full(len(rows), self._code(fate), np.uint8) if fate else self.index["reason"][rows]
         told = numbers > self.trimmed
         codes = codes | PURGED if purged else codes
-        np.frombuffer(self.fates, np.uint8)[numbers[told] - self.trimmed] = codes[told]
+        np.frombuffer(self.freed_as, np.uint8)[numbers[told] - self.trimmed] = codes[told]
         self.index.free(rows)
         return numbers
 
     def _trim(self, record: TrimRecord) -> None:
-        del self.fates[: max(0, record.groups - self.trimmed)]
-        self.fates[0] = 0
+        del self.freed_as[: max(0, record.groups - self.trimmed)]
+        self.freed_as[0] = 0
         self.trimmed = max(self.trimmed, record.groups)
         self.trimmed_entries = max(self.trimmed_entries, record.entries)
         for step in [step for step, entry in self.records.items() if entry <= self.trimmed_entries]:

@@ -21,24 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Gone
-from replaybuf.kernel.adapters import Turns
-from replaybuf.kernel.histograms import Tallies
+from replaybuf.kernel.histograms import GroupHistograms
 from replaybuf.kernel.index import DEAD, EVICTED, FREED, LIVE, Index, Numbers
 from replaybuf.kernel.prompt_set import PromptSet
+from replaybuf.kernel.rotation import Rotation
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.contract import Progress
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import TicketRecord
 
 RETIRED = "retired"
-PLACES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)
+GROUP_STATES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)
 """Names of the states of an index row, in their order there; a freed row was retired, or evicted before."""
 PURGED = 128
 """Bit of a fate: the group was a dead letter."""
 KEPT_FAILURES = 10_000
 LONGEST_REASON = 200
 """Characters that are kept of why a prompt failed; with `KEPT_FAILURES` that is 4 MB at most."""
-NO_TURNS = Turns()
+NO_ROTATION = Rotation()
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,7 +54,7 @@ class BatchState:
     numbers: Numbers
     earlier: dict[int, int]
     acked: bool = False
-    turns: Turns = NO_TURNS
+    rotation: Rotation = NO_ROTATION
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class LiveTotals(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Standing:
+class AdapterCounts:
     """Groups of one adapter that its rows in the index do not tell, or no longer: see conservation above.
 
     `used`, `tokens_used`, `used_staleness` count all uses, as those of the run; so do `tallies`.
@@ -92,14 +92,14 @@ class Standing:
     used: int = 0
     tokens_used: int = 0
     used_staleness: dict[int, int] = dataclasses.field(default_factory=dict)
-    tallies: Tallies = dataclasses.field(default_factory=Tallies)
+    tallies: GroupHistograms = dataclasses.field(default_factory=GroupHistograms)
     retired: int = 0
     evicted: dict[str, int] = dataclasses.field(default_factory=dict)
     dead_lettered: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)
-class Attached:
+class Attachment:
     """The trainer that holds the run: how its ranks want their batches."""
 
     epoch: int
@@ -118,7 +118,7 @@ class Known:
       trimmed; `made`: generation and number of groups of each
     - `trimmed`, `trimmed_entries`: last group and last ledger entry whose history is trimmed; groups up to `trimmed`
       that are not freed stay
-    - `fates`: what became of freed groups, one byte each, the first for number `trimmed` + 1 at position 1: an index
+    - `freed_as`: what became of freed groups, one byte each, the first for number `trimmed` + 1 at position 1: an index
       into `reasons`, with the bit `PURGED` for a dead letter; 0 = in the index
     - `groups_used` counts all uses, `uses` those of the surviving history
     - `rewinds`: by policy, (generation, version), see `remembered_rewinds`
@@ -136,7 +136,7 @@ class Known:
         self.config_state = "running"
         self.config_reason: str | None = None
         self.max_uses: int | None = 1
-        self.attached: Attached | None = None
+        self.attachment: Attachment | None = None
         self.step = 0
         self.next_step = 0
         self.generation = 0
@@ -148,8 +148,8 @@ class Known:
         self.checkpoints: list[int] = []
         self.feedback: dict[int, bytes] = {}
         self.rewinds: dict[str, list[tuple[int, int]]] = {}
-        self.turns = NO_TURNS
-        self.standings: dict[int, Standing] = {}
+        self.rotation = NO_ROTATION
+        self.standings: dict[int, AdapterCounts] = {}
         self.failed_prompts = PromptSet()
         self.failures: dict[tuple[str, int], TicketRecord] = {}
         self.index = Index()
@@ -166,10 +166,10 @@ class Known:
         self.uses = 0
         self.tokens_used = 0
         self.tallied = 0
-        self._tallies = Tallies()
+        self._tallies = GroupHistograms()
         self.made: dict[int, tuple[int, int]] = {}
         self.reasons: list[str] = ["", RETIRED]
-        self.fates = bytearray(1)
+        self.freed_as = bytearray(1)
         self._live: LiveTotals | None = None
 
     # ------------------------------------------------------------------ derived
@@ -177,7 +177,7 @@ class Known:
     @property
     def epoch(self) -> int:
         """Epoch of the attached trainer; 0 before the first."""
-        return self.attached.epoch if self.attached else 0
+        return self.attachment.epoch if self.attachment else 0
 
     @property
     def state(self) -> str:
@@ -191,7 +191,7 @@ class Known:
         return self.checkpoints[0] if self.checkpoints else 0
 
     @property
-    def tallies(self) -> Tallies:
+    def histograms(self) -> GroupHistograms:
         """Everything that is counted of groups and prompts, up to now."""
         self._tally_stored()
         return self._tallies
@@ -205,7 +205,7 @@ class Known:
                 standing.tallies.store(self.index, its)
             self.tallied = self.stored
 
-    def resume_tallies(self, tallies: Tallies, tallied: int) -> None:
+    def resume_histograms(self, tallies: GroupHistograms, tallied: int) -> None:
         """Go on counting from `tallies`, which hold the groups up to number `tallied`."""
         self._tallies, self.tallied = tallies, tallied
 
@@ -228,7 +228,7 @@ class Known:
         """Sum the frames of live groups, in bytes."""
         return int(self.index["frame_bytes"][self.index["state"] == LIVE].sum(dtype=np.int64))
 
-    def place_of(self, number: int) -> tuple[str, str | None]:
+    def group_state(self, number: int) -> tuple[str, str | None]:
         """Say where group `number` stands: (state as `GET /groups/{group_id}` names it, reason).
 
         Raises `Gone` for a freed group whose history is trimmed.
@@ -244,16 +244,16 @@ class Known:
                     value=number,
                     bound=self.trimmed,
                 )
-            fate = self.fates[number - self.trimmed]
+            fate = self.freed_as[number - self.trimmed]
             reason = self.reasons[fate & ~PURGED]
             if reason == RETIRED:
                 return RETIRED, None
             return ("dead_lettered" if fate & PURGED else "evicted"), reason
         state = int(self.index["state"][rows[0]])
         told = self.reasons[self.index["reason"][rows[0]]] if state in (EVICTED, DEAD) else None
-        return PLACES[state], told
+        return GROUP_STATES[state], told
 
-    def numbers_at(self, place: str | None, after: int, limit: int) -> list[int]:
+    def list_numbers(self, place: str | None, after: int, limit: int) -> list[int]:
         """List up to `limit` numbers above `after` of groups that stand at `place` (None = anywhere), ascending."""
         index = self.index
         known = max(after, self.trimmed)
@@ -261,12 +261,12 @@ class Known:
             old = index["number"][: np.searchsorted(index["number"], self.trimmed, "right")]
             held = old[(old > after) & (index["state"][: len(old)] != FREED)][:limit].tolist()
             return [*held, *range(known + 1, min(self.stored, known + limit - len(held)) + 1)]
-        here = (index["state"] == PLACES.index(place)) & (index["state"] != FREED) & (index["number"] > after)
+        here = (index["state"] == GROUP_STATES.index(place)) & (index["state"] != FREED) & (index["number"] > after)
         found = index["number"][here]
-        fates = np.frombuffer(self.fates, np.uint8)[known - self.trimmed + 1 :]
-        retired = fates == self._code(RETIRED)
-        purged = (fates & PURGED) > 0
-        freed = {RETIRED: retired, "dead_lettered": purged, "evicted": (fates > 0) & ~retired & ~purged}
+        freed_as = np.frombuffer(self.freed_as, np.uint8)[known - self.trimmed + 1 :]
+        retired = freed_as == self._code(RETIRED)
+        purged = (freed_as & PURGED) > 0
+        freed = {RETIRED: retired, "dead_lettered": purged, "evicted": (freed_as > 0) & ~retired & ~purged}
         if place in freed:
             found = np.union1d(found, np.flatnonzero(freed[place]) + known + 1)
         numbers: list[int] = found[:limit].tolist()
@@ -289,22 +289,22 @@ class Known:
         gone_back = self.rewinds.get(adapter, [])
         return min((version for reached, version in gone_back if reached > generation), default=None)
 
-    def by_adapter(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[Standing, npt.NDArray[np.int64]]]:
+    def by_adapter(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[AdapterCounts, npt.NDArray[np.int64]]]:
         """Part rows by their adapter, leaving out those without one."""
         codes = self.index["adapter"][rows]
         for code in np.unique(codes[codes != 0]).tolist():
-            yield self.standings.setdefault(code, Standing()), rows[codes == code]
+            yield self.standings.setdefault(code, AdapterCounts()), rows[codes == code]
 
-    def standing(self, adapter: str) -> Standing:
+    def counts_of(self, adapter: str) -> AdapterCounts:
         """Tell what the run has of an adapter besides its rows, up to now."""
         self._tally_stored()
-        return self.standings.get(hash_name(adapter), Standing())
+        return self.standings.get(hash_name(adapter), AdapterCounts())
 
     def groups_of(self, adapter: str, step: int) -> int:
         """Count the groups of an adapter in the batch of `step`, one of `batches`."""
         following = self.batches.get(step + 1)
-        after = following.turns if following else self.turns
-        return after.used.get(adapter, 0) - self.batches[step].turns.used.get(adapter, 0)
+        after = following.rotation if following else self.rotation
+        return after.used.get(adapter, 0) - self.batches[step].rotation.used.get(adapter, 0)
 
     def stale_since_batch(self, adapter: str = "") -> bool:
         """Say whether groups, of an adapter, were evicted as too stale since the last batch was made."""
@@ -318,7 +318,7 @@ class Known:
         """Tell how far an adapter is before the batch of `step`: one of `batches`, or the next one."""
         batch = self.batches.get(step)
         size = self.config.groups_per_batch_of(adapter) if self.config else None
-        return (batch.turns if batch else self.turns).progress(adapter, size or 1)
+        return (batch.rotation if batch else self.rotation).progress(adapter, size or 1)
 
     def own_step(self, step: int, adapter: str = "") -> int:
         """Tell which step of the policy that is the run's `step`: the same one where there are no adapters."""
@@ -334,7 +334,7 @@ class Known:
         if self.config is None or not self.config.adapters:
             return self.version_at(step)
         versions = np.zeros(len(rows), np.int64)
-        for name in self.config.policies:
+        for name in self.config.adapter_names:
             versions[self.index["adapter"][rows] == hash_name(name)] = self.version_at(step, name)
         return versions
 
@@ -348,7 +348,7 @@ class Known:
         born = self.made[step][0] if step in self.made else 0
         return self.records.get(step) if born <= generation <= self.generation else None
 
-    def check_told(self, step: int) -> None:
+    def check_record_kept(self, step: int) -> None:
         """Raise `Gone` where the record of `step`, of the current history, is trimmed."""
         oldest = min(self.records, default=self.next_step)
         if 0 <= step < min(oldest, self.next_step):

@@ -35,7 +35,7 @@ _UNBOUNDED = 2**63 - 1
 source_code = hash_name
 """Under the name that strategies know it by: they tell sources and adapters apart by these numbers."""
 
-TOLD_BY_STRATEGIES = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
+STRATEGY_REASONS = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
 """Those that a strategy may tell; the others are of the run's state, which it does not see."""
 
 _COLUMNS: dict[str, npt.DTypeLike] = {
@@ -61,7 +61,7 @@ _LATER = ("source", "longest_tokens", "truncated")
 """Columns that may be left out where groups are built by hand: zeros."""
 
 
-def unwritable(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def read_only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """View a column in a way that cannot be made writable again, as `flags.writeable` can."""
     return np.asarray(column.data.toreadonly())
 
@@ -111,12 +111,12 @@ class Groups:
         if missing or unknown:
             raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
         self.__dict__.update(
-            _base={name: unwritable(column) for name, column in columns.items()}, _size=len(columns["row"]), _which=None
+            _base={name: read_only(column) for name, column in columns.items()}, _size=len(columns["row"]), _which=None
         )
 
     @classmethod
-    def beginning(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
-        """Show the first `size` groups of `unwritable` columns with room for more, or those at these positions."""
+    def view_of(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
+        """Show the first `size` groups of `read_only` columns with room for more, or those at these positions."""
         shown = object.__new__(cls)
         shown.__dict__.update(_base=columns, _size=size, _which=which)
         return shown
@@ -127,8 +127,8 @@ class Groups:
             raise AttributeError(f"Groups has no column {name!r}; it has {', '.join(self.COLUMNS)}")
         base = self._base.get(name)
         if base is None:
-            base = unwritable(np.zeros(self._size, _COLUMNS[name]))
-        column = base[: self._size] if self._which is None else unwritable(base[self._which])
+            base = read_only(np.zeros(self._size, _COLUMNS[name]))
+        column = base[: self._size] if self._which is None else read_only(base[self._which])
         self.__dict__[name] = column
         return column
 
@@ -138,14 +138,14 @@ class Groups:
     def __len__(self) -> int:
         return self._size if self._which is None else len(self._which)
 
-    def apart(self) -> Groups:
+    def unread_copy(self) -> Groups:
         """Return the same groups, of which nothing is read yet: what one reader does to it no other sees."""
-        return Groups.beginning(dict(self._base), self._size, self._which)
+        return Groups.view_of(dict(self._base), self._size, self._which)
 
     def take(self, which: npt.NDArray[Any]) -> Groups:
         """Return the groups at these positions, or where this mask is true; nothing is read of the others."""
         positions = np.flatnonzero(which) if which.dtype == bool else which
-        return Groups.beginning(self._base, self._size, positions if self._which is None else self._which[positions])
+        return Groups.view_of(self._base, self._size, positions if self._which is None else self._which[positions])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """No batch yet, and why: one of `TOLD_BY_STRATEGIES`.
+    """No batch yet, and why: one of `STRATEGY_REASONS`.
 
     `groups` and `tokens`: what may be used now where that is less than what was given (None = all of it).
     """

@@ -31,7 +31,7 @@ _SERVERS_AWAY = (
     *("engine_away", "engine_stale", "ref_engine_away", "teacher_engine_away"),
     *("old_engine_away", "old_engine_stale"),
 )
-FORGIVEN = frozenset({"shutdown", "superseded", "lost_lineage", *_SERVERS_AWAY})
+FORGIVEN_REASONS = frozenset({"shutdown", "superseded", "lost_lineage", *_SERVERS_AWAY})
 """Reasons that say nothing about the prompt: a ticket given back for one of them is no failed attempt.
 
 Not `engine_timeout`: a prompt that always takes too long would come again for ever. Not `engine_lost`: so would one
@@ -39,9 +39,9 @@ that brings engines down.
 """
 
 
-def forgiven(reason: str) -> bool:
+def is_forgiven(reason: str) -> bool:
     """Say whether a ticket given back for `reason` is no failed attempt; what follows the first `:` is detail."""
-    return reason.partition(":")[0].strip() in FORGIVEN
+    return reason.partition(":")[0].strip() in FORGIVEN_REASONS
 
 
 class Ticket(NamedTuple):
@@ -168,7 +168,7 @@ class TicketBook:
             and not any(prompt[0] == adapter for prompt in self._again)
         )
 
-    def prompts_at_hand(self) -> list[tuple[str, int]]:
+    def pending_prompts(self) -> list[tuple[str, int]]:
         """List the prompts that are out or due again."""
         return [*self._out, *self._again]
 
@@ -216,11 +216,11 @@ class TicketBook:
         return change
 
     def give_back(self, ticket: Ticket, reason: str) -> TicketChange:
-        """Take back one ticket: a failed attempt, unless `forgiven(reason)`. Raises `NotFound` where it is not out."""
+        """Take back one ticket: a failed attempt, unless `is_forgiven(reason)`. Raises `NotFound` if it is not out."""
         if not self.holds(ticket):
             raise NotFound(f"ticket {ticket} is not out", name="ticket", value=str(ticket))
         change = TicketChange()
-        self._take_back(ticket, change, failed=not forgiven(reason))
+        self._take_back(ticket, change, failed=not is_forgiven(reason))
         self._raise(change, "returned", 1)
         return change
 

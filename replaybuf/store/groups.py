@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from replaybuf.errors import NoRoom
-from replaybuf.kernel.index import entry_of
+from replaybuf.kernel.index import encode_entry
 from replaybuf.kernel.tickets import prompt_key
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
@@ -113,7 +113,7 @@ class GroupStore:
         pipe = self._connection.pipeline()
         for key, item in groups:
             group = item.group
-            entry = entry_of(group, len(item.frame), item.crc32c, published.get(group.adapter, 0), now_s)
+            entry = encode_entry(group, len(item.frame), item.crc32c, published.get(group.adapter, 0), now_s)
             lengths = group.lengths.astype("<i4").tobytes()
             strings = EntryStrings(item.group_id, group.prompt_id, group.adapter, key, group.ticket, lengths)
             prompts = [default_prompt(name) for name in item.names]

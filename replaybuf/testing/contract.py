@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import Invalid, StrategyFault, first_error
-from replaybuf.kernel.bounded import BOUND_S, TookTooLong, bounded, bounded_again, handling
 from replaybuf.kernel.rules import REASON, are_rows
 from replaybuf.kernel.strategy import (
-    TOLD_BY_STRATEGIES,
+    STRATEGY_REASONS,
     Budget,
     Evictions,
     Feedback,
@@ -26,6 +25,7 @@ from replaybuf.kernel.strategy import (
     Strategy,
     Waiting,
 )
+from replaybuf.kernel.time_limit import BOUND_S, TookTooLong, bounded, bounded_again, handling
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes
 
@@ -202,7 +202,7 @@ def _select(strategy: Strategy[Any], scene: Scene) -> Selection | Waiting:
 def _selects_what_is_possible(build: BuildStrategy, scene: Scene) -> None:
     answer = _select(build(), scene)
     if isinstance(answer, Waiting):
-        told = answer.reason in TOLD_BY_STRATEGIES
+        told = answer.reason in STRATEGY_REASONS
         _rule(told, "a reason for waiting is one that a strategy may tell", answer.reason)
         return
     rows, budget = np.asarray(answer.rows), scene.view.budget

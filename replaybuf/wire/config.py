@@ -123,8 +123,8 @@ class RunConfig(Spec, frozen=True):
     adapters: Annotated[dict[str, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """Name the policies that are trained: the adapters in order, or `""` for the one of a run without."""
+    def adapter_names(self) -> tuple[str, ...]:
+        """Name the adapter_names that are trained: the adapters in order, or `""` for the one of a run without."""
         return tuple(sorted(self.adapters)) or ("",)
 
     def steps_per_publish_of(self, adapter: str = "") -> int:
@@ -215,7 +215,7 @@ def _check_sizes(config: RunConfig) -> None:
             value=budget,
             bound=smallest_group,
         )
-    for adapter in config.policies:
+    for adapter in config.adapter_names:
         groups = config.groups_per_batch_of(adapter)
         smallest_batch = max(smallest_group * (groups or 1), budget if groups is None and budget else 0)
         if adapter and budget is not None:
@@ -255,7 +255,7 @@ def _check_bytes(limits: Limits, rollouts: int) -> None:
 def _check_adapters(config: RunConfig) -> None:
     """Refuse names that cannot be told apart, and what only a run without adapters may set."""
     coded: dict[int, str] = {hash_name(""): ""}
-    for name in config.policies:
+    for name in config.adapter_names:
         if not ADAPTER_NAME.fullmatch(name):
             bound = ADAPTER_NAME.pattern
             raise Invalid(f"adapters has {name!r}; a name must match {bound}", name="adapters", value=name, bound=bound)

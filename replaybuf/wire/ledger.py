@@ -184,7 +184,7 @@ AnyRecord = (
 )
 
 
-def newest_named(record: AnyRecord) -> int:
+def newest_group(record: AnyRecord) -> int:
     """Return the highest group number that a record goes by; 0 where it goes by none. All were stored before it."""
     match record:
         case BatchRecord():

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.plugins import STRATEGIES, names
-from replaybuf.kernel.report import Counted
+from replaybuf.kernel.report import RunCounts
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.service.http.routes import CALLS, UNGUARDED
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
@@ -130,7 +130,7 @@ def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
         TicketSpec,
         GroupJson,
         RolloutJson,
-        Counted,
+        RunCounts,
         Histograms,
         Buckets,
         DropAges,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from replaybuf.kernel.plugins import FILTERS, STRATEGIES, build_strategy, load, names
-from replaybuf.kernel.strategy import TOLD_BY_STRATEGIES, Budget, BufferView, Flow, Groups, Strategy
+from replaybuf.kernel.strategy import STRATEGY_REASONS, Budget, BufferView, Flow, Groups, Strategy
 from replaybuf.testing import check_filter, check_progress, check_strategy
 from tests.builders import buffer_view
 
@@ -76,7 +76,7 @@ def test_what_a_strategy_is_shown_and_may_override_is_told_by_the_names_of_the_c
 
 def test_the_reasons_that_a_strategy_may_tell_are_named() -> None:
     told = section("Write a strategy").partition("`Waiting.reason` is ")[2].partition(";")[0]
-    assert re.findall(r"`(\w+)`", told) == list(TOLD_BY_STRATEGIES)
+    assert re.findall(r"`(\w+)`", told) == list(STRATEGY_REASONS)
 
 
 @pytest.mark.parametrize("name", names(STRATEGIES))

@@ -41,7 +41,7 @@ from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.stages import Computed, Rollout, Stage
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.kernel.tickets import forgiven
+from replaybuf.kernel.tickets import is_forgiven
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
 from tests.generator.doubles import (
@@ -499,7 +499,7 @@ def test_a_stop_gives_back_what_does_not_finish_in_time(tmp_path: Path, monkeypa
             w.stop.set()
             await w.end()
             assert sorted(service.returned) == [(f"t{i}", "shutdown: the producer ends") for i in range(3)]
-            assert all(forgiven(reason) for _, reason in service.returned), "a restart fails no prompt"
+            assert all(is_forgiven(reason) for _, reason in service.returned), "a restart fails no prompt"
             assert service.out == {}
             gate.open.set()
 
@@ -1053,7 +1053,7 @@ def test_groups_of_weights_that_a_rewind_took_back_are_given_back_even_where_the
 
 
 def test_a_group_too_old_for_every_step_to_come_is_given_back_unscored_and_counts_as_no_failure(tmp_path: Path) -> None:
-    assert forgiven("superseded: detail")
+    assert is_forgiven("superseded: detail")
 
     async def main() -> None:
         gate, engine, service = Gate(), EngineDouble(version=3), ServiceDouble(prompts=1)
@@ -1102,7 +1102,7 @@ def test_a_refused_group_is_given_back_with_the_services_reason(
     tmp_path: Path, refused: str, given: str, counts: bool
 ) -> None:
     """Work that a rewind took back says nothing about its prompt, and its reason is one that is forgiven."""
-    assert forgiven(f"{given}: detail") is not counts
+    assert is_forgiven(f"{given}: detail") is not counts
 
     async def main() -> None:
         service = ServiceDouble(prompts=3)

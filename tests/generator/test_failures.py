@@ -6,7 +6,7 @@ import pytest
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.generator.failures import FAULTS_IN_A_ROW, FIRST_PAUSE_S, PAUSE_CEILING_S, SERVER_FAILED, Setbacks
-from replaybuf.kernel.tickets import FORGIVEN
+from replaybuf.kernel.tickets import FORGIVEN_REASONS
 
 
 def after(failures: int, reason: str = "reward_raised") -> Setbacks:
@@ -55,6 +55,6 @@ def test_what_a_server_did_wrong_pauses_and_never_ends(reason: str) -> None:
     assert setbacks.rest_s(10.0 * FAULTS_IN_A_ROW) == PAUSE_CEILING_S
 
 
-@pytest.mark.parametrize("reason", sorted(FORGIVEN))
+@pytest.mark.parametrize("reason", sorted(FORGIVEN_REASONS))
 def test_what_is_nobodys_fault_does_not_count(reason: str) -> None:
     assert after(FAULTS_IN_A_ROW, reason).in_a_row == 0

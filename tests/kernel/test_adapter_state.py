@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.adapters import Portion, Turns, share
 from replaybuf.kernel.index import FREED, IN_BATCHES, LIVE
+from replaybuf.kernel.rotation import AdapterShare, Rotation, share
 from replaybuf.kernel.snapshot import decode_snapshot, encode_snapshot, restore, take
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.config import AdapterSpec
@@ -46,7 +46,7 @@ class Run:
         self.ledger: list[bytes] = []
         self.groups: list[tuple[str, int]] = []
         self.history: list[dict[str, list[int]]] = []
-        self.turns = [Turns()]
+        self.rotation = [Rotation()]
         self.acked = 0
         adapters = {
             name: AdapterSpec(groups_per_batch=size, steps_per_publish=STEPS_PER_PUBLISH[name])
@@ -87,13 +87,13 @@ class Run:
     def batch(self) -> None:
         """Make a batch of what is ready; the oldest first, as many as an own batch lacks."""
 
-        def offer(name: str, tokens: int | None, lacking: int) -> Portion | None:
+        def offer(name: str, tokens: int | None, lacking: int) -> AdapterShare | None:
             live, room = self.live(name), TOKENS if tokens is None else tokens
             taken = live[: min(lacking, room // 10)]
             complete = len(taken) == lacking or len(live) > len(taken)
-            return Portion(np.array(taken), None, 10 * len(taken)) if taken and complete else None
+            return AdapterShare(np.array(taken), None, 10 * len(taken)) if taken and complete else None
 
-        portions, following = share(self.state.turns, SIZES, TOKENS, offer)
+        portions, following = share(self.state.rotation, SIZES, TOKENS, offer)
         if not portions:
             return
         step, state = self.state.next_step, self.state
@@ -110,9 +110,9 @@ class Run:
         ]
         record = batch_record(step, held, generation=state.generation)
         self.write(msgspec.structs.replace(record, adapters=parts, turn=following))
-        del self.history[step:], self.turns[step + 1 :]
+        del self.history[step:], self.rotation[step + 1 :]
         self.history.append(given)
-        self.turns.append(self.state.turns)
+        self.rotation.append(self.state.rotation)
 
     def ack(self) -> None:
         step = self.state.step
@@ -136,7 +136,7 @@ class Run:
             )
         )
         if resample:
-            del self.history[step:], self.turns[step + 1 :]
+            del self.history[step:], self.rotation[step + 1 :]
 
     def rebuilt(self, snapshot: bytes | None) -> RunState:
         """Fold the streams again, from a snapshot or from the start."""
@@ -151,7 +151,7 @@ class Run:
 
     def check(self) -> None:
         state, index = self.state, self.state.index
-        assert state.turns == self.turns[state.next_step]
+        assert state.rotation == self.rotation[state.next_step]
         for name, size in SIZES.items():
             used = sum(len(batch.get(name, [])) for batch in self.history)
             progress = state.progress_at(state.next_step, name)
@@ -159,7 +159,7 @@ class Run:
             for step in [*state.batches, state.next_step]:
                 assert state.own_step(step, name) == self.own_step(name, step)
                 assert state.version_at(step, name) == self.version(name, step)
-            standing = state.standing(name)
+            standing = state.counts_of(name)
             rows = index["state"][index["adapter"] == hash_name(name)]
             places = int(np.isin(rows, (LIVE, IN_BATCHES)).sum()) + standing.retired
             places += sum(standing.evicted.values()) + sum(standing.dead_lettered.values())
@@ -169,10 +169,10 @@ class Run:
         assert state.groups_used == sum(one.used for one in state.standings.values())
         standings = state.standings.values()
         assert sum((Counter(one.used_staleness) for one in standings), Counter()) == state.used_staleness
-        for kind, lengths in state.tallies.lengths.items():
+        for kind, lengths in state.histograms.lengths.items():
             each = [one.tallies.lengths[kind].mean.counts for one in standings]
             assert [sum(counts) for counts in zip(*each, strict=True)] == (lengths.mean.counts if each else [])
-        drops = {reason: ages.versions.counts for reason, ages in state.tallies.drop_ages.items()}
+        drops = {reason: ages.versions.counts for reason, ages in state.histograms.drop_ages.items()}
         for reason, counts in drops.items():
             each = [
                 one.tallies.drop_ages[reason].versions.counts for one in standings if reason in one.tallies.drop_ages
@@ -183,11 +183,11 @@ class Run:
 def told(state: RunState) -> dict[str, Any]:
     """Tell everything of a state that adapters bear on."""
     return {
-        "turns": (state.turns, {step: batch.turns for step, batch in state.batches.items()}),
+        "turns": (state.rotation, {step: batch.rotation for step, batch in state.batches.items()}),
         "standings": state.standings,
         "published": (state.published, state.weights_uri, state.rewinds),
         "steps": (state.step, state.next_step, state.generation, state.checkpoints),
-        "counts": (+state.evicted, +state.dead_lettered, state.retired, state.tallies),
+        "counts": (+state.evicted, +state.dead_lettered, state.retired, state.histograms),
         **{f"row {name}": state.index[name][state.index["state"] != FREED].tolist() for name in state.index.columns},
         "failed": state.failed_prompts,
     }
@@ -273,5 +273,5 @@ def test_groups_of_a_lost_version_go_by_the_adapters_own_version() -> None:
     run.rewind(1, resample=False)
     assert run.state.published == {"": 0, "a": 1, "b": 0, "c": 1}
     assert [run.live("a"), run.live("c")] == [[], [7]]
-    assert run.state.standing("a").evicted == {LOST_LINEAGE: 1}
-    assert run.state.standing("c").evicted == {}
+    assert run.state.counts_of("a").evicted == {LOST_LINEAGE: 1}
+    assert run.state.counts_of("c").evicted == {}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, entry_of
+from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, encode_entry
 from replaybuf.kernel.strategy import Groups
 from replaybuf.wire.group import Group, GroupLimits, Rejection, check_group, group_from_json
 from tests.builders import group, groups, rollout, steady, wire_group
@@ -182,7 +182,7 @@ def test_columns_are_copied_a_number_of_times_that_grows_with_the_logarithm() ->
 @given(groups())
 @steady
 def test_the_entry_of_a_group_sums_it_up(made: Group) -> None:
-    entry = np.frombuffer(entry_of(made, 640, 0xFEDCBA98, 9, 1234.5), ENTRY)[0]
+    entry = np.frombuffer(encode_entry(made, 640, 0xFEDCBA98, 9, 1234.5), ENTRY)[0]
     lengths = made.lengths.tolist()
     assert (entry["tokens"], entry["rollouts"], entry["longest_tokens"]) == (sum(lengths), len(lengths), max(lengths))
     assert (entry["policy_version"], entry["policy_version_max"]) == (made.policy_version, made.policy_version_max)
@@ -199,7 +199,7 @@ def test_what_the_door_admits_fits_its_entry() -> None:
     """The largest values that `check_group` lets pass neither overflow nor warn."""
     largest = group(rollout(reward=3.4e38, advantage=-3.4e38), prompt_index=2**53 - 1)
     assert check_group(largest, GroupLimits()) is None
-    entry = np.frombuffer(entry_of(largest, 1, 1, 0, 0.0), ENTRY)[0]
+    entry = np.frombuffer(encode_entry(largest, 1, 1, 0, 0.0), ENTRY)[0]
     assert np.isfinite(entry["reward_mean"]) and np.isfinite(entry["advantage_abs_mean"])
     for beyond in (wire_group(prompt_index=2**53), wire_group(rollout(reward=1e39))):
         assert isinstance(check_group(group_from_json(beyond), GroupLimits()), Rejection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.limits import Load, fitting
+from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.wire.config import Limits
 from tests.builders import steady
 
@@ -21,7 +21,7 @@ def test_what_enters_keeps_the_bounds_or_is_what_the_next_batch_lacks(
     held: Load, coming: list[Load], limits: Limits, lacking: int
 ) -> None:
     """And the first that is held back breaks a bound, after the batch has what it lacks."""
-    count, refusal = fitting(held, coming, limits, lambda: lacking)
+    count, refusal = count_fitting(held, coming, limits, lambda: lacking)
     entered = [load for load in coming[:count] if load.groups]
     assert sum(entered, held).over(limits) is None or len(entered) <= max(lacking, len(within(held, coming, limits)))
     assert (refusal is None) == (count == len(coming))
@@ -43,11 +43,13 @@ def within(held: Load, coming: list[Load], limits: Limits) -> list[Load]:
 def test_a_duplicate_passes_a_full_buffer() -> None:
     """It takes nothing; held back it would be sent for ever."""
     full, limits = Load(3, 100, 900), Limits(max_tokens_live=100)
-    assert fitting(full, [Load(), Load()], limits, lambda: 0) == (2, None)
+    assert count_fitting(full, [Load(), Load()], limits, lambda: 0) == (2, None)
 
 
 def test_the_bound_that_is_met_is_named() -> None:
     """With what would be live."""
-    _, refusal = fitting(Load(1, 10, 90), [Load(1, 5, 20)], Limits(max_bytes_live=100, max_group_bytes=9), lambda: 0)
+    _, refusal = count_fitting(
+        Load(1, 10, 90), [Load(1, 5, 20)], Limits(max_bytes_live=100, max_group_bytes=9), lambda: 0
+    )
     assert refusal is not None
     assert (refusal.name, refusal.value, refusal.bound) == ("limits.max_bytes_live", 110, 100)

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Meta
 
 from replaybuf.client.reader import ReaderOptions
-from replaybuf.kernel.options import StrategyOptions, option_ranges, told_options
+from replaybuf.kernel.options import StrategyOptions, describe_options, option_ranges
 from replaybuf.kernel.strategy import Strategy
 from replaybuf.service.host import ServeOptions
 
@@ -39,7 +39,7 @@ TOLD = [
 
 def test_an_option_is_told_with_what_it_may_be_and_its_default() -> None:
     """A bound that only keeps a number within its type is not told."""
-    assert told_options(Every) == TOLD
+    assert describe_options(Every) == TOLD
 
 
 @pytest.mark.parametrize(("name", "may_be", "default"), TOLD)
@@ -48,7 +48,7 @@ def test_a_range_names_the_default_where_there_is_one(name: str, may_be: str, de
 
 
 def test_a_strategy_without_options_has_none_to_tell() -> None:
-    assert told_options(Strategy.Options) == [] and option_ranges(Strategy.Options) == {}
+    assert describe_options(Strategy.Options) == [] and option_ranges(Strategy.Options) == {}
 
 
 @pytest.mark.parametrize(

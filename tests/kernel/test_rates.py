@@ -1,79 +1,79 @@
-"""Measured speeds: windows, waits taken out, 0 where nothing is known."""
+"""MeasuredRates speeds: windows, waits taken out, 0 where nothing is known."""
 
 from __future__ import annotations
 
 import pytest
 
-from replaybuf.kernel.rates import GROUPS, STEPS, Measured, Rates
+from replaybuf.kernel.rates import GROUPS, STEPS, MeasuredRates, Rates
 
 
 def trained(steps: int, step_s: float = 10.0, waited_s: float = 0.0) -> Rates:
     """Ack so many steps, each `step_s` long, of which `waited_s` were waiting."""
     rates = Rates(0.0)
     for n in range(steps):
-        rates.acked(n * step_s, waited_s=n * waited_s, stored=4 * n, too_stale=n)
+        rates.record_ack(n * step_s, waited_s=n * waited_s, stored=4 * n, too_stale=n)
     return rates
 
 
 def test_a_beginning_knows_nothing() -> None:
     """One ack has no step before it to be timed by."""
-    assert Rates(5.0).measured(5.0) == Measured()
-    assert trained(1).measured(3.0) == Measured()
+    assert Rates(5.0).measure(5.0) == MeasuredRates()
+    assert trained(1).measure(3.0) == MeasuredRates()
 
 
 def test_groups_are_counted_over_the_last_minute() -> None:
     """What was stored earlier is forgotten; a run younger than a minute is counted over its life."""
     rates = Rates(0.0)
-    rates.stored(1.0, 30)
-    assert rates.measured(10.0).groups_per_s == 3.0
-    rates.stored(100.0, 6)
-    assert rates.measured(100.0).groups_per_s == 0.1
-    assert rates.measured(161.0).groups_per_s == 0.0
+    rates.record_stored(1.0, 30)
+    assert rates.measure(10.0).groups_per_s == 3.0
+    rates.record_stored(100.0, 6)
+    assert rates.measure(100.0).groups_per_s == 0.1
+    assert rates.measure(161.0).groups_per_s == 0.0
 
 
 def test_a_step_is_told_without_what_the_trainer_waited() -> None:
     """10 s per step of which it waited 4: the trainer itself takes 6."""
-    measured = trained(5, 10.0, 4.0).measured(40.0)
+    measured = trained(5, 10.0, 4.0).measure(40.0)
     assert (measured.step_s, measured.waited, measured.steps_per_s) == (6.0, 0.4, 0.1)
     assert measured.too_stale == 0.25
 
 
 def test_steps_per_second_fall_while_none_comes() -> None:
     """Silence counts."""
-    assert trained(3).measured(200.0).steps_per_s == pytest.approx(0.01)
+    assert trained(3).measure(200.0).steps_per_s == pytest.approx(0.01)
 
 
 def test_only_the_last_steps_count() -> None:
     """A trainer that became slower is known as slow after 16 steps."""
     rates = trained(5, 1.0)
     for n in range(STEPS + 1):
-        rates.acked(100.0 + 50.0 * n, waited_s=0.0, stored=100, too_stale=4)
-    measured = rates.measured(100.0 + 50.0 * STEPS)
+        rates.record_ack(100.0 + 50.0 * n, waited_s=0.0, stored=100, too_stale=4)
+    measured = rates.measure(100.0 + 50.0 * STEPS)
     assert (measured.step_s, measured.too_stale) == (50.0, 0.0)
 
 
 def test_the_time_until_a_new_trainer_attached_is_no_step() -> None:
     """Steps are measured anew."""
     rates = trained(5)
-    rates.attached()
-    rates.acked(1000.0, waited_s=0.0, stored=0, too_stale=0)
-    assert rates.measured(1000.0).step_s == 0.0
-    rates.acked(1020.0, waited_s=0.0, stored=0, too_stale=0)
-    assert rates.measured(1020.0).step_s == 20.0
+    rates.forget_steps()
+    rates.record_ack(1000.0, waited_s=0.0, stored=0, too_stale=0)
+    assert rates.measure(1000.0).step_s == 0.0
+    rates.record_ack(1020.0, waited_s=0.0, stored=0, too_stale=0)
+    assert rates.measure(1020.0).step_s == 20.0
 
 
 def test_totals_that_fall_count_for_nothing() -> None:
     """A rewind gives evictions back, and a clock may be set back."""
     rates = Rates(0.0)
-    rates.acked(10.0, waited_s=5.0, stored=10, too_stale=5)
-    rates.acked(9.0, waited_s=4.0, stored=10, too_stale=3)
-    measured = rates.measured(9.0)
+    rates.record_ack(10.0, waited_s=5.0, stored=10, too_stale=5)
+    rates.record_ack(9.0, waited_s=4.0, stored=10, too_stale=3)
+    measured = rates.measure(9.0)
     assert measured.waited == measured.too_stale == 0.0 and measured.step_s >= 0.0
 
 
 def test_the_time_of_a_group_is_the_mean_of_the_last() -> None:
     """256 of them."""
     rates = Rates(0.0)
-    rates.took([1000.0] * 10)
-    rates.took([2.0, 4.0] * (GROUPS // 2))
-    assert rates.measured(0.0).group_s == 3.0
+    rates.record_durations([1000.0] * 10)
+    rates.record_durations([2.0, 4.0] * (GROUPS // 2))
+    assert rates.measure(0.0).group_s == 3.0

@@ -28,7 +28,7 @@ def restarted(state: RunState, stream: np.ndarray[Any, Any], raw: bytes) -> RunS
     """Fold a snapshot with what the trimmed index stream still holds: entries set aside, those behind `trimmed`."""
     snapshot = decode_snapshot(raw)
     again = RunState()
-    again.start_behind(snapshot.trimmed)
+    again.start_after(snapshot.trimmed)
     aside = np.frombuffer(snapshot.set_aside, np.int64)
     # A group freed after its trimming may still be set aside where the service died before deleting it.
     extra = [1] if snapshot.trimmed and 1 not in aside else []
@@ -48,17 +48,17 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
     kept = sorted({*numbers, *range(state.trimmed + 1, state.stored + 1)})
     rows = index.rows_of(kept)
     return story | {
-        "places": {n: state.place_of(n) for n in kept},
+        "places": {n: state.group_state(n) for n in kept},
         "rows": {name: index[name][rows].tolist() for name in index.columns},
-        "trimmed": (state.trimmed, state.trimmed_entries, state.stored, state.entries, len(state.fates)),
+        "trimmed": (state.trimmed, state.trimmed_entries, state.stored, state.entries, len(state.freed_as)),
         "history": (state.records, state.made, state.voided, state.checkpoints, state.rewinds, state.oldest_step),
         "batches": {
             s: (b.entry, b.generation, b.numbers.tolist(), b.earlier, b.acked) for s, b in state.batches.items()
         },
         "counts": (state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
-        "used": (state.groups_used, state.tokens_used, state.used_staleness, state.tallies),
+        "used": (state.groups_used, state.tokens_used, state.used_staleness, state.histograms),
         "feedback": state.feedback,
-        "words": (state.attached, state.config, state.max_uses, state.config_state),
+        "words": (state.attachment, state.config, state.max_uses, state.config_state),
         "failed": (state.failed_prompts, state.failures),
         "steps": (state.step, state.next_step, state.generation, state.published, state.weights_uri),
     }
@@ -98,10 +98,10 @@ class SnapshotMachine(RunStateMachine):
     def every_group_stands_where_the_model_has_it(self) -> None:
         for group in self.model.groups.values():
             if group.number > self.state.trimmed or not group.freed:
-                assert self.state.place_of(group.number) == group.place(self.model.max_uses)
+                assert self.state.group_state(group.number) == group.place(self.model.max_uses)
             else:
                 with pytest.raises(Gone, match=f"group number {group.number} was freed"):
-                    self.state.place_of(group.number)
+                    self.state.group_state(group.number)
 
     @invariant()
     def the_history_is_the_models(self) -> None:
@@ -111,19 +111,19 @@ class SnapshotMachine(RunStateMachine):
             if self.state.batch_entry(step) is None:
                 assert current <= self.state.trimmed_entries and step not in self.state.batches
                 with pytest.raises(Gone, match=f"record of step {step} is trimmed"):
-                    self.state.check_told(step)
+                    self.state.check_record_kept(step)
             else:
                 assert self.state.batch_entry(step) == current
 
     @invariant()
     def a_page_lists_the_groups_of_a_place(self) -> None:
         known = [g for g in self.model.groups.values() if g.number > self.state.trimmed or not g.freed]
-        assert self.state.numbers_at(None, 0, 1000) == [g.number for g in known]
-        assert self.state.numbers_at(None, 2, 3) == [g.number for g in known if g.number > 2][:3]
+        assert self.state.list_numbers(None, 0, 1000) == [g.number for g in known]
+        assert self.state.list_numbers(None, 2, 3) == [g.number for g in known if g.number > 2][:3]
         for place in PLACES:
             numbers = [g.number for g in known if g.place(self.model.max_uses)[0] == place]
-            assert self.state.numbers_at(place, 0, 1000) == numbers
-            assert self.state.numbers_at(place, 2, 3) == [n for n in numbers if n > 2][:3]
+            assert self.state.list_numbers(place, 0, 1000) == numbers
+            assert self.state.list_numbers(place, 2, 3) == [n for n in numbers if n > 2][:3]
 
 
 TestSnapshotAgainstTheWholeHistory = SnapshotMachine.TestCase
@@ -150,7 +150,7 @@ def test_a_snapshot_of_live_groups_costs_next_to_nothing() -> None:
 
 
 def test_a_snapshot_of_another_version_is_refused_by_name() -> None:
-    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS3'"):
+    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS4'"):
         decode_snapshot(b"RBS9" + encode_snapshot(take(RunState()))[len(MAGIC) :])
     with pytest.raises(ReplaybufError, match="does not decode"):
         decode_snapshot(encode_snapshot(take(RunState()))[:-3])
@@ -205,8 +205,8 @@ def test_history_is_kept_for_the_newest_freed_groups() -> None:
     point = trim_point(run.state, 10)
     assert point == TrimRecord(groups=2, entries=0), "the newest ledger entries stay, whatever they are"
     run.apply(point)
-    assert len(run.state.fates) == run.state.stored - 2 + 1
-    assert run.state.place_of(3) == ("retired", None)
+    assert len(run.state.freed_as) == run.state.stored - 2 + 1
+    assert run.state.group_state(3) == ("retired", None)
     assert trim_point(run.state, 10) is None
 
 

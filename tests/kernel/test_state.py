@@ -80,7 +80,7 @@ class Run:
         )
 
     def places(self) -> list[str]:
-        told = [self.state.place_of(number) for number in range(1, self.state.stored + 1)]
+        told = [self.state.group_state(number) for number in range(1, self.state.stored + 1)]
         return [place if reason is None else f"{place}: {reason}" for place, reason in told]
 
 
@@ -121,7 +121,7 @@ def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
     state.store(np.array([1, 2]), values)
     state.apply(1, config_record())
     state.apply(2, RewindRecord(step=0, generation=1, on_resume="resample", version=0, until=1))
-    assert [state.place_of(number)[0] for number in (1, 2)] == ["evicted", "live"]
+    assert [state.group_state(number)[0] for number in (1, 2)] == ["evicted", "live"]
 
 
 def test_resample_gives_uses_back_and_undoes_evictions_recorded_after_the_step() -> None:
@@ -239,8 +239,8 @@ def test_a_purged_dead_letter_is_still_told_as_one() -> None:
     assert run.apply(PurgeRecord(numbers=[1])) == [1]
     assert run.places() == ["dead_lettered: bad_checksum", "live"]
     assert run.state.dead_lettered == {"bad_checksum": 1}
-    assert run.state.numbers_at("dead_lettered", 0, 9) == [1]
-    assert run.state.numbers_at("retired", 0, 9) == []
+    assert run.state.list_numbers("dead_lettered", 0, 9) == [1]
+    assert run.state.list_numbers("retired", 0, 9) == []
 
 
 def test_the_entry_of_a_batch_is_that_of_the_generation_asked_for() -> None:
@@ -351,7 +351,7 @@ def test_the_trainer_that_attached_last_holds_the_run() -> None:
     for epoch in (1, 2):
         run.apply(AttachRecord(epoch=epoch, step=0, dp_world_size=4, seq_len=64, pad_to_multiple_of=8))
         assert run.state.epoch == epoch
-    assert run.state.attached is not None and run.state.attached.dp_world_size == 4
+    assert run.state.attachment is not None and run.state.attachment.dp_world_size == 4
 
 
 def test_prompts_that_failed_are_remembered() -> None:

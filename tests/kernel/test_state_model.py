@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaybuf.kernel.histograms import AGE_MS, TOKENS, VERSIONS, Histogram, Tallies
+from replaybuf.kernel.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
@@ -219,7 +219,7 @@ def in_buckets(edges: tuple[int, ...], values: list[int]) -> tuple[dict[int | No
     return Counter(min((edge for edge in edges if edge >= value), default=None) for value in values), sum(values)
 
 
-def told_of(tallies: Tallies) -> dict[str, Any]:
+def told_of(tallies: GroupHistograms) -> dict[str, Any]:
     """Tell tallies as the model does."""
 
     def told(histogram: Histogram) -> tuple[dict[int | None, int], int]:
@@ -243,7 +243,7 @@ def story_of(state: RunState) -> dict[str, Any]:
     return {
         "steps": (state.step, state.next_step, state.generation, state.oldest_step, state.state),
         "published": (state.published, state.weights_uri),
-        "places": [state.place_of(n) for n in numbers],
+        "places": [state.group_state(n) for n in numbers],
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
         "live": state.live_totals(),
@@ -251,7 +251,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "records": (state.records, state.voided, state.checkpoints, state.rewinds),
         "counts": (state.stored, state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
         "used": (state.groups_used, state.tokens_used, state.used_staleness),
-        "tallies": told_of(state.tallies),
+        "tallies": told_of(state.histograms),
         "words": (state.epoch, state.failed_prompts, state.failures, state.config, state.max_uses, state.entries),
     }
 
@@ -517,7 +517,7 @@ class RunStateMachine(RuleBasedStateMachine):
     @invariant()
     def every_group_stands_where_the_model_has_it(self) -> None:
         expected = [group.place(self.model.max_uses) for group in self.model.groups.values()]
-        assert [self.state.place_of(number) for number in self.model.groups] == expected
+        assert [self.state.group_state(number) for number in self.model.groups] == expected
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -539,7 +539,7 @@ class RunStateMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tallies_are_the_models_and_add_up(self) -> None:
-        state, tallies = self.state, self.state.tallies
+        state, tallies = self.state, self.state.histograms
         assert told_of(tallies) == self.model.tallies()
         assert {kind: lengths.mean.count for kind, lengths in tallies.lengths.items()} == {
             "stored": state.stored,
@@ -596,8 +596,8 @@ class RunStateMachine(RuleBasedStateMachine):
     def a_page_lists_the_groups_of_a_place(self) -> None:
         for place in PLACES:
             numbers = [g.number for g in self.model.at(place)]
-            assert self.state.numbers_at(place, 0, 1000) == numbers
-            assert self.state.numbers_at(place, 2, 3) == [n for n in numbers if n > 2][:3]
+            assert self.state.list_numbers(place, 0, 1000) == numbers
+            assert self.state.list_numbers(place, 2, 3) == [n for n in numbers if n > 2][:3]
 
 
 TestRunStateAgainstAModel = RunStateMachine.TestCase

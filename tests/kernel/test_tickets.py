@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaybuf.errors import NotFound
-from replaybuf.kernel.tickets import FORGIVEN, Ticket, TicketBook, TicketChange, forgiven, parse_ticket, prompt_key
+from replaybuf.kernel.tickets import (
+    FORGIVEN_REASONS,
+    Ticket,
+    TicketBook,
+    TicketChange,
+    is_forgiven,
+    parse_ticket,
+    prompt_key,
+)
 
 ADAPTERS = ("", "a/b")
 NUMBERS = st.integers(0, 10**18 - 1)
@@ -175,13 +183,16 @@ class TicketMachine(RuleBasedStateMachine):
         self.storage.keep(change)
 
     @precondition(lambda self: self.those("out"))
-    @rule(data=st.data(), reason=st.sampled_from(["engine_error: x", "", *(f"{word}: x" for word in sorted(FORGIVEN))]))
+    @rule(
+        data=st.data(),
+        reason=st.sampled_from(["engine_error: x", "", *(f"{word}: x" for word in sorted(FORGIVEN_REASONS))]),
+    )
     def give_back(self, data: st.DataObject, reason: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.those("out"))))
         ticket = self.ticket_of(key)
         assert self.book.holds(ticket)
         change = self.book.give_back(ticket, reason)
-        self.take_back(key, failed=reason.partition(":")[0] not in FORGIVEN)
+        self.take_back(key, failed=reason.partition(":")[0] not in FORGIVEN_REASONS)
         assert change.failed == ([ticket] if key in self.those("failed") else [])
         self.counts["returned"] += 1
         self.storage.keep(change)
@@ -238,7 +249,7 @@ class TicketMachine(RuleBasedStateMachine):
         for book in (self.book, self.restored()):
             out, due = self.those("out"), self.those("due")
             assert book.out == len(out)
-            assert sorted(book.prompts_at_hand()) == sorted([*out, *due])
+            assert sorted(book.pending_prompts()) == sorted([*out, *due])
             assert all(book.holds(self.ticket_of(key)) for key in out)
             assert not any(book.holds(self.ticket_of(key)) for key in due)
             assert {a: book.out_of(a) for a in ADAPTERS} == {a: sum(key[0] == a for key in out) for a in ADAPTERS}
@@ -276,7 +287,7 @@ def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
     assert book.used_up("") and book.issue("", 1, 0, 0.0).issued == []
 
 
-@pytest.mark.parametrize("reason", sorted(FORGIVEN))
+@pytest.mark.parametrize("reason", sorted(FORGIVEN_REASONS))
 def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: str) -> None:
     """A generator that is restarted ten times fails no prompt, and every ticket has a text of its own."""
     book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
@@ -291,7 +302,7 @@ def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: 
 
 @pytest.mark.parametrize("reason", ["", "engine_timeout", "engine_lost", "not shutdown", "shutdowns", "x: shutdown"])
 def test_any_other_reason_is_a_failed_attempt(reason: str) -> None:
-    assert not forgiven(reason)
+    assert not is_forgiven(reason)
     book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
     (ticket,) = book.issue("", 1, 0, 0.0).issued
     assert book.give_back(ticket, reason).failed == [ticket]
@@ -326,7 +337,7 @@ def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place()
     book.expire(10.0)
     again = book.issue("", 1, 0, 10.0).issued[0]
     assert book.done([again.prompt]).drop == [again]
-    assert not book.prompts_at_hand()
+    assert not book.pending_prompts()
 
 
 def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:

@@ -282,10 +282,10 @@ def test_a_run_trains_its_adapters_or_the_one_policy_without_a_name() -> None:
             "a": AdapterSpec(groups_per_batch=5, steps_per_publish=4),
         },
     )
-    assert config.policies == ("a", "b")
-    assert [config.groups_per_batch_of(name) for name in config.policies] == [5, 3]
-    assert [config.version_of(9, name) for name in config.policies] == [2, 4]
-    assert run_config().policies == ("",)
+    assert config.adapter_names == ("a", "b")
+    assert [config.groups_per_batch_of(name) for name in config.adapter_names] == [5, 3]
+    assert [config.version_of(9, name) for name in config.adapter_names] == [2, 4]
+    assert run_config().adapter_names == ("",)
 
 
 # ---------------------------------------------------------------------- differences

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.bounded import BOUND_S, unbounded
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.options import StrategyOptions
 from replaybuf.kernel.tickets import Ticket
+from replaybuf.kernel.time_limit import BOUND_S, unbounded
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.lab.simulate.figures import Figures, Meter
 from replaybuf.lab.simulate.virtual import VirtualRun
@@ -209,7 +209,7 @@ class Simulation:
             return
         entries = self._supply.entries([flight.attempt for flight in new.values()])
         sizes = zip(entries["tokens"].tolist(), entries["frame_bytes"].tolist(), strict=True)
-        fits = self.run.fitting([Load(1, *size) for size in sizes])
+        fits = self.run.count_fitting([Load(1, *size) for size in sizes])
         flights = list(new.values())
         self._held += flights[fits:]
         self._free -= len(flights) - fits
@@ -266,7 +266,7 @@ class Simulation:
         self._training = None
         waited = self.meter.waited_s.items()
         feedback = None
-        if trained and run.selector.views.plugins.heard is not None:  # it observes
+        if trained and run.selector.inputs.plugins.heard is not None:  # it observes
             feedback = self._supply.feedback(trained.step) or run.feedback(trained)
         run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"), feedback)
         if run.state.step % w.checkpoint_steps == 0:
@@ -299,7 +299,7 @@ class Simulation:
         """Pack a batch as the service would for the trainer's ranks."""
         prompts = [group.prompt_index for group in record.groups if group.prompt_index is not None]
         lengths = np.concatenate([self._supply.lengths(p, self._attempts.get(p, 1)) for p in prompts])
-        seq_len, ranks = self.run.selector.views.seq_len, self._workload.ranks
+        seq_len, ranks = self.run.selector.inputs.seq_len, self._workload.ranks
         grid = pack(lengths, seq_len, ranks)
         costs = rollout_costs(lengths).tolist()
         loads = np.array([sum(costs[item] for row in rank for item in row) for rank in grid])
@@ -310,7 +310,7 @@ class Simulation:
         seconds = max(run.now_s, 1e-12)
         waited = {reason: s / seconds for reason, s in sorted(meter.waited_s.items()) if s > 0}
         generated, used, dropped = meter.lengths()
-        uses, waste = state.tallies.groups_by_uses(), meter.waste()
+        uses, waste = state.histograms.groups_by_uses(), meter.waste()
         staleness = {age: count for age, count in sorted(state.used_staleness.items()) if count}
         live_mean, live_max = meter.live()
         strategy = run.config.strategy
@@ -343,7 +343,7 @@ class Simulation:
             generated_lengths=generated,
             used_lengths=used,
             dropped_lengths=dropped,
-            coverage=state.tallies.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
+            coverage=state.histograms.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
             packing=meter.packing(),
         )
 

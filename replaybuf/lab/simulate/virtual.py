@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from replaybuf.errors import Invalid
 from replaybuf.kernel.index import Numbers
-from replaybuf.kernel.limits import Load, fitting
+from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
@@ -131,13 +131,13 @@ class VirtualRun:
         """Say whether the group of a prompt is stored already: another one is a duplicate."""
         return prompt_index in self._brought
 
-    def fitting(self, coming: Sequence[Load]) -> int:
+    def count_fitting(self, coming: Sequence[Load]) -> int:
         """Count the first of these groups that the door has room for; the others are told to come again."""
         limits, state = self.config.limits, self.state
         if limits.max_tokens_live is None and limits.max_bytes_live is None:
             return len(coming)
         held = Load(0, state.live_totals().tokens, state.live_bytes())
-        return fitting(held, coming, limits, self.selector.lacking)[0]
+        return count_fitting(held, coming, limits, self.selector.lacking)[0]
 
     def append(self, entries: npt.NDArray[Any]) -> None:
         """Store groups, `ENTRY` [n], whose prompts are not brought yet; evict those that came too late."""
@@ -149,8 +149,8 @@ class VirtualRun:
         indexes = entries["prompt_index"].tolist()
         self._brought.update(indexes)
         change = self.book.done(("", index) for index in indexes)
-        self.rates.took(self.now_s - since_s for since_s in change.done_since_s)
-        self.rates.stored(self.now_s, len(entries))
+        self.rates.record_durations(self.now_s - since_s for since_s in change.done_since_s)
+        self.rates.record_stored(self.now_s, len(entries))
         self._evict(numbers)
 
     def _evict(self, only: Numbers | None = None) -> None:
@@ -228,7 +228,7 @@ class VirtualRun:
             version=version,
             strategy=config.strategy.name,
             options=config.strategy.options,
-            seed=self.selector.views.seed(step),
+            seed=self.selector.inputs.seed(step),
             tokens=sum(columns[4]),
             rollouts=int(index["rollouts"][rows].sum()),
             groups=held,
@@ -249,7 +249,7 @@ class VirtualRun:
         """
         state = self.state
         self._apply(AckRecord(step=state.step, epoch=EPOCH, feedback=feedback))
-        self.rates.acked(self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"])
+        self.rates.record_ack(self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"])
 
     def publish(self) -> None:
         """Announce version(next unacked step)."""

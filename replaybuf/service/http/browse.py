@@ -9,7 +9,7 @@ import msgspec
 
 from replaybuf.errors import BrokenFrame, Gone, Invalid, NotFound
 from replaybuf.kernel.index import DEAD
-from replaybuf.kernel.state_view import PLACES
+from replaybuf.kernel.state_view import GROUP_STATES
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.wire.frame import decode_frame
@@ -57,11 +57,14 @@ def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 async def list_groups(run: Run, state: str | None, after: int, limit: int) -> dict[str, Any]:
     """Render a page of groups in the order they were stored; `next` is the `after` of the next page, or null."""
-    if state is not None and state not in PLACES:
+    if state is not None and state not in GROUP_STATES:
         raise Invalid(
-            f"state is {state!r}; it must be one of {', '.join(PLACES)}", name="state", value=state, bound=PLACES
+            f"state is {state!r}; it must be one of {', '.join(GROUP_STATES)}",
+            name="state",
+            value=state,
+            bound=GROUP_STATES,
         )
-    numbers = run.state.numbers_at(state, after, limit)
+    numbers = run.state.list_numbers(state, after, limit)
     groups = [_summary(run, entry) for entry in await run.journal.store.groups.read_entries(run.name, numbers)]
     return {"groups": groups, "next": numbers[-1] if len(numbers) == limit else None}
 
@@ -85,7 +88,7 @@ def list_failed_prompts(run: Run, limit: int) -> dict[str, Any]:
 
 
 def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:
-    place, reason = run.state.place_of(entry.number)
+    place, reason = run.state.group_state(entry.number)
     rows = run.state.index.rows_of([entry.number])
     prompt_index = int(entry.values["prompt_index"])
     steps = run.state.steps_of(entry.number)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replaybuf.kernel.histograms import Histogram, Tallies
+from replaybuf.kernel.histograms import GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES
 from replaybuf.kernel.report import coverage
 from replaybuf.service.host import Service
@@ -82,14 +82,14 @@ _Told = Iterable[tuple[list[str], Histogram, int]]
 """Values of further labels, the histogram, how many of its units make one of the metric."""
 
 
-def _reuse(tallies: Tallies) -> Histogram:
+def _reuse(tallies: GroupHistograms) -> Histogram:
     histogram = Histogram(REUSE)
     for times, uses in tallies.reuse.items():
         histogram.add(np.array([times]), uses)
     return histogram
 
 
-_HISTOGRAMS: dict[str, tuple[str, list[str], Callable[[Tallies], _Told]]] = {
+_HISTOGRAMS: dict[str, tuple[str, list[str], Callable[[GroupHistograms], _Told]]] = {
     "group_times_sampled": (
         "Uses of groups by how often the group had been used, this use counted",
         [],
@@ -210,12 +210,12 @@ class _RunCollector:
         for run_name, run in runs:
             waits = run.state_cache.waits().adapters
             for adapter in sorted(run.journal.config.adapters):
-                holds, standing = run.state_cache.held().adapters[adapter], run.state.standing(adapter)
+                holds, counts = run.state_cache.held().adapters[adapter], run.state.counts_of(adapter)
                 progress = run.state.progress_at(run.state.next_step, adapter)
                 labels = [run_name, adapter]
-                counters["groups_stored"].add_metric(labels, standing.stored)
-                counters["groups_used"].add_metric(labels, standing.used)
-                counters["tokens_used"].add_metric(labels, standing.tokens_used)
+                counters["groups_stored"].add_metric(labels, counts.stored)
+                counters["groups_used"].add_metric(labels, counts.used)
+                counters["tokens_used"].add_metric(labels, counts.tokens_used)
                 gauges["groups_live"].add_metric(labels, holds.groups["live"])
                 gauges["tokens_live"].add_metric(labels, holds.tokens_live)
                 gauges["tickets_out"].add_metric(labels, run.book.out_of(adapter))
@@ -223,13 +223,13 @@ class _RunCollector:
                 gauges["step"].add_metric(labels, run.state.own_step(run.state.step, adapter))
                 gauges["groups_given"].add_metric(labels, progress.groups)
                 gauges["groups_per_batch"].add_metric(labels, progress.groups_per_batch)
-                for age, number in sorted(standing.used_staleness.items()):
+                for age, number in sorted(counts.used_staleness.items()):
                     staleness.add_metric([*labels, str(age)], number)
-                for kind, tallied in standing.tallies.lengths.items():
+                for kind, tallied in counts.tallies.lengths.items():
                     _add_histogram(lengths, [*labels, kind], tallied.mean, 1)
                 if told := waits[adapter]:
                     waiting.add_metric([*labels, told.reason], 1)
-                for reason, number in sorted((Counter(standing.evicted) + Counter(standing.dead_lettered)).items()):
+                for reason, number in sorted((Counter(counts.evicted) + Counter(counts.dead_lettered)).items()):
                     dropped.add_metric([*labels, reason], number)
         yield from (*counters.values(), *gauges.values(), dropped, staleness, lengths, waiting)
 
@@ -246,7 +246,7 @@ class _RunCollector:
             for standing in _STANDINGS:
                 prompts.add_metric([run_name, standing], getattr(told, standing))
             for name, (_, _, read) in _HISTOGRAMS.items():
-                for labels, histogram, unit in read(run.state.tallies):
+                for labels, histogram, unit in read(run.state.histograms):
                     _add_histogram(families[name], [run_name, *labels], histogram, unit)
         yield prompts
         yield from families.values()

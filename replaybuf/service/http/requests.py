@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
-from replaybuf.kernel.state_view import PLACES
+from replaybuf.kernel.state_view import GROUP_STATES
 from replaybuf.service.run.admission import Incoming
 from replaybuf.wire.config import LARGEST_INTEGER
 from replaybuf.wire.contract import GroupsRequest
@@ -63,7 +63,7 @@ LIMIT = Number("limit", 100, 1, LARGEST_PAGE)
 GENERATION = Number("generation")
 ADAPTER = Text("adapter")
 REASON = Text("reason")
-STATE = Text("state", tuple(PLACES))
+STATE = Text("state", tuple(GROUP_STATES))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooLarge
-from replaybuf.kernel.limits import Load, fitting
+from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.admission import AdmissionCheck, Incoming
 from replaybuf.service.run.arrivals import Arrivals
@@ -140,7 +140,7 @@ class Appends:
             return len(items), None
         held = Load(0, journal.state.live_totals().tokens, journal.state.live_bytes()) + self._entering
         coming = [Load() if there else _load(item) for item, there in zip(items, stored, strict=True)]
-        return fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
+        return count_fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
 
     def _has_group(self, item: PendingGroup) -> bool:
         """Return whether the group of a ticket's prompt is stored."""

@@ -66,7 +66,7 @@ class Arrivals:
                     await self._tickets.complete([chunk])
                     # Groups stored before this server measured are history, not speed.
                     recent = chunk.values["arrival_s"] >= self._rates.since_s
-                    self._rates.stored(self._journal.clock(), int(recent.sum()))
+                    self._rates.record_stored(self._journal.clock(), int(recent.sum()))
                     await self._eviction.of_arrivals(chunk.numbers)
                 unsettled.popleft()
         await self._journal.notify()

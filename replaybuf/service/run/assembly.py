@@ -19,7 +19,7 @@ import numpy.typing as npt
 from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.kernel.state import BAD_INDEX_ENTRY
-from replaybuf.kernel.state_view import Attached
+from replaybuf.kernel.state_view import Attachment
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.store import IndexEntry, Store
@@ -104,7 +104,7 @@ class PackedBatch:
     loss_tokens: list[int]
     grid: list[list[Row]]
     row_tokens: list[list[int]]
-    layout: Attached
+    layout: Attachment
     nbytes: int
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
     _made_from: bytes = b""
@@ -143,7 +143,7 @@ class PackedBatch:
         return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
 
 
-def pack_batch(record: BatchRecord, loaded: FetchedGroups, layout: Attached) -> PackedBatch:
+def pack_batch(record: BatchRecord, loaded: FetchedGroups, layout: Attachment) -> PackedBatch:
     """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
     frames = {entry.number: entry for entry in loaded.entries}
     planned: list[PlannedGroup] = []

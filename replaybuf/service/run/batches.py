@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, NotFound, RunFinished, StrategyFault, WrongStep
-from replaybuf.kernel.selection import Selector, Shared
+from replaybuf.kernel.selection import BatchSelection, Selector
 from replaybuf.kernel.state_view import BatchState
 from replaybuf.kernel.strategy import Selection
 from replaybuf.kernel.waiting import BLOCKED_ON
@@ -65,7 +65,7 @@ class Batches:
         Raises `Fenced`, `WrongStep`, `RunFinished`, `Gone`, and `Invalid` for a rank outside the world.
         """
         self.check_epoch(epoch)
-        ranks = self._state.attached.dp_world_size if self._state.attached else 0
+        ranks = self._state.attachment.dp_world_size if self._state.attachment else 0
         if not 0 <= rank < ranks:
             raise Invalid(f"dp_rank is {rank}; dp_world_size is {ranks}", name="dp_rank", value=rank, bound=ranks)
 
@@ -229,14 +229,14 @@ class Batches:
         """
         if self._journal.config.batch.overlong != "truncate":
             return []
-        seq_len = self._selector.views.seq_len
+        seq_len = self._selector.inputs.seq_len
         return sorted(number for number, group in loaded.groups.items() if _longest_prompt(group) >= seq_len)
 
     def _write_down(self, chosen: Selection, loaded: FetchedGroups) -> BatchRecord:
         state, config = self._state, self._journal.config
         step = state.next_step
         version = 0 if config.adapters else config.version_of(step)
-        versions = {name: state.version_at(step, name) for name in config.policies}
+        versions = {name: state.version_at(step, name) for name in config.adapter_names}
         index = state.index
         weights = [None] * len(loaded.entries) if chosen.weights is None else chosen.weights.astype(float).tolist()
         uses = index["times_sampled"][index.rows_of([entry.number for entry in loaded.entries])].tolist()
@@ -253,12 +253,12 @@ class Batches:
             version=version,
             strategy=config.strategy.name,
             options=config.strategy.options,
-            seed=self._selector.views.seed(step),
+            seed=self._selector.inputs.seed(step),
             tokens=sum(entry.tokens for entry in held),
             rollouts=sum(group.rollouts for group in loaded.groups.values()),
             groups=held,
             adapters=self._adapter_steps(held),
-            turn=chosen.turn if isinstance(chosen, Shared) else "",
+            turn=chosen.turn if isinstance(chosen, BatchSelection) else "",
             at_s=self._journal.clock(),
         )
 
@@ -290,7 +290,7 @@ class Batches:
                 self._check_askable(step)
                 raise Conflict(f"batch {step} was taken back by a rewind", name="step", value=step)
             # A follower learns of an attach or a rewind from the ledger: what was packed before it is recognised here.
-            if ready and ready.layout is self._state.attached and ready.record.generation == standing.generation:
+            if ready and ready.layout is self._state.attachment and ready.record.generation == standing.generation:
                 return ready
             record = await self._journal.batch_record(standing.entry)
             loaded = await fetch_groups(
@@ -305,14 +305,14 @@ class Batches:
         async with self._journal.decision():
             if self._state.batches.get(step) is not standing:
                 return  # a checkpoint freed it, bytes and all, while it was read
-            found = {n: reason for n, reason in broken.items() if self._state.place_of(n)[0] != "dead_lettered"}
+            found = {n: reason for n, reason in broken.items() if self._state.group_state(n)[0] != "dead_lettered"}
             if found:
                 logger.error("batch cannot be served run=%s step=%d: a resample does without", self._journal.name, step)
                 await self._bury(found)
         await self._journal.notify()
 
     async def _pack(self, record: BatchRecord, loaded: FetchedGroups) -> PackedBatch:
-        layout = self._state.attached
+        layout = self._state.attachment
         if layout is None:
             raise Conflict(f"run {self._journal.name} has no trainer attached", name="epoch", value=0, bound=1)
         return self._keep(await asyncio.to_thread(pack_batch, record, loaded, layout))
@@ -336,7 +336,7 @@ class Batches:
         state = self._state
         entry = state.batch_entry(step, generation)
         if entry is None:
-            state.check_told(step)
+            state.check_record_kept(step)
             where = "the current history" if generation is None else f"generation {generation}"
             raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
         record = await self._journal.batch_record(entry)

@@ -33,7 +33,7 @@ async def list_evaluations(run: Run, limit: int) -> dict[str, list[Evaluation]]:
 
 
 def _check(run: Run, asked: EvaluationRequest) -> None:
-    adapters = sorted(run.journal.config.policies)
+    adapters = sorted(run.journal.config.adapter_names)
     if asked.adapter not in adapters:
         raise Invalid(
             f"adapter of the evaluation is {asked.adapter!r}; needed: {adapters}",

@@ -114,7 +114,7 @@ class NextBatch:
         batch = ready.batch if ready else None
         if (
             batch is not None
-            and batch.layout is self._state.attached
+            and batch.layout is self._state.attachment
             and msgspec.structs.replace(batch.record, at_s=record.at_s) == record
         ):
             self.outcomes["hit"] += 1
@@ -163,7 +163,7 @@ class NextBatch:
         )
 
     def _key(self) -> object:
-        return (self._state.generation, self._state.next_step, self._state.attached)
+        return (self._state.generation, self._state.next_step, self._state.attachment)
 
     async def _prepare(self) -> None:
         chosen = self._selector.choose()
@@ -173,7 +173,7 @@ class NextBatch:
             numbers = self._selector.candidates()
         else:
             return
-        key, layout = self._key(), self._state.attached
+        key, layout = self._key(), self._state.attachment
         if self._ready is None or self._ready.key != key:
             self._ready = _Ready(key)
         elif self._ready.closed:

@@ -18,7 +18,7 @@ async def load_state(store: Store, run: str, state: RunState, through: int | Non
     """
     raw = await store.snapshots.read(run)
     snapshot = None if raw is None else decode_snapshot(raw)
-    state.start_behind(snapshot.trimmed if snapshot else 0)
+    state.start_after(snapshot.trimmed if snapshot else 0)
     state.index.reserve((await store.counters.read(run)).get("stored", 0) - state.trimmed)
     if through is not None and snapshot:
         through = max(through, snapshot.stored)

@@ -14,7 +14,7 @@ import msgspec
 from replaybuf.errors import Conflict
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.plugins import Bounds
-from replaybuf.kernel.rates import Measured, Rates
+from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
@@ -73,9 +73,9 @@ class Run:
         return self.journal.state
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredRates:
         """How fast groups come in and are used, as this server saw it."""
-        return self.rates.measured(self.journal.clock())
+        return self.rates.measure(self.journal.clock())
 
     # ------------------------------------------------------------------ life
 
@@ -128,7 +128,7 @@ class Run:
             return
         await self.arrivals.settle()
         await self.tickets.expire()
-        if all(self.book.used_up(name) for name in self.journal.config.policies):
+        if all(self.book.used_up(name) for name in self.journal.config.adapter_names):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
         await self.arrivals.adopt_recent()

@@ -70,7 +70,7 @@ class Session:
                 async with self._history_lock.exclusive():
                     await self._rewind(step, request.on_resume)
             self._batches.forget()
-            self._rates.attached()
+            self._rates.forget_steps()
         await self._eviction.judge_all()
         await journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
@@ -162,7 +162,7 @@ class Session:
                     at_s=journal.clock(),
                 )
                 await journal.append(record)
-                self._rates.acked(
+                self._rates.record_ack(
                     journal.clock(),
                     waited_s=self._batches.waited_for_others_s,
                     stored=state.stored,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from replaybuf.kernel.report import Held, held, run_state
+from replaybuf.kernel.report import IndexSummary, render_run_state, summarize_index
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
@@ -37,13 +37,13 @@ class StateCache:
     ) -> None:
         self._name, self._state, self._book, self._selector, self._clock = name, state, book, selector, clock
         self._config: tuple[RunConfig | None, dict[str, Any]] = None, {}
-        self._held: tuple[object, Held] | None = None
+        self._held: tuple[object, IndexSummary] | None = None
         self._waits: _Waits | None = None
 
     def state(self, *, durability: str, rejected: dict[str, int]) -> dict[str, Any]:
         """Render the state of the run."""
         waits = self.waits()
-        return run_state(
+        return render_run_state(
             self._name,
             self._state,
             self._book,
@@ -55,17 +55,17 @@ class StateCache:
             adapters_wait=waits.adapters,
         )
 
-    def held(self) -> Held:
+    def held(self) -> IndexSummary:
         """Tell what the index adds up to."""
         folded = self._folded()
         if self._held is None or self._held[0] != folded:
-            self._held = folded, held(self._state)
+            self._held = folded, summarize_index(self._state)
         return self._held[1]
 
     def waits(self) -> _Waits:
         """Tell why the next batch, and each adapter's part in it, cannot be made now; None where it can."""
         selector, now_s = self._selector, self._clock()
-        about = [(bool(self._book.out_of(name)), selector.silent(name)) for name in selector.config.policies]
+        about = [(bool(self._book.out_of(name)), selector.silent(name)) for name in selector.config.adapter_names]
         key = self._folded(), about
         kept = self._waits
         if kept is None or kept.key != key or not 0 <= now_s - kept.asked_s < WAITS_KEPT_S:

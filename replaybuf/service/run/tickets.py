@@ -89,7 +89,7 @@ class Tickets:
 
     def _held(self, adapter: str) -> Amount:
         """Count live groups plus tickets out, and live tokens, of an adapter."""
-        view = self._selector.views.view(self._journal.state.next_step, adapter=adapter)
+        view = self._selector.inputs.view(self._journal.state.next_step, adapter=adapter)
         return Amount(view.groups_live + view.tickets_out, view.tokens_live)
 
     async def give_back(self, text: str, reason: str) -> None:
@@ -134,7 +134,7 @@ class Tickets:
         """Remove the tickets of stored groups and measure how long they took; return whether there were any."""
         change = await self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
         now_s = self._journal.clock()
-        self._rates.took(now_s - since_s for since_s in change.done_since_s)
+        self._rates.record_durations(now_s - since_s for since_s in change.done_since_s)
         return bool(change)
 
     async def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
@@ -149,7 +149,7 @@ class Tickets:
         self._side_state.uncertain = False  # first: a failure below sets it again
         with self._side_state.uncertain_on_failure():
             await self._side_state.reload()
-            journal, prompts = self._journal, self._book.prompts_at_hand()
+            journal, prompts = self._journal, self._book.pending_prompts()
             numbers = await journal.store.groups.find_numbers(journal.name, [prompt_key(*prompt) for prompt in prompts])
             failed = journal.state.failed_prompts
             await self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
@@ -168,7 +168,7 @@ class Tickets:
 
 def check_adapter(adapter: str, config: RunConfig) -> None:
     """Raise `Invalid` if a run has no such adapter."""
-    if adapter not in config.policies:
+    if adapter not in config.adapter_names:
         known = sorted(config.adapters)
         has = f"the run has adapters {known}" if known else "the run has no adapters"
         raise Invalid(f"adapter is {adapter!r}; {has}", name="adapter", value=adapter, bound=known)

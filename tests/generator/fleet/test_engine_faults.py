@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import member as member_module
-from replaybuf.kernel.tickets import forgiven
+from replaybuf.kernel.tickets import is_forgiven
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Script, ServiceDouble
 from tests.generator.test_daemon import World, run, sampled_by, world
 from tests.waiting import until
@@ -93,7 +93,7 @@ def test_a_request_over_which_an_engine_dies_again_and_again_is_told_from_an_eng
     engine.script.extend([die] * TRIES)
     w = generated(tmp_path, engine)
     ((ticket, said),) = w.service.returned
-    assert ticket == "t0" and said.startswith("engine_lost: the engine was lost in 3 tries") and not forgiven(said)
+    assert ticket == "t0" and said.startswith("engine_lost: the engine was lost in 3 tries") and not is_forgiven(said)
     assert [group.prompt_index for group in w.service.groups] == [1, 2, 3]
 
 

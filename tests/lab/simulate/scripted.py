@@ -20,7 +20,7 @@ from tests.builders import group_of_lengths
 
 
 @dataclasses.dataclass
-class Measured:
+class MeasuredRates:
     """What the scripted trainer saw: seconds in all, seconds it waited."""
 
     seconds: float = 0.0
@@ -49,9 +49,9 @@ class Play:
         self._epoch = 0
         self._step = 0
         self._asked_s: float | None = None
-        self.measured = Measured()
+        self.measured = MeasuredRates()
 
-    def run(self) -> Measured:
+    def run(self) -> MeasuredRates:
         """Train all steps while all slots generate."""
         self._epoch = self._client.attach(dp_world_size=1).epoch
         self._asked_s = 0.0

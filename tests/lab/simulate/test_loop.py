@@ -64,7 +64,7 @@ def test_no_prompt_is_lost_and_no_group_is_counted_twice(
     unused = int(((index["state"] == LIVE) & (index["times_sampled"] == 0)).sum())
     coverage = figures.coverage
     assert coverage.issued == coverage.trained + coverage.dropped + coverage.failed + coverage.pending
-    assert coverage.pending == unused + len(book.prompts_at_hand())
+    assert coverage.pending == unused + len(book.pending_prompts())
     counts = group_counts(state)
     placed = counts["live"] + counts["in_batches"] + counts["retired"] + sum(counts["evicted"].values())
     assert figures.stored_groups == counts["stored"] == placed

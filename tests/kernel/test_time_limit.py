@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from replaybuf.kernel.bounded import TookTooLong, bounded, bounded_again, unbounded
+from replaybuf.kernel.time_limit import TookTooLong, bounded, bounded_again, unbounded
 
 BOUND_S = 0.2
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from replaybuf.wire.contract import Progress
 
 
-class Turns(msgspec.Struct, frozen=True, array_like=True):
+class Rotation(msgspec.Struct, frozen=True, array_like=True):
     """Whose turn is next ("" = the first of all, by name); groups used in the surviving history, by adapter."""
 
     next: str = ""
@@ -38,13 +38,15 @@ class Turns(msgspec.Struct, frozen=True, array_like=True):
         """Tell how far an adapter is."""
         return Progress(*divmod(self.used.get(adapter, 0), groups_per_batch), groups_per_batch)
 
-    def after(self, given: Mapping[str, int], following: str) -> Turns:
+    def after(self, given: Mapping[str, int], following: str) -> Rotation:
         """Go on behind a batch that has so many groups of each adapter; `following` has the next turn."""
-        return Turns(following, self.used | {name: self.used.get(name, 0) + groups for name, groups in given.items()})
+        return Rotation(
+            following, self.used | {name: self.used.get(name, 0) + groups for name, groups in given.items()}
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Portion:
+class AdapterShare:
     """What an adapter gives to a batch: rows of its groups int64 [n], their weights float32 [n] or None, tokens."""
 
     rows: npt.NDArray[np.int64]
@@ -52,19 +54,19 @@ class Portion:
     tokens: int
 
 
-Offer = Callable[[str, int | None, int], Portion | None]
+Offer = Callable[[str, int | None, int], AdapterShare | None]
 """Ask an adapter for a portion of at most so many tokens (None = no bound) and groups; None = it has none ready."""
 
 
 def share(
-    turns: Turns, batch_sizes: Mapping[str, int], tokens: int | None, offer: Offer
-) -> tuple[dict[str, Portion], str]:
+    turns: Rotation, batch_sizes: Mapping[str, int], tokens: int | None, offer: Offer
+) -> tuple[dict[str, AdapterShare], str]:
     """Take the portions of one batch of at most `tokens`; return them and whose turn is next.
 
     `batch_sizes` >= 1: groups per own batch of each adapter. No portion at all: nobody is ready.
     """
     names = turns.order(batch_sizes)
-    portions: dict[str, Portion] = {}
+    portions: dict[str, AdapterShare] = {}
     room, cut, following = tokens, "", turns.next
     for name in names:
         lacking = batch_sizes[name] - turns.progress(name, batch_sizes[name]).groups

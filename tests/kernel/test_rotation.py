@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.adapters import Portion, Turns, share
+from replaybuf.kernel.rotation import AdapterShare, Rotation, share
 from replaybuf.kernel.strategy import LOOK_AHEAD, Budget, Waiting, fill
 from replaybuf.wire.contract import Progress
 from tests.builders import live_groups, steady
@@ -23,7 +23,7 @@ class Queues:
     def __init__(self, queues: dict[str, list[int]]) -> None:
         self.queues = {name: list(queue) for name, queue in queues.items()}
 
-    def offer(self, name: str, tokens: int | None, lacking: int) -> Portion | None:
+    def offer(self, name: str, tokens: int | None, lacking: int) -> AdapterShare | None:
         taken: list[int] = []
         room = float("inf") if tokens is None else tokens
         for position, size in enumerate(self.queues[name]):
@@ -33,14 +33,16 @@ class Queues:
         sizes = [self.queues[name][position] for position in taken]
         if not taken or len(taken) == len(self.queues[name]) < lacking:
             return None
-        return Portion(np.array(taken, np.int64), None, sum(sizes))
+        return AdapterShare(np.array(taken, np.int64), None, sum(sizes))
 
-    def remove(self, name: str, portion: Portion) -> None:
+    def remove(self, name: str, portion: AdapterShare) -> None:
         gone = set(portion.rows.tolist())
         self.queues[name] = [size for at, size in enumerate(self.queues[name]) if at not in gone]
 
 
-def batch(queues: Queues, turns: Turns, sizes: dict[str, int], tokens: int | None) -> tuple[dict[str, Portion], Turns]:
+def batch(
+    queues: Queues, turns: Rotation, sizes: dict[str, int], tokens: int | None
+) -> tuple[dict[str, AdapterShare], Rotation]:
     portions, following = share(turns, {name: sizes[name] for name in queues.queues}, tokens, queues.offer)
     for name, portion in portions.items():
         queues.remove(name, portion)
@@ -52,8 +54,8 @@ def batch(queues: Queues, turns: Turns, sizes: dict[str, int], tokens: int | Non
 def test_batches_keep_the_budget_and_no_portion_crosses_the_end_of_an_own_step(
     queues: dict[str, list[int]], sizes: dict[str, int], tokens: int | None, first: str
 ) -> None:
-    held, turns = Queues(queues), Turns(first)
-    for _ in range(12):
+    held, turns = Queues(queues), Rotation(first)
+    for _ in range(1 + sum(map(len, queues.values()))):  # each batch takes a group while an adapter is ready
         before = turns
         portions, turns = batch(held, turns, sizes, tokens)
         assert tokens is None or sum(portion.tokens for portion in portions.values()) <= tokens
@@ -72,7 +74,7 @@ def test_whoever_is_ready_is_served_before_the_others_have_completed_an_own_step
 ) -> None:
     """The fast do not starve the slow: all of them are always ready, each with groups of one length."""
     held = Queues({name: [length] * 400 for name, length in zip(NAMES, lengths, strict=True)})
-    turns = Turns()
+    turns = Rotation()
     unserved = dict.fromkeys(NAMES, 0)
     for _ in range(40):
         portions, turns = batch(held, turns, sizes, tokens)
@@ -84,9 +86,9 @@ def test_whoever_is_ready_is_served_before_the_others_have_completed_an_own_step
 def test_an_adapter_that_the_budget_cut_is_the_first_of_the_next_batch() -> None:
     held = Queues({"a": [10] * 9, "b": [10] * 9, "c": [10] * 9})
     sizes = {"a": 3, "b": 3, "c": 3}
-    portions, turns = batch(held, Turns(), sizes, 50)
+    portions, turns = batch(held, Rotation(), sizes, 50)
     assert {name: len(portion.rows) for name, portion in portions.items()} == {"a": 3, "b": 2}
-    assert turns == Turns("b", {"a": 3, "b": 2})
+    assert turns == Rotation("b", {"a": 3, "b": 2})
     portions, turns = batch(held, turns, sizes, 50)
     assert {name: len(portion.rows) for name, portion in portions.items()} == {"b": 1, "c": 3, "a": 1}
     assert turns.next == "a"
@@ -96,16 +98,16 @@ def test_an_adapter_that_the_budget_cut_is_the_first_of_the_next_batch() -> None
 
 def test_an_adapter_whose_group_found_no_room_comes_before_one_that_was_served_after_it() -> None:
     held = Queues({"a": [30] * 9, "b": [40] * 9, "c": [10] * 9})
-    portions, turns = batch(held, Turns(), {"a": 1, "b": 1, "c": 1}, 50)
+    portions, turns = batch(held, Rotation(), {"a": 1, "b": 1, "c": 1}, 50)
     assert [*portions] == ["a", "c"]
     assert turns.next == "b"
 
 
 def test_an_adapter_that_is_not_ready_holds_nobody_up_and_keeps_no_turn() -> None:
     held = Queues({"a": [10], "b": [10] * 9})
-    portions, turns = batch(held, Turns(), {"a": 2, "b": 2}, 50)
+    portions, turns = batch(held, Rotation(), {"a": 2, "b": 2}, 50)
     assert [*portions] == ["b"]
-    assert turns == Turns("a", {"b": 2})
+    assert turns == Rotation("a", {"b": 2})
     assert batch(Queues({"a": [], "b": [10]}), turns, {"a": 2, "b": 2}, 50) == ({}, turns)
 
 
@@ -116,14 +118,14 @@ def test_no_group_of_an_adapter_that_gave_some_fits_beside_the_portions_of_a_bat
 ) -> None:
     """Portions have both bounds, always: what is left of the tokens, and what the adapter's own batch lacks."""
 
-    def offer(name: str, room: int | None, lacking: int) -> Portion | None:
+    def offer(name: str, room: int | None, lacking: int) -> AdapterShare | None:
         budget = Budget(room, lacking, seq_len=64)
         chosen = fill(live_groups(queues[name], first_row=0), np.arange(len(queues[name])), budget)
         if isinstance(chosen, Waiting):
             return None
-        return Portion(chosen.rows, None, sum(queues[name][row] for row in chosen.rows.tolist()))
+        return AdapterShare(chosen.rows, None, sum(queues[name][row] for row in chosen.rows.tolist()))
 
-    portions, _ = share(Turns(), {name: sizes[name] for name in queues}, tokens, offer)
+    portions, _ = share(Rotation(), {name: sizes[name] for name in queues}, tokens, offer)
     room = tokens - sum(portion.tokens for portion in portions.values())
     assert room >= 0
     for name, portion in portions.items():

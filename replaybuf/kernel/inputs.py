@@ -1,4 +1,4 @@
-"""What a strategy is told: the buffer, the groups it may use, speeds, budget, chance. Views of the state.
+"""What a strategy is told: the buffer, the groups it may use, speeds, budget, chance. StrategyInputs of the state.
 
 The core's own bounds (staleness, uses, rows of `seq_len`) are applied here: what breaks them no strategy sees.
 """
@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.kernel.index import LIVE
-from replaybuf.kernel.plugin_set import Ask, Built, build
-from replaybuf.kernel.rates import Measured, Rates
+from replaybuf.kernel.plugin_set import Ask, PluginSet, build
+from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.state_view import LiveTotals
 from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups, Rows
@@ -26,10 +26,10 @@ from replaybuf.wire.group import hash_name
 SAMPLED_GROUPS = 256
 """Means per group are those of the newest so many."""
 _HISTORY_BATCHES = 16
-_MEASURED = tuple(field.name for field in dataclasses.fields(Measured))
+_MEASURED = tuple(field.name for field in dataclasses.fields(MeasuredRates))
 
 
-class Standard(NamedTuple):
+class UsabilityRule(NamedTuple):
     """What makes a group usable: a rule, the column that tells, and which of its values keep it."""
 
     rule: str
@@ -37,8 +37,8 @@ class Standard(NamedTuple):
     kept: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]
 
 
-class Views:
-    """Views of run `name` for its strategy, which they build; see `Selector` for where the others come from.
+class StrategyInputs:
+    """StrategyInputs of run `name` for its strategy, which they build; see `Selector` for where the others come from.
 
     The owner of `rates` feeds it.
     """
@@ -52,7 +52,7 @@ class Views:
         self._book = book
         self._clock = clock
         self._ask = ask
-        self._built: Built | None = None
+        self._built: PluginSet | None = None
         self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
         self._recent: tuple[int, tuple[int, ...]] = -1, ()
 
@@ -64,7 +64,7 @@ class Views:
         return self._state.config
 
     @property
-    def plugins(self) -> Built:
+    def plugins(self) -> PluginSet:
         """Plug-ins of the configuration in force; a strategy that observes knows the feedback that the state keeps."""
         built, config, feedback = self._built, self.config, self._state.feedback
         if built is None or built.config is not config or (built.heard is not None and built.heard is not feedback):
@@ -74,7 +74,7 @@ class Views:
     @property
     def seq_len(self) -> int:
         """Room of a micro-batch: what the trainer attached with, or the configuration's."""
-        attached = self._state.attached
+        attached = self._state.attachment
         return attached.seq_len if attached else self.config.batch.seq_len
 
     def tokens_per_group(self) -> float:
@@ -88,7 +88,7 @@ class Views:
     def flow(self) -> Flow:
         """Tell what admission may go by."""
         now_s = self._clock()
-        measured = self._rates.measured(now_s)
+        measured = self._rates.measure(now_s)
         return Flow(
             now_s=now_s,
             tokens_per_group=self.tokens_per_group(),
@@ -106,7 +106,7 @@ class Views:
             shown = state.index.groups(self.rows_of(adapter)) if groups is None else groups
             live, given = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter).groups
             batches = tuple(state.groups_of(adapter, made) for made in sorted(state.batches)[-_HISTORY_BATCHES:])
-            stored, used = state.standing(adapter).stored, state.turns.used.get(adapter, 0)
+            stored, used = state.counts_of(adapter).stored, state.rotation.used.get(adapter, 0)
         else:
             live, given, batches = state.live_totals(), 0, self._last_batches()
             if groups is not None and len(groups) < live.groups:
@@ -168,30 +168,30 @@ class Views:
         rng.bit_generator.state = start
         return rng
 
-    def standards(self, step: int, adapter: str) -> Iterator[Standard]:
+    def usability_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         """Yield what makes a group usable at `step`, for an adapter: the strategy's bounds and the trainer's rows."""
         version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
-        yield Standard("selects no group of a version to come", "policy_version", lambda found: found <= version)
+        yield UsabilityRule("selects no group of a version to come", "policy_version", lambda found: found <= version)
         if bounds.max_staleness is not None:
             oldest = version - bounds.max_staleness
             rule = f"keeps the max_staleness of {bounds.max_staleness}"
-            yield Standard(rule, "policy_version", lambda found: found >= oldest)
+            yield UsabilityRule(rule, "policy_version", lambda found: found >= oldest)
         if bounds.max_uses is not None:
             most = bounds.max_uses
-            yield Standard(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
-        yield Standard("selects only live groups", "state", lambda found: found == LIVE)
+            yield UsabilityRule(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
+        yield UsabilityRule("selects only live groups", "state", lambda found: found == LIVE)
         if adapter:
             code = hash_name(adapter)
-            yield Standard("selects only groups it was given", "adapter", lambda found: found == code)
+            yield UsabilityRule("selects only groups it was given", "adapter", lambda found: found == code)
         if self.config.batch.overlong == "reject":
             longest = self.seq_len
             rule = f"keeps the seq_len of {longest}"
-            yield Standard(rule, "longest_tokens", lambda found: found <= longest)
+            yield UsabilityRule(rule, "longest_tokens", lambda found: found <= longest)
 
     def usable(self, step: int, adapter: str) -> Groups:
-        """Return the live groups, of an adapter, that keep all `standards` at `step`."""
+        """Return the live groups, of an adapter, that keep all `usability_rules` at `step`."""
         index = self._state.index
-        each = (standard.kept(index[standard.column]) for standard in self.standards(step, adapter))
+        each = (standard.kept(index[standard.column]) for standard in self.usability_rules(step, adapter))
         fits = next(each)
         for kept in each:
             fits &= kept
