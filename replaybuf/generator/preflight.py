@@ -152,7 +152,7 @@ async def check_tokenizer(servers: Sequence[Server], tokenizer: Tokenizer, promp
     text = "".join(prompt.text for prompt in prompts[:_COMPARED_PROMPTS])
     ours = tokenizer.encode(text, add_special_tokens=False)
     for server in servers:
-        theirs = await server.tokenized(text)
+        theirs = await server.tokenize(text)
         if theirs is not None and ours not in (theirs, theirs[1:]):
             at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
             raise Invalid(

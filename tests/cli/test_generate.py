@@ -309,9 +309,9 @@ def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
         ({"max-tokens": "0"}, "max_tokens is 0; at least 1 is needed"),
         ({"engine-timeout-s": "0"}, "engine_timeout_s is 0.0; more than 0 is needed"),
         ({"prompts": "/nowhere.jsonl"}, "prompts file /nowhere.jsonl: No such file"),
-        ({"model": "other"}, "serves ['tiny']; asked for is 'other'"),
+        ({"model": "other"}, "serves ['tiny']; the requested model is 'other'"),
         ({"url": "localhost"}, "url is 'localhost'; needed: http://HOST:PORT"),
-        ({"engine": "localhost"}, "engine is 'localhost'; needed: http://HOST:PORT"),
+        ({"engine": "localhost"}, "engine is 'localhost'; it must be http://HOST:PORT"),
         ({"max-turns": "0"}, "max_turns is 0; at least 1 is needed"),
         (
             {"environment": "tests.generator.turn_environments:Echo", "reward-processes": "1"},

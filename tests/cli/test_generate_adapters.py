@@ -126,7 +126,7 @@ def test_a_signal_gives_back_the_tickets_of_the_adapter(tmp_path: Path, run: Run
         (ADAPTERS, {}, "adapter is ''; the run has ['code', 'math']"),
         (ADAPTERS, {"adapter": "poetry"}, "adapter is 'poetry'; the run has ['code', 'math']"),
         ({}, {"adapter": "math"}, "adapter is 'math'; the run has no adapters"),
-        (ADAPTERS, {"adapter": "math"}, "serves ['tiny']; asked for is 'math'"),
+        (ADAPTERS, {"adapter": "math"}, "serves ['tiny']; the requested model is 'math'"),
     ],
 )
 def test_an_adapter_that_run_or_engine_lacks_ends_it_at_once_with_one_message(

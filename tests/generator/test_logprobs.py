@@ -95,7 +95,7 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
         (lambda choices: choices[1]["prompt_logprobs"].__setitem__(2, None), "the first is 6 at 1"),
         (lambda choices: choices[1]["prompt_logprobs"][1]["2"].update(logprob=-9999.0), "the first is 2 at 0"),
         (lambda choices: choices[1]["prompt_logprobs"][1]["2"].update(logprob=0.5), "the first is 2 at 0"),
-        (lambda choices: choices.pop(), "1 choices; asked for were 2"),
+        (lambda choices: choices.pop(), "1 choices; 2 were requested"),
     ],
     ids=["one less", "none", "not its own", "a gap", "absent", "above 0", "a choice less"],
 )
@@ -198,7 +198,7 @@ def test_a_server_that_samples_the_policy_is_no_reference() -> None:
 def test_a_name_that_the_server_does_not_serve_is_refused_at_start() -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            with pytest.raises(EngineUnfit, match="asked for is 'base'"):
+            with pytest.raises(EngineUnfit, match="the requested model is 'base'"):
                 await opened(stack, ref_engine=engine.url, ref_served_name="base")
 
     run(main())
@@ -388,9 +388,9 @@ def test_after_a_rewind_no_server_is_used_that_has_weights_of_before() -> None:
     ("change", "options", "told"),
     [
         ({"weight_info": False}, {}, "tells no policy version, which old_logprobs need"),
-        ({"version": "a-name"}, {}, "calls its weights 'a-name'"),
-        ({"model": "another"}, {}, r"serves \['another'\]; asked for is 'tiny'"),
-        ({}, {"old_served_name": "base"}, "asked for is 'base'"),
+        ({"version": "a-name"}, {}, "labels its weights 'a-name'"),
+        ({"model": "another"}, {}, r"serves \['another'\]; the requested model is 'tiny'"),
+        ({}, {"old_served_name": "base"}, "the requested model is 'base'"),
     ],
     ids=["no version", "no number", "another model", "another name"],
 )

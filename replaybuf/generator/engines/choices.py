@@ -1,4 +1,4 @@
-"""The choices of an answer, whatever API gave them: what makes them usable, and how they become columns."""
+"""Completions as an engine returned them, for every API: checks, order, and conversion to columns."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import msgspec
 import numpy as np
 
 from replaybuf.generator.engines.protocol import ABORTED
-from replaybuf.wire.group import Float32s, Int32s
+from replaybuf.wire.group import LOGPROB_TOLERANCE, Float32s, Int32s
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 ABSENT_LOGPROB = -9999.0
-"""What vLLM writes for a logprob it does not have, or for minus infinity."""
-_TOLERANCE = 1e-3
-"""Rounding may leave the logprob of a certain token so far above 0."""
+"""vLLM writes this for a missing logprob and for minus infinity."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Completion tokens `start` to `end` (exclusive) were sampled by the weights labelled `version`."""
+    """Completion tokens `start` to `end` (exclusive) were sampled by the weights with the label `version`."""
 
     version: int | str
     start: int
@@ -30,7 +28,7 @@ class Span(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion: `logprobs` in nats, one per token; `spans` None where the server does not tell versions."""
+    """One completion: `logprobs` in nats, one per token; `spans` None where the server reports no versions."""
 
     index: int
     token_ids: list[int]
@@ -38,68 +36,55 @@ class Choice:
     finish_reason: str | None
     spans: list[Span] | None = None
 
-    def flaw(self) -> str | None:
-        """Say what makes this choice unusable, beside its numbers; None where nothing does."""
+    def check(self) -> None:
+        """Raise `ValueError` where lengths do not fit together."""
         tokens = len(self.token_ids)
         if not tokens and self.finish_reason != ABORTED:
-            return "a choice without token_ids"
+            raise ValueError("a choice without token_ids")
         if len(self.logprobs) != tokens:
-            return f"{len(self.logprobs)} logprobs for {tokens} tokens"
-        if tokens and self.spans is not None and _covered(self.spans) != tokens:
-            return f"weight_versions {[(span.start, span.end) for span in self.spans]} for {tokens} tokens"
-        return None
+            raise ValueError(f"{len(self.logprobs)} logprobs for {tokens} tokens")
+        if tokens and self.spans is not None and not _cover(self.spans, tokens):
+            raise ValueError(f"weight_versions {[(span.start, span.end) for span in self.spans]} for {tokens} tokens")
 
 
-class Numbered(Protocol):
-    """Whatever of an answer has a place in it."""
-
+class _Indexed(Protocol):
     @property
-    def index(self) -> int:
-        """Its place, from 0."""
+    def index(self) -> int: ...
 
 
-N = TypeVar("N", bound=Numbered)
+I = TypeVar("I", bound=_Indexed)  # noqa: E741
 
 
-def in_order(choices: Sequence[N], n: int) -> tuple[list[N], str | None]:
-    """Sort choices by index; also say what is wrong with their number or indexes, None where nothing is."""
+def in_order(choices: Sequence[I], n: int) -> list[I]:
+    """Sort choices by index. Raises `ValueError` unless the indexes are 0 to n - 1."""
     ordered = sorted(choices, key=lambda choice: choice.index)
     if len(ordered) != n:
-        return ordered, f"{len(ordered)} choices; asked for were {n}"
+        raise ValueError(f"{len(ordered)} choices; {n} were requested")
     indexes = [choice.index for choice in ordered]
     if indexes != list(range(n)):
-        return ordered, f"choices of index {indexes}; asked for were {n}"
-    return ordered, None
+        raise ValueError(f"choices of index {indexes}; {n} were requested")
+    return ordered
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Columns:
-    """Choices side by side; shapes and types as in `Sample`."""
-
-    completion_ids: Int32s
-    completion_lengths: Int32s
-    inference_logprobs: Float32s
-    finish_reasons: tuple[str | None, ...]
+def token_ids(choices: Sequence[Choice]) -> Int32s:
+    """Return the token ids of all choices, int32 [C]."""
+    ids: Int32s = _joined([choice.token_ids for choice in choices], "i")
+    return ids
 
 
-def columns(choices: Sequence[Choice]) -> Columns:
-    """Join choices. Raises `ValueError` where a logprob is none."""
-    logprobs = _joined([choice.logprobs for choice in choices], "d")
-    if len(logprobs):
-        low, high = logprobs.min(), logprobs.max()
-        if not ABSENT_LOGPROB < low <= high <= _TOLERANCE:
-            needed = f"each must be above {ABSENT_LOGPROB:g} and at most 0"
-            raise ValueError(f"logprobs from {low:g} to {high:g}; {needed}")
-    return Columns(
-        completion_ids=_joined([choice.token_ids for choice in choices], "i"),
-        completion_lengths=np.array([len(choice.token_ids) for choice in choices], np.int32),
-        inference_logprobs=logprobs.astype(np.float32),
-        finish_reasons=tuple(choice.finish_reason for choice in choices),
-    )
+def logprobs(choices: Sequence[Choice]) -> Float32s:
+    """Return the logprobs of all choices, float32 [C]. Raises `ValueError` where one is out of bounds."""
+    values = _joined([choice.logprobs for choice in choices], "d")
+    if len(values):
+        low, high = values.min(), values.max()
+        if not ABSENT_LOGPROB < low <= high <= LOGPROB_TOLERANCE:
+            raise ValueError(f"logprobs from {low:g} to {high:g}; each must be above {ABSENT_LOGPROB:g} and at most 0")
+    narrow: Float32s = values.astype(np.float32)
+    return narrow
 
 
-def stamped(lengths: Int32s, version: int) -> Int32s:
-    """Return the spans, int32 [k, 4], of completions that one version is answerable for; empty ones have none."""
+def uniform_spans(lengths: Int32s, version: int) -> Int32s:
+    """Return the spans, int32 [k, 4], of completions that one version covers; empty completions have none."""
     rollouts = np.flatnonzero(lengths)
     spans = np.zeros((len(rollouts), 4), np.int32)
     spans[:, 0] = rollouts
@@ -108,17 +93,17 @@ def stamped(lengths: Int32s, version: int) -> Int32s:
     return spans
 
 
-def _covered(spans: Sequence[Span]) -> int:
-    """Return how many tokens spans cover from the first on without a gap; -1 where they have one or overlap."""
+def _cover(spans: Sequence[Span], tokens: int) -> bool:
+    """Return whether spans cover all tokens without a gap or overlap."""
     end = 0
     for span in spans:
         if span.start != end or span.end < span.start:
-            return -1
+            return False
         end = span.end
-    return end
+    return end == tokens
 
 
 def _joined(lists: Sequence[Sequence[float]], code: str) -> Any:
-    # A third of the time of `np.fromiter` over all of them: there are thousands of numbers in a group.
+    # A third of the time of `np.fromiter` over all lists: a group has thousands of numbers.
     packed = [struct.pack(f"={len(values)}{code}", *values) for values in lists]
     return np.frombuffer(b"".join(packed), code)

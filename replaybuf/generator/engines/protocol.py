@@ -1,4 +1,4 @@
-"""What an engine is asked for and what it answers, whatever API it speaks."""
+"""The contract of an inference engine: what a request holds and what an answer holds, for every API."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import dataclasses
 import hashlib
 from typing import Any, Protocol
 
-from replaybuf.generator.engines.load import Load
 from replaybuf.wire.group import Bools, Float32s, Int32s
 
 SEED_BITS = 53
-"""Exact in every JSON reader, and n seeds in a row from it still fit 64 bits."""
+"""Every JSON reader keeps 53 bits exactly, and seed + n still fits in 64 bits."""
 ABORTED = "abort"
-"""Finish reason of a completion that the server ended, mostly to load weights; what was sampled until then is right."""
+"""Finish reason of a completion that the server ended early, mostly to load weights; its tokens are valid."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample: `n` completions of one prompt, each at most `max_tokens` long, at `temperature` >= 0.
+    """Sampling parameters: `n` completions of one prompt, at most `max_tokens` each, at `temperature` >= 0.
 
-    `stop_token_ids` end a completion, and are part of it, beside those the engine knows by itself. `seed`: where the
-    engine's randomness starts, None = it chooses; the n completions differ all the same. Nothing else changes the
-    distribution: top-p, top-k, min-p and penalties are switched off in every request, whatever the model's folder says.
+    A completion ends with a token of `stop_token_ids` (included) or of the engine's own stop tokens. `seed` None: the
+    engine chooses; the n completions differ in both cases. Every request switches off top-p, top-k, min-p and
+    penalties, whatever the model folder says.
     """
 
     n: int
@@ -31,11 +30,14 @@ class Sampling:
     seed: int | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return what goes into a group's metadata; no seed where none was given."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.seed is None:
-            del fields["seed"]
-        return fields
+        """Return the fields for a group's metadata, without `seed` where it is None."""
+        fields: dict[str, Any] = {
+            "n": self.n,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        return fields if self.seed is None else fields | {"seed": self.seed}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -44,10 +46,10 @@ class Sample:
 
     - `completion_ids` int32 [C], `completion_lengths` int32 [n], `inference_logprobs` float32 [C] in nats
     - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
-    - `finish_reasons` one per completion; `metadata`: who sampled, and how
-    - `exact`: the spans are the truth; else the server changed its version meanwhile and does not tell what came after,
-      and the older version is stamped over the whole completion
-    - `completion_mask` bool [C]: False where an environment wrote a token; None = all were sampled
+    - `finish_reasons`: one per completion; `metadata`: engine and sampling parameters
+    - `exact`: False where the server changed its version during the request and reports no spans; then the older
+      version covers the whole completion
+    - `completion_mask` bool [C]: False where an environment wrote the token; None = all tokens were sampled
     """
 
     completion_ids: Int32s
@@ -61,7 +63,7 @@ class Sample:
 
     @property
     def aborted(self) -> bool:
-        """Whether a completion was aborted; one that was may have no tokens."""
+        """Whether a completion was aborted; an aborted completion may have no tokens."""
         return ABORTED in self.finish_reasons
 
     @property
@@ -76,14 +78,22 @@ class Sample:
         return [self.completion_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """Rollouts on one server, of all its clients: `running` are being sampled, `waiting` are queued."""
+
+    running: int
+    waiting: int
+
+
 class Engine(Protocol):
-    """Whatever samples completions."""
+    """Samples completions."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
-        """Sample `sampling.n` completions of one prompt, int32 [P]; some may come aborted.
+        """Sample `sampling.n` completions of one prompt, int32 [P]; completions may come back aborted.
 
-        Raises `EngineFault` where this request got no usable answer, `EngineAway` (a kind of it) where another try may
-        help, `EngineUnfit` where only an operator can.
+        Raises `EngineAway` where another try may help, `EngineUnfit` where only an operator can help, and otherwise
+        `EngineFault`, the parent of both, for this request.
         """
 
     async def aclose(self) -> None:
@@ -91,7 +101,7 @@ class Engine(Protocol):
 
 
 class Server(Engine, Protocol):
-    """One engine process behind an address; `max_model_len` in tokens, both None until `prepare` where not known."""
+    """One engine process at an address; `model` and `max_model_len` (tokens) may be None until `prepare`."""
 
     url: str
     model: str | None
@@ -99,25 +109,30 @@ class Server(Engine, Protocol):
     logprobs_mode: str
 
     async def healthy(self) -> bool:
-        """Say whether the server takes requests."""
+        """Return whether the server takes requests."""
 
     async def loaded_version(self) -> int | None:
-        """Ask for the policy version of the weights loaded now; None where the server does not tell."""
+        """Return the policy version of the loaded weights; None where the server does not report it."""
 
-    async def tokenized(self, text: str) -> list[int] | None:
-        """Encode a text by the server's own tokenizer, without special tokens; None where it does not tell."""
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Encode a text with the server's tokenizer, without special tokens; None where the server does not offer it."""
 
     async def load(self) -> Load | None:
-        """Ask how many rollouts run and wait there; None where the server does not tell. Raises `EngineFault`."""
+        """Return how many rollouts run and wait; None where the server has no such gauges. Raises `EngineFault`."""
 
     async def prepare(self) -> None:
-        """Learn what the server serves and offers; to be repeated when it may have been started anew.
+        """Read what the server serves and offers; call it again when the server may have restarted.
 
         Raises `EngineUnfit` where it serves another model, `EngineAway` where it does not answer.
         """
 
 
-def request_seed(run_seed: int, prompt_index: int, attempt: int) -> int:
-    """Derive the seed of one request, in [0, 2**53): the same on every machine, another one for every attempt."""
-    digest = hashlib.blake2b(f"{run_seed}:{prompt_index}:{attempt}".encode(), digest_size=8).digest()
+def derived_seed(*parts: int) -> int:
+    """Derive a seed in [0, 2**53) from numbers; the result is the same on every machine."""
+    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+
+def request_seed(run_seed: int, prompt_index: int, attempt: int) -> int:
+    """Derive the seed of one request, in [0, 2**53); every attempt at a prompt gets another seed."""
+    return derived_seed(run_seed, prompt_index, attempt)

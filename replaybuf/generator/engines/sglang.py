@@ -1,4 +1,4 @@
-"""SGLang's own API: `POST /generate`."""
+"""Client of SGLang's own API, `POST /generate`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from replaybuf.generator.engines.choices import Choice, Span, TokenId
-from replaybuf.generator.engines.http import Answer, HttpEngine
+from replaybuf.generator.engines.connection import NOT_FOUND
+from replaybuf.generator.engines.http import UNCHANGED_DISTRIBUTION, Answer, HttpEngine
 from replaybuf.generator.engines.protocol import Sampling
-from replaybuf.generator.engines.wire import NOT_FOUND
 
 GENERATE = "/generate"
 _MODEL_INFO = ("/model_info", "/get_model_info")
@@ -42,7 +42,7 @@ class _Output(msgspec.Struct):
 
 
 _OUTPUTS: Any = list[_Output] | _Output
-"""One completion of one prompt comes without a list around it."""
+"""A single completion of a single prompt comes without a list."""
 
 
 class _ModelInfo(msgspec.Struct):
@@ -50,10 +50,11 @@ class _ModelInfo(msgspec.Struct):
 
 
 class SglangEngine(HttpEngine):
-    """One SGLang server. Its logprobs contain the temperature unless it runs with `SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
+    """Client of one SGLang server.
 
-    Newer servers label every completion with `weight_versions`; older ones tell the label at its end alone, so it is
-    read before as well. Seeds count where the server runs with `--enable-deterministic-inference`.
+    Its logprobs contain the temperature unless the server runs with `SGLANG_RETURN_ORIGINAL_LOGPROB=1`. Seeds have an
+    effect only with `--enable-deterministic-inference`. Newer servers report `weight_versions` per completion; older
+    servers report only the label at the end.
     """
 
     LOGPROBS_MODE = "processed_logprobs"
@@ -62,26 +63,26 @@ class SglangEngine(HttpEngine):
 
     async def _complete(self, prompt: list[int], sampling: Sampling) -> Answer:
         question = _question(prompt, sampling)
-        if self._is_adapter:  # the call has no name for the model itself
+        if self._is_adapter:  # the call has no name for the base model
             question["lora_path"] = self.model
-        outputs = await self._wire.ask("POST", GENERATE, _OUTPUTS, question, timeout_s=self._timeout_s)
+        outputs = await self._connection.ask("POST", GENERATE, _OUTPUTS, question, timeout_s=self._timeout_s)
         if isinstance(outputs, _Output):
             outputs = [outputs]
         choices = [self._choice(index, output, len(prompt)) for index, output in enumerate(outputs)]
         labels = [output.meta_info.weight_version for output in outputs]
-        told = [label for label in labels if label is not None]
-        # Completions may end on both sides of an update; the oldest label is the one that is safe for all of them.
-        after = min(told, key=self._version) if told and len(told) == len(labels) else None
-        return Answer(choices, GENERATE, after=after)
+        reported = [label for label in labels if label is not None]
+        # Completions may end on both sides of an update; only the oldest label is safe for all of them.
+        oldest = min(reported, key=self._version) if reported and len(reported) == len(labels) else None
+        return Answer(choices, GENERATE, label=oldest)
 
     def _choice(self, index: int, output: _Output, prompt_tokens: int) -> Choice:
         meta = output.meta_info
         if meta.prompt_tokens not in (None, prompt_tokens):
-            raise self._wire.bad_answer(
+            raise self._connection.bad_answer(
                 f"completions of a prompt of {meta.prompt_tokens} tokens; the one sent has {prompt_tokens}"
             )
         items = meta.output_token_logprobs or []
-        # The token ids beside the logprobs are what was sampled; `output_ids` may lack the stop token.
+        # The token ids beside the logprobs are the sampled ones; `output_ids` may lack the stop token.
         token_ids: list[int] = [item.token_id for item in items]
         if output.output_ids is not None and len(output.output_ids) > len(items):
             token_ids = output.output_ids
@@ -90,26 +91,22 @@ class SglangEngine(HttpEngine):
 
     async def _weight_label(self) -> int | str | None:
         for path in _MODEL_INFO:
-            reply = await self._wire.send("GET", path, answers=(NOT_FOUND,))
+            reply = await self._connection.send("GET", path, accepted=(NOT_FOUND,))
             if reply.status != NOT_FOUND:
-                return self._wire.decoded(reply, _ModelInfo).weight_version
+                return self._connection.decode(reply, _ModelInfo).weight_version
         return None
 
 
 def _question(prompt: list[int], sampling: Sampling) -> dict[str, Any]:
-    parameters = {
+    parameters = UNCHANGED_DISTRIBUTION | {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": sampling.stop_token_ids,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
         "no_stop_trim": True,
     }
     question = {"return_logprob": True, "stream": False}
     if sampling.seed is None:
         return question | {"input_ids": prompt, "sampling_params": parameters | {"n": sampling.n}}
-    # One seed for n completions would make them all the same: ask for a batch, each with a seed of its own.
+    # One seed would make all n completions equal, so a batch of n requests has a seed each.
     seeded = [parameters | {"sampling_seed": sampling.seed + index} for index in range(sampling.n)]
     return question | {"input_ids": [prompt] * sampling.n, "sampling_params": seeded}

@@ -1,4 +1,4 @@
-"""vLLM 0.31 to 0.33, and what speaks its API: `/inference/v1/generate` where it is offered, else `/v1/completions`."""
+"""Client of vLLM 0.31 to 0.33 and compatible servers: `/inference/v1/generate` where offered, else `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from replaybuf.errors import EngineAway
 from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, TokenId, in_order
-from replaybuf.generator.engines.http import Answer, HttpEngine
+from replaybuf.generator.engines.connection import METHOD_NOT_ALLOWED, NOT_FOUND
+from replaybuf.generator.engines.http import UNCHANGED_DISTRIBUTION, Answer, HttpEngine
 from replaybuf.generator.engines.protocol import ABORTED, Sampling
-from replaybuf.generator.engines.wire import METHOD_NOT_ALLOWED, NOT_FOUND
 from replaybuf.wire.group import LOGPROB_TOLERANCE, Float32s, Int32s
 
 COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"
-"""Token ids in and out; `vllm serve --enable-scale-out`. From 0.32 on it labels every choice with version spans."""
+"""Token ids in and out; needs `vllm serve --enable-scale-out`. Since 0.32 it reports version spans per choice."""
 _TOKEN_PREFIX = "token_id:"
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this are 0 to vLLM."""
+"""vLLM treats lower temperatures as 0."""
 
 
 class _WeightInfo(msgspec.Struct):
@@ -89,7 +89,7 @@ class _Scored(msgspec.Struct):
 
 
 class VllmEngine(HttpEngine):
-    """One vLLM-style server; which of the two calls it takes is found out by `prepare`, until then the older one."""
+    """Client of one vLLM server; `prepare` finds out which of the two calls it offers, `COMPLETIONS` until then."""
 
     LOGPROBS_MODE = "raw_logprobs"
     _NO_VERSION = "neither weight_versions per choice nor GET /weight_info; start vLLM with VLLM_SERVER_DEV_MODE=1"
@@ -97,127 +97,101 @@ class VllmEngine(HttpEngine):
     _offers_tokens = False
 
     async def prepare(self) -> None:
-        """Learn model, longest context and which of the two calls there is; see `Server.prepare`."""
+        """Read the model, its longest context and the offered calls; see `Server.prepare`."""
         await super().prepare()
-        # The call exists where it refuses the method, and asking so costs no token.
-        reply = await self._wire.send("GET", TOKENS, answers=(NOT_FOUND, METHOD_NOT_ALLOWED))
+        # An offered call answers GET with 405, at no cost in tokens.
+        reply = await self._connection.send("GET", TOKENS, accepted=(NOT_FOUND, METHOD_NOT_ALLOWED))
         self._offers_tokens = reply.status == METHOD_NOT_ALLOWED
 
     async def logprobs_of(self, sequences: Sequence[Int32s]) -> list[Float32s]:
-        """Return the logprob of every token after those before it: for each sequence int32 [T], float32 [T] in nats.
+        """Return the logprob of every given token, at temperature 1: int32 [T] to float32 [T] in nats per sequence.
 
-        NaN where the server gave none, as for the first. They are those of temperature 1, whatever its logprobs mode.
-        A sequence may have `max_model_len` - 1 tokens: vLLM generates one, even where nobody wants it. Raises as
-        `generate`, `EngineAway` (`engine_aborted`) where the server cut it off to load weights.
+        NaN where the server gave none, as for the first token. A sequence may have `max_model_len` - 1 tokens, because
+        vLLM always generates one. Raises as `generate`, and `EngineAway` (`engine_aborted`) where the server aborted
+        the request to load weights.
         """
-        question = self._named(
+        question = self._with_model(
             {"prompt": [ids.tolist() for ids in sequences], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         )
-        scored = await self._wire.ask("POST", COMPLETIONS, _Scored, question, timeout_s=self._timeout_s)
-        choices, flaw = in_order(scored.choices, len(sequences))
-        if flaw is not None:
-            raise self._wire.bad_answer(flaw)
+        scored = await self._connection.ask("POST", COMPLETIONS, _Scored, question, timeout_s=self._timeout_s)
+        try:
+            choices = in_order(scored.choices, len(sequences))
+        except ValueError as error:
+            raise self._connection.bad_answer(str(error)) from None
         if any(choice.finish_reason == ABORTED for choice in choices):
             raise EngineAway("engine_aborted", f"engine {self.url} aborted the request", name="engine", value=self.url)
-        return [self._given(choice, ids) for choice, ids in zip(choices, sequences, strict=True)]
+        return [self._prompt_logprobs(choice, ids) for choice, ids in zip(choices, sequences, strict=True)]
 
-    def _given(self, choice: _ScoredChoice, ids: Int32s) -> Float32s:
+    def _prompt_logprobs(self, choice: _ScoredChoice, ids: Int32s) -> Float32s:
         entries = choice.prompt_logprobs or []
         if len(entries) != len(ids):
-            raise self._wire.bad_answer(f"{len(entries)} prompt_logprobs for {len(ids)} tokens")
+            raise self._connection.bad_answer(f"{len(entries)} prompt_logprobs for {len(ids)} tokens")
         found = [(entry or {}).get(token) for token, entry in zip(ids.tolist(), entries, strict=True)]
-        usable = (one is not None and ABSENT_LOGPROB < one.logprob <= LOGPROB_TOLERANCE for one in found)
-        return np.array(
-            [one.logprob if one and use else np.nan for one, use in zip(found, usable, strict=True)], np.float32
-        )
+        values = np.array([np.nan if one is None else one.logprob for one in found], np.float64)
+        usable = (values > ABSENT_LOGPROB) & (values <= LOGPROB_TOLERANCE)
+        return np.where(usable, values, np.nan).astype(np.float32)
 
     async def _complete(self, prompt: list[int], sampling: Sampling) -> Answer:
         ask = self._by_tokens if self._offers_tokens else self._by_completions
         if sampling.temperature >= _GREEDY_BELOW or sampling.n == 1:
             return await ask(prompt, sampling)
-        # All n would be the same, and vLLM refuses to make more than one of them.
+        # All n completions would be equal, and vLLM refuses n > 1 for greedy sampling.
         answer = await ask(prompt, dataclasses.replace(sampling, n=1))
         copies = [dataclasses.replace(choice, index=n) for n in range(sampling.n) for choice in answer.choices]
         return dataclasses.replace(answer, choices=copies)
 
     async def _weight_label(self) -> int | str | None:
-        reply = await self._wire.send("GET", "/weight_info", answers=(NOT_FOUND,))
-        if reply.status == NOT_FOUND:
-            return None
-        return self._wire.decoded(reply, _WeightInfo).weight_version
-
-    # ------------------------------------------------------------------ /inference/v1/generate
+        reply = await self._connection.send("GET", "/weight_info", accepted=(NOT_FOUND,))
+        return None if reply.status == NOT_FOUND else self._connection.decode(reply, _WeightInfo).weight_version
 
     async def _by_tokens(self, prompt: list[int], sampling: Sampling) -> Answer:
-        question = self._named(
+        question = self._with_model(
             {"token_ids": prompt, "sampling_params": _parameters(sampling), "return_token_ids": True}
         )
         content = msgspec.json.encode(question)
-        reply = await self._wire.send("POST", TOKENS, content, timeout_s=self._timeout_s, answers=(NOT_FOUND,))
+        reply = await self._connection.send("POST", TOKENS, content, timeout_s=self._timeout_s, accepted=(NOT_FOUND,))
         if reply.status == NOT_FOUND:
-            self._offers_tokens = self._labels_choices = False
+            self._offers_tokens = self._reports_spans = False
             detail = f"engine {self.url} no longer offers {TOKENS}, or not for model {self.model!r}"
             raise EngineAway("engine_restarted", detail, name="engine", value=self.url)
-        answer = self._wire.decoded(reply, _Tokens)
+        answer = self._connection.decode(reply, _Tokens)
         self._check_prompt(answer.prompt_token_ids, prompt)
-        choices = [self._tokens_choice(choice) for choice in answer.choices]
-        return Answer(choices, TOKENS, answer.model)
+        return Answer([self._tokens_choice(choice) for choice in answer.choices], TOKENS, answer.model)
 
     def _tokens_choice(self, choice: _TokensChoice) -> Choice:
         items = (choice.logprobs.content if choice.logprobs else None) or []
         token_ids = choice.token_ids or []
         if len(items) == len(token_ids) and not _belong(items, token_ids):
-            raise self._wire.bad_answer("logprobs of other tokens than token_ids")
+            raise self._connection.bad_answer("logprobs of other tokens than token_ids")
         logprobs = [item.logprob for item in items]
         return Choice(choice.index, token_ids, logprobs, choice.finish_reason, choice.weight_versions)
 
-    # ------------------------------------------------------------------ /v1/completions
-
     async def _by_completions(self, prompt: list[int], sampling: Sampling) -> Answer:
-        question = self._named({"prompt": prompt, **_parameters(sampling), "return_token_ids": True})
-        answer = await self._wire.ask("POST", COMPLETIONS, _Completion, question, timeout_s=self._timeout_s)
+        question = self._with_model({"prompt": prompt, **_parameters(sampling), "return_token_ids": True})
+        answer = await self._connection.ask("POST", COMPLETIONS, _Completion, question, timeout_s=self._timeout_s)
+        choices = []
         for choice in answer.choices:
             self._check_prompt(choice.prompt_token_ids, prompt)
-        choices = [
-            Choice(
-                choice.index,
-                choice.token_ids or [],
-                choice.logprobs.token_logprobs if choice.logprobs else [],
-                choice.finish_reason,
-                choice.weight_versions,
-            )
-            for choice in answer.choices
-        ]
+            logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+            ids = choice.token_ids or []
+            choices.append(Choice(choice.index, ids, logprobs, choice.finish_reason, choice.weight_versions))
         return Answer(choices, COMPLETIONS, answer.model)
 
-    # ------------------------------------------------------------------ both
-
-    def _named(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _with_model(self, question: dict[str, Any]) -> dict[str, Any]:
         return question if self.model is None else {"model": self.model, **question}
 
     def _check_prompt(self, echoed: list[int] | None, prompt: list[int]) -> None:
         if echoed is not None and echoed != prompt:
-            raise self._wire.bad_answer("completions of another prompt than the one sent")
+            raise self._connection.bad_answer("completions of another prompt than the one sent")
 
 
 def _belong(items: list[_TokenLogprob], token_ids: list[int]) -> bool:
-    """Say whether logprobs are those of these tokens, one each."""
+    """Return whether logprobs are those of these tokens, one each."""
     if items and items[0].token_id is not None:
         return [item.token_id for item in items] == token_ids
     return [item.token for item in items] == [f"{_TOKEN_PREFIX}{token}" for token in token_ids]
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    parameters = {
-        "n": sampling.n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "stop_token_ids": sampling.stop_token_ids,
-        "logprobs": 0,  # the sampled token's own, no alternatives
-        # What is left out is taken from the model folder's generation_config.json, and would bend the distribution.
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    return parameters if sampling.seed is None else parameters | {"seed": sampling.seed}
+    # logprobs 0: only that of the sampled token, no alternatives
+    return sampling.record() | UNCHANGED_DISTRIBUTION | {"logprobs": 0}

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.engines.load import Load
+from replaybuf.generator.engines.protocol import Load
 
 logger = logging.getLogger(__name__)
 

@@ -133,7 +133,7 @@ def test_weights_nobody_named_are_version_zero() -> None:
 
 
 def test_weights_with_another_name_are_refused() -> None:
-    with pytest.raises(EngineUnfit, match=r"calls its weights 'v2'.*needed is the policy version"):
+    with pytest.raises(EngineUnfit, match=r"labels its weights 'v2'.*must be the policy version"):
         sample(EngineDouble(version="v2"))
 
 
@@ -150,7 +150,7 @@ def test_a_server_that_stops_labelling_costs_one_try() -> None:
     async def restart(engine: VllmEngine) -> Sample:
         await engine.generate(PROMPT, SAMPLING)
         double.labels, double.version = False, 3
-        with pytest.raises(EngineAway, match="no longer labels"):
+        with pytest.raises(EngineAway, match="no longer reports version spans"):
             await engine.generate(PROMPT, SAMPLING)
         return await engine.generate(PROMPT, SAMPLING)
 
@@ -182,7 +182,7 @@ def test_fewer_choices_than_asked_for_are_a_fault() -> None:
     async def one(request: dict[str, Any]) -> dict[str, Any]:
         return EngineDouble().answer(request | {"n": 1})
 
-    with pytest.raises(EngineFault, match="1 choices; asked for were 2"):
+    with pytest.raises(EngineFault, match="1 choices; 2 were requested"):
         sample(EngineDouble(), one)
 
 
@@ -276,7 +276,7 @@ def test_the_model_and_its_context_are_learnt_from_the_server() -> None:
 
 
 def test_a_server_of_another_model_is_refused() -> None:
-    with pytest.raises(EngineUnfit, match=r"serves \['tiny'\]; asked for is 'large'"):
+    with pytest.raises(EngineUnfit, match=r"serves \['tiny'\]; the requested model is 'large'"):
         with_engine(EngineDouble(), lambda engine: engine.prepare(), model="large")
 
 

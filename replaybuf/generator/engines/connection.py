@@ -1,4 +1,4 @@
-"""HTTP to one engine: every call bounded in time, every failure told apart by who can help."""
+"""HTTP calls to one engine, bounded in time; every failure becomes an `EngineFault` that names who can help."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ NOT_FOUND = 404
 METHOD_NOT_ALLOWED = 405
 _TOO_MANY_REQUESTS = 429
 _SERVER_ERROR = 500
+_UNFIT_STATUSES = (401, 403, NOT_FOUND, METHOD_NOT_ALLOWED)
 SHORT_TIMEOUT_S = 10.0
-"""Bound of the calls that compute nothing."""
+"""Timeout of calls that compute nothing."""
 _EXCERPT_CHARS = 200
 _KEEPALIVE_S = 2.0  # below the 5 s after which uvicorn closes an idle connection
-_UNFIT_STATUSES = (401, 403, NOT_FOUND, METHOD_NOT_ALLOWED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """Status and body of an answer."""
+    """Status and body of an HTTP answer."""
 
     status: int
     content: bytes
 
     @property
     def excerpt(self) -> str:
-        """How the body starts, for an error."""
+        """The start of the body, for an error message."""
         return self.content[:_EXCERPT_CHARS].decode("utf-8", "replace")
 
 
-class Wire:
-    """Calls to the server at `url`, with `api_key` as bearer token where there is one; it is never logged.
+class Connection:
+    """HTTP connections to the server at `url`; `api_key` is sent as bearer token and never logged.
 
-    Requests at the same time have connections of their own; one on which a request failed is not used again. A proxy
-    is taken from the environment, as `urllib.request` does. Raises `Invalid` for an address that is none, or that holds
-    a password: it would be in logs and metadata.
+    Parallel requests use separate connections. A connection on which a request failed is not used again. The proxy
+    comes from the environment, as in `urllib.request`. Raises `Invalid` for an address that is not one, or that holds a
+    password, because logs and metadata show the address.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -56,7 +56,7 @@ class Wire:
             raise Invalid(detail, name="engine", value=parsed.hostname)
         if parsed.scheme not in ("http", "https") or not parsed.hostname:
             needed = "http://HOST:PORT or sglang+http://HOST:PORT"
-            raise Invalid(f"engine is {url!r}; needed: {needed}", name="engine", value=url)
+            raise Invalid(f"engine is {url!r}; it must be {needed}", name="engine", value=url)
         self.url = url.rstrip("/")
         self._proxy = _proxy_of(parsed)
         self._context = ssl.create_default_context()
@@ -74,7 +74,7 @@ class Wire:
     ) -> T:
         """Send a JSON body and decode the answer. Raises as `send` does, `EngineFault` where it has another shape."""
         content = None if body is None else msgspec.json.encode(body)
-        return self.decoded(await self.send(method, path, content, timeout_s=timeout_s), shape)
+        return self.decode(await self.send(method, path, content, timeout_s=timeout_s), shape)
 
     async def send(
         self,
@@ -83,9 +83,9 @@ class Wire:
         content: bytes | None = None,
         *,
         timeout_s: float = SHORT_TIMEOUT_S,
-        answers: Sequence[int] = (),
+        accepted: Sequence[int] = (),
     ) -> Reply:
-        """Send one request; statuses in `answers` are answers too.
+        """Send one request and return the reply; `accepted` lists error statuses that are valid replies.
 
         Raises `EngineAway` (`engine_timeout`, `engine_away`, `engine_error`), `EngineUnfit`, `EngineFault`.
         """
@@ -101,19 +101,19 @@ class Wire:
         except (aiohttp.ClientError, OSError) as error:
             detail = f"engine {self.url}{path}: {str(error) or type(error).__name__}"
             raise EngineAway("engine_away", detail, name="engine", value=self.url) from error
-        if 200 <= reply.status < 300 or reply.status in answers:
+        if 200 <= reply.status < 300 or reply.status in accepted:
             return reply
-        raise self._fault(path, reply)
+        raise self._status_fault(path, reply)
 
-    def decoded(self, reply: Reply, shape: type[T]) -> T:
-        """Decode an answer. Raises `EngineFault` where it has another shape."""
+    def decode(self, reply: Reply, shape: type[T]) -> T:
+        """Decode a JSON reply. Raises `EngineFault` where it has another shape."""
         try:
             return msgspec.json.decode(reply.content, type=shape)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self.bad_answer(f"{error}; it starts with {reply.excerpt!r}") from error
 
     def bad_answer(self, what: str) -> EngineFault:
-        """Return the fault of an answer that cannot be used."""
+        """Return the fault of an unusable answer."""
         detail = f"engine {self.url} answered with {what}"
         return EngineFault("engine_bad_answer", detail, name="engine", value=self.url)
 
@@ -124,17 +124,15 @@ class Wire:
             await session.close()
 
     def _new_session(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=self._context)
         return aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=self._context),
             headers=self._headers,
             proxy=self._proxy,
             cookie_jar=aiohttp.DummyCookieJar(),
-            # Every use is inside `asyncio.timeout`, which bounds the whole and not only each silence.
-            timeout=aiohttp.ClientTimeout(),
+            timeout=aiohttp.ClientTimeout(),  # `asyncio.timeout` in `send` bounds the whole request
         )
 
-    def _fault(self, path: str, reply: Reply) -> EngineFault:
+    def _status_fault(self, path: str, reply: Reply) -> EngineFault:
         status = reply.status
         detail = f"engine {self.url}{path} answered {status}: {reply.excerpt!r}"
         fields = {"name": "engine", "value": self.url}
@@ -146,7 +144,7 @@ class Wire:
 
 
 def _split(url: str) -> SplitResult:
-    """Split an address; one that is none has no scheme."""
+    """Split an address; an invalid one comes back empty."""
     try:
         parsed = urlsplit(url)
         _ = parsed.port
@@ -156,7 +154,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _proxy_of(url: SplitResult) -> str | None:
-    """Say through which proxy the environment wants a server to be asked."""
+    """Return the proxy that the environment sets for a server."""
     if urllib.request.proxy_bypass(url.netloc):
         return None
     proxies = urllib.request.getproxies()
