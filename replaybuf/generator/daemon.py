@@ -122,7 +122,7 @@ class Daemon:
             compress=options.compress,
             adapter=options.adapter,
         )
-        engine.on_lost = self._delivery.lose_above
+        engine.call_on_lost(self._delivery.lose_above)
         self._concurrency = Concurrency(options.bounds)
         self._generating = 0
         self._scoring = 0
@@ -167,7 +167,7 @@ class Daemon:
         if temperature is not None:
             changes["sampling"] = dataclasses.replace(self._options.sampling, temperature=temperature)
         options = dataclasses.replace(self._options, **changes)
-        self._concurrency.rebound(options.bounds)
+        self._concurrency.set_bounds(options.bounds)
         self._options = options
         await self._flight.wake()
 
@@ -392,9 +392,9 @@ class Daemon:
     async def _follow_load(self) -> None:
         while True:
             await asyncio.sleep(_LOAD_EVERY_S)
-            loads = await self._engine.look() if self._concurrency.adaptive else []
+            loads = await self._engine.read_loads() if self._concurrency.adaptive else []
             sampling = self._generating - self._scoring
-            if loads and self._concurrency.follow(loads, sampling=sampling, scoring=self._scoring):
+            if loads and self._concurrency.update(loads, sampling=sampling, scoring=self._scoring):
                 await self._flight.wake()
 
     async def _follow_held(self) -> None:
@@ -402,7 +402,7 @@ class Daemon:
         while True:
             await asyncio.sleep(_HELD_LOOK_S)
             if self._delivery.holding:
-                await self._engine.look_for_lost()
+                await self._engine.find_lost_versions()
 
     async def _report(self) -> None:
         while True:

@@ -908,7 +908,7 @@ def test_other_bounds_and_another_temperature_count_from_the_next_ticket_on(tmp_
         async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
             await w.daemon.reconfigure(temperature=0.5, max_inflight_groups=3)
             await gate.requests(2)
-            with pytest.raises(Invalid, match="min_inflight_groups is 4; needed is 1 to max_inflight_groups, 3"):
+            with pytest.raises(Invalid, match="min_inflight_groups is 4; it must be from 1 to max_inflight_groups, 3"):
                 await w.daemon.reconfigure(min_inflight_groups=4, temperature=2.0)
             gate.open.set()
             await w.end()

@@ -115,7 +115,7 @@ class Server(Engine, Protocol):
         """Return the policy version of the loaded weights; None where the server does not report it."""
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Encode a text with the server's tokenizer, without special tokens; None where the server does not offer it."""
+        """Encode a text with the server's tokenizer, without special tokens; None where it has no such call."""
 
     async def load(self) -> Load | None:
         """Return how many rollouts run and wait; None where the server has no such gauges. Raises `EngineFault`."""

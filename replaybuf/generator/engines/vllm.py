@@ -1,4 +1,4 @@
-"""Client of vLLM 0.31 to 0.33 and compatible servers: `/inference/v1/generate` where offered, else `/v1/completions`."""
+"""Client of vLLM 0.31 to 0.33 and compatible servers: `/inference/v1/generate`, else `/v1/completions`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How many groups to generate at the same time: as many as the engines sample, and none that only queue there.
+"""Limit of groups generated at the same time: as many as the engines sample, without a queue there.
 
-A group that queues at an engine is sampled later, by newer weights than it could have had elsewhere, and is older when
-it is trained on. So the limit follows the engines' own gauges, between two bounds; without gauges it is the upper one.
+A group in an engine's queue is sampled later, by newer weights, and is older when it is trained on. So the limit
+follows the engines' gauges, between two bounds. Without gauges it is the upper bound.
 
-A queue right after a burst of requests is normal: an engine takes in only so many prompts per step. What counts is the
-queue that stands, the least of `WINDOW` looks (as CoDel judges a router's queue: Nichols and Jacobson, 2012).
+A queue after a burst of requests is normal, because an engine admits only so many prompts per step. Only a standing
+queue counts: the smallest of `WINDOW` readings (CoDel, Nichols and Jacobson 2012, measures a router's queue so).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import logging
 from collections.abc import Iterable
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.engines.protocol import Load
+from replaybuf.generator.engines import Load
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 5
-"""Looks at the gauges behind each decision, all of them made at the same limit."""
+"""Readings per decision, all made under the same limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
-    """Least and most groups at the same time; the same number twice switches following the gauges off."""
+    """Bounds of the limit: 1 <= `least` <= `most`; where both are equal the gauges are not read."""
 
     least: int
     most: int
@@ -32,7 +32,7 @@ class Bounds:
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise Invalid(
-                f"min_inflight_groups is {self.least}; needed is 1 to max_inflight_groups, {self.most}",
+                f"min_inflight_groups is {self.least}; it must be from 1 to max_inflight_groups, {self.most}",
                 name="min_inflight_groups",
                 value=self.least,
                 bound=self.most,
@@ -42,11 +42,13 @@ class Bounds:
 def next_limit(limit: int, load: Load | None, bounds: Bounds, *, sampling: int, scoring: int) -> int:
     """Return the limit until the next decision.
 
-    `sampling` and `scoring` are this generator's groups in engines and in rewards; `load` is that of all engines and
-    counts the rollouts of every generator. Where rollouts queue, the new limit is what is left when the same share of
-    this generator's groups is taken away: scoring + sampling * running / (running + waiting). With none waiting it
-    rises by half where it was what kept more from being asked for. With some waiting and none running the engines
-    are paused, not full, and it stays.
+    `sampling` and `scoring`: this generator's groups in engines and in rewards. `load`: rollouts of every generator,
+    over all engines.
+
+    - Rollouts run and wait: scoring + sampling * running / (running + waiting), so that every generator gives up the
+      same share.
+    - None waits and this generator has reached the limit: 1.5 * limit.
+    - Otherwise, and where rollouts wait but none runs (paused engines): the same limit.
     """
     if load is None:
         return bounds.most
@@ -59,13 +61,13 @@ def next_limit(limit: int, load: Load | None, bounds: Bounds, *, sampling: int, 
 
 
 def total(loads: Iterable[Load | None]) -> Load | None:
-    """Add up the loads of servers; None where no server told any."""
-    known = [load for load in loads if load is not None]
-    return Load(sum(load.running for load in known), sum(load.waiting for load in known)) if known else None
+    """Add up the loads of servers; None where no server has gauges."""
+    reported = [load for load in loads if load is not None]
+    return Load(sum(load.running for load in reported), sum(load.waiting for load in reported)) if reported else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Look:
+class _Reading:
     load: Load
     sampling: int
     scoring: int
@@ -75,49 +77,49 @@ class _Look:
         return self.sampling + self.scoring
 
     @property
-    def sampled_share(self) -> float:
+    def running_share(self) -> float:
         rollouts = self.load.running + self.load.waiting
         return self.load.running / rollouts if rollouts else 1.0
 
 
 class Concurrency:
-    """The limit in force, and the looks at the gauges since it was decided on; it starts at the upper bound."""
+    """The current limit, which starts at the upper bound, and the readings since the last decision."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.limit = bounds.most
-        self._looks: list[_Look] = []
+        self._readings: list[_Reading] = []
 
     @property
     def adaptive(self) -> bool:
-        """Whether there is anything to follow the gauges for."""
+        """Whether the limit can change."""
         return self.bounds.least < self.bounds.most
 
-    def rebound(self, bounds: Bounds) -> None:
-        """Take other bounds; what lies between them stays, and an upper bound that is reached moves along."""
-        reached = self.limit == self.bounds.most
+    def set_bounds(self, bounds: Bounds) -> None:
+        """Replace the bounds; a limit at the old upper bound moves to the new one."""
+        at_most = self.limit == self.bounds.most
         self.bounds = bounds
-        self.limit = bounds.most if reached else max(bounds.least, min(self.limit, bounds.most))
+        self.limit = bounds.most if at_most else max(bounds.least, min(self.limit, bounds.most))
 
-    def follow(self, loads: Iterable[Load | None], *, sampling: int, scoring: int) -> bool:
-        """Take in what the gauges say, and decide at every `WINDOW`th look; True where the limit changed.
+    def update(self, loads: Iterable[Load | None], *, sampling: int, scoring: int) -> bool:
+        """Add a reading of the gauges, and decide at every `WINDOW`th; return whether the limit changed.
 
-        The load counts where the least of it queued, this generator's groups where there were most of them: at the end
-        of a burst, or between two tickets, it has few of its own that say nothing of what it had in the queue.
+        The decision uses the load of the reading with the shortest queue and this generator's groups of the reading
+        with the most groups: at the end of a burst it has few groups, which do not show what it had queued.
         """
         load = total(loads)
         if load is None:
             return self._decide(None, 0, 0)
-        self._looks.append(_Look(load, sampling, scoring))
-        if len(self._looks) < WINDOW:
+        self._readings.append(_Reading(load, sampling, scoring))
+        if len(self._readings) < WINDOW:
             return False
-        calmest = max(self._looks, key=lambda look: look.sampled_share)
-        busiest = max(self._looks, key=lambda look: look.groups)
+        calmest = max(self._readings, key=lambda reading: reading.running_share)
+        busiest = max(self._readings, key=lambda reading: reading.groups)
         return self._decide(calmest.load, busiest.sampling, busiest.scoring)
 
     def _decide(self, load: Load | None, sampling: int, scoring: int) -> bool:
-        self._looks.clear()
+        self._readings.clear()
         before, self.limit = self.limit, next_limit(self.limit, load, self.bounds, sampling=sampling, scoring=scoring)
         if self.limit != before:
-            logger.debug("groups at the same time: %d, were %d; engines: %s", self.limit, before, load)
+            logger.debug("limit of groups in flight: %d, was %d; engines: %s", self.limit, before, load)
         return self.limit != before

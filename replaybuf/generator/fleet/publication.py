@@ -1,45 +1,44 @@
-"""What a publication of weights does to rollouts in flight: pure rules, and how interrupted rollouts are joined.
+"""Effect of a weight publication on rollouts in flight: pure rules, and the joining of interrupted rollouts.
 
-Whoever loads weights pauses an engine first; `--on-publish` names how, and what becomes of what was running::
+The process that loads weights pauses an engine first. `--on-publish` names the pause mode and what happens to the
+rollouts in flight::
 
-    policy             engines are paused by   what was running               taken are completions of
-    drain              mode=wait               finishes with the old weights  one version each
-    in-flight          mode=keep               goes on with the new weights   any versions, told by spans
-    abort-and-resume   mode=abort              is continued from its tokens   any versions, told by spans
-    abort              mode=abort              is sampled anew                one version each
+    policy             pause mode   rollouts in flight               accepted completions
+    drain              wait         finish with the old weights      one version each
+    in-flight          keep         continue with the new weights    any versions, recorded as spans
+    abort-and-resume   abort        continue from their tokens       any versions, recorded as spans
+    abort              abort        are sampled again                one version each
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from replaybuf.errors import EngineFault
-from replaybuf.generator.engines.protocol import ABORTED, SEED_BITS, Sample, Sampling
+from replaybuf.generator.engines.protocol import ABORTED, Sample, Sampling, derived_seed
 from replaybuf.wire.group import Float32s, Int32s
 
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
 SUPERSEDED = "superseded"
-"""Given back with this reason, a ticket counts as no failed attempt of its prompt."""
+"""A ticket returned with this reason does not count as a failed attempt of its prompt."""
 
 
-def refusal(on_publish: OnPublish, sample: Sample) -> tuple[str, str] | None:
-    """Say why a sample has to be made anew under a policy, as (reason, detail); None where it may be used.
+def rejection(on_publish: OnPublish, sample: Sample) -> tuple[str, str] | None:
+    """Return why a policy rejects a sample, as (reason, detail); None where the sample is accepted.
 
-    - `engine_aborted`: it holds an aborted completion, and those are continued under `abort-and-resume` alone.
-    - `engine_version_changed`: the server tells no spans and its version changed meanwhile, so nobody knows which
-      version sampled what. In flight the older one is stamped, never newer than the truth; the other policies let no
-      completion run across a publication, so asking again is answered with one version.
-    - `engine_version_changed`, too: two versions in one completion where the policy promises one.
+    - `engine_aborted`: it holds an aborted completion; only `abort-and-resume` continues those.
+    - `engine_version_changed`: the server reports no spans and its version changed, so the version of a token is
+      unknown. `in-flight` accepts the older version; under the other policies a retry gets one version.
+    - `engine_version_changed` also: a completion of two versions where the policy promises one.
     """
     if sample.aborted and on_publish != "abort-and-resume":
         return "engine_aborted", "aborted the completion"
     if not sample.exact and on_publish != "in-flight":
-        return "engine_version_changed", "changed its version meanwhile and tells no spans"
+        return "engine_version_changed", "changed its version during the request and reports no spans"
     whole = on_publish in ("drain", "abort")
     mixed = len(sample.version_spans) > len(sample.completion_lengths)
     if whole and mixed and any(len(piece.spans) > 1 for piece in pieces(sample)):
@@ -48,35 +47,32 @@ def refusal(on_publish: OnPublish, sample: Sample) -> tuple[str, str] | None:
 
 
 def stale(version: int | None, published: int | None) -> bool:
-    """Say whether an engine missed a publication: engines are loaded before a version is announced.
-
-    None = not told; then nothing is.
-    """
+    """Return whether an engine missed a publication: engines load weights before a version is published."""
     return version is not None and published is not None and version < published
 
 
 def ahead(version: int | None, published: int | None) -> bool:
-    """Say whether an engine has what this run is not about to publish: weights of another run, or of before a rewind.
+    """Return whether an engine has weights that are not next to be published: of another run, or before a rewind.
 
-    One above the published version is normal: engines are loaded first. None = not told; then nothing is.
+    One version above the published one is normal, because engines load first.
     """
     return version is not None and published is not None and version > published + 1
 
 
-def doomed(oldest: int, published: int | None, max_staleness: int | None) -> bool:
-    """Say whether a group whose oldest token is of version `oldest` can be in no batch any more.
+def too_old(oldest: int, published: int | None, max_staleness: int | None) -> bool:
+    """Return whether a group with oldest version `oldest` is too old for every batch to come.
 
-    version(s) >= published for every step s to come, so staleness >= published - oldest. None = unknown, unbounded.
+    version(s) >= published for every later step s, so staleness >= published - oldest. None = unknown or unbounded.
     """
     return published is not None and max_staleness is not None and published - oldest > max_staleness
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Tokens of one rollout that follow one another, T >= 0 of them.
+    """Consecutive tokens of one rollout, T >= 0 of them.
 
-    `token_ids` int32 [T], `logprobs` float32 [T] in nats, `spans` int32 [k, 3]: version, first token, one past the
-    last; neighbours differ in version. `finish_reason` of the last token.
+    `token_ids` int32 [T]; `logprobs` float32 [T] in nats; `spans` int32 [k, 3]: version, first token, one past the
+    last, where neighbours differ in version; `finish_reason` after the last token.
     """
 
     token_ids: Int32s
@@ -88,9 +84,9 @@ class Piece:
         return len(self.token_ids)
 
     def followed_by(self, later: Piece) -> Piece:
-        """Join with what was sampled after this.
+        """Join with the tokens sampled next.
 
-        Raises `EngineFault` (`superseded`) where versions fall: a rewind took back the weights that sampled this.
+        Raises `EngineFault` (`superseded`) where the version falls: a rewind took back the weights of this piece.
         """
         if len(self) and len(later) and later.spans[0, 0] < self.spans[-1, 0]:
             raise EngineFault(
@@ -120,7 +116,7 @@ def pieces(sample: Sample) -> list[Piece]:
 
 
 def joined(rollouts: Sequence[Piece], metadata: dict[str, Any]) -> Sample:
-    """Make a sample of its rollouts, n >= 1."""
+    """Join n >= 1 rollouts to a sample."""
     spans = [np.insert(piece.spans, 0, index, axis=1) for index, piece in enumerate(rollouts)]
     return Sample(
         completion_ids=np.concatenate([piece.token_ids for piece in rollouts]),
@@ -133,29 +129,26 @@ def joined(rollouts: Sequence[Piece], metadata: dict[str, Any]) -> Sample:
 
 
 def remainder(sampling: Sampling, rollout: int, piece: Piece) -> Sampling:
-    """Return how to sample the rest of one rollout: what is left of its length, with a seed of its own.
+    """Return how to sample the rest of one rollout: the tokens left, with another seed.
 
-    The first seed again would draw the numbers again that drew the first tokens.
+    The first seed would repeat the random numbers of the first tokens.
     """
-    seed = sampling.seed
-    if seed is not None:
-        digest = hashlib.blake2b(f"{seed}:{rollout}:{len(piece)}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+    seed = None if sampling.seed is None else derived_seed(sampling.seed, rollout, len(piece))
     return dataclasses.replace(sampling, n=1, max_tokens=sampling.max_tokens - len(piece), seed=seed)
 
 
 def unfinished(piece: Piece, sampling: Sampling) -> bool:
-    """Say whether a rollout is to be continued: aborted, with room left."""
+    """Return whether a rollout was aborted before its maximum length."""
     return piece.finish_reason == ABORTED and len(piece) < sampling.max_tokens
 
 
 def finished(piece: Piece) -> Piece:
-    """Return a rollout as ended; one that was aborted at its last token is as long as it may be."""
+    """Return an ended rollout; one aborted at its maximum length has the finish reason `length`."""
     return dataclasses.replace(piece, finish_reason="length") if piece.finish_reason == ABORTED else piece
 
 
 def _merged(spans: Int32s) -> Int32s:
-    """Drop empty spans and join neighbours of one version; int32 [k, 3] both."""
+    """Drop empty spans and merge neighbours of the same version; int32 [k, 3] to int32 [m, 3]."""
     spans = spans[spans[:, 2] > spans[:, 1]]
     if not len(spans):
         return spans

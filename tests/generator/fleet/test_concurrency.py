@@ -85,7 +85,7 @@ def test_it_settles_at_what_a_steady_engine_samples(room: int, n: int) -> None:
     for _ in range(40 * WINDOW):
         rollouts = concurrency.limit * n
         load = Load(min(rollouts, room), max(0, rollouts - room))
-        concurrency.follow([load], sampling=concurrency.limit, scoring=0)
+        concurrency.update([load], sampling=concurrency.limit, scoring=0)
     full = max(1, min(64, room // n))
     assert full <= concurrency.limit <= max(1, min(64, full + max(1, full // 2)))
 
@@ -97,37 +97,37 @@ def test_queues_that_come_and_go_lower_nothing(queues: list[tuple[int, int]], ca
     window = [Load(running, waiting) for running, waiting in queues]
     window.insert(calm, Load(512, 0))
     for load in window * 3:
-        concurrency.follow([load], sampling=64, scoring=0)
+        concurrency.update([load], sampling=64, scoring=0)
     assert concurrency.limit == 64
 
 
 def test_a_queue_that_stands_lowers_it_by_its_least_part_once_per_window() -> None:
     concurrency = Concurrency(Bounds(1, 64))
     loads = [Load(8, 504), Load(0, 512), Load(128, 128), Load(64, 448), Load(256, 256 + 1)]
-    assert [concurrency.follow([load], sampling=64, scoring=0) for load in loads] == [False] * 4 + [True]
+    assert [concurrency.update([load], sampling=64, scoring=0) for load in loads] == [False] * 4 + [True]
     assert concurrency.limit == 32
-    assert not concurrency.follow([Load(1, 999)], sampling=32, scoring=0)
+    assert not concurrency.update([Load(1, 999)], sampling=32, scoring=0)
 
 
 def test_groups_are_counted_where_there_were_most_of_them() -> None:
     """Between two tickets a generator has hardly any, whatever others have in the queue."""
     concurrency = Concurrency(Bounds(1, 64))
     for sampling in (1, 60, 0, 2, 0):
-        concurrency.follow([Load(100, 100)], sampling=sampling, scoring=0)
+        concurrency.update([Load(100, 100)], sampling=sampling, scoring=0)
     assert concurrency.limit == 30
 
 
 def test_engines_without_gauges_are_not_looked_at_for_long() -> None:
     concurrency = Concurrency(Bounds(1, 64))
     for _ in range(WINDOW):
-        concurrency.follow([Load(100, 100)], sampling=64, scoring=0)
+        concurrency.update([Load(100, 100)], sampling=64, scoring=0)
     assert concurrency.limit == 32
-    assert concurrency.follow([None], sampling=32, scoring=0)
+    assert concurrency.update([None], sampling=32, scoring=0)
     assert concurrency.limit == 64
 
 
 def test_bounds_that_leave_no_room_are_refused_with_the_bound() -> None:
-    with pytest.raises(Invalid, match="min_inflight_groups is 9; needed is 1 to max_inflight_groups, 8") as caught:
+    with pytest.raises(Invalid, match="is 9; it must be from 1 to max_inflight_groups, 8") as caught:
         Bounds(9, 8)
     assert (caught.value.name, caught.value.value, caught.value.bound) == ("min_inflight_groups", 9, 8)
     with pytest.raises(Invalid):
@@ -136,13 +136,13 @@ def test_bounds_that_leave_no_room_are_refused_with_the_bound() -> None:
 
 def test_an_upper_bound_that_is_reached_moves_along_and_a_limit_between_stays() -> None:
     concurrency = Concurrency(Bounds(2, 8))
-    concurrency.rebound(Bounds(2, 16))
+    concurrency.set_bounds(Bounds(2, 16))
     assert concurrency.limit == 16
     for _ in range(WINDOW):
-        concurrency.follow([Load(1, 1)], sampling=16, scoring=0)
-    concurrency.rebound(Bounds(2, 32))
+        concurrency.update([Load(1, 1)], sampling=16, scoring=0)
+    concurrency.set_bounds(Bounds(2, 32))
     assert concurrency.limit == 8
-    concurrency.rebound(Bounds(2, 4))
+    concurrency.set_bounds(Bounds(2, 4))
     assert concurrency.limit == 4
     assert concurrency.adaptive
     assert not Concurrency(Bounds(3, 3)).adaptive

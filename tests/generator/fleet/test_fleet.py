@@ -15,7 +15,7 @@ from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.fleet import TRIES, Fleet
 from replaybuf.generator.fleet import fleet as fleet_module
 from replaybuf.generator.fleet import member as member_module
-from replaybuf.generator.fleet.fleet import FAILURES_IN_A_ROW
+from replaybuf.generator.fleet.member import FAILURES_IN_A_ROW
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, Script, fail, reply
 from tests.waiting import until
 
@@ -84,7 +84,7 @@ def test_a_request_that_one_server_failed_goes_to_another() -> None:
                 await fleet.generate(PROMPT, SAMPLING)
             assert len(broken.requests) == FAILURES_IN_A_ROW
             assert len(sound.requests) == FAILURES_IN_A_ROW + 3
-            assert [status.state for status in fleet.status()] == ["aside", "up"]
+            assert [status.state for status in fleet.status()] == ["suspended", "up"]
 
     run(main())
 
@@ -111,7 +111,7 @@ def test_a_server_that_cannot_be_connected_to_is_put_aside_at_once_and_used_agai
         try:
             waiting = asyncio.create_task(fleet.generate(PROMPT, SAMPLING))
             await until(lambda: not fleet.up)
-            assert fleet.status()[0].state == "aside" and not waiting.done()
+            assert fleet.status()[0].state == "suspended" and not waiting.done()
             async with double.up(port):
                 await waiting
                 assert double.calls[:2] == ["health", "models"]  # looked at anew before it is used
@@ -130,7 +130,7 @@ def test_a_server_that_is_aside_comes_back_while_others_are_up(quick: None) -> N
             for _ in range(FAILURES_IN_A_ROW):
                 await fleet.generate(PROMPT, SAMPLING)
             broken.always = None
-            await until(lambda: fleet.status()[0].state != "aside")
+            await until(lambda: fleet.status()[0].state != "suspended")
             assert fleet.status()[0].state == "trial"
             await fleet.generate(PROMPT, SAMPLING)
             assert [status.state for status in fleet.status()] == ["up", "up"]
@@ -145,16 +145,16 @@ def test_in_trial_the_first_failure_puts_a_server_aside_again_for_longer(
         broken, sound = EngineDouble(), EngineDouble()
         async with fleet_of(broken, sound) as fleet:
             broken.always = fail(500)
-            for state in ("trial", "aside"):
+            for state in ("trial", "suspended"):
                 while fleet.status()[0].state != state:
                     await fleet.generate(PROMPT, SAMPLING)
             assert len(broken.requests) == FAILURES_IN_A_ROW + 1
 
     run(main())
-    told = [record.getMessage() for record in caplog.records if "put aside" in record.msg]
+    told = [record.getMessage() for record in caplog.records if "is suspended" in record.msg]
     assert [line.partition(": ")[0].rpartition(" is ")[2] for line in told] == [
-        "put aside after 3 failures in a row, probed in 0.01 s",
-        "put aside after 4 failures in a row, probed in 0.02 s",
+        "suspended after 3 failures in a row, next probe in 0.01 s",
+        "suspended after 4 failures in a row, next probe in 0.02 s",
     ]
 
 
@@ -276,7 +276,7 @@ def test_a_server_that_alone_answers_badly_is_put_aside_and_costs_no_request(qui
             await gate.requests(len(tasks))
             gate.open.set()
             await asyncio.gather(*tasks)
-            assert [status.state for status in fleet.status()] == ["up", "aside"]
+            assert [status.state for status in fleet.status()] == ["up", "suspended"]
             asked = len(broken.requests)
             await fleet.generate(PROMPT, SAMPLING)
             assert len(broken.requests) == asked
@@ -326,7 +326,7 @@ def test_with_no_server_up_a_request_waits_as_long_as_its_patience(quick: None) 
             double.always, double.healthy = fail(500), False
             with pytest.raises(EngineAway, match="answered 500"):
                 await fleet.generate(PROMPT, SAMPLING)
-            with pytest.raises(EngineAway, match=r"waited 0\.3 s for an engine in vain: .*answered 500"):
+            with pytest.raises(EngineAway, match=r"no engine came up within 0\.3 s: .*answered 500"):
                 await fleet.generate(PROMPT, SAMPLING)
             assert not fleet.up
 

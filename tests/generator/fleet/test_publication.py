@@ -15,13 +15,13 @@ from replaybuf.generator.engines import Sample, Sampling
 from replaybuf.generator.fleet.publication import (
     OnPublish,
     Piece,
-    doomed,
     finished,
     joined,
     pieces,
-    refusal,
+    rejection,
     remainder,
     stale,
+    too_old,
     unfinished,
 )
 
@@ -120,7 +120,7 @@ UNSURE = sample_of([3, 3], [3, 3], exact=False)
     ],
 )
 def test_each_policy_takes_what_it_promises(on_publish: OnPublish, made: Sample, reason: str | None) -> None:
-    told = refusal(on_publish, made)
+    told = rejection(on_publish, made)
     assert (None if told is None else told[0]) == reason
 
 
@@ -138,7 +138,7 @@ def test_an_engine_behind_the_published_version_is_stale(
     [(3, 5, 2, False), (3, 6, 2, True), (3, 3, 0, False), (3, 9, None, False), (3, None, 0, False), (4, 3, 0, False)],
 )
 def test_what_no_step_to_come_can_use_is_doomed(oldest: int, published: Any, bound: Any, said: bool) -> None:
-    assert doomed(oldest, published, bound) is said
+    assert too_old(oldest, published, bound) is said
 
 
 def test_the_rest_of_a_rollout_is_one_completion_of_what_length_is_left_with_a_seed_of_its_own() -> None:

@@ -194,7 +194,7 @@ def test_a_server_that_a_publication_did_not_reach_is_not_used_until_it_has_the_
         behind, right = ByRule(3), ByRule(4)
         async with fleet_of(behind, right) as fleet:
             fleet.learn_published(4)
-            await until(lambda: fleet.status()[0].state == "aside")
+            await until(lambda: fleet.status()[0].state == "suspended")
             assert "has version 3; published is 4" in (fleet.status()[0].fault or "") and fleet.waiting is None
             for _ in range(3):
                 await generate(fleet)
@@ -279,14 +279,14 @@ def test_a_version_that_a_server_loses_before_it_is_published_is_told_once() -> 
         lost: list[int] = []
         double = ByRule(4)
         async with fleet_of(double) as fleet:
-            fleet.on_lost = lost.append
+            fleet.call_on_lost(lost.append)
             fleet.learn_published(3)
             await generate(fleet)
-            await fleet.look_for_lost()
+            await fleet.find_lost_versions()
             assert lost == []
             double.version = 3
-            await fleet.look_for_lost()
-            await fleet.look_for_lost()
+            await fleet.find_lost_versions()
+            await fleet.find_lost_versions()
             assert lost == [3]
             double.version = 4
             await generate(fleet)
@@ -377,7 +377,7 @@ def test_a_server_that_does_not_tell_its_version_is_judged_by_what_it_samples() 
     run(main())
 
 
-# ---------------------------------------------------------------------- doomed work
+# ---------------------------------------------------------------------- expired work
 
 
 def test_a_rollout_too_old_for_every_step_to_come_is_not_continued() -> None:
