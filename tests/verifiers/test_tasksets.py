@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
-from replaybuf.generator.tasksets.process import PYTHON
+from replaybuf.generator.tasksets.environment import Verifiers
+from replaybuf.generator.tasksets.process import PROCESS, PYTHON
 from tests.generator.doubles import make_prompt
 from tests.generator.tasksets.taskset_contract import HERE, TasksetContract, opened
 

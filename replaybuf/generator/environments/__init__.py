@@ -1,20 +1,22 @@
-"""Environments: the reward of a completion or an episode."""
+"""Environments: the reward of a completion or of an episode."""
 
 from replaybuf.generator.environments.contract import (
-    TASKSET,
     Environment,
     Episode,
-    ExactMatch,
     MultiTurnEnvironment,
-    ReasoningGym,
-    Reward,
     Score,
     Turn,
+    score_of,
+)
+from replaybuf.generator.environments.reasoning_gym import ReasoningGym
+from replaybuf.generator.environments.rewards import (
+    TASKSET,
+    ExactMatch,
+    Reward,
     check_prompts,
     load_environment,
     load_rewards,
     multi_turn,
-    score_of,
 )
 
 __all__ = [

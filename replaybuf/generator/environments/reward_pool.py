@@ -1,20 +1,14 @@
-"""Scoring in processes of its own: for rewards that compute, and for those that nothing but a kill ends.
+"""Scoring in worker processes: for rewards that compute, and for rewards that only a kill can end.
 
-Each worker is a fresh interpreter (`replaybuf.generator.environments.reward_worker`) that scores one group at a time::
+Each worker is a fresh interpreter (`reward_worker`) that scores one group at a time::
 
     free ──job──► scoring ──answer──► free
-                     └── late, or ended by itself ──► killed ──next job──► started anew ──► scoring
-
-Jobs and answers are msgpack behind their length (4 bytes, little-endian), by standard input and output.
+                     └── late, or ended by itself ──► killed ──next job──► restarted ──► scoring
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import struct
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -24,18 +18,18 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import ReplaybufError, RewardFault
+from replaybuf.generator.child_process import ChildEnded, ChildProcess
 from replaybuf.generator.environments.scoring import Scores, reward_fault
-from replaybuf.generator.prompts.prompt import Prompt
+from replaybuf.generator.prompts import Prompt
 
 START_S = 60.0
-"""A worker that has not imported its environment by then is broken."""
-_END_S = 5.0
-_LENGTH = struct.Struct("<I")
+"""Time limit for a worker to import its environment."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One group to score: the fields of its prompt, and the completions as text."""
 
+    number: int = 0
     prompt_id: str
     text: str
     token_ids: list[int]
@@ -46,8 +40,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of a group; or why there are none: `reason` and `detail` of a `RewardFault`. The first says "ready"."""
+    """Scores of a group, or `reason` and `detail` of a `RewardFault`. Number 0: the worker is ready, or unfit."""
 
+    number: int = 0
     rewards: list[float] = []
     parts: dict[str, list[float]] = {}
     process_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
@@ -58,16 +53,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class RewardPool:
     """Scores groups in `processes` other processes, each for at most `timeout_s` seconds; `environment` as in options.
 
-    The bound runs from when a worker is free; since each is free again within the bound, waiting for one is bounded by
-    the groups waiting. Use as an async context manager: entering starts all workers and raises `ReplaybufError` where
-    one does not start, leaving ends them.
+    The time limit starts when a worker is free. Use as an async context manager: entering starts all workers and
+    raises `ReplaybufError` if one does not start; leaving ends them.
     """
 
     def __init__(self, environment: str, *, processes: int, timeout_s: float) -> None:
         self._environment = environment
         self._processes = processes
         self._timeout_s = timeout_s
-        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None: a place whose worker is to be started
+        self._free: asyncio.Queue[ChildProcess[Answer] | None] = asyncio.Queue()  # None: start a worker first
 
     async def __aenter__(self) -> RewardPool:
         try:
@@ -88,29 +82,28 @@ class RewardPool:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End the workers; call when nothing is being scored any more."""
+        """End the workers. Call when no scoring is in progress."""
         while not self._free.empty():
-            worker = self._free.get_nowait()
-            if worker is not None:
-                await worker.end()
+            if (worker := self._free.get_nowait()) is not None:
+                await _kill(worker)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Scores:
         """Score the n completions of one prompt. Raises `RewardFault`."""
         worker, usable = await self._free.get(), False
         try:
-            worker = worker or await self._started()
+            worker = worker or await self._start()
             async with asyncio.timeout(self._timeout_s):
-                answer = await worker.ask(_job_of(prompt, completions))
+                answer = await asyncio.wrap_future(worker.send(_job_of(prompt, completions))[1])
             usable = True
         except TimeoutError:
-            raise reward_fault("timeout", prompt, f"is not there after {self._timeout_s:g} s") from None
-        except (EOFError, ConnectionError) as error:
+            raise reward_fault("timeout", prompt, f"did not finish within {self._timeout_s:g} s") from None
+        except ChildEnded as error:
             raise reward_fault("raised", prompt, "ended the process that computed it") from error
         except ReplaybufError as error:
             raise reward_fault("raised", prompt, f"has no process: {error.detail}") from error
         finally:
-            if worker is not None and not usable:  # a cancelled job too: its answer would be taken for the next one's
-                await worker.end()
+            if worker is not None and not usable:  # cancelled, late or ended
+                await _kill(worker)
                 worker = None
             self._free.put_nowait(worker)
         if answer.reason is not None:
@@ -119,77 +112,32 @@ class RewardPool:
         return Scores(np.array(answer.rewards, np.float64), parts, answer.process_rewards)
 
     async def _add(self) -> None:
-        self._free.put_nowait(await self._started())
+        self._free.put_nowait(await self._start())
 
-    async def _started(self) -> _Worker:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", self._environment),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is the generator's, which lets what is in flight finish
-        )
-        worker = _Worker(process)
+    async def _start(self) -> ChildProcess[Answer]:
+        module = "replaybuf.generator.environments.reward_worker"
+        worker = ChildProcess[Answer]([sys.executable, "-m", module, self._environment], Answer)
+        why = None
         try:
             async with asyncio.timeout(START_S):
-                ready = await worker.answer()
-            if ready.reason is not None:
-                raise ReplaybufError(f"a reward process does not start: {ready.detail}", name="environment")
+                first = await asyncio.wrap_future(worker.first)
+            if first.reason is None:
+                return worker
+            why = f"a reward process does not start: {first.detail}"
         except TimeoutError:
-            await worker.end()
-            raise ReplaybufError(f"a reward process did not start within {START_S:g} s", name="environment") from None
-        except (EOFError, ReplaybufError) as error:
-            await worker.end()
-            detail = error.detail if isinstance(error, ReplaybufError) else "a reward process ended as it started"
-            raise ReplaybufError(detail, name="environment", value=self._environment) from error
-        except BaseException:
-            await worker.end()
+            why = f"a reward process did not start within {START_S:g} s"
+        except ChildEnded:
+            why = "a reward process ended as it started; see standard error"
+        except asyncio.CancelledError:
+            await _kill(worker)
             raise
-        return worker
+        await _kill(worker)
+        raise ReplaybufError(why, name="environment", value=self._environment)
 
 
-class _Worker:
-    """One process, and the two pipes to it."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def ask(self, job: Job) -> Answer:
-        """Have one job done. Raises `EOFError` or `ConnectionError` where the process ends over it."""
-        stdin = self._process.stdin
-        if stdin is None:
-            raise EOFError
-        stdin.write(framed(job))
-        await stdin.drain()
-        return await self.answer()
-
-    async def answer(self) -> Answer:
-        stdout = self._process.stdout
-        if stdout is None:
-            raise EOFError
-        (length,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
-        return msgspec.msgpack.decode(await stdout.readexactly(length), type=Answer)
-
-    async def end(self) -> None:
-        """Kill the process, with what it started itself, and wait until it is gone."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        async with asyncio.timeout(_END_S):
-            await self._process.wait()
-
-
-def framed(message: Job | Answer) -> bytes:
-    """Encode a message behind its length."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def length_of(head: bytes) -> int:
-    """Return the length that stands before a message."""
-    (length,) = _LENGTH.unpack(head)
-    return int(length)
+async def _kill(worker: ChildProcess[Answer]) -> None:
+    worker.kill()
+    await asyncio.to_thread(worker.end)
 
 
 def _job_of(prompt: Prompt, completions: Sequence[str]) -> Job:

@@ -1,4 +1,4 @@
-"""Several sources of prompts, mixed by weights that hold from one prompt index on, and may be changed while runs go on.
+"""Several sources of prompts, mixed by weights that may change while the run goes on.
 
 A curriculum file (TOML) names sources and stages::
 
@@ -17,13 +17,13 @@ A curriculum file (TOML) names sources and stages::
     from_prompt_index = 20000
     weights = { words = 1, sums = 1 }
 
-Tickets carry an index and nothing else, and several generators must mean the same prompt by it. So weights are a
-function of the index, not of the time: the file is read again when it changes, and a change is taken only where it
-leaves every stage alone that an index given out here already fell into. Whoever changes weights appends a stage behind
-the tickets issued so far, and replaces the file in one move. Each group's metadata records the stage in force.
+A ticket carries only an index, and all generators must use the same prompt for it. So the weights are a function of
+the index, not of the time. The file is read again when it changes. A change is accepted if it keeps every stage that
+an index given out here belongs to: append a stage behind the tickets issued so far, and replace the file atomically.
+The metadata of each group record the stage.
 
-In a stage of weights w every 1000 indices hold each source exactly round(1000 w / sum(w)) times, in an order made from
-(seed, index). A source's own prompts come in its own order, each once per epoch of that source.
+Each 1000 indices of a stage with weights w hold each source exactly round(1000 w / sum(w)) times, in an order made
+from (seed, index). The prompts of a source come in its own order, each once per epoch of that source.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.environments.contract import TASKSET
-from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptOrder, Prompts
+from replaybuf.generator.environments import TASKSET
+from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptOrder, Prompts, duplicate_id
 from replaybuf.generator.prompts.sources import GYM, Endless, Source, open_source
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 1000
-"""Indices within which each source has exactly its share; 1 / BLOCK is the smallest one."""
-_BLOCKS_KEPT = 16
+"""Indices within which each source has exactly its share; the smallest share is 1 / BLOCK."""
+_CACHED_BLOCKS = 16
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Weights by source, from one prompt index up to the next stage. Sources that are not named have none."""
+    """Weights by source, from one prompt index up to the next stage. Other sources have weight 0."""
 
     from_prompt_index: int = 0
     weights: dict[str, float]
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A curriculum file. Without stages all sources weigh the same."""
+    """A curriculum file. Without stages all sources have the same weight."""
 
     sources: list[Source]
     stages: list[Stage] = []
 
 
 class Schedule:
-    """Which source an index falls to, and which place in it that is; a pure function of (stages, seed).
+    """Maps an index to a source and a place in it; a pure function of (stages, seed).
 
-    `names` are the sources. Raises `Invalid` where stages do not start at 0 and rise, or weights are none.
+    `names` are the sources. Raises `Invalid` if stages do not start at 0 and rise, or weights are invalid.
     """
 
     def __init__(self, stages: Sequence[Stage], names: Sequence[str], *, seed: int) -> None:
@@ -77,14 +77,10 @@ class Schedule:
         self._seed = seed % (1 << 64)
         self._starts = [stage.from_prompt_index for stage in stages]
         if not self._starts or self._starts[0] != 0 or self._starts != sorted(set(self._starts)):
-            raise Invalid(
-                f"from_prompt_index of the stages is {self._starts}; it must start at 0 and rise",
-                name="from_prompt_index",
-                value=self._starts,
-                bound=0,
-            )
+            detail = f"from_prompt_index of the stages is {self._starts}; it must start at 0 and rise"
+            raise Invalid(detail, name="from_prompt_index", value=self._starts, bound=0)
         self._quotas = [_quotas(stage, self._names) for stage in stages]
-        self._block = functools.lru_cache(maxsize=_BLOCKS_KEPT)(self._new_block)
+        self._block = functools.lru_cache(maxsize=_CACHED_BLOCKS)(self._new_block)
         self._before = [np.zeros(len(names), np.int64)]
         for number in range(1, len(stages)):
             self._before.append(self._before[-1] + self._counts(number - 1, self._starts[number]))
@@ -98,11 +94,11 @@ class Schedule:
         return self.stages[number], self._names[source], int(place[source])
 
     def up_to(self, prompt_index: int) -> tuple[Stage, ...]:
-        """Return the stages that decide about indices up to this one."""
+        """Return the stages of all indices up to this one."""
         return self.stages[: bisect.bisect_right(self._starts, prompt_index)]
 
     def _counts(self, number: int, prompt_index: int) -> npt.NDArray[np.int64]:
-        """Count the indices of each source, from the start of a stage to before `prompt_index`."""
+        """Count the indices of each source from the start of a stage to before `prompt_index`."""
         blocks, offset = divmod(prompt_index - self._starts[number], BLOCK)
         begun = np.bincount(self._block(number, blocks)[:offset], minlength=len(self._names))
         return blocks * self._quotas[number] + begun
@@ -114,7 +110,7 @@ class Schedule:
 
 
 class Curriculum:
-    """The prompts of several sources by prompt index, as a curriculum file says it now."""
+    """The prompts of several sources by prompt index, as the curriculum file defines them now."""
 
     def __init__(self, file: Path, plan: Plan, sources: Mapping[str, PromptOrder], *, seed: int) -> None:
         self._file = file
@@ -123,42 +119,39 @@ class Curriculum:
         self._seed = seed
         self._schedule = _schedule(plan, seed)
         self._highest = -1
-        self._seen = _stamp(file)
+        self._stamp = _stamp(file)
 
     def at(self, prompt_index: int) -> Prompt:
-        """Return the prompt of a ticket, with source and stage in what its groups record."""
-        self._heed_changes()
+        """Return the prompt of a ticket; its groups record source and stage."""
+        self._reload()
         self._highest = max(self._highest, prompt_index)
         stage, name, place = self._schedule.choose(prompt_index)
         prompt = self._sources[name].at(place)
-        told = {"from_prompt_index": stage.from_prompt_index, "weights": stage.weights}
         source = prompt.metadata.get("source", name)
-        return dataclasses.replace(prompt, recorded={"source": source, "curriculum": told})
+        return dataclasses.replace(prompt, recorded={"source": source, "curriculum": msgspec.to_builtins(stage)})
 
-    def _heed_changes(self) -> None:
+    def _reload(self) -> None:
         stamp = _stamp(self._file)
-        if stamp == self._seen or stamp is None:  # gone for a moment: it is being replaced
+        if stamp in (self._stamp, None):  # None: the file is being replaced
             return
-        self._seen = stamp
+        self._stamp = stamp
         try:
             plan = read_plan(self._file)
             if plan.sources != self._plan.sources:
-                raise Invalid("sources differ; they are read at start alone", name="sources")
+                raise Invalid("its sources differ; they are read only at start", name="sources")
             schedule = _schedule(plan, self._seed)
             if schedule.up_to(self._highest) != self._schedule.up_to(self._highest):
-                raise Invalid(
-                    f"a stage differs that index {self._highest} or one before it fell into; append one behind it",
-                    name="from_prompt_index",
-                )
+                detail = f"it changes a stage of index {self._highest} or before; append a stage behind it"
+                raise Invalid(detail, name="from_prompt_index")
         except Invalid as error:
-            logger.error("curriculum stays as it was; %s is not taken: %s", self._file, error.detail)
+            logger.error("curriculum unchanged; %s is ignored: %s", self._file, error.detail)
             return
         self._plan, self._schedule = plan, schedule
         logger.info("curriculum changed: %d stages from %s", len(schedule.stages), self._file)
 
 
 class Supply:
-    """What `--prompts` names: a source, or a curriculum file of several. Reading it raises as `open_source` does."""
+    """The prompts of `--prompts`: one source, or a curriculum file of several. Raises as `open_source` does."""
 
     def __init__(self, prompts: str, encoder: Encoder) -> None:
         self._file = Path(prompts) if prompts.endswith(".toml") else None
@@ -166,20 +159,21 @@ class Supply:
         self._plan = read_plan(self._file) if self._file else Plan(sources=[Source(prompts=prompts, name=name)])
         folder = self._file.parent if self._file else Path()
         self._sources = {source.name: open_source(source, encoder, folder) for source in self._plan.sources}
-        _check_ids(self._sources)
+        self._check_ids()
 
     @property
     def finite(self) -> bool:
-        """Whether `known` is all there is."""
+        """Whether `known` holds all prompts."""
         return not any(isinstance(found, Endless) for found in self._sources.values())
 
     @property
     def known(self) -> list[Prompt]:
         """All prompts of finite sources, and the first of endless ones."""
-        return [prompt for found in self._sources.values() for prompt in _known(found)]
+        found = self._sources.values()
+        return [prompt for one in found for prompt in (one.first_prompts() if isinstance(one, Endless) else one)]
 
     def ordered(self, *, seed: int, shuffle: bool, check: Callable[[Prompt], None]) -> PromptOrder:
-        """Put the prompts in their order. `check` raises `Invalid` for what an endless source must not give out."""
+        """Return the order of the prompts. `check` raises `Invalid` for unusable prompts of endless sources."""
         orders: dict[str, PromptOrder] = {
             name: found.checked_by(check) if isinstance(found, Endless) else Prompts(found, seed=seed, shuffle=shuffle)
             for name, found in self._sources.items()
@@ -188,6 +182,12 @@ class Supply:
             return next(iter(orders.values()))
         return Curriculum(self._file, self._plan, orders, seed=seed)
 
+    def _check_ids(self) -> None:
+        first: dict[str, Prompt] = {}
+        for prompt in (prompt for found in self._sources.values() if isinstance(found, list) for prompt in found):
+            if first.setdefault(prompt.prompt_id, prompt) is not prompt:
+                raise duplicate_id(prompt, first[prompt.prompt_id])
+
 
 def read_plan(file: Path) -> Plan:
     """Read a curriculum file. Raises `Invalid` naming file and field."""
@@ -195,7 +195,8 @@ def read_plan(file: Path) -> Plan:
         plan = msgspec.toml.decode(file.read_bytes(), type=Plan)
         names = [source.name for source in plan.sources]
         if not names or "" in names or len(set(names)) < len(names):
-            raise Invalid(f"names of the sources are {names}; each needs one of its own", name="name", value=names)
+            detail = f"names of the sources are {names}; each source needs a name of its own"
+            raise Invalid(detail, name="name", value=names)
         _schedule(plan, 0)
     except OSError as error:
         raise Invalid(f"curriculum {file}: {error.strerror}", name="prompts", value=str(file)) from error
@@ -212,48 +213,23 @@ def _schedule(plan: Plan, seed: int) -> Schedule:
 
 
 def _quotas(stage: Stage, names: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Share BLOCK indices out by weight, what rounding leaves to the largest remainders; the first of equal ones."""
+    """Divide BLOCK indices by weight; the largest remainders get the rest, of equal ones the first."""
     weights = np.array([stage.weights.get(name, 0.0) for name in names])
-    unknown = sorted(stage.weights.keys() - set(names))
-    if (
-        unknown
-        or not (np.isfinite(weights) & (weights >= 0)).all()
-        or not np.isfinite(weights.sum())
-        or not weights.any()
-    ):
-        raise Invalid(
-            f"weights from index {stage.from_prompt_index} are {stage.weights}; needed: numbers >= 0, one above 0, "
-            f"for {', '.join(names)}",
-            name="weights",
-            value=stage.weights,
+    unknown = stage.weights.keys() - set(names)
+    if unknown or not (weights >= 0).all() or not np.isfinite(weights.sum()) or not weights.any():
+        detail = (
+            f"weights from index {stage.from_prompt_index} are {stage.weights}; they must be numbers >= 0, one above "
+            f"0, for {', '.join(names)}"
         )
+        raise Invalid(detail, name="weights", value=stage.weights)
     exact = weights / weights.sum() * BLOCK
     quotas: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
     quotas[np.argsort(quotas - exact, kind="stable")[: BLOCK - int(quotas.sum())]] += 1
     for name, weight, quota in zip(names, weights.tolist(), quotas.tolist(), strict=True):
         if weight > 0 and quota == 0:
-            raise Invalid(
-                f"weight {weight:g} of {name!r} is under 1/{BLOCK} of all",
-                name="weights",
-                value=weight,
-                bound=1 / BLOCK,
-            )
+            detail = f"weight {weight:g} of {name!r} is a share below 1/{BLOCK}"
+            raise Invalid(detail, name="weights", value=weight, bound=1 / BLOCK)
     return quotas
-
-
-def _check_ids(sources: Mapping[str, list[Prompt] | Endless]) -> None:
-    first: dict[str, Prompt] = {}
-    for found in sources.values():
-        for prompt in found if isinstance(found, list) else ():
-            if first.setdefault(prompt.prompt_id, prompt) is not prompt:
-                where = first[prompt.prompt_id].where
-                raise Invalid(
-                    f"{prompt.where}: prompt_id {prompt.prompt_id!r} stands already in {where}", name="prompts"
-                )
-
-
-def _known(found: list[Prompt] | Endless) -> list[Prompt]:
-    return found.tried() if isinstance(found, Endless) else found
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:

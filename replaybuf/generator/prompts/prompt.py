@@ -1,8 +1,7 @@
-"""The prompts of a run, in an order that tickets alone decide.
+"""Prompts, and their order: the prompt index of a ticket alone decides which prompt it means.
 
-A ticket's `prompt_index` counts on over the epochs: epoch = prompt_index // len, and within an epoch the place in that
-epoch's order. The order depends on nothing but (seed, epoch), so any number of generators, restarted at any time,
-generate the same prompt for the same ticket.
+`prompt_index` counts over the epochs: epoch = prompt_index // len, place = prompt_index % len in that epoch's order.
+The order depends only on (seed, epoch), so restarted and parallel generators use the same prompt for the same ticket.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.group import Int32s, TokenIds
 from replaybuf.wire.metadata import check_metadata
 
-_EPOCHS_KEPT = 4
-"""Orders of this many epochs are kept: tickets of neighbouring epochs are out at the same time."""
+_CACHED_EPOCHS = 4
+"""Tickets of neighbouring epochs are out at the same time."""
 
 
 class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One row of a source of prompts. Exactly one of `prompt`, `messages`, `prompt_ids` is given."""
+    """One row of a source of prompts. Exactly one of `prompt`, `messages`, `prompt_ids` is set."""
 
     prompt_id: str | None = None
     prompt: str | None = None
@@ -41,7 +40,7 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Prompt:
     """One task instance: `text` is what the model sees, `token_ids` int32 [P] the same as tokens.
 
-    `where` names file and row, as messages tell it; `recorded` goes into the metadata of its groups.
+    `where` names file and row for messages; `recorded` goes into the metadata of its groups.
     """
 
     prompt_id: str
@@ -54,20 +53,20 @@ class Prompt:
 
 
 class PromptOrder(Protocol):
-    """Says which prompt a ticket means; the same for every generator of the run."""
+    """Maps tickets to prompts; all generators of a run have the same one."""
 
     def at(self, prompt_index: int) -> Prompt:
-        """Return the prompt of a ticket. Raises `PromptFault` where there can be none."""
+        """Return the prompt of a ticket. Raises `PromptFault` if it cannot be made."""
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer to read prompts; `replaybuf.wire.tokenizer.Tokenizer` is one."""
+    """The part of a tokenizer that prompts need; `replaybuf.wire.tokenizer.Tokenizer` has it."""
 
     vocab_size: int
 
     @property
     def folder(self) -> Path | None:
-        """The model folder it was read from; None where there is none."""
+        """The model folder of the tokenizer; None without one."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text to token ids."""
@@ -80,13 +79,13 @@ class Encoder(Protocol):
 
 
 class Prompts:
-    """The prompts of a finite source, by prompt index. `shuffle=False` keeps its order in every epoch."""
+    """The prompts of a finite source, by prompt index. `shuffle=False` keeps their order in every epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True) -> None:
         self._prompts = tuple(prompts)
         self._seed = seed % (1 << 64)
         self._shuffle = shuffle
-        self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._new_order)
+        self._order = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._new_order)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -95,43 +94,40 @@ class Prompts:
         return iter(self._prompts)
 
     def at(self, prompt_index: int) -> Prompt:
-        """Return the prompt of a ticket; `prompt_index` >= 0 counts on over the epochs."""
+        """Return the prompt of a ticket; `prompt_index` >= 0 counts over the epochs."""
         epoch, place = divmod(prompt_index, len(self))
         return self._prompts[int(self._order(epoch)[place])]
 
     def _new_order(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self))
-        # Sorting raw counter output, not Generator.permutation: numpy may change what the latter draws in any release.
+        # Sorts raw counter output: any numpy release may change the draws of Generator.permutation.
         keys = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(len(self))
         return np.argsort(keys, kind="stable")
 
 
-def new_prompts(name: str, rows: Iterable[tuple[str, PromptLine]], encoder: Encoder, what: str) -> list[Prompt]:
-    """Make the prompts of a finite source called `name`; `rows` come with the words that say where they stand.
+def new_prompts(name: str, rows: Iterable[tuple[str, PromptLine]], encoder: Encoder, source: str) -> list[Prompt]:
+    """Convert (where, row) pairs to the prompts of a finite source called `name`.
 
-    Raises `Invalid` naming the row for whatever could not become a prompt, and where two have one `prompt_id`.
+    Raises `Invalid` naming the row that cannot become a prompt, or the second row with the same `prompt_id`.
     """
     prompts: dict[str, Prompt] = {}
     for where, line in rows:
         prompt = new_prompt(name, where, line, encoder)
-        if prompt.prompt_id in prompts:
-            first = prompts[prompt.prompt_id].where
-            same = "stands already in" if line.prompt_id else "is made of the content, and the same stands in"
-            raise refused(where, f"prompt_id {prompt.prompt_id!r} {same} {first}")
-        prompts[prompt.prompt_id] = prompt
+        if (first := prompts.setdefault(prompt.prompt_id, prompt)) is not prompt:
+            raise duplicate_id(prompt, first, generated=not line.prompt_id)
     if not prompts:
-        raise Invalid(f"{what} holds no prompt", name="prompts", value=what, bound="at least 1 row")
+        raise Invalid(f"{source} holds no prompt", name="prompts", value=source, bound="at least 1 row")
     return list(prompts.values())
 
 
 def new_prompt(name: str, where: str, line: PromptLine, encoder: Encoder) -> Prompt:
-    """Tokenise one row. Without `prompt_id` it is called `<name>/<hash of its content>`. Raises `Invalid`."""
+    """Tokenise one row. The default of `prompt_id` is `<name>/<hash of the content>`. Raises `Invalid`."""
     try:
         _check_form(line)
         text, token_ids = _text_and_ids(line, encoder)
     except Invalid as error:
-        raise refused(where, error.detail) from None
+        raise invalid_row(where, error.detail) from None
     return Prompt(
         prompt_id=line.prompt_id or f"{name}/{_content_hash(line)}",
         text=text,
@@ -142,20 +138,15 @@ def new_prompt(name: str, where: str, line: PromptLine, encoder: Encoder) -> Pro
     )
 
 
-def raw_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the bytes of every line that is not blank; lines are counted from 1."""
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield f"prompts file {file}, line {number}", line
-    except OSError as error:
-        raise Invalid(f"prompts file {file}: {error.strerror}", name="prompts", value=str(file)) from error
-
-
-def refused(where: str, what: str) -> Invalid:
-    """Say what is wrong with a row."""
+def invalid_row(where: str, what: str) -> Invalid:
+    """Describe what is wrong with a row."""
     return Invalid(f"{where}: {what}", name="prompts", value=where)
+
+
+def duplicate_id(prompt: Prompt, first: Prompt, *, generated: bool = False) -> Invalid:
+    """Describe two rows with one `prompt_id`; `generated`: made from the content, which is then the same."""
+    made = ", made from its content," if generated else ""
+    return invalid_row(prompt.where, f"prompt_id {prompt.prompt_id!r}{made} is already used in {first.where}")
 
 
 def _check_form(line: PromptLine) -> None:
@@ -166,16 +157,16 @@ def _check_form(line: PromptLine) -> None:
     if not getattr(line, given[0]):
         raise Invalid(f"{given[0]} is empty")
     if line.prompt is not None and not line.prompt.strip():
-        raise Invalid("prompt is white space alone")
+        raise Invalid("prompt is only white space")
     if line.prompt_id == "":
-        raise Invalid("prompt_id is empty; leave it out to have it made of the content")
+        raise Invalid("prompt_id is empty; leave it out to have it made from the content")
     for number, message in enumerate(line.messages or (), start=1):
         _check_message(number, message)
     check_metadata("metadata", line.metadata)  # it goes into every group of the prompt
 
 
 def _check_message(number: int, message: dict[str, Any]) -> None:
-    """Refuse what a chat template renders as nothing, or as the word None."""
+    """Reject messages that a chat template renders as nothing, or as the word None."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise Invalid(f"messages: number {number} has no role")
@@ -186,7 +177,7 @@ def _check_message(number: int, message: dict[str, Any]) -> None:
 
 
 def _content_hash(line: PromptLine) -> str:
-    """Hash what the model sees and what is right, so that an id outlives a new order of the rows."""
+    """Hash what the model sees and the answer: the id stays the same in another order of the rows."""
     content = (line.prompt, line.messages, line.prompt_ids, line.answer)
     return hashlib.blake2b(msgspec.json.encode(content, order="deterministic"), digest_size=8).hexdigest()
 
@@ -199,7 +190,7 @@ def _text_and_ids(line: PromptLine, encoder: Encoder) -> tuple[str, list[int]]:
         return encoder.decode([line.prompt_ids])[0], line.prompt_ids
     if line.messages is not None:
         text = encoder.render(line.messages)
-        token_ids = encoder.encode(text, add_special_tokens=False)  # the chat template wrote them itself
+        token_ids = encoder.encode(text, add_special_tokens=False)  # the chat template wrote them
     else:
         text = line.prompt or ""
         token_ids = encoder.encode(text)

@@ -54,8 +54,8 @@ def test_reasoning_gym_makes_an_entry_from_the_answer() -> None:
         ({}, "metadata.reasoning_gym.dataset is missing"),
         ({"reasoning_gym": "spell_backward"}, "metadata.reasoning_gym.dataset is missing"),
         ({"reasoning_gym": {"dataset": "spell_backward"}}, "has neither answer nor"),
-        ({"reasoning_gym": {"dataset": "no_such", "entry": ENTRY}}, "dataset 'no_such' cannot be made"),
-        ({"reasoning_gym": TASK | {"config": {"min_word_len": -1}}}, "cannot be made"),
+        ({"reasoning_gym": {"dataset": "no_such", "entry": ENTRY}}, "cannot create reasoning-gym dataset .no_such."),
+        ({"reasoning_gym": TASK | {"config": {"min_word_len": -1}}}, "cannot create"),
     ],
 )
 def test_a_prompt_that_reasoning_gym_cannot_score_is_refused(metadata: dict[str, Any], message: str) -> None:
@@ -100,11 +100,11 @@ def test_rewards_are_named_with_their_weights(text: str, expected: list[tuple[st
     [
         (f"{HERE}:absent", "does not import: AttributeError"),
         ("no_such_module_here:reward", "does not import: ModuleNotFoundError"),
-        (f"{HERE}:NOT_CALLABLE", "is int; needed: a function or a class"),
-        (f"{HERE}:Unchecked", "has score and no check"),
+        (f"{HERE}:NOT_CALLABLE", "is of type int; it must be a function or a class"),
+        (f"{HERE}:Unchecked", "has score but no check"),
         (f"{HERE}:Broken", "raised RuntimeError('no licence on"),
         ("exact-match,exact-match:2", "names a reward twice"),
-        ("exact-match:0", "has no weight but 0"),
+        ("exact-match:0", "all weights of environment"),
         ("exact-match,", "environment is ''"),
     ],
 )

@@ -202,7 +202,7 @@ async def _fault(number: int, turn: Turn) -> str:
     ("environment", "reason", "told"),
     [
         (Scripted(_raise), "environment_raised", "raised ConnectionError('sandbox is gone')"),
-        (Scripted(_hang), "environment_timeout", "gave nothing for 0.3 s"),
+        (Scripted(_hang), "environment_timeout", "did not answer within 0.3 s"),
         (Scripted(_let_out), "environment_raised", "CancelledError()"),
         (Scripted(_exit), "environment_raised", "SystemExit('tool ended')"),
         (Scripted(_fault), "environment_rewritten", "a reason of its own"),
@@ -239,7 +239,7 @@ def test_an_environment_of_several_turns_is_found_by_name_and_stands_alone() -> 
     for text in (f"{HERE}:Echo:0.5", f"{HERE}:Echo,exact-match"):
         rewards = load_rewards(text)
         assert multi_turn(rewards) is None
-        with pytest.raises(Invalid, match="environment 'Echo' plays turns; it stands alone"):
+        with pytest.raises(Invalid, match="environment 'Echo' plays turns; it must be the only one"):
             Scorer(rewards, timeout_s=1.0)
 
 
@@ -251,4 +251,4 @@ def test_an_episode_that_does_not_close_costs_nothing(
     environment.close_raises = error
     sample, _ = play(tmp_path, Speaking("a"), environment)
     assert sample.completion_ids.tolist() == ids("a")
-    assert "episode of prompt 'abc' did not close: " in caplog.text and repr("busy") in caplog.text
+    assert "cannot close the episode of prompt 'abc': " in caplog.text and repr("busy") in caplog.text

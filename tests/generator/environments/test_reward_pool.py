@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from replaybuf.errors import ReplaybufError, RewardFault
-from replaybuf.generator.environments.reward_pool import Job, RewardPool, framed
+from replaybuf.generator.environments.reward_pool import Job, RewardPool
+from replaybuf.generator.taskset_worker.pipes import framed
 from tests.generator.doubles import TIMEOUT_S, make_prompt
 
 HERE = "tests.generator.reward_functions"
@@ -80,7 +81,7 @@ def test_what_hangs_dies_or_is_no_number_costs_its_own_group() -> None:
         second = await pid(pool)
         assert second != first
         late = await fault(pool, "hang")
-        assert (late.reason, "not there after 2 s" in late.detail) == ("reward_timeout", True)
+        assert (late.reason, "did not finish within 2 s" in late.detail) == ("reward_timeout", True)
         assert await pid(pool) not in (first, second)
         with pytest.raises(ProcessLookupError):
             os.kill(second, 0)

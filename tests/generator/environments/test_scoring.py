@@ -133,7 +133,7 @@ def test_a_reward_that_hangs_is_left_behind_after_the_bound() -> None:
 
     async def main() -> None:
         scorer = Scorer(Broken(hang), timeout_s=0.05)
-        with pytest.raises(RewardFault, match=r"is not there after 0\.05 s") as caught:
+        with pytest.raises(RewardFault, match=r"did not finish within 0\.05 s") as caught:
             await scorer.score(PROMPT, ["x"])
         assert caught.value.reason == "reward_timeout"
         assert scorer.stuck == 1
@@ -161,7 +161,7 @@ def test_while_many_scorings_hang_no_further_one_is_begun() -> None:
         for _ in range(MAX_STUCK):
             with pytest.raises(RewardFault):
                 await scorer.score(PROMPT, ["x"])
-        with pytest.raises(RewardFault, match="16 scorings before it still hang") as caught:
+        with pytest.raises(RewardFault, match="16 earlier scorings still hang") as caught:
             await scorer.score(PROMPT, ["late"])
         assert caught.value.reason == "reward_timeout" and "late" not in begun
         released.set()

@@ -97,7 +97,7 @@ def test_the_choice_is_the_same_in_every_release() -> None:
         ({"a": -1, "b": 2}, "numbers >= 0"),
         ({"d": 1}, "for a, b, c"),
         ({"a": float("nan")}, "numbers >= 0"),
-        ({"a": 1, "b": 1e-6}, r"weight 1e-06 of 'b' is under 1/1000"),
+        ({"a": 1, "b": 1e-6}, r"weight 1e-06 of 'b' is a share below 1/1000"),
     ],
 )
 def test_weights_that_are_none_are_refused(weights: dict[str, float], message: str) -> None:
@@ -138,8 +138,8 @@ def test_weights_change_while_running_and_generators_agree(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ([stage(0, b=1)], "a stage differs that index 9 or one before it fell into"),
-        ([stage(0, a=1), stage(5, b=1)], "a stage differs"),
+        ([stage(0, b=1)], "it changes a stage of index 9 or before"),
+        ([stage(0, a=1), stage(5, b=1)], "it changes a stage"),
         (["[[sources]]\nname = 'c'\nprompts = 'a.jsonl'\n"], "sources differ"),
         (["{"], "mix.toml: "),
     ],
@@ -165,7 +165,7 @@ def test_a_file_that_is_gone_for_a_moment_changes_nothing(tmp_path: Path) -> Non
     ("text", "message"),
     [
         ("sources = []", "names of the sources are []"),
-        ("[[sources]]\nprompts = 'a.jsonl'\n", "each needs one of its own"),
+        ("[[sources]]\nprompts = 'a.jsonl'\n", "each source needs a name of its own"),
         ("[[sources]]\nname = 'a'\nprompt = 'a.jsonl'\n", "prompt"),
         ("{", "mix.toml: "),
         (SOURCES + stage(3, a=1), "must start at 0"),
@@ -183,5 +183,5 @@ def test_one_prompt_id_in_two_sources_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"prompt_id": "x", "prompt": "abc"}\n')
-    with pytest.raises(Invalid, match=r"b\.jsonl, line 1: prompt_id 'x' stands already in .*a\.jsonl, line 1"):
+    with pytest.raises(Invalid, match=r"b\.jsonl, line 1: prompt_id .x. is already used in .*a\.jsonl, line 1"):
         Supply(str(file), make_tokenizer(tmp_path / "model"))

@@ -50,7 +50,7 @@ def test_a_prompt_without_an_id_is_called_after_its_content_wherever_it_stands(t
 
 
 def test_the_same_content_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match=r"line 3: .* the same stands in .*words\.jsonl, line 1"):
+    with pytest.raises(Invalid, match=r"line 3: .* is already used in .*words\.jsonl, line 1"):
         read(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "metadata": {"level": 1}})
 
 
@@ -94,15 +94,15 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
         ({"answer": "x"}, "has none of prompt, messages, prompt_ids"),
         ({"prompt": "a", "prompt_ids": [1]}, "has prompt and prompt_ids"),
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": " \n"}, "prompt is white space alone"),
-        ([], "is list; a row is a dict"),
+        ({"prompt": " \n"}, "prompt is only white space"),
+        ([], "is of type list; a row must be a dict"),
         ({"messages": []}, "messages is empty"),
         ({"prompt_ids": []}, "prompt_ids is empty"),
         ({"prompt_ids": [1, 99]}, "prompt_ids from 1 to 99; the tokenizer has ids from 0 to 28"),
         ({"prompt_ids": [-1]}, "prompt_ids from -1"),
         ({"prompt": "a", "answr": "b"}, "unknown field `answr`"),
         ({"prompt": 3}, "Expected `str | null`"),
-        ({"prompt_id": "first", "prompt": "b"}, "prompt_id 'first' stands already in prompts file"),
+        ({"prompt_id": "first", "prompt": "b"}, "prompt_id 'first' is already used in prompts file"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
         ({"messages": [{"role": "user"}]}, "messages: number 1 (user) has no content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages: number 1 (user) has no content"),

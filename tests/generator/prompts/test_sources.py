@@ -150,7 +150,7 @@ def test_a_broken_datasets_folder_is_named(tmp_path: Path, name: str, text: str,
 
 def test_a_blank_text_is_no_chat(tmp_path: Path) -> None:
     """The template would make a prompt of it that asks for nothing."""
-    with pytest.raises(Invalid, match="white space alone"):
+    with pytest.raises(Invalid, match="only white space"):
         source = Source(prompts=str(write_lines(tmp_path / "x.jsonl", [{"prompt": " "}])), name="s", chat=True)
         open_source(source, Tokenizer(write_tokenizer(tmp_path / "model", chat_template="x")))
 
@@ -161,7 +161,7 @@ def test_a_reasoning_gym_of_a_wrong_size_or_seed_is_refused(options: dict[str, A
     with pytest.raises(Invalid, match="must be a whole number"):
         found = open_source(source, Letters())
         assert isinstance(found, Endless)
-        found.tried()
+        found.first_prompts()
 
 
 def test_a_text_becomes_a_chat_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_function_gives_rows() -> None:
     ("name", "message"),
     [
         ("broken", "raised RuntimeError('the network is away')"),
-        ("nothing", "returned NoneType; needed: an iterable"),
+        ("nothing", "returned NoneType; it must return an iterable"),
         ("absent", "does not import: AttributeError"),
         ("breaking", "row 2, raised RuntimeError('the connection was reset')"),
         ("unwritable", "row 1: metadata does not encode: Encoding objects of type object"),
@@ -216,13 +216,13 @@ def test_an_endless_source_that_ends_costs_the_tickets_beyond_its_end() -> None:
         source.at(3)
     assert caught.value.reason == "prompt_invalid"
     with pytest.raises(Invalid, match="ended after 3 rows"):
-        source.tried()
+        source.first_prompts()
 
 
 @pytest.mark.parametrize(("number", "reason"), [(20, "prompt_raised"), (21, "prompt_invalid")])
 def test_a_wrong_row_of_an_endless_source_costs_its_own_ticket(number: int, reason: str) -> None:
     source = endless(f"{HERE}:numbered", endless=True)
-    assert len(source.tried()) == TRIED_ROWS
+    assert len(source.first_prompts()) == TRIED_ROWS
     with pytest.raises(PromptFault) as caught:
         source.at(number)
     assert caught.value.reason == reason
@@ -254,5 +254,5 @@ def test_a_reasoning_gym_of_some_size_is_finite() -> None:
 
 def test_an_unknown_reasoning_gym_is_refused() -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(Invalid, match="dataset 'no_such' cannot be made"):
-        endless("reasoning-gym:no_such").tried()
+    with pytest.raises(Invalid, match="cannot create reasoning-gym dataset 'no_such'"):
+        endless("reasoning-gym:no_such").first_prompts()

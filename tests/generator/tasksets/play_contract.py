@@ -18,9 +18,9 @@ from replaybuf.generator.environments.scoring import Scorer, Scores
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import Source, open_source
+from replaybuf.generator.taskset_worker.messages import PlayState, Request, TakeTurn
 from replaybuf.generator.tasksets import process as taskset_process
-from replaybuf.generator.tasksets.environment import PROCESS
-from replaybuf.generator.tasksets.worker.messages import Requests, Standing, TakeTurn
+from replaybuf.generator.tasksets.process import PROCESS
 from replaybuf.wire.tokenizer import Tokenizer
 from tests.cli.test_generate import generator, stored
 from tests.conftest import RunClient
@@ -164,13 +164,13 @@ class PlayContract(OnProcess):
         """What follows the end of a turn is lost when the conversation is rendered."""
         fault = table.fault(CALL + "and more")
         assert fault.reason == "environment_rewritten"
-        assert "tokens that differ from its first" in fault.detail or "are known" in fault.detail
+        assert "tokens that differ from its first" in fault.detail or "it already has" in fault.detail
 
     def test_a_tool_that_hangs_costs_its_own_group(self, table: Table) -> None:
         """Its play is cancelled; the process goes on."""
         table.played(RIGHT)  # so that the bound is that of the tool alone
         fault = table.fault(HANGS, timeout_s=self.bound_s)
-        assert (fault.reason, "gave nothing for" in fault.detail) == ("environment_timeout", True)
+        assert (fault.reason, "did not answer within" in fault.detail) == ("environment_timeout", True)
         assert table.played(RIGHT)[1].rewards.tolist() == [3.0]
 
     def test_a_reward_that_raises_costs_its_own_group(self, table: Table) -> None:
@@ -191,7 +191,7 @@ class PlayContract(OnProcess):
         monkeypatch.setattr(taskset_process, "GRACE_S", 0.2)
         asked, ask = [], PROCESS.ask
 
-        async def noted(request: Requests, answer: type[Standing]) -> Standing:
+        async def noted(request: Request, answer: type[PlayState]) -> PlayState:
             asked.append(type(request))
             return await ask(request, answer)
 
@@ -237,11 +237,11 @@ class PlayContract(OnProcess):
         """Not beside another reward; an unknown renderer, and one for a task that is not played, are refused."""
         rewards = load_rewards("verifiers")
         check_prompts(rewards, table.prompts())
-        with pytest.raises(Invalid, match="environment 'verifiers' plays turns; it stands alone"):
+        with pytest.raises(Invalid, match="environment 'verifiers' plays turns; it must be the only one"):
             Scorer([*rewards, Reward("exact-match", load_rewards("exact-match")[0].environment)], timeout_s=1.0)
         with pytest.raises(Invalid, match=r"renderer .*unheard-of.* name one.*qwen3"):
             table.prompts(renderer="unheard-of")
-        with pytest.raises(Invalid, match="backwards has the option renderer, and its tasks are not played"):
+        with pytest.raises(Invalid, match="backwards has the option renderer, but its tasks are not played"):
             table.prompts("verifiers:backwards", renderer="qwen3")
 
     def test_generate_stores_what_was_played(self, table: Table, tmp_path: Path, run: RunClient) -> None:

@@ -18,8 +18,8 @@ from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import Endless, Source, open_source
 from replaybuf.generator.tasksets import process as taskset_process
-from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
-from replaybuf.generator.tasksets.process import PYTHON
+from replaybuf.generator.tasksets.environment import Verifiers
+from replaybuf.generator.tasksets.process import PROCESS, PYTHON
 from tests.cli.test_generate import generated, put
 from tests.conftest import RunClient
 from tests.generator.doubles import TIMEOUT_S, write_tokenizer

@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from replaybuf.generator.tasksets.worker.faults import PlayFailed, Unfit
-from replaybuf.generator.tasksets.worker.loaded import thought_and_said
-from replaybuf.generator.tasksets.worker.messages import Described, Rendering, Scored, TaskRow
-from replaybuf.generator.tasksets.worker.plays import Over, Play
-from replaybuf.generator.tasksets.worker.process import run
+from replaybuf.generator.taskset_worker.messages import Described, PlayFailed, Rendering, Scored, TaskRow, Unfit
+from replaybuf.generator.taskset_worker.plays import Over, Play
+from replaybuf.generator.taskset_worker.process import run
+from replaybuf.generator.taskset_worker.traces import split_reasoning
 from replaybuf.wire.tokenizer import Tokenizer
 
 GIVEN_UP: list[str] = []
@@ -49,7 +48,7 @@ class Words:
 
     async def score(self, data: dict[str, Any], reply: str, number: int) -> Scored:
         """Do what the reply asks for, as `tests/generator/tasksets/modules/backwards.py`."""
-        thought, said = thought_and_said(reply)
+        thought, said = split_reasoning(reply)
         correct = float(said == data["answer"])
         match said.split():
             case ["raise"]:
@@ -127,7 +126,7 @@ async def _sum(data: dict[str, Any], tokenizer: Tokenizer, play: Play, ids: list
     turns, reply = 0, ""
     try:
         while turns < 3:
-            token_ids, _ = await play.sampled(ids)
+            token_ids, _ = await play.sample(ids)
             turns += 1
             ids = ids + token_ids
             while end in token_ids and ids[-1] != end:  # as renderers do: nothing follows the end of a turn

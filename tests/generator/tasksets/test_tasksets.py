@@ -11,10 +11,11 @@ import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.environments import load_rewards
-from replaybuf.generator.tasksets.environment import PROCESS, Verifiers
-from replaybuf.generator.tasksets.process import PYTHON, WORKER
-from replaybuf.generator.tasksets.worker.loaded import thought_and_said
-from replaybuf.generator.tasksets.worker.messages import ScoreReply, framed
+from replaybuf.generator.taskset_worker.messages import ScoreReply
+from replaybuf.generator.taskset_worker.pipes import framed
+from replaybuf.generator.taskset_worker.traces import split_reasoning
+from replaybuf.generator.tasksets.environment import Verifiers
+from replaybuf.generator.tasksets.process import PROCESS, PYTHON, WORKER
 from tests.generator.doubles import TIMEOUT_S, make_prompt
 from tests.generator.tasksets import taskset_double
 from tests.generator.tasksets.taskset_contract import TasksetContract, opened
@@ -50,7 +51,7 @@ def test_without_verifiers_the_install_command_is_told(tmp_path: Path, monkeypat
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[verifiers\]'"):
         opened()
     monkeypatch.setenv(PYTHON, sys.executable)
-    with pytest.raises(Invalid, match=r"not here'?\)?\. It needs: .* -m pip install 'verifiers>=0\.4,<0\.5' msgspec"):
+    with pytest.raises(Invalid, match=r"not here'?\)?\. Install it: .* -m pip install 'verifiers>=0\.4,<0\.5' msgspec"):
         opened()
 
 
@@ -66,7 +67,7 @@ def test_an_interpreter_that_is_none_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_prompt_from_elsewhere_is_refused() -> None:
-    with pytest.raises(Invalid, match=r"it takes prompts from verifiers:TASKSET"):
+    with pytest.raises(Invalid, match=r"verifiers needs prompts from verifiers:TASKSET"):
         Verifiers().check(make_prompt())
     with pytest.raises(Invalid, match=r"metadata\.verifiers: .*`task`"):
         Verifiers().check(make_prompt(verifiers={"taskset": "x"}))
@@ -104,4 +105,4 @@ def test_the_process_ends_with_its_generator_in_the_middle_of_a_score(python: Pa
     ],
 )
 def test_reasoning_is_what_stands_before_the_closing_tag(reply: str, thought: str | None, said: str) -> None:
-    assert thought_and_said(reply) == (thought, said)
+    assert split_reasoning(reply) == (thought, said)

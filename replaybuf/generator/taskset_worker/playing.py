@@ -8,14 +8,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .faults import PlayFailed, Unfit, told
-from .messages import Rendering, Scored
+from .messages import PlayFailed, Rendering, Scored, Unfit, described
 from .plays import Play, TurnServer
 from .rendering import check_template, opening_ids, renderer_config
+from .traces import opening, scores_of
 
 MODEL = "policy"
 NO_KEY = "REPLAYBUF_NO_KEY"
-"""Environment variable that verifiers would take a key for the loopback port from; there is none."""
+"""Unset environment variable: verifiers needs the name of one for an API key; the loopback server takes none."""
 
 
 def agents_of(name: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def agents_of(name: str) -> dict[str, Any]:
 
 
 def own_harness(name: str) -> str | None:
-    """Return the id of the harness that a taskset, or the agent of its environment, names itself."""
+    """Return the id of the harness that a taskset, or the agent of its environment, declares."""
     from verifiers.v1.utils import loaders
 
     for agent in agents_of(name).values():
@@ -40,88 +40,75 @@ def own_harness(name: str) -> str | None:
 
 
 class Player:
-    """Plays the tasks of one taskset, whose environment has one agent.
+    """Plays the tasks of one taskset, whose environment has one agent."""
 
-    `opening` returns the messages that a task opens with, `scored` reads what a trace was scored with.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        turns: TurnServer,
-        *,
-        opening: Callable[[Any], list[Any]],
-        scored: Callable[[Any], Scored],
-    ) -> None:
+    def __init__(self, name: str, options: dict[str, Any], turns: TurnServer) -> None:
         self._name = name
         self._options = options
         self._turns = turns
-        self._opening = opening
-        self._scored = scored
         self._starting = asyncio.Lock()
         self._environment: Any = None
-        self._serving = contextlib.AsyncExitStack()  # as long as the process: what it starts ends with that
+        self._serving = contextlib.AsyncExitStack()  # never closed: what it starts ends with the process
         self._tools: dict[str, list[dict[str, Any]]] = {}
 
     async def begin(self, task: Any, rendering: Rendering, prompt_ids: list[int]) -> Play:
         """Begin a play whose first turn follows `prompt_ids`."""
-        await self._ready()
+        await self._start()
         play = Play(prompt_ids)
-        play.start(self._episode(task, rendering, play, lambda trace: None))
+        play.start(self._run(task, rendering, play, lambda trace: None))
         return play
 
     async def opening_ids(self, task: Any, rendering: Rendering) -> list[int]:
-        """Return the token ids that a play of this task begins with; the first task is played up to there.
+        """Return the token ids that a play of this task begins with. The first task is played up to there.
 
-        Raises `Unfit` where it cannot be played.
+        Raises `Unfit` if it cannot be played.
         """
         key = json.dumps([rendering.tokenizer, rendering.renderer], sort_keys=True)
         if key not in self._tools:
-            self._tools[key] = await self._tried(task, rendering)
-        return opening_ids(rendering, self._opening(task.data), self._tools[key])
+            self._tools[key] = await self._try_play(task, rendering)
+        return opening_ids(rendering, opening(task.data), self._tools[key])
 
-    async def _tried(self, task: Any, rendering: Rendering) -> list[dict[str, Any]]:
-        """Begin a play, see that it opens as its prompt does, and return the tools it offers the model."""
+    async def _try_play(self, task: Any, rendering: Rendering) -> list[dict[str, Any]]:
+        """Begin a play, check that it opens like its prompt, and return the tools that it offers the model."""
         from .chat import tools_of
 
-        opening_ids(rendering, self._opening(task.data), [])  # says what is wrong, where the play would get a status
+        messages = opening(task.data)
+        opening_ids(rendering, messages, [])  # its errors are clearer than the HTTP status that the play would get
         play, traces = Play(None), []
 
-        def minted(trace: Any) -> None:
+        def record(trace: Any) -> None:
             traces.append(trace.id)
             tools_of[trace.id] = []
 
         try:
-            await self._ready()
-            play.start(self._episode(task, rendering, play, minted))
-            stood = await play.standing()
+            await self._start()
+            play.start(self._run(task, rendering, play, record))
+            state = await play.state()
         except Unfit:
             raise
         except Exception as error:
-            raise Unfit(f"taskset {self._name} cannot be played: {told(error)}") from error
+            raise Unfit(f"taskset {self._name} cannot be played: {described(error)}") from error
         finally:
             play.drop()
             offered = [tools for trace in traces for tools in tools_of.pop(trace)]
-        if isinstance(stood, Scored):
-            raise Unfit(f"taskset {self._name} cannot be played: it ends before its model is asked for a turn")
-        messages = self._opening(task.data)
-        if opening_ids(rendering, messages, offered) != stood:
+        if isinstance(state, Scored):
+            raise Unfit(f"taskset {self._name} cannot be played: it ends before the first turn of its model")
+        if opening_ids(rendering, messages, offered) != state:
             raise Unfit(f"taskset {self._name} cannot be played: it opens with more than prompt and tools")
         check_template(rendering, messages, offered)
         return offered
 
-    async def _ready(self) -> None:
-        """Start what all plays share: the environment, its tool servers, and where turns are asked for."""
+    async def _start(self) -> None:
+        """Start what all plays share: the environment, its tool servers, and the turn server."""
         async with self._starting:
             if self._environment is not None:
                 return
             await self._turns.start()
-            environment = self._made()
+            environment = self._new_environment()
             await self._serving.enter_async_context(environment.serving())
             self._environment = environment
 
-    def _made(self) -> Any:
+    def _new_environment(self) -> Any:
         from verifiers.v1.utils import loaders
 
         from .chat import HARNESS
@@ -134,7 +121,7 @@ class Player:
         }
         return loaders.load_environment(loaders.resolve_env_config(config))
 
-    async def _episode(self, task: Any, rendering: Rendering, play: Play, minted: Callable[[Any], None]) -> Scored:
+    async def _run(self, task: Any, rendering: Rendering, play: Play, on_trace: Callable[[Any], None]) -> Scored:
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
 
@@ -146,23 +133,23 @@ class Player:
         )
         traces: list[str] = []
 
-        def seen(trace: Any) -> None:
+        def register(trace: Any) -> None:
             traces.append(trace.id)
             self._turns.add(play, trace)
-            minted(trace)
+            on_trace(trace)
 
         try:
-            episode = await self._environment.run_episode(task, ModelContext(MODEL, client), on_trace=seen)
+            episode = await self._environment.run_episode(task, ModelContext(MODEL, client), on_trace=register)
         finally:
             for trace_id in traces:
                 self._turns.remove(trace_id)
-        return self._judged(episode)
+        return _episode_scores(episode)
 
-    def _judged(self, episode: Any) -> Scored:
-        if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ended without an error"
-            raise PlayFailed(why)
-        if len(episode.traces) != 1:
-            raise PlayFailed(f"its environment ran the agent {len(episode.traces)} times; a rollout is one run")
-        return self._scored(episode.traces[0])
+
+def _episode_scores(episode: Any) -> Scored:
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise PlayFailed(f"{errors[-1].type}: {errors[-1].message}" if errors else "it ended without an error")
+    if len(episode.traces) != 1:
+        raise PlayFailed(f"its environment ran the agent {len(episode.traces)} times; a rollout is one run")
+    return scores_of(episode.traces[0])

@@ -1,7 +1,7 @@
-"""The harness of plays: a model and its tools, in a loop.
+"""The harness of plays: a loop between a model and its tools.
 
-As verifiers' harness `null`, but in this process: that one has its program fetched by `uv`, and an interpreter of its
-own for every rollout.
+Like verifiers' harness `null`, but in this process: that one fetches its program with `uv`, and starts an interpreter
+for every rollout.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from verifiers.v1.runtimes import ProgramResult
 __all__ = ["ChatHarness"]
 
 HARNESS = "replaybuf_chat"
-sys.modules[HARNESS] = sys.modules[__name__]  # verifiers finds a harness by the name of a module at the top
+sys.modules[HARNESS] = sys.modules[__name__]  # verifiers finds a harness by the name of a top-level module
 CONNECT_S = 5.0
 
 tools_of: dict[str, list[dict[str, Any]]] = {}
-"""Tools that the model of a rollout was offered, by the id of its trace; of those alone that are a key here."""
+"""Tools offered to the model of a rollout, by the id of its trace; recorded only for ids that are keys."""
 
 
 class ChatHarness(NullHarness):  # type: ignore[misc]
     """A conversation that goes on as long as the model calls tools."""
 
     async def setup(self, runtime: Any) -> None:
-        """There is nothing to prepare."""
+        """Do nothing."""
 
     async def launch(
         self,
@@ -45,24 +45,24 @@ class ChatHarness(NullHarness):  # type: ignore[misc]
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """Run one segment of the conversation, to a reply that calls no tool."""
+        """Run one segment of the conversation, up to a reply without tool calls."""
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
             if trace.id in tools_of:
                 tools_of[trace.id] = tools
-            # No time bound of its own: the reply comes when the turn is sampled, and the rollout's bounds end it.
+            # No time limit: the reply comes when the turn is sampled, and the rollout's limits end it.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
                     headers={"Authorization": f"Bearer {secret}"},
                     timeout=httpx.Timeout(None, connect=CONNECT_S),
-                    verify=False,  # it is loopback HTTP, and reading certificates is most of making a client
+                    verify=False,  # loopback HTTP; reading certificates is most of the cost of a client
                 )
             )
             chat = _Chat(client, tools, dispatch, connected, tool_interception_url)
             try:
                 await chat.run(f"{endpoint}/chat/completions", ctx.model, self._messages(data))
-            except (httpx.HTTPStatusError, _Stopped) as error:  # verifiers keeps what is behind it, and judges that
+            except (httpx.HTTPStatusError, _Stopped) as error:  # verifiers records the cause, and handles it
                 return ProgramResult(exit_code=1, stdout="", stderr=str(error))
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -94,10 +94,10 @@ class _Chat:
         self._gate_url = gate_url
 
     async def run(self, url: str, model: str, messages: list[dict[str, Any]]) -> None:
-        """Raises `httpx.HTTPStatusError` where the model gives no reply, `_Stopped` where a hook ended the rollout."""
+        """Raise `httpx.HTTPStatusError` if the model does not reply, `_Stopped` if a hook ended the rollout."""
         offered = {"tools": self._tools} if self._tools else {}
         while True:
-            completion = await self._posted(url, {"model": model, "messages": messages, **offered})
+            completion = await self._post(url, {"model": model, "messages": messages, **offered})
             reply = completion["choices"][0]["message"]
             messages.append(reply)
             if not reply.get("tool_calls"):
@@ -105,7 +105,7 @@ class _Chat:
             for call in reply["tool_calls"]:
                 messages.append(bound_tool_message(await self._answer(call)))
 
-    async def _posted(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         response = await self._client.post(url, json=body)
         response.raise_for_status()
         answer: dict[str, Any] = response.json()
@@ -118,21 +118,17 @@ class _Chat:
         except json.JSONDecodeError:
             arguments = text
         if self._gate_url is not None:
-            asked = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-            decision = await self._posted(self._gate_url, asked)
+            request = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+            decision = await self._post(self._gate_url, request)
             if decision["action"] == "stop":
                 raise _Stopped(decision["reason"])
             if decision["action"] == "deny":
                 denied: dict[str, Any] = decision["message"]
                 return denied
-        return {
-            "role": "tool",
-            "tool_call_id": call["id"],
-            "name": name,
-            "content": await self._called(name, arguments),
-        }
+        content = await self._call(name, arguments)
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
-    async def _called(self, name: str, arguments: Any) -> str | list[dict[str, Any]]:
+    async def _call(self, name: str, arguments: Any) -> str | list[dict[str, Any]]:
         if name not in self._dispatch:
             return f"error: unknown tool {name!r}"
         if not isinstance(arguments, dict):

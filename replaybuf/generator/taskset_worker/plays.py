@@ -1,9 +1,9 @@
-"""Plays: rollouts that verifiers runs here, and whose turns are sampled elsewhere.
+"""Plays: rollouts that verifiers runs here, with turns that the generator's engines sample.
 
 ::
 
-    verifiers ──/inference/v1/generate──► TurnServer ──► Play ──Standing──► generator ──► engines
-                                          TurnServer ◄── Play ◄──TakeTurn── generator
+    verifiers ──/inference/v1/generate──► TurnServer ──► Play ──PlayState──► generator ──► engines
+                                          TurnServer ◄── Play ◄──TakeTurn─── generator
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .faults import Rewritten
-from .messages import Scored
+from .messages import Rewritten, Scored
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 STOPPED = "generator_bound"
-"""Stop condition of a trace that gets no more turns: its length or number of turns is at the generator's bound."""
+"""Stop condition of a trace that gets no more turns: the generator's bound of length or turns is reached."""
 
 
 class Over(Exception):
-    """A play asked for a turn and gets none."""
+    """A play asked for a turn but gets no more."""
 
 
 class Play:
-    """One play. Its conversation only ever grows::
+    """One play. Its conversation only grows::
 
         ids(k + 1) = ids(k) + turn(k) + answer(k),   ids(0) = the prompt
 
-    What asks otherwise has rendered the conversation anew, and would have the policy trained on tokens it never
-    sampled, so it is cancelled and fails as `Rewritten`. Without `prompt_ids` any opening will do.
+    A play that breaks this has rendered its conversation again, and training would use tokens that the policy never
+    sampled. It is cancelled and fails as `Rewritten`. Without `prompt_ids` any opening is accepted.
     """
 
     def __init__(self, prompt_ids: list[int] | None) -> None:
         self._ids = prompt_ids
-        self._asks: asyncio.Queue[list[int] | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[list[int] | None] = asyncio.Queue()  # answers before a turn; None: it ended
         self._turn: asyncio.Future[tuple[list[int], bool]] | None = None
         self._over = False
         self._rewritten: Rewritten | None = None
@@ -48,28 +47,28 @@ class Play:
     def start(self, episode: Coroutine[Any, Any, Scored]) -> None:
         """Run it; `episode` returns its scores."""
         self._task = asyncio.get_running_loop().create_task(episode)
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._end)
 
-    def _ended(self, task: asyncio.Task[Scored]) -> None:
+    def _end(self, task: asyncio.Task[Scored]) -> None:
         if not task.cancelled():
-            task.exception()  # taken note of, also where nobody asks any more
-        self._asks.put_nowait(None)
+            task.exception()  # marks it as retrieved, if nobody awaits the play
+        self._requests.put_nowait(None)
 
-    async def standing(self) -> list[int] | Scored:
-        """Wait until it asks for a turn, and return what stands before that; or its scores, once it has ended.
+    async def state(self) -> list[int] | Scored:
+        """Wait for its next request for a turn, and return the answer before that; after its end return its scores.
 
         Raises `Rewritten`, `PlayFailed`.
         """
-        answer = await self._asks.get()
+        answer = await self._requests.get()
         if answer is not None or self._task is None:
             return answer or []
-        self._asks.put_nowait(None)  # it stays so
+        self._requests.put_nowait(None)  # for the next call
         if self._rewritten is not None:
             raise self._rewritten
         return self._task.result()
 
     def take(self, token_ids: list[int], *, cut_off: bool) -> None:
-        """Give it the turn it asked for, where it has not given up waiting."""
+        """Give it the requested turn, if it still waits."""
         if self._turn is not None and not self._turn.done() and self._ids is not None:
             self._ids = self._ids + token_ids
             self._turn.set_result((token_ids, cut_off))
@@ -86,26 +85,26 @@ class Play:
         if self._task is not None:
             self._task.cancel()
 
-    async def sampled(self, token_ids: list[int]) -> tuple[list[int], bool]:
-        """Wait for the turn after these tokens, and whether it was cut off. Raises `Over` where there is none."""
+    async def sample(self, token_ids: list[int]) -> tuple[list[int], bool]:
+        """Wait for the turn after these tokens, and whether it was cut off. Raises `Over` if there is none."""
         if self._over:
             raise Over
         self._check(token_ids)
         answer = token_ids if self._ids is None else token_ids[len(self._ids) :]
         self._ids = token_ids
         self._turn = asyncio.get_running_loop().create_future()
-        self._asks.put_nowait(answer)
+        self._requests.put_nowait(answer)
         return await self._turn
 
     def _check(self, token_ids: list[int]) -> None:
-        known = token_ids if self._ids is None else self._ids
+        ids = token_ids if self._ids is None else self._ids
         if self._turn is not None and not self._turn.done():
             wrong = "asks for two turns at the same time"
-        elif token_ids[: len(known)] != known:
-            same = next((n for n, (a, b) in enumerate(zip(token_ids, known, strict=False)) if a != b), len(token_ids))
-            wrong = f"asks for a turn after {len(token_ids)} tokens that differ from its first {len(known)} at {same}"
-        elif (self._turn is not None) == (len(token_ids) == len(known)):  # the first turn follows the prompt alone
-            wrong = f"asks for a turn after {len(token_ids)} tokens; its first {len(known)} are known"
+        elif token_ids[: len(ids)] != ids:
+            same = next((n for n, (a, b) in enumerate(zip(token_ids, ids, strict=False)) if a != b), len(token_ids))
+            wrong = f"asks for a turn after {len(token_ids)} tokens that differ from its first {len(ids)} at {same}"
+        elif (self._turn is not None) == (len(token_ids) == len(ids)):  # only the first turn follows without an answer
+            wrong = f"asks for a turn after {len(token_ids)} tokens; it already has {len(ids)}"
         else:
             return
         self._rewritten = Rewritten(wrong)
@@ -114,9 +113,9 @@ class Play:
 
 
 class TurnServer:
-    """Stands in for an engine: what verifiers' client asks of one becomes the request of a play for its next turn.
+    """Replaces an engine: a request of verifiers' client becomes the request of a play for its next turn.
 
-    It is on a loopback port, and knows a play by the id of its trace, which its client sends with every request.
+    It listens on a loopback port. The client sends the id of the play's trace with every request.
     """
 
     def __init__(self) -> None:
@@ -126,13 +125,13 @@ class TurnServer:
         self.url = ""
 
     async def start(self) -> None:
-        """Listen, where it does not yet."""
+        """Listen, once."""
         from aiohttp import web
 
         async with self._starting:
             if self._runner is not None:
                 return
-            app = web.Application(client_max_size=1 << 30)  # as verifiers' own server: contexts are what bounds it
+            app = web.Application(client_max_size=1 << 30)  # as verifiers' own server
             app.router.add_post("/inference/v1/generate", self._generate)
             self._runner = web.AppRunner(app)
             await self._runner.setup()
@@ -140,11 +139,11 @@ class TurnServer:
             self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
     def add(self, play: Play, trace: Any) -> None:
-        """Take requests with the id of this trace for those of a play."""
+        """Send the requests of this trace to a play."""
         self._plays[trace.id] = (play, trace)
 
     def remove(self, trace_id: str) -> None:
-        """Take no more of them."""
+        """Reject further requests of this trace."""
         self._plays.pop(trace_id, None)
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -152,19 +151,18 @@ class TurnServer:
 
         play, trace = self._plays.get(request.headers.get("X-Session-ID", ""), (None, None))
         if play is None or trace is None:
-            return web.json_response({"error": {"message": "no such play"}}, status=404)
+            return web.json_response({"error": {"message": "unknown play"}}, status=404)
         try:
-            token_ids, cut_off = await play.sampled(msgspec.json.decode(await request.read())["token_ids"])
+            token_ids, cut_off = await play.sample(msgspec.json.decode(await request.read())["token_ids"])
         except Over:
             trace.stop(STOPPED)
             return web.json_response({"error": {"message": "the play gets no more turns"}}, status=400)
-        # Its client wants logprobs; those that count are kept where the turn was sampled.
+        # The client needs logprobs; the generator keeps the real ones.
         logprobs = [{"token": f"token_id:{token}", "logprob": 0.0} for token in token_ids]
         choice = {
             "token_ids": token_ids,
             "finish_reason": "length" if cut_off else "stop",
             "logprobs": {"content": logprobs},
         }
-        return web.Response(
-            body=msgspec.json.encode({"request_id": trace.id, "choices": [choice]}), content_type="application/json"
-        )
+        body = msgspec.json.encode({"request_id": trace.id, "choices": [choice]})
+        return web.Response(body=body, content_type="application/json")
