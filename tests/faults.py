@@ -24,7 +24,7 @@ class FaultyProxy:
     Faults, each until `heal`: `refuse` (nobody listens), `swallow` (half-open: connections are accepted and every byte
     is lost), `delay` (answers come late), `lose_replies` (commands arrive, answers are lost). Faults that happen once:
     `drop` (all connections are cut), `answer_once` (what becomes of the next answer with a mark in it: cut in the
-    middle, sent twice, lost with its connection).
+    middle, lost with its connection).
     """
 
     def __init__(self, target: Path) -> None:
@@ -85,8 +85,7 @@ class FaultyProxy:
     def answer_once(self, mark: bytes, fate: str) -> None:
         """Let something befall the answer to the next command with `mark` in it.
 
-        `cut`: its first half, then the end; `lost`: the end; `twice`: the answer, two times; `unsent`: the
-        command itself is lost, then the end.
+        `cut`: its first half, then the end; `lost`: the end; `unsent`: the command itself is lost, then the end.
         """
         self._happened.clear()
         self._once = (mark, fate)
@@ -175,9 +174,7 @@ class FaultyProxy:
             if self._swallowing or self._losing:
                 continue
             fate = asked.pop() if asked else None
-            if fate == "twice":
-                chunk = first_reply(chunk) + chunk
-            elif fate == "cut":
+            if fate == "cut":
                 chunk = chunk[: max(1, len(chunk) // 2)]
             if fate != "lost":
                 writer.write(chunk)
@@ -187,20 +184,3 @@ class FaultyProxy:
             if fate in ("cut", "lost"):
                 raise ConnectionResetError
         raise ConnectionResetError
-
-
-def first_reply(chunk: bytes) -> bytes:
-    """Return the bytes of the first reply in a chunk (RESP3, without attributes or streamed parts)."""
-    return chunk[: _reply_end(chunk, 0)]
-
-
-def _reply_end(chunk: bytes, start: int) -> int:
-    line_end = chunk.index(b"\r\n", start)
-    kind, rest = chunk[start : start + 1], chunk[start + 1 : line_end]
-    end = line_end + 2
-    if kind in b"$!=" and int(rest) >= 0:
-        return end + int(rest) + 2
-    if kind in b"*~>%":
-        for _ in range(max(0, int(rest)) * (2 if kind == b"%" else 1)):
-            end = _reply_end(chunk, end)
-    return end

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import redis
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
@@ -28,7 +30,7 @@ from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
 from replaybuf.store.faults import fenced, lacks_functions, translate, unavailable, without_password
-from replaybuf.store.pipeline import InStepPipeline, InStepRedis
+from replaybuf.store.pipeline import FastPipeline
 from replaybuf.store.server import (
     CONFIG_NAMES,
     LIBRARY,
@@ -85,12 +87,13 @@ class Connection:
             # With these notifications redis-py does not check whether a pooled connection was closed.
             "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
+        retry = Retry(NoBackoff(), 0)
         try:
-            self.client = InStepRedis.open(url, self.command_timeout_s, common)
+            self.client = aioredis.Redis.from_url(url, socket_timeout=self.command_timeout_s, retry=retry, **common)
         except ValueError:  # its message may hold a part of the password
             message = f"redis_url is {self.url!r}; use {_URL_FORMS}"
             raise Invalid(message, name="redis_url", value=self.url, bound=_URL_FORMS) from None
-        self._blocking = InStepRedis.open(url, None, common)
+        self._blocking = aioredis.Redis.from_url(url, socket_timeout=None, retry=retry, **common)
         self.payload_client = redis.Redis.from_url(
             url, socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
         )
@@ -103,9 +106,9 @@ class Connection:
 
     # ------------------------------------------------------------------ commands
 
-    def pipeline(self) -> InStepPipeline:
+    def pipeline(self) -> FastPipeline:
         """Start a pipeline; it is not a transaction."""
-        return self.client.pipeline()
+        return FastPipeline(self.client)
 
     async def run(self, command: Awaitable[Any]) -> Any:
         """Await a command on a prepared server, and translate its errors."""
@@ -119,7 +122,7 @@ class Connection:
             raise
         return await self._answer(command)
 
-    async def run_durably(self, pipe: InStepPipeline) -> list[Any]:
+    async def run_durably(self, pipe: FastPipeline) -> list[Any]:
         """Execute a pipeline of writes; return its replies when the server has confirmed them."""
         barrier = self._barrier
         if barrier is None:
@@ -241,7 +244,7 @@ class Connection:
 
     async def _has_waitaof(self) -> bool:
         try:
-            await self._answer(self.client.execute_command("WAITAOF", 0, 0, 0))
+            await self._answer(self.client.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
         except ReplaybufError as error:
             if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
                 return False
@@ -282,7 +285,7 @@ class Connection:
             self._stalled_until_s = now_s + self.command_timeout_s
 
 
-async def _execute(pipe: InStepPipeline, waits: int) -> list[Any]:
+async def _execute(pipe: FastPipeline, waits: int) -> list[Any]:
     """Execute a pipeline that ends with waits. Raises the first error of the others, returns errors of waits."""
     replies = await pipe.execute(raise_on_error=False)
     for reply in replies[:-waits]:

@@ -25,7 +25,7 @@ from replaybuf.store.entries import (
     read_stored,
 )
 from replaybuf.store.faults import fenced
-from replaybuf.store.pipeline import InStepPipeline, get_in_step, receive_in_step, send_in_step
+from replaybuf.store.pipeline import FastPipeline, read_values, receive, send
 from replaybuf.wire.group import Group
 
 READ_CHUNK_ENTRIES = 5_000
@@ -147,7 +147,7 @@ class GroupStore:
                 outcomes[position] = (names[position], False, number)
         return outcomes
 
-    async def _confirm(self, run: str, outcomes: Sequence[Outcome], pipe: InStepPipeline) -> list[AppendResult]:
+    async def _confirm(self, run: str, outcomes: Sequence[Outcome], pipe: FastPipeline) -> list[AppendResult]:
         """Execute `pipe` and make repeated groups durable too; return what to answer."""
         repeated = [number for _, is_new, number in outcomes if number and not is_new]
         first = {entry.number: entry for entry in await self.read_entries(run, repeated)}
@@ -189,19 +189,19 @@ class GroupStore:
         connection: Any = await guard(pool.get_connection())  # type: ignore[no-untyped-call]
         last, count = "+" if through is None else f"{through}-0", READ_CHUNK_ENTRIES
         command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
-        awaited = True
+        pending = True
         try:
-            word = await guard(send_in_step(connection, [command]))
-            while awaited:
-                (raw,) = await guard(receive_in_step(connection, 1, word))
-                awaited = len(raw) == count
-                if awaited:
+            await guard(send(connection, [command]))
+            while pending:
+                (raw,) = await guard(receive(connection, 1))
+                pending = len(raw) == count
+                if pending:
                     command[2] = b"(" + raw[-1][0]
-                    word = await guard(send_in_step(connection, [command]))
+                    await guard(send(connection, [command]))
                 if raw:
                     yield read_chunk(raw)
         finally:
-            if awaited:  # the reader left early: a reply is on its way
+            if pending:  # the consumer stopped early: a reply is on its way
                 await connection.disconnect()
             await pool.release(connection)
 
@@ -250,7 +250,7 @@ class GroupStore:
         """
         # GET and not MGET: in a cluster the payloads have different slots.
         chunks = [
-            await self._connection.run(asyncio.to_thread(get_in_step, self._connection.payload_client, chunk))
+            await self._connection.run(asyncio.to_thread(read_values, self._connection.payload_client, chunk))
             for chunk in split_chunks(sizes, sizes.__getitem__)
         ]
         return [frame for chunk in chunks for frame in chunk]

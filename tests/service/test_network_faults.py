@@ -164,7 +164,7 @@ def test_while_redis_is_away_calls_end_in_time_and_afterwards_nothing_is_lost_or
     assert sum(record["type"] == "ACK" for record in ledger_of(run)) == 1
 
 
-@pytest.mark.parametrize("fate", ["unsent", "lost", "cut", "twice"])
+@pytest.mark.parametrize("fate", ["unsent", "lost", "cut"])
 @pytest.mark.parametrize("mark", [b"rb_publish", b"PERSIST", b"rb_append", b"rb_tickets", b"$3\r\nGET\r\n", b"rb_lead"])
 def test_a_broken_answer_to_any_command_changes_nothing_but_the_time(
     world: World, run: RunClient, mark: bytes, fate: str

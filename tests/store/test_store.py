@@ -215,9 +215,7 @@ async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         for _ in range(int(line[1:])):
             await reader.readline()
             words.append((await reader.readline()).strip())
-        if words[0] == b"ECHO":
-            writer.write(b"$%d\r\n%b\r\n" % (len(words[1]), words[1]))
-        elif words[0] == b"HELLO":
+        if words[0] == b"HELLO":
             writer.write(b"%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n")
         elif words[0] == b"INFO":
             writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
