@@ -1,1 +1,1 @@
-"""Command line: one module per command."""
+"""The command line: `main` wires the commands, each other module holds one command."""

@@ -1,4 +1,4 @@
-"""`replaybuf doctor`: check a machine and its Redis for what a service needs, and say what to do."""
+"""The command `replaybuf doctor`: check this machine and its Redis before a service starts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import httpx
 import redis.asyncio as aioredis
+from cyclopts import Parameter
+from cyclopts.types import Port
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from replaybuf.cli.event_loop import run_async
 from replaybuf.errors import ReplaybufError
 from replaybuf.kernel import plugins
 from replaybuf.store import EmbeddedServer, ServerReport, Store
 from replaybuf.store.embedded import least_free_bytes
 
 LARGEST_CLOCK_OFFSET_S = 1.0
-SMALLEST_FREE_BYTES = 1 << 30
+LOW_DISK_BYTES = 1 << 30
+READY_TIMEOUT_S = 5.0
 _EXTRAS = {
     "trainer": ("torch", "transformers", "tokenizers"),
     "demo": ("torch", "transformers", "tokenizers", "jinja2", "reasoning_gym", "matplotlib"),
@@ -34,11 +40,26 @@ _EXTRAS = {
     "testing": ("hypothesis",),
     "verifiers": ("verifiers", "transformers", "tokenizers", "jinja2"),
 }
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The service to check for."""
+
+    redis_url: str | None = dataclasses.field(default=None, repr=False)
+    """Redis to check. By default doctor starts the embedded Valkey in a temporary folder and checks that."""
+    data_dir: Path = Path(".replaybuf/data")
+    """Data folder of the service."""
+    host: str = "127.0.0.1"
+    """Address that the service would listen on."""
+    port: Port = 8900
+    """Port that the service would listen on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked: `ok`, `warn` or `fail`, what was seen, what to do."""
+    """The result of one check: `level` is `ok`, `warn` or `fail`; `advice` is what to do."""
 
     what: str
     level: str
@@ -46,24 +67,36 @@ class Finding:
     advice: str = ""
 
 
-async def examine(redis_url: str | None, data_dir: Path, host: str, port: int, console: Console) -> bool:
-    """Print what was found; True where nothing keeps a service from working."""
-    findings = [*_machine(data_dir), _port(host, port), *_extras(), *_plugins(), *await _redis(redis_url)]
+_DEFAULTS = DoctorOptions()
+
+
+def doctor(options: Annotated[DoctorOptions, Parameter(name="*")] = _DEFAULTS) -> None:
+    """Check this machine and its Redis for a service, and print what to do.
+
+    The exit code is 1 if a service cannot start.
+    """
+    findings = [
+        *_machine(options.data_dir),
+        _port(options.host, options.port),
+        *_extras(),
+        _plugins(),
+        *run_async(_redis(options.redis_url)),
+    ]
     table = Table(title="replaybuf doctor", title_justify="left")
     for column in ("check", "", "seen", "what to do"):
         table.add_column(column, overflow="fold")
-    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     for finding in findings:
-        mark = f"[{colours[finding.level]}]{finding.level}[/]"
+        mark = f"[{_COLOURS[finding.level]}]{finding.level}[/]"
         table.add_row(finding.what, mark, escape(finding.seen), escape(finding.advice))
-    console.print(table)
-    return all(finding.level != "fail" for finding in findings)
+    Console().print(table)
+    if any(finding.level == "fail" for finding in findings):
+        sys.exit(1)
 
 
 def _machine(data_dir: Path) -> Iterator[Finding]:
-    version = platform.python_version()
-    good = sys.version_info >= (3, 11)
-    yield Finding("python", "ok" if good else "fail", version, "" if good else "use Python 3.11 or newer")
+    supported = sys.version_info >= (3, 11)
+    advice = "" if supported else "use Python 3.11 or newer"
+    yield Finding("python", "ok" if supported else "fail", platform.python_version(), advice)
     folder = data_dir.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -72,14 +105,13 @@ def _machine(data_dir: Path) -> Iterator[Finding]:
 
 
 def _folder(data_dir: Path, nearest: Path) -> Finding:
-    """Try to write where the data folder is, or would be made: permissions alone do not tell."""
-    seen = str(nearest) if nearest == data_dir.resolve() else f"would be made in {nearest}"
+    """Write a file into the data folder, or into its nearest parent: permission bits alone are not enough."""
+    seen = str(nearest) if nearest == data_dir.resolve() else f"to be created in {nearest}"
     try:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
-        return Finding(
-            "data folder", "fail", f"{seen}: {error.strerror}", "make it writable or choose another --data-dir"
-        )
+        advice = "make it writable or choose another --data-dir"
+        return Finding("data folder", "fail", f"{seen}: {error.strerror}", advice)
     return Finding("data folder", "ok", seen)
 
 
@@ -87,11 +119,9 @@ def _disk(folder: Path) -> Finding:
     disk = shutil.disk_usage(folder)
     seen = f"{disk.free / 1e9:.1f} GB free" if disk.free >= 1e9 else f"{disk.free / 1e6:.1f} MB free"
     if disk.free < (needed := least_free_bytes(disk.total)):
-        return Finding("disk", "fail", seen, f"make room: {needed / 1e6:.1f} MB are needed to start")
-    if disk.free <= SMALLEST_FREE_BYTES:
-        return Finding(
-            "disk", "warn", seen, "free some: the append-only file grows with every group until it is rewritten"
-        )
+        return Finding("disk", "fail", seen, f"free some space: the service needs {needed / 1e6:.1f} MB to start")
+    if disk.free <= LOW_DISK_BYTES:
+        return Finding("disk", "warn", seen, "free some space: the append-only file grows with every group")
     return Finding("disk", "ok", seen)
 
 
@@ -104,29 +134,47 @@ def _port(host: str, port: int) -> Finding:
             seen = f"{host}:{port}: {error.strerror}"
             if error.errno != errno.EADDRINUSE:
                 return Finding("port", "fail", seen, "choose a --host of this machine, or another --port")
-            return Finding("port", "warn", seen, "stop what listens there, or choose another --port (0 = a free one)")
-    return Finding("port", "ok", f"{host}:{port} is free")
+        else:
+            return Finding("port", "ok", f"{host}:{port} is free")
+    if state := _running_service(host, port):
+        seen = f"{host}:{port}: a running replaybuf answers, {state}"
+        return Finding("port", "ok", seen, "to start a second one, choose another --port (0 = a free port)")
+    return Finding(
+        "port", "warn", seen, "stop the program that listens there, or choose another --port (0 = a free port)"
+    )
+
+
+def _running_service(host: str, port: int) -> str | None:
+    """Return the state of the replaybuf that listens there; None if the port belongs to another program."""
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{near}]:{port}/readyz" if ":" in near else f"http://{near}:{port}/readyz"
+    try:
+        answer = httpx.get(url, timeout=READY_TIMEOUT_S, trust_env=False).json()
+        return f"{answer['status']}, durability {answer['durability']}"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError, KeyError):
+        return None
 
 
 def _extras() -> Iterator[Finding]:
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        advice = f"pip install 'replaybuf[{extra}]', if you want it" if missing else ""
+        advice = f"to use it: pip install 'replaybuf[{extra}]'" if missing else ""
         seen = f"missing: {', '.join(missing)}" if missing else "installed"
         yield Finding(f"extra {extra}", "warn" if missing else "ok", seen, advice)
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins() -> Finding:
     names = plugins.names(plugins.STRATEGIES)
-    broken: list[str] = []
+    if not names:
+        advice = "install replaybuf as a package; that registers its entry points"
+        return Finding("strategies", "fail", "none found", advice)
+    broken = []
     for name in names:
         try:
             plugins.load(plugins.STRATEGIES, name)
         except ReplaybufError as error:
             broken.append(error.detail)
-    advice = "install replaybuf as a package, so that its entry points are known" if not names else ""
-    level = "fail" if broken or not names else "ok"
-    yield Finding("strategies", level, "; ".join(broken) or ", ".join(names) or "none found", advice)
+    return Finding("strategies", "fail" if broken else "ok", "; ".join(broken) or ", ".join(names))
 
 
 async def _redis(redis_url: str | None) -> list[Finding]:
@@ -137,7 +185,8 @@ async def _redis(redis_url: str | None) -> list[Finding]:
         try:
             await server.start()
         except ReplaybufError as error:
-            return [Finding("embedded valkey", "fail", error.detail, "use an own server: --redis-url URL")]
+            advice = "use your own server: --redis-url URL"
+            return [Finding("embedded valkey", "fail", error.detail, advice)]
         try:
             return await _examine_store(server.url, "embedded valkey")
         finally:
@@ -148,32 +197,30 @@ async def _examine_store(url: str, name: str) -> list[Finding]:
     try:
         store = await Store.open(url)
     except ReplaybufError as error:
-        return [Finding(name, "fail", error.detail, "start Redis >= 7.0 or Valkey >= 8 there, or correct --redis-url")]
+        advice = "start Redis >= 7.0 or Valkey >= 8 there, or correct --redis-url"
+        return [Finding(name, "fail", error.detail, advice)]
     try:
         report = await store.connection.report()
     finally:
         await store.close()
-    checks: list[Callable[[ServerReport], Finding]] = [_durability, _replicas, _memory]
-    findings = [
+    replicas = f"{report.replicas} connected; --wait-replicas makes writes wait for them"
+    return [
         Finding(name, "ok", f"{store.connection.url}, version {report.version}"),
-        *(check(report) for check in checks),
+        _durability(report),
+        Finding("replicas", "ok", replicas),
+        _memory(report),
+        await _clock(url),
     ]
-    return [*findings, await _clock(url)]
 
 
 def _durability(report: ServerReport) -> Finding:
-    strict = report.durability == "strict"
-    advice = (
-        "" if strict else "CONFIG SET as named, and in the server's configuration file; until then a kill loses data"
-    )
-    if strict and not report.met_by.startswith("appendfsync always"):
-        advice = "for crashes of the whole machine, and for speed: CONFIG SET appendfsync always"
     seen = "; ".join([report.summary, *report.reasons])
-    return Finding("durability", "ok" if strict else "warn", seen, advice)
-
-
-def _replicas(report: ServerReport) -> Finding:
-    return Finding("replicas", "ok", f"{report.replicas} connected; --wait-replicas makes writes wait for them")
+    if report.durability != "strict":
+        advice = "set it with CONFIG SET and in the server's configuration file; until then a kill loses data"
+        return Finding("durability", "warn", seen, advice)
+    always = report.met_by.startswith("appendfsync always")
+    advice = "" if always else "CONFIG SET appendfsync always: it is faster and survives a crash of the machine"
+    return Finding("durability", "ok", seen, advice)
 
 
 def _memory(report: ServerReport) -> Finding:
@@ -191,7 +238,7 @@ async def _clock(url: str) -> Finding:
         middle = (started + time.time()) / 2
     finally:
         await client.aclose()
-    offset = seconds + micros / 1e6 - middle
-    good = abs(offset) < LARGEST_CLOCK_OFFSET_S
-    advice = "" if good else "synchronise the clocks (NTP): ticket deadlines would be off by this much"
-    return Finding("clock", "ok" if good else "warn", f"{offset * 1000:+.0f} ms against Redis", advice)
+    offset_s = seconds + micros / 1e6 - middle
+    good = abs(offset_s) < LARGEST_CLOCK_OFFSET_S
+    advice = "" if good else "synchronise the clocks (NTP): ticket deadlines are off by this much"
+    return Finding("clock", "ok" if good else "warn", f"{offset_s * 1000:+.0f} ms against Redis", advice)

@@ -1,12 +1,14 @@
-"""`replaybuf status`: what the runs of a service hold and what they wait for, as a table."""
+"""The command `replaybuf status`: show what the runs of a service hold and what they wait for."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +19,26 @@ from replaybuf.wire.config import check_run_name
 
 TIMEOUT_S = 10.0
 READINESS = "/readyz"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Service and run to show."""
+
+    url: str = "http://127.0.0.1:8900"
+    """Address of the service; separate several servers of one Redis by commas."""
+    run: str | None = None
+    """Name of one run; by default all runs are shown."""
+    token: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token with the role reader, trainer or operator."""
+
+
+_DEFAULTS = StatusOptions()
+
+
+def status(options: Annotated[StatusOptions, Parameter(name="*")] = _DEFAULTS) -> None:
+    """Show the runs of a service: what each one holds and what it waits for."""
+    show(options.url, options.run, options.token, Console())
 
 
 def show(url: str, run: str | None, token: str | None, console: Console) -> None:

@@ -17,10 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from replaybuf.errors import (
     Conflict,
@@ -33,15 +30,14 @@ from replaybuf.errors import (
     ServiceUnavailable,
     Unreadable,
 )
-from replaybuf.kernel.options import repr_without
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.service.leadership import Leadership
+from replaybuf.service.options import ServeOptions
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.unreadable_runs import UnreadableRuns
 from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
-from replaybuf.store.durability import Level
 from replaybuf.wire.config import RunConfig, check_run_name
 from replaybuf.wire.tokenizer import Tokenizer
 
@@ -57,33 +53,6 @@ FOLLOW_PERIOD_S = 0.01
 REPORT_PERIOD_S = 10.0
 CANCEL_AGAIN_S = 1.0
 TROUBLE_PAUSE_S = 0.5
-
-
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server runs: where it listens, where its data lies or which Redis it uses, who may call.
-
-    `uds` is a unix socket to listen on, beside `host` and `port` or, with `tcp` off, alone.
-    `advertise_url` is what clients of other servers are told; without it, where this one listens. `durability`,
-    `wait_replicas` and `wait_timeout_s` are what is asked of every acknowledged write, see `WritePolicy`.
-    `history_groups` freed groups of each run stay to be looked at; `tokenizer` is a model folder, to show their text.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8900
-    tcp: bool = True
-    uds: str | None = None
-    data_dir: str | None = None
-    redis_url: str | None = None
-    tokens_file: str | None = None
-    advertise_url: str | None = None
-    history_groups: int = KEPT_GROUPS
-    durability: Level = "strict"
-    wait_replicas: int = 0
-    wait_timeout_s: float = 2.0
-    tokenizer: str | None = None
-
-    def __repr__(self) -> str:
-        return repr_without(self, "redis_url")
 
 
 class Service:
@@ -382,9 +351,8 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
             value=options.history_groups,
             bound=0,
         )
-    tokenizer = await asyncio.to_thread(Tokenizer, Path(options.tokenizer)) if options.tokenizer else None
-    data_dir = Path(options.data_dir or ".replaybuf/data")
-    server = None if options.redis_url else EmbeddedServer(data_dir, options.durability)
+    tokenizer = await asyncio.to_thread(Tokenizer, options.tokenizer) if options.tokenizer else None
+    server = None if options.redis_url else EmbeddedServer(options.data_dir, options.durability)
     if server:
         await server.start()
     store = None

@@ -22,9 +22,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
-from replaybuf.service.host import ServeOptions, Service, opened
+from replaybuf.program import command_line
+from replaybuf.service.host import Service, opened
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.routes import application
+from replaybuf.service.options import ServeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises what keeps it from starting, and what breaks it in the background."""
-    tokens = Tokens.read(Path(options.tokens_file) if options.tokens_file else None)
+    tokens = Tokens.read(options.tokens_file)
     _check_exposure(options, tokens)
     _check_advertised(options.advertise_url)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -69,7 +71,7 @@ async def serve(options: ServeOptions) -> None:
         for one in listening.values():
             one.close()
         if options.uds:
-            Path(options.uds).unlink(missing_ok=True)
+            options.uds.unlink(missing_ok=True)
     logger.info("stopped")
 
 
@@ -158,7 +160,7 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
     if not loopback:
         raise Invalid(
             f"host is {options.host!r} and there is no tokens file; without tokens the service binds loopback only. "
-            "Make one: replaybuf token new --role operator --name NAME --tokens-file FILE",
+            f"Make one: {command_line('token', 'new')} --role operator --name NAME --tokens-file FILE",
             name="host",
             value=options.host,
             bound="loopback, or --tokens-file",
@@ -196,7 +198,7 @@ def _sockets(options: ServeOptions) -> dict[str, socket.socket]:
         listening[f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"] = tcp
     if options.uds:
         try:
-            path = Path(options.uds).absolute()
+            path = options.uds.absolute()
             listening[f"unix:{path}"] = _listen_unix(path)
         except ReplaybufError:
             for one in listening.values():

@@ -41,6 +41,7 @@ def test_help_tells_what_every_command_does() -> None:
     ("arguments", "message"),
     [
         (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
+        (["serve", "--host", "0.0.0.0"], f"Make one: {sys.executable} -m replaybuf token new --role"),
         (["serve", "--port", "0", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
         (["serve", "--port", "0", "--redis-url", "http://x"], "redis_url is 'http://x'; needed: redis://HOST:PORT/DB"),
         (
@@ -107,12 +108,15 @@ def test_the_file_is_named_by_a_variable_of_the_command_or_of_all_of_them(tmp_pa
         (replaybuf("serve", "--config", files["flag"], **both), "flag"),
         (replaybuf("serve", f"--config={files['flag']}", **both), "flag"),
     ):
-        assert f"host is '{host}'" in done.stderr and "no option of" not in done.stderr
+        assert f"host is '{host}'" in done.stderr and "not an option of" not in done.stderr
 
 
 def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_path: Path) -> None:
     """A name written wrong would else be ignored, and a default used in its place."""
-    for written, told in (("[srve]\nport = 1\n", "table [srve]"), ("port = 1\n", "key 'port' outside the tables")):
+    for written, told in (
+        ("[srve]\nport = 1\n", "an unknown table [srve]"),
+        ("port = 1\n", "key 'port' outside the tables"),
+    ):
         config = tmp_path / "replaybuf.toml"
         config.write_text(written)
         done = replaybuf("serve", REPLAYBUF_CONFIG=str(config))
@@ -123,10 +127,10 @@ def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_pa
 def test_a_variable_that_is_no_option_of_the_command_is_told() -> None:
     """Ignored, as others may set some, but not in silence."""
     done = replaybuf("serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_STATUS_URL="b")
-    assert "REPLAYBUF_SERVE_PROT is no option of serve; did you mean REPLAYBUF_SERVE_PORT?" in done.stderr
-    assert done.stderr.count("no option of") == 1
+    assert "REPLAYBUF_SERVE_PROT is not an option of serve; did you mean REPLAYBUF_SERVE_PORT?" in done.stderr
+    assert done.stderr.count("not an option of") == 1
     assert (
-        "no option of"
+        "not an option of"
         not in replaybuf(
             "serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="error"
         ).stderr
@@ -154,9 +158,13 @@ def test_a_log_level_is_taken_in_capitals_too() -> None:
     """As manifests write it for services that use Python's names."""
     variable = {"REPLAYBUF_SERVE_PROT": "1"}
     assert (
-        "no option of" in replaybuf("serve", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="WARNING", **variable).stderr
+        "not an option of"
+        in replaybuf("serve", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_LOG_LEVEL="WARNING", **variable).stderr
     )
-    assert "no option of" not in replaybuf("--log-level", "ERROR", "serve", REPLAYBUF_SERVE_HOST="a", **variable).stderr
+    assert (
+        "not an option of"
+        not in replaybuf("--log-level", "ERROR", "serve", REPLAYBUF_SERVE_HOST="a", **variable).stderr
+    )
 
 
 def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClient) -> None:
@@ -209,6 +217,15 @@ def test_doctor_finds_the_embedded_valkey_strict(tmp_path: Path) -> None:
     assert "strict" in done.stdout
 
 
+def test_doctor_reports_a_running_replaybuf_on_its_port(service: ServeProcess, tmp_path: Path) -> None:
+    """The port is not reported as taken by an unknown program."""
+    port = service.url.rpartition(":")[2]
+    done = replaybuf("doctor", "--data-dir", str(tmp_path), "--port", port, COLUMNS="300")
+    assert re.search(
+        rf"port +│ ok +│ 127.0.0.1:{port}: a running replaybuf answers, ready, durability strict", done.stdout
+    )
+
+
 def test_doctor_fails_where_the_data_folder_is_a_file_or_the_host_is_elsewhere(tmp_path: Path) -> None:
     """Each keeps `serve` from starting."""
     (tmp_path / "file").touch()
@@ -218,7 +235,7 @@ def test_doctor_fails_where_the_data_folder_is_a_file_or_the_host_is_elsewhere(t
     done = replaybuf("doctor", "--data-dir", str(tmp_path / "new"), "--host", "192.0.2.1", COLUMNS="300")
     assert done.returncode == 1
     assert re.search(r"port +│ fail .*192.0.2.1:8900: Cannot assign requested address +│ choose a --host", done.stdout)
-    assert re.search(rf"data folder +│ ok +│ would be made in {tmp_path}", done.stdout)
+    assert re.search(rf"data folder +│ ok +│ to be created in {tmp_path}", done.stdout)
 
 
 def test_doctor_fails_where_redis_is_away() -> None:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.kernel.options import StrategyOptions, describe_options, option_ranges
 from replaybuf.kernel.strategy import Strategy
-from replaybuf.service.host import ServeOptions
+from replaybuf.service.options import ServeOptions
 
 
 class Every(StrategyOptions, frozen=True):

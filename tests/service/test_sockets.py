@@ -23,7 +23,7 @@ from replaybuf.cli.status import show
 from replaybuf.client.client import AsyncClient, Client, addresses_of
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.service import server
-from replaybuf.service.host import ServeOptions
+from replaybuf.service.options import ServeOptions
 from replaybuf.service.server import _Connection, _sockets
 from tests.conftest import STOP_TIMEOUT_S
 
@@ -102,7 +102,7 @@ def test_addresses_of_unix_sockets_are_absolute() -> None:
 
 def options(path: Path) -> ServeOptions:
     """Listen on a unix socket alone."""
-    return ServeOptions(tcp=False, uds=str(path))
+    return ServeOptions(tcp=False, uds=path)
 
 
 def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:

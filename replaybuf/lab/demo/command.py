@@ -16,14 +16,13 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from replaybuf.errors import MissingExtra
-from replaybuf.lab.demo.folder import Folder, Request, take
+from replaybuf.lab.demo.folder import DEFAULT_DATA_DIR, Folder, Request, demo_command, take
 from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw
 from replaybuf.lab.demo.progress import LineReader, Progress, Session, starts
 from replaybuf.lab.demo.report import build_report, print_report
 from replaybuf.lab.demo.story import PROGRAM, Demo
 from replaybuf.lab.demo.supervisor import Stop
-from replaybuf.lab.demo.typed import DEFAULT_DATA_DIR, demo_command
 from replaybuf.lab.demo.view import View, choose_view
 
 NEEDED = ("matplotlib", "reasoning_gym", "torch", "transformers", "replaybuf_trainer")

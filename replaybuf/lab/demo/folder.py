@@ -27,12 +27,19 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import Conflict, Invalid
-from replaybuf.lab.demo.typed import demo_command
+from replaybuf.program import command_line
 
+DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 DEFAULT_SEED = 0
 DEFAULT_STEPS = 300
 LOCK_WAIT_S = 5.0
 POLL_S = 0.1
+
+
+def demo_command(root: Path, *options: str) -> str:
+    """Return the shell command of a demo in the folder `root`."""
+    where = () if root == DEFAULT_DATA_DIR else ("--data-dir", str(root))
+    return command_line("demo", *options, *where)
 
 
 class Request(msgspec.Struct, frozen=True):

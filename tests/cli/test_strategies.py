@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-import types
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replaybuf.cli.catalog import SUITE
+import replaybuf
+from replaybuf import testing
 from replaybuf.cli.main import main
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel import plugins
@@ -149,14 +149,13 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "own_strategies", raising=False)
-    suite: Any = types.ModuleType(SUITE)
 
     def keep(build: Any) -> None:
         """Hold it to a rule. Raises nothing."""
         assert build() is not build()
 
-    suite.check_strategy = suite.check_progress = suite.check_filter = keep
-    monkeypatch.setitem(sys.modules, SUITE, suite)
+    for name in ("check_strategy", "check_progress", "check_filter"):
+        monkeypatch.setattr(testing, name, keep)
 
 
 @pytest.mark.usefixtures("own_module")
@@ -173,7 +172,7 @@ def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("NoStrategy", "is no subclass of replaybuf.strategy.Strategy"),
+        ("NoStrategy", "is not a subclass of replaybuf.strategy.Strategy"),
         ("Mute", "the class has no docstring"),
         ("Loose", "Options lacks forbid_unknown_fields=True"),
         ("NeedsOne", "share"),
@@ -210,7 +209,7 @@ def test_what_the_suite_finds_is_told(
     def break_it(build: Any) -> None:
         raise fault
 
-    monkeypatch.setattr(sys.modules[SUITE], "check_strategy", break_it)
+    monkeypatch.setattr(testing, "check_strategy", break_it)
     with pytest.raises(SystemExit) as ended:
         main(["strategies", "check", "own_strategies:Mine"])
     assert ended.value.code == 1
@@ -221,7 +220,7 @@ def test_what_the_suite_finds_is_told(
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("own_strategies", "class is 'own_strategies'; it must be MODULE:CLASS"),
+        ("own_strategies", "class is 'own_strategies'; it must be MODULE:CLASS or an installed name: on-policy,"),
         ("no_such_module:X", "'no_such_module:X' does not import: ModuleNotFoundError"),
         ("replaybuf.kernel.strategy:Nothing", "does not import: AttributeError"),
     ],
@@ -237,17 +236,20 @@ def test_the_suite_is_named_with_its_extra_where_it_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shape and options are checked all the same."""
-    monkeypatch.setitem(sys.modules, SUITE, None)
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "replaybuf.testing")
+    monkeypatch.delattr(replaybuf, "testing")
     with pytest.raises(SystemExit):
-        main(["strategies", "check", "tests.kernel.test_plugins:Mine"])
+        main(["strategies", "check", "on-policy"])
     captured = capsys.readouterr()
     assert captured.out.startswith("ok") and "replaybuf[testing]" in captured.err
 
 
-@pytest.mark.parametrize("target", ["on_policy:OnPolicy", "one_step_off_policy:OneStepOffPolicy", "replay:Replay"])
-def test_the_built_ins_pass_the_real_suite(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command that anybody would use."""
-    main(["strategies", "check", f"replaybuf_strategies.{target}"])
+@pytest.mark.parametrize("target", ["on-policy", "replaybuf_strategies.one_step_off_policy:OneStepOffPolicy", "replay"])
+def test_built_in_strategies_pass_the_real_suite_by_name_and_by_class(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["strategies", "check", target])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6 and all(line.startswith("ok") for line in lines)
 

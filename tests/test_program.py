@@ -1,4 +1,4 @@
-"""Commands that the demo prints run as typed."""
+"""Printed commands run when a user pastes them into the shell."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.lab.demo.typed import DEFAULT_DATA_DIR, demo_command, program
+from replaybuf.lab.demo.folder import DEFAULT_DATA_DIR, demo_command
+from replaybuf.program import program
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A program of this name, not in a folder of PATH."""
+    """Create a program named replaybuf outside of PATH."""
     path = tmp_path / "bin" / "replaybuf"
     path.parent.mkdir()
     path.touch(mode=0o755)
     return path
 
 
-def test_a_program_out_of_path_is_named_as_it_was_typed(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `make demo` calls it: `.venv/bin/replaybuf`; one of the same name elsewhere in PATH is not meant."""
+def test_a_program_outside_path_keeps_the_path_it_was_started_with(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make demo` runs `.venv/bin/replaybuf`; another program of that name in PATH does not count."""
     other = script.parent.parent / "other" / "replaybuf"
     other.parent.mkdir()
     other.touch(mode=0o755)
@@ -30,20 +33,22 @@ def test_a_program_out_of_path_is_named_as_it_was_typed(script: Path, monkeypatc
         assert program("bin/replaybuf") == ["bin/replaybuf"]
 
 
-def test_a_program_in_path_is_named_alone(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an environment that is activated."""
+def test_a_program_in_path_is_named_without_its_folder(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an activated environment."""
     monkeypatch.setenv("PATH", str(script.parent))
     assert program(str(script)) == ["replaybuf"]
 
 
 @pytest.mark.parametrize("started_as", ["-c", "/somewhere/replaybuf/cli/main.py", "/nowhere/replaybuf"])
-def test_what_is_no_program_is_named_as_a_module(started_as: str) -> None:
-    """As with `python -m replaybuf`."""
+def test_a_module_or_missing_program_runs_as_a_python_module(started_as: str) -> None:
+    """As in `python -m replaybuf`."""
     assert program(started_as) == [sys.executable, "-m", "replaybuf"]
 
 
-def test_a_folder_is_told_where_it_is_not_the_default(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quoted as a shell wants it."""
+def test_the_demo_command_names_its_folder_unless_it_is_the_default(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is quoted for the shell."""
     monkeypatch.setenv("PATH", str(script.parent))
     monkeypatch.setattr(sys, "argv", [str(script), "demo"])
     assert demo_command(DEFAULT_DATA_DIR, "--resume") == "replaybuf demo --resume"

@@ -1,0 +1,92 @@
+"""Read options from environment variables and from the TOML file of `--config`.
+
+Order: file, environment, flags; the later wins. `replaybuf serve --port 9000` is `REPLAYBUF_SERVE_PORT=9000` is
+`port = 9000` under `[serve]` in the file of `--config`, `REPLAYBUF_SERVE_CONFIG` or `REPLAYBUF_CONFIG`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, ArgumentCollection
+from cyclopts.config import Env, Toml
+
+from replaybuf.errors import Invalid
+
+logger = logging.getLogger(__name__)
+
+GLOBAL_OPTIONS = ("config", "log-level")
+"""Options of every command."""
+
+
+def sources(app: App, config: Path | None) -> tuple[Any, ...]:
+    """Return where cyclopts reads options from, besides the flags. Raises `Invalid` for a broken file."""
+    environment = _Environment("REPLAYBUF_")
+    if config is None:
+        return (environment,)
+    _check_tables(app, config)
+    return environment, Toml(config, must_exist=True, search_parents=False)
+
+
+def global_flags(app: App, arguments: Sequence[str]) -> list[str]:
+    """Turn the variables `REPLAYBUF_COMMAND_CONFIG` and `REPLAYBUF_COMMAND_LOG_LEVEL` into flags.
+
+    They win over `REPLAYBUF_CONFIG` and `REPLAYBUF_LOG_LEVEL`; a flag in `arguments` wins over them.
+    """
+    command = next((word for word in arguments if word in app and not word.startswith("-")), None)
+    flags: list[str] = []
+    for option in GLOBAL_OPTIONS:
+        value = os.environ.get(f"REPLAYBUF_{command}_{option}".upper().replace("-", "_"))
+        if value and not any(argument.partition("=")[0] == f"--{option}" for argument in arguments):
+            flags += [f"--{option}", value]
+    return flags
+
+
+class _Environment(Env):
+    """Options from environment variables. Unknown variables with a command's prefix are logged.
+
+    They are not errors: Kubernetes sets `REPLAYBUF_SERVE_SERVICE_HOST` for a service named `replaybuf-serve`.
+    """
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Fill `arguments` from the environment."""
+        super().__call__(app, commands, arguments)
+        if not commands:
+            return
+        prefix = "".join(f"{word}_" for word in (self.prefix.rstrip("_"), *commands)).upper()
+        options = {*GLOBAL_OPTIONS, *(argument.name.lstrip("-") for argument in arguments)}
+        allowed = {prefix + option.replace("-", "_").upper() for option in options}
+        for name in sorted(os.environ):
+            if name.startswith(prefix) and name not in allowed:
+                near = difflib.get_close_matches(name, allowed, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                logger.warning("environment variable %s is not an option of %s%s", name, " ".join(commands), hint)
+
+
+def _check_tables(app: App, path: Path) -> None:
+    """Raise `Invalid` for a file that is not TOML, or that has anything but one table per command.
+
+    The keys of a table are checked when its command runs: plug-in commands are imported only then.
+    """
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise Invalid(f"config file {path} cannot be read: {cause}", name="config", value=str(path)) from error
+    commands = sorted(name for name in app if not name.startswith("-"))
+    for name, table in tables.items():
+        if name not in commands or not isinstance(table, dict):
+            what = f"an unknown table [{name}]" if isinstance(table, dict) else f"the key {name!r} outside the tables"
+            raise Invalid(
+                f"config file {path} has {what}; each option belongs into the table of its command: "
+                f"{', '.join(commands)}",
+                name="config",
+                value=name,
+                bound=commands,
+            )

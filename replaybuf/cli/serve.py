@@ -1,0 +1,21 @@
+"""The command `replaybuf serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from replaybuf.cli.event_loop import run_async
+from replaybuf.service import server
+from replaybuf.service.options import ServeOptions
+
+_DEFAULTS = ServeOptions()
+
+
+def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> None:
+    """Run the service until SIGTERM or SIGINT.
+
+    Prints "listening on http://HOST:PORT" and "listening on unix:PATH" when it accepts requests.
+    """
+    run_async(server.serve(options))

@@ -1,0 +1,201 @@
+"""The command `replaybuf strategies`: list, show and check strategies and filters."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replaybuf.errors import Invalid, ReplaybufError, StrategyFault
+from replaybuf.kernel import plugins
+from replaybuf.kernel.options import REQUIRED, StrategyOptions, check_options, describe_options
+from replaybuf.kernel.strategy import Filter, Strategy
+from replaybuf.kernel.time_limit import OURS
+
+_KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """The class under test, and options to build it with."""
+
+    target: str
+    """Name of an installed strategy or filter, or MODULE:CLASS; modules of the working folder are found too."""
+    _: dataclasses.KW_ONLY
+    option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """Option KEY=VALUE of the strategy; repeat it for several options."""
+
+
+def list_installed() -> None:
+    """List the installed strategies and filters: name, distribution, purpose.
+
+    The exit code is 1 if one of them does not import.
+    """
+    console, sound = Console(), True
+    for kind, group in _KINDS.items():
+        table = _table()
+        for heading in (kind, "from", "what it does"):
+            table.add_column(heading, header_style="dim", no_wrap=heading == kind, overflow="fold")
+        for name in plugins.names(group):
+            try:
+                purpose = Text(_docstring(plugins.load(group, name)).partition("\n")[0])
+            except ReplaybufError as error:
+                purpose, sound = Text(error.detail, style="red"), False
+            table.add_row(name, Text(_origin(plugins.find(group, name))), purpose)
+        console.print(table)
+        console.print()
+    if not sound:
+        sys.exit(1)
+
+
+def show(name: str, /) -> None:
+    """Show a strategy or filter: purpose, bounds, options with types, defaults and ranges.
+
+    Parameters
+    ----------
+    name
+        Name of an installed strategy or filter; "replaybuf strategies list" lists them.
+    """
+    group = _group_of(name)
+    if group is None:
+        installed = {kind: plugins.names(of_kind) for kind, of_kind in _KINDS.items()}
+        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in installed.items())
+        raise Invalid(f"name is {name!r}; installed: {listed}", name="name", value=name, bound=installed)
+    console, entry, cls = Console(), plugins.find(group, name), plugins.load(group, name)
+    options = describe_options(cls.Options)
+    console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
+    console.print(Text(_unwrapped(_docstring(cls))))
+    console.print()
+    if group == plugins.STRATEGIES and all(option.default != REQUIRED for option in options):
+        bounds = plugins.bounds_of(name, _build(cls, name, {}))._asdict()
+        listed = ", ".join(f"{what} {'unbounded' if bound is None else bound}" for what, bound in bounds.items())
+        console.print(Text(f"by default: {listed}"))
+    if not options:
+        console.print("no options")
+        return
+    table = _table()
+    for heading in ("option", "allowed values", "default"):
+        table.add_column(heading, header_style="dim")
+    for option in options:
+        table.add_row(*(Text(cell) for cell in option))
+    console.print(table)
+    if cls.Options.__doc__ and cls.Options is not StrategyOptions:
+        console.print(Text(_unwrapped(_docstring(cls.Options))))
+
+
+def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> None:
+    """Test a strategy or filter against the contract suite; needs the extra "testing".
+
+    The exit code is 1 if the strategy breaks a rule.
+    """
+    console, values = Console(), plugins.option_pairs(options.option)
+    for what, fault in _findings(_load(options.target), options.target, values):
+        mark = Text("fail" if fault else "ok", style="red" if fault else "green")
+        console.print(Text.assemble(mark, f"  {what}", f": {fault}" if fault else ""), soft_wrap=True)
+        if fault:  # later checks would report the same fault again
+            sys.exit(1)
+
+
+def _load(target: str) -> Any:
+    """Import an installed name or MODULE:CLASS. Raises `Invalid`."""
+    group = _group_of(target)
+    if group is not None:
+        return plugins.load(group, target)
+    if not plugins.is_object_path(target):
+        installed = [name for of_kind in _KINDS.values() for name in plugins.names(of_kind)]
+        raise Invalid(
+            f"class is {target!r}; it must be MODULE:CLASS or an installed name: {', '.join(installed)}",
+            name="class",
+            value=target,
+            bound=["MODULE:CLASS", *installed],
+        )
+    return plugins.load_object(target)
+
+
+def _findings(cls: Any, target: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each check and its fault; the fault is empty if the check passed."""
+    is_kind = isinstance(cls, type) and issubclass(cls, (Strategy, Filter))
+    yield (
+        "is a strategy or a filter",
+        "" if is_kind else f"{target} is not a subclass of replaybuf.strategy.Strategy or Filter",
+    )
+    yield "has a docstring", "" if cls.__doc__ else "the class has no docstring"
+    yield "has frozen options that reject unknown names", _options_fault(cls.Options)
+    try:
+        built = _build(cls, target, values)
+    except ReplaybufError as error:
+        yield "builds from its options", f"{error.detail}; set required options with --option KEY=VALUE"
+        return
+    yield "builds from its options", ""
+    yield from _suite_findings(cls, built, target, values)
+
+
+def _suite_findings(cls: Any, built: Any, target: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Run the contract suite. Raises `MissingExtra`."""
+    from replaybuf import testing
+
+    checks: list[tuple[str, Any]] = [("keeps the rules of a filter, over random groups", testing.check_filter)]
+    if isinstance(built, Strategy):
+        checks = [
+            ("keeps the rules of a strategy, over random buffers", testing.check_strategy),
+            ("makes progress and does not starve slow prompts, in a closed loop", testing.check_progress),
+        ]
+    for what, run in checks:
+        fault = ""
+        try:
+            run(lambda: _build(cls, target, values))
+        except StrategyFault as broken:
+            fault = broken.detail
+        except OURS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the class under test may raise anything; the report shows it
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            fault = f"raised {error!r} in {at.name}, {at.filename}:{at.lineno}"
+        yield what, fault
+
+
+def _options_fault(shape: Any) -> str:
+    if not (isinstance(shape, type) and issubclass(shape, msgspec.Struct)):
+        return f"Options is {shape!r}; it must be a subclass of replaybuf.strategy.StrategyOptions"
+    config = shape.__struct_config__
+    missing = [name for name in ("frozen", "forbid_unknown_fields") if not getattr(config, name)]
+    return f"Options lacks {' and '.join(missing)}=True" if missing else ""
+
+
+def _build(cls: Any, name: str, values: dict[str, Any]) -> Any:
+    """Build a strategy. Raises `Invalid` also if its constructor raises or takes too long."""
+    checked = check_options(name, values, cls.Options)
+    return plugins.configured(name, lambda: cls(checked))
+
+
+def _group_of(name: str) -> str | None:
+    """Return the entry-point group of an installed name."""
+    return next((group for group in _KINDS.values() if name in plugins.names(group)), None)
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _docstring(cls: Any) -> str:
+    return inspect.getdoc(cls) or "no docstring"
+
+
+def _unwrapped(text: str) -> str:
+    """Join the lines of each paragraph and list item, so that they wrap at the width of the terminal."""
+    return re.sub(r"(?<!\n)\n(?: {2})?(?![\n -])", " ", text)
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"

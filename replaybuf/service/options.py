@@ -1,0 +1,43 @@
+"""Options of `replaybuf serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from cyclopts.types import NonNegativeInt, Port
+
+from replaybuf.kernel.retention import KEPT_GROUPS
+from replaybuf.store.durability import Level
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Addresses, storage, access and durability of one server. The docstring of each field is its help text."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Without a tokens file it must be a loopback address."""
+    port: Port = 8900
+    """Port to listen on; 0 takes a free port."""
+    tcp: bool = True
+    """Listen on host and port. With --no-tcp the server listens on the unix socket only."""
+    uds: Path | None = None
+    """Unix socket to listen on, for the current user only. Clients on this machine connect to unix:PATH."""
+    data_dir: Path = Path(".replaybuf/data")
+    """Data folder of the private Valkey that starts when no Redis URL is set."""
+    redis_url: str | None = dataclasses.field(default=None, repr=False)
+    """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH."""
+    tokens_file: Path | None = None
+    """File of bearer tokens that callers must send; "replaybuf token new" creates them."""
+    advertise_url: str | None = None
+    """Address that other servers give their clients while this server leads; default: where it listens."""
+    history_groups: NonNegativeInt = KEPT_GROUPS
+    """Number of freed groups of each run that stay visible, with the records of their batches."""
+    durability: Level = "strict"
+    """What an acknowledged write survives. strict: kill -9 of any process; relaxed: may lose the last second."""
+    wait_replicas: int = 0
+    """Number of Redis replicas that must have a write before the server acknowledges it."""
+    wait_timeout_s: float = 2.0
+    """Seconds that a write waits for its confirmation before the server answers 503 not-durable."""
+    tokenizer: Path | None = None
+    """Model folder with tokenizer.json; with it the server shows groups as text too."""
