@@ -19,7 +19,7 @@ from tests.chaos.calling import TIMEOUT_S
 from tests.generator.doubles import EngineDouble
 
 
-class FetchedGroups(EngineDouble):
+class Loaded(EngineDouble):
     """Has what is published, from the moment it is: a trainer loads engines before it announces a version."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -43,7 +43,7 @@ class FetchedGroups(EngineDouble):
 
 async def serve(url: str, run: str) -> None:
     """Answer until the end."""
-    async with AsyncClient(url, run, timeout_s=TIMEOUT_S) as client, FetchedGroups(client).up() as engine:
+    async with AsyncClient(url, run, timeout_s=TIMEOUT_S) as client, Loaded(client).up() as engine:
         print(f"listening on {engine.url}", flush=True)
         await asyncio.Event().wait()
 
