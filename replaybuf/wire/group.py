@@ -263,7 +263,7 @@ def check_group(group: Group, bounds: GroupLimits) -> Rejection | None:
         or _check_numbers(group)
         or _check_spans(group)
         or _check_published(group, bounds)
-        or _check_room(group, bounds)
+        or check_room(group.tokens, int(group.lengths.max()), bounds)
         or _check_metadata(group)
     )
 
@@ -286,14 +286,12 @@ def _check_size(group: Group, bounds: GroupLimits) -> Rejection | None:
     return None
 
 
-def _check_room(group: Group, bounds: GroupLimits) -> Rejection | None:
-    longest = int(group.lengths.max())
+def check_room(tokens: int, longest: int, bounds: GroupLimits) -> Rejection | None:
+    """Return why a group of so many tokens, with a longest rollout of so many, is too large; None if it is not."""
     if bounds.seq_len is not None and longest > bounds.seq_len:
         return Rejection("overlong", f"a rollout has {longest} tokens; seq_len is {bounds.seq_len}")
-    if bounds.tokens_per_batch is not None and group.tokens > bounds.tokens_per_batch:
-        return Rejection(
-            "over_budget", f"the group has {group.tokens} tokens; tokens_per_batch is {bounds.tokens_per_batch}"
-        )
+    if bounds.tokens_per_batch is not None and tokens > bounds.tokens_per_batch:
+        return Rejection("over_budget", f"the group has {tokens} tokens; tokens_per_batch is {bounds.tokens_per_batch}")
     return None
 
 

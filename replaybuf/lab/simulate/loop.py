@@ -180,7 +180,10 @@ class Simulation:
         for flight in flights:
             attempt = flight.attempt
             meter.generated(attempt.tokens, self._group_size)
-            reason = attempt.fate if attempt.fate != "stored" else run.refusal(attempt.tokens, attempt.longest_tokens)
+            reason: str | None = attempt.fate
+            if reason == "stored":
+                rejection = run.rejection(attempt.tokens, attempt.longest_tokens)
+                reason = rejection.reason if rejection else None
             if reason is None:
                 arrived.append(flight)
                 continue
@@ -201,7 +204,7 @@ class Simulation:
         new: dict[int, Flight] = {}
         for flight in flights:
             prompt = flight.attempt.prompt_index
-            if prompt in new or self.run.brought(prompt):
+            if prompt in new or self.run.has_group(prompt):
                 self.meter.wasted_group("duplicate", flight.attempt.tokens, self._group_size)
             else:
                 new[prompt] = flight
@@ -209,7 +212,7 @@ class Simulation:
             return
         entries = self._supply.entries([flight.attempt for flight in new.values()])
         sizes = zip(entries["tokens"].tolist(), entries["frame_bytes"].tolist(), strict=True)
-        fits = self.run.count_fitting([Load(1, *size) for size in sizes])
+        fits = self.run.fitting([Load(1, *size) for size in sizes])
         flights = list(new.values())
         self._held += flights[fits:]
         self._free -= len(flights) - fits
@@ -227,7 +230,7 @@ class Simulation:
         self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_totals().tokens)
 
     def _note_evictions(self) -> None:
-        for reason, tokens, rollouts in self.run.take_evictions():
+        for reason, tokens, rollouts in self.run.take_evicted():
             for size, count in zip(tokens.tolist(), rollouts.tolist(), strict=True):
                 self.meter.wasted_group(reason, size, count)
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooLarge
-from replaybuf.kernel.limits import Load, count_fitting
+from replaybuf.kernel.decide import NO_LOAD, decide_room
+from replaybuf.kernel.limits import Load
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.admission import AdmissionCheck, Incoming
 from replaybuf.service.run.arrivals import Arrivals
@@ -135,12 +136,8 @@ class Appends:
         return fits, refusal
 
     def _fit(self, items: Sequence[PendingGroup], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
-        journal, limits = self._journal, self._journal.config.limits
-        if limits.max_tokens_live is None and limits.max_bytes_live is None:
-            return len(items), None
-        held = Load(0, journal.state.live_totals().tokens, journal.state.live_bytes()) + self._entering
-        coming = [Load() if there else _load(item) for item, there in zip(items, stored, strict=True)]
-        return count_fitting(held, coming, limits, lambda: self._selector.lacking() - self._entering.groups)
+        coming = [NO_LOAD if there else _load(item) for item, there in zip(items, stored, strict=True)]
+        return decide_room(self._journal.state, self._selector, coming, self._entering)
 
     def _has_group(self, item: PendingGroup) -> bool:
         """Return whether the group of a ticket's prompt is stored."""

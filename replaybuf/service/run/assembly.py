@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
+from replaybuf.kernel.decide import GroupLabel
 from replaybuf.kernel.state import BAD_INDEX_ENTRY
 from replaybuf.kernel.state_view import Attachment
 from replaybuf.packing.cost import TYPICAL
@@ -25,7 +26,7 @@ from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.group import Group, hash_name, truncate
-from replaybuf.wire.ledger import BatchEntry, BatchRecord
+from replaybuf.wire.ledger import BatchRecord
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
 
 Coding = Literal["identity", "zstd"]
@@ -86,6 +87,12 @@ def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
     for entry in entries:
         state.update(f"/{entry.strings.group_id}:{int(entry.values['crc32c']):08x}".encode())
     return state.hexdigest()
+
+
+def labels_of(entries: Sequence[IndexEntry]) -> list[GroupLabel]:
+    """List the strings of groups that a batch record keeps."""
+    strings = (entry.strings for entry in entries)
+    return [GroupLabel(s.group_id, s.prompt_id, s.adapter, s.payload_key) for s in strings]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -246,22 +253,3 @@ def write_body(run: str, batch: PackedBatch, rank: int) -> memoryview:
 def completed(record: BatchRecord) -> dict[str, int]:
     """Name the adapters whose own step a batch completes, with that step: whose optimizer to step."""
     return {name: part.step for name, part in record.adapters.items() if part.completed}
-
-
-def entry_in_batch(entry: IndexEntry, version: int, times_sampled: int, weight: float | None) -> BatchEntry:
-    """Write down one use of a group."""
-    values, strings = entry.values, entry.strings
-    index = int(values["prompt_index"])
-    return BatchEntry(
-        number=entry.number,
-        group_id=strings.group_id,
-        prompt_id=strings.prompt_id,
-        prompt_index=None if index < 0 else index,
-        adapter=strings.adapter,
-        policy_version=int(values["policy_version"]),
-        staleness=version - int(values["policy_version"]),
-        times_sampled=times_sampled,
-        tokens=int(values["tokens"]),
-        payload_key=strings.payload_key,
-        weight=weight,
-    )

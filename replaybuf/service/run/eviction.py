@@ -1,70 +1,65 @@
-"""Groups that no batch may use any more, found and written down: what came too late, does not fit, or is filtered."""
+"""Evict groups that no batch may use: too old, too large, or dropped by a filter."""
 
 from __future__ import annotations
 
 import contextlib
 
 from replaybuf.errors import StrategyFault
+from replaybuf.kernel.decide import decide_evict, decide_removals
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.journal import Journal
-from replaybuf.wire.ledger import DeadLetterRecord, EvictRecord
 
 
 class Eviction:
-    """Evictions of a run: groups are judged when they arrive, and all of them when what they are judged by changes."""
+    """Checks groups when they arrive, and all live groups when the rules or the history change."""
 
     def __init__(self, journal: Journal, selector: Selector) -> None:
         self._journal = journal
         self._selector = selector
 
     async def of_arrivals(self, numbers: Numbers) -> None:
-        """Evict what arrived too late, too large, or is filtered; the common case, nothing to evict, takes no lock."""
+        """Evict unusable groups of these; the common case, nothing to evict, takes no lock."""
         if self._journal.state.state != "running":
-            return  # they are judged when it runs again; a plug-in that failed is not asked on
+            return  # they are checked when the run resumes; a failed plug-in is not called before
         try:
             due = bool(self._selector.evictable(numbers) or self._selector.unfit(numbers))
         except StrategyFault:
-            due = True  # asked again within a decision, which pauses the run with it
+            due = True  # called again within a decision, which pauses the run
         if due:
             with contextlib.suppress(StrategyFault):
                 async with self._journal.decision():
-                    await self.judge(numbers)
+                    await self.evict(numbers)
 
     async def of_unsettled(self) -> None:
-        """Judge arrivals that are folded and not settled yet, before a batch may take them. Within a decision."""
+        """Evict unusable groups among unsettled arrivals before a batch may take them. Called within a decision."""
         for chunk in tuple(self._journal.unsettled):
-            await self.judge(chunk.numbers)
+            await self.evict(chunk.numbers)
 
-    async def judge_inherited(self) -> None:
-        """Judge every live group that an older leader may not have judged. While taking over."""
+    async def take_over(self) -> None:
+        """Evict what an older leader may have left unchecked. Called while taking over."""
         if self._journal.state.state == "running":
             try:
-                await self.judge(filtered=True)
+                await self.evict(filtered=True)
             except StrategyFault as fault:
                 await self._journal.pause(fault)
 
-    async def judge_all(self) -> None:
-        """Judge every live group anew, by strategy and filters. A plug-in that fails pauses the run."""
+    async def evict_all(self) -> None:
+        """Check every live group again, by strategy and filters. A plug-in that fails pauses the run."""
         if self._journal.state.state == "running":
-            with contextlib.suppress(StrategyFault):  # the decision has paused the run with it
+            with contextlib.suppress(StrategyFault):  # the decision has paused the run
                 async with self._journal.decision():
-                    await self.judge(filtered=True)
+                    await self.evict(filtered=True)
 
-    async def judge(self, only: Numbers | None = None, *, filtered: bool = False) -> None:
-        """Record which live groups no batch from the next step on, or none at all, may use. Within a decision.
+    async def evict(self, only: Numbers | None = None, *, filtered: bool = False) -> None:
+        """Record which live groups (of `only`) no later batch may use. Called within a decision.
 
-        `filtered`: the filters are asked about all of them, not only about arrivals.
+        `filtered`: call the filters for all live groups, not only for arrivals.
         """
         journal = self._journal
-        unfit = self._selector.unfit(only)
-        if unfit:
-            await journal.append(DeadLetterRecord(numbers=unfit, at_s=journal.clock()))
-        by_reason = self._selector.evictable(only, filtered=filtered)
-        if by_reason:
-            await self.record(by_reason)
+        for record in decide_removals(journal.state, self._selector, journal.clock(), only, filtered=filtered):
+            await journal.append(record)
 
     async def record(self, by_reason: dict[str, list[int]]) -> None:
-        """Write down that no batch from the next step on uses these groups. Within a decision."""
-        journal = self._journal
-        await journal.append(EvictRecord(step=journal.state.next_step, numbers=by_reason, at_s=journal.clock()))
+        """Record that no batch from the next step on uses these groups. Called within a decision."""
+        await self._journal.append(decide_evict(self._journal.state, by_reason, self._journal.clock()))

@@ -1,28 +1,27 @@
-"""The state of one run together with its ledger: what is decided is written down before it counts.
+"""State of one run together with its ledger: a decision is written to the ledger before it is applied.
 
-- A journal leads or follows. A follower folds what the leader writes (`catch_up`) and decides nothing; with a fencing
-  token of its own (`taking_over`) it goes on from there. The fold is the same on start, on following and on takeover.
-- A decision holds the lock of `decision()`, judges the state, appends ledger records with `append`. If the outcome of
-  an append is not known (connection lost), the next decision first reads the ledger's end: what was written counts,
-  what was not did not happen.
-- Whoever waits (a trainer for a batch, a producer for a ticket) waits in `until` on one condition for all; `close`
-  wakes every waiter, who then answers with what it waits for.
+- A journal leads or follows. A follower folds what the leader writes (`catch_up`) and decides nothing. With a fencing
+  token of its own (`taking_over`) it continues from there.
+- A decision holds the lock of `decision()`, reads the state and appends ledger records. If the outcome of an append is
+  unknown (connection lost), the next decision first reads the ledger's end: what was written counts, the rest did not
+  happen.
+- Every waiter (a trainer for a batch, a producer for a ticket) waits in `until` on one condition. `close` wakes all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Literal, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from replaybuf.errors import (
     Conflict,
     DataLost,
+    Fenced,
     LedgerGap,
     NotFound,
     NotLeader,
@@ -30,16 +29,16 @@ from replaybuf.errors import (
     ServiceUnavailable,
     StrategyFault,
 )
+from replaybuf.kernel.decide_config import RunStatus, decide_status
 from replaybuf.kernel.index import Numbers
-from replaybuf.kernel.snapshot import Snapshot
+from replaybuf.kernel.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.kernel.state import RunState
-from replaybuf.service.run.rebuild import load_state
 from replaybuf.service.traffic import waiting
 from replaybuf.store import Ends, IndexChunk, Store
 from replaybuf.store.faults import data_lost
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.ledger import AnyRecord, BatchRecord, ConfigRecord
+from replaybuf.wire.ledger import AnyRecord, BatchRecord
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +50,13 @@ LONGEST_WAIT_S = 60.0
 class Journal:
     """State, ledger and waiters of run `name`.
 
-    Roles: following -> `taking_over` -> `leading` -> `follow`, or an append that a newer leader refuses -> following.
-    `token` is the fencing token of a leader; `leader_url` is where the leader answers, as far as it is known. `terms`
-    counts how often this server set out to lead.
-    `lost` is set while Redis holds less than what was acknowledged. `unsettled` are groups that are folded and not yet
-    settled: the journal adds them, `Arrivals` removes them.
-    `changes` counts what waiters were told of.
+    Roles: following -> `taking_over` -> leading -> `follow`, or an append that a newer leader fences -> following.
+
+    - `token`: fencing token of a leader; `leader_url`: where the leader answers, if known
+    - `terms`: how often this server started to lead
+    - `lost`: set while Redis holds less than it acknowledged
+    - `unsettled`: groups that are folded and not settled; the journal adds them, `Arrivals` removes them
+    - `changes`: how often waiters were notified
     """
 
     def __init__(self, name: str, store: Store, clock: Callable[[], float]) -> None:
@@ -71,13 +71,13 @@ class Journal:
         self.lost: DataLost | None = None
         self.unsettled: deque[IndexChunk] = deque()
         self.closed = False
+        self.changes = 0
+        self.snapshot: Snapshot | None = None
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self.changes = 0
-        self._unsure = False
+        self._uncertain = False
         self._to_free: deque[tuple[int, Numbers]] = deque()
-        self.snapshot: Snapshot | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -89,31 +89,43 @@ class Journal:
     # ------------------------------------------------------------------ roles
 
     def check_leading(self) -> str:
-        """Let only the leader pass; return its fencing token. Raises `NotLeader`, naming the leader, where it follows.
+        """Return the leader's fencing token. Raises `NotLeader`, naming the leader, on a follower.
 
-        What awaits between this and a write needs the token from here: the lease may be lost meanwhile.
+        Code that awaits between this and a write must write with this token: the lease may be lost meanwhile.
         """
         if not self.leading or self.token is None:
             where = self.leader_url or "another server, not known yet"
             raise NotLeader(
-                f"run {self.name} is led by {where}; ask there, or again when its lease has ended",
+                f"run {self.name} is led by {where}; send the request there, or again after its lease has ended",
                 name="leader",
                 value=self.leader_url,
             )
         return self.token
 
+    def check_epoch(self, epoch: int) -> None:
+        """Raise `Fenced` unless `epoch` is that of the attached trainer; `NotLeader` if only the leader can know."""
+        if epoch > self.state.epoch:
+            self.check_leading()
+        if epoch != self.state.epoch or epoch < 1:
+            raise Fenced(
+                f"epoch is {epoch}; the run is attached with epoch {self.state.epoch}",
+                name="epoch",
+                value=epoch,
+                bound=self.state.epoch,
+            )
+
     @contextlib.asynccontextmanager
     async def taking_over(self, token: str) -> AsyncIterator[None]:
-        """Lead from the end of the body on; the body may append, nobody else decides meanwhile.
+        """Lead from the end of the body on; only the body decides meanwhile.
 
-        The token fences every older leader, so what is read first is all there is.
+        The token fences every older leader, so what is read first is everything.
         """
         async with self._deciding:
             self.terms += 1
             self.token = token
             try:
                 await self.catch_up()
-                self._unsure = False
+                self._uncertain = False
                 yield
                 self.leading = True
             finally:
@@ -121,18 +133,18 @@ class Journal:
                     self.token = None
 
     def follow(self, leader_url: str | None) -> None:
-        """Decide no more."""
+        """Stop deciding."""
         self.token, self.leading, self.leader_url = None, False, leader_url
 
     def lose(self, error: DataLost) -> None:
-        """Take note that Redis lost data, until `check_kept` finds all of it again."""
+        """Record that Redis lost data, until `check_ends` finds all of it again."""
         if self.lost is None:
             logger.critical("%s", error.detail)
         self.lost = error
 
     @contextlib.contextmanager
     def recording_loss(self) -> Iterator[None]:
-        """Take note of a `DataLost` that the body raises, so that whoever asks next is told at once."""
+        """Record a `DataLost` that the body raises, so that the next request reports it at once."""
         try:
             yield
         except DataLost as error:
@@ -140,14 +152,14 @@ class Journal:
             raise
 
     async def check_kept(self) -> None:
-        """Ask Redis where the streams end, and raise what `check_ends` raises."""
-        known = self.ends  # first: what is acknowledged while we ask may not be in the answer
+        """Compare the ends of both streams in Redis with ours. Raises what `check_ends` raises."""
+        known = self.ends  # first: what is acknowledged during the call may not be in its answer
         self.check_ends(known, await self.store.streams.read_end(self.name))
 
     def check_ends(self, known: Ends, ends: Ends) -> None:
-        """Raise `DataLost` where Redis `ends` before what was `known` of it; take that back once it is whole again.
+        """Raise `DataLost` if Redis `ends` before what was `known`; clear the loss once Redis has all of it.
 
-        Where its last second is not asked for (durability relaxed), raise `LedgerGap` to go on from what it has.
+        With relaxed durability raise `LedgerGap`: the run continues from what Redis has.
         """
         if ends.entry < known.entry or ends.group < known.group:
             if ends.entry and self.store.connection.policy.level == "relaxed":
@@ -170,33 +182,51 @@ class Journal:
     # ------------------------------------------------------------------ streams
 
     async def load(self) -> None:
-        """Fold snapshot and both streams from where it stands."""
+        """Rebuild the state from the snapshot and both streams."""
         async with self._reading:
             ends = await self.store.streams.read_confirmed_end(self.name)
-            self.snapshot = await load_state(self.store, self.name, self.state, ends.group if ends else None)
+            await self._load_snapshot(ends.group if ends else None)
         await self.catch_up()
 
+    async def _load_snapshot(self, through: int | None) -> None:
+        """Bring an empty state to the snapshot's ledger entry; `through` is the last confirmed group."""
+        store, run, state = self.store, self.name, self.state
+        raw = await store.snapshots.read(run)
+        snapshot = self.snapshot = None if raw is None else decode_snapshot(raw)
+        state.start_after(snapshot.trimmed if snapshot else 0)
+        state.index.reserve((await store.counters.read(run)).get("stored", 0) - state.trimmed)
+        if through is not None and snapshot:
+            through = max(through, snapshot.stored)  # groups in a snapshot were confirmed before it
+        with _no_collection():
+            if snapshot:
+                async for chunk in store.snapshots.read_old_entries(run):
+                    state.store(chunk.numbers, chunk.values, chunk.malformed)
+            async for chunk in store.groups.read_index(run, state.trimmed, through):
+                state.store(chunk.numbers, chunk.values, chunk.malformed)
+        if snapshot:
+            restore(state, snapshot)
+
     async def pull(self, through: int | None = None) -> None:
-        """Take in what is new in the index stream, whoever wrote it; `through` is the last group that is confirmed."""
+        """Read new groups from the index stream; `through` is the last confirmed group."""
         async with self._reading:
             if through is None:
                 ends = await self.store.streams.read_confirmed_end(self.name)
                 through = ends.group if ends else None
-            await self._read_arrivals(through)
+            await self._read_groups(through)
 
     async def catch_up(self) -> None:
-        """Take in what is new in both streams: what is confirmed, as it is not to be lost again once it is acted on."""
+        """Read what is new and confirmed in both streams: unconfirmed entries may still be lost."""
         async with self._reading:
             ends = await self.store.streams.read_confirmed_end(self.name)
             through, count = (ends.group, max(0, ends.entry - self.state.entries)) if ends else (None, None)
             async for chunk in self.store.ledger.read(self.name, self.state.entries, count):
-                # A record names groups that were stored before it: their entries are read after it and folded first.
-                await self._read_arrivals(through)
+                # A record names groups that were stored before it: read them first.
+                await self._read_groups(through)
                 for entry, record in chunk:
                     self._apply(entry, record)
-            await self._read_arrivals(through)
+            await self._read_groups(through)
 
-    async def _read_arrivals(self, through: int | None) -> None:
+    async def _read_groups(self, through: int | None) -> None:
         async for chunk in self.store.groups.read_index(self.name, self.state.stored, through):
             self.state.store(chunk.numbers, chunk.values, chunk.malformed)
             self.unsettled.append(chunk)
@@ -205,15 +235,15 @@ class Journal:
 
     @contextlib.asynccontextmanager
     async def decision(self) -> AsyncIterator[None]:
-        """Decide alone, with the ledger's end known. Raises `NotLeader` where this server follows.
+        """Decide alone, with the whole ledger folded. Raises `NotLeader` on a follower.
 
-        A strategy that breaks its contract pauses the run.
+        A `StrategyFault` in the body pauses the run.
         """
         async with self._deciding:
             self.check_leading()
-            if self._unsure:
+            if self._uncertain:
                 await self.catch_up()
-                self._unsure = False
+                self._uncertain = False
             try:
                 yield
             except StrategyFault as fault:
@@ -221,10 +251,10 @@ class Journal:
                 raise
 
     async def pause(self, fault: StrategyFault) -> None:
-        """Pause a running run with what its plug-in did. Called within a decision."""
+        """Pause a running run because a plug-in failed. Called within a decision."""
         if self.state.config_state == "running":
             logger.error("run paused run=%s reason=%s", self.name, fault.detail)
-            await self.set_state("paused", fault.detail)
+            await self.set_status("paused", fault.detail)
 
     async def append(self, record: AnyRecord) -> None:
         """Write one record, then apply it. Called within a decision."""
@@ -236,19 +266,16 @@ class Journal:
             self.follow(None)
             raise
         except (ServiceUnavailable, Conflict, asyncio.CancelledError):
-            self._unsure = True  # it may have been written, or somebody else's record was
+            self._uncertain = True  # this record may be written, or another server's
             raise
         self._apply(entry, record)
 
-    async def set_state(self, state: Literal["running", "paused", "finished"], reason: str | None) -> None:
-        """Record that the run is running, paused or finished from here on, and why."""
-        config = msgspec.to_builtins(self.config)
-        await self.append(
-            ConfigRecord(config=config, max_uses=self.state.max_uses, state=state, reason=reason, at_s=self.clock())
-        )
+    async def set_status(self, status: RunStatus, reason: str | None) -> None:
+        """Record that the run is running, paused or finished. Called within a decision."""
+        await self.append(decide_status(self.state, status, reason, self.clock()))
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
-        """Read ledger records behind entry `after`."""
+        """Read up to `limit` ledger records behind entry `after`."""
         async for chunk in self.store.ledger.read(self.name, after, limit):
             for entry in chunk:
                 yield entry
@@ -260,13 +287,20 @@ class Journal:
                 return record
         raise ReplaybufError(f"ledger entry {entry} of run {self.name} is not a batch", name="entry", value=entry)
 
+    def _apply(self, entry: int, record: AnyRecord) -> None:
+        numbers = self.state.apply(entry, record)
+        if len(numbers):
+            self._to_free.append((entry, numbers))
+
+    # ------------------------------------------------------------------ freed payloads
+
     @property
     def owes_payloads(self) -> bool:
-        """Say whether groups were freed whose payloads are not deleted yet."""
+        """Return whether payloads of freed groups are still to be deleted."""
         return bool(self._to_free)
 
     async def free_payloads(self) -> None:
-        """Delete the payloads that checkpoints and purges let go."""
+        """Delete the payloads that checkpoints and purges freed."""
         through = 0
         while self._to_free:
             through, numbers = self._to_free[0]
@@ -277,19 +311,14 @@ class Journal:
             await self.store.counters.set(self.name, "freed_through", through)
 
     def mark_freed(self, through: int) -> None:
-        """Take note that payloads let go up to ledger entry `through` are deleted."""
+        """Skip payloads freed up to ledger entry `through`: a leader has deleted them."""
         while self._to_free and self._to_free[0][0] <= through:
             self._to_free.popleft()
-
-    def _apply(self, entry: int, record: AnyRecord) -> None:
-        numbers = self.state.apply(entry, record)
-        if len(numbers):
-            self._to_free.append((entry, numbers))
 
     # ------------------------------------------------------------------ waiting
 
     async def until(self, attempt: Callable[[], Awaitable[T | WaitingAnswer]], wait_s: float) -> T | WaitingAnswer:
-        """Repeat `attempt` on every change until it gives something else than a waiting answer, or time is up."""
+        """Repeat `attempt` after every change until its result is not a waiting answer, for at most `wait_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
         while True:
@@ -298,13 +327,13 @@ class Journal:
             left = deadline - loop.time()
             if not isinstance(outcome, WaitingAnswer) or left <= 0 or self.closed:
                 return outcome
-            with waiting(), contextlib.suppress(TimeoutError):  # the wait is over: look once more, then answer
+            with waiting(), contextlib.suppress(TimeoutError):  # after the timeout, one last attempt
                 async with asyncio.timeout(left), self._changed:
                     while self.changes == seen:
                         await self._changed.wait()
 
     async def notify(self) -> None:
-        """Tell every waiter that something changed."""
+        """Wake every waiter after a change."""
         async with self._changed:
             self.changes += 1
             self._changed.notify_all()
@@ -313,3 +342,15 @@ class Journal:
         """Wake every waiter for good."""
         self.closed = True
         await self.notify()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Switch the garbage collector off: it would walk the lists of every chunk (1.6x slower) and find no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

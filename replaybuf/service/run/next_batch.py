@@ -1,12 +1,12 @@
-"""The next batch, prepared before anybody asks for it: frames fetched and checked, packed, bodies written.
+"""Prepare the next batch before the trainer requests it: fetch and check frames, pack, write bodies.
 
-Nothing is decided here and nothing is written down. What the strategy would choose now is made ready; when the trainer
-asks, the decision is made as ever, and what was made ready is used as far as it is the same: the whole batch where its
-record is, else the groups that were fetched already. While too few groups are there for a batch, those that are there
-are fetched.
+Nothing is decided and nothing is recorded here. What the strategy would choose now is prepared. When the trainer
+requests the batch, the decision is made as always and uses what was prepared as far as it is the same: the whole batch
+if its record is equal, else the groups that were fetched. While there are too few groups for a batch, those that are
+there are fetched.
 
-Prepared is one batch per run, of at most `MOST_BYTES`, by its leader, once the attached trainer has been served, as far
-ahead as the strategy allows. What goes wrong is logged and left to the decision; broken groups too.
+The leader of a run prepares one batch of at most `MOST_BYTES`, as far ahead as the strategy allows, once the attached
+trainer has been served. Failures are logged and left to the decision, and so are broken groups.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from replaybuf.errors import ReplaybufError
+from replaybuf.kernel.decide import decide_batch
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
-from replaybuf.service.run.assembly import FetchedGroups, PackedBatch, fetch_groups, pack_batch
+from replaybuf.service.run.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
 from replaybuf.service.run.bodies import Bodies
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
@@ -33,85 +34,77 @@ from replaybuf.wire.ledger import BatchRecord
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 30
-"""Frames that are held ready; a batch of more is not prepared to its end."""
-_FETCHED_AT_ONCE = 32
-"""Groups: what a decision that comes meanwhile waits for."""
+"""Frames held; a larger batch is not prepared to its end."""
+_FETCH_CHUNK = 32
+"""Groups fetched at once: a decision that comes meanwhile waits for one chunk."""
 
 OUTCOMES = ("hit", "partial", "miss")
-"""Of a decided batch: it was ready; some of its groups were; nothing was."""
+"""Of an assembled batch: it was prepared; some of its groups were; nothing was."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Ready:
-    """What is ready for one step: groups by number, and the batch once it is packed.
+class _Prepared:
+    """What is prepared for one step: groups by number, and the batch once it is packed.
 
-    `key` is generation, step and layout. `coming`: what is being fetched. `closed`: a decision takes what there is,
-    nothing is to be added any more.
+    `key`: generation, step and layout. `fetching`: the chunk on its way. `closed`: a decision uses what there is, so
+    nothing is added any more.
     """
 
     key: object
     entries: dict[int, IndexEntry] = dataclasses.field(default_factory=dict)
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
     batch: PackedBatch | None = None
-    coming: asyncio.Task[bool] | None = None
+    fetching: asyncio.Task[bool] | None = None
     closed: bool = False
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Let go of all other groups."""
+        """Drop all other groups."""
         self.entries = {number: self.entries[number] for number in numbers if number in self.entries}
         self.groups = {number: self.groups[number] for number in numbers if number in self.groups}
 
+    def fetched(self, numbers: Sequence[int]) -> FetchedGroups:
+        """Return those of these groups that are here."""
+        held = [number for number in numbers if number in self.groups]
+        return FetchedGroups([self.entries[n] for n in held], {n: self.groups[n] for n in held}, {})
+
 
 class NextBatch:
-    """Preparation for one run. `write_down` makes the record of a selection; `outcomes` counts what came of it."""
+    """Preparation for one run; `outcomes` counts what became of it."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        selector: Selector,
-        bodies: Bodies,
-        write_down: Callable[[Selection, FetchedGroups], BatchRecord],
-    ) -> None:
+    def __init__(self, journal: Journal, selector: Selector, bodies: Bodies) -> None:
         self.outcomes: Counter[str] = Counter()
         self._journal = journal
         self._state = journal.state
         self._selector = selector
         self._bodies = bodies
-        self._write_down = write_down
         self._served_epoch = 0
         self._bodies_epoch = 0
         self._seen: object = None
-        self._ready: _Ready | None = None
+        self._prepared: _Prepared | None = None
 
-    # ------------------------------------------------------------------ what a decision takes
+    # ------------------------------------------------------------------ what a decision uses
 
-    def served(self, *, as_body: bool) -> None:
-        """Take note that the attached trainer got a batch: what it asks for next is worth preparing.
-
-        Bodies are, once it took one: a trainer that builds them from plans has no use for ours.
-        """
+    def expect_request(self, *, as_body: bool) -> None:
+        """Prepare from now on: the attached trainer was served. Write bodies too once it took one."""
         self._served_epoch = self._state.epoch
         if as_body:
             self._bodies_epoch = self._state.epoch
 
     async def fetched(self, numbers: Sequence[int]) -> FetchedGroups:
-        """Return what is ready of these groups, or on its way; fetching more of them ahead ends here."""
-        ready = self._ready = self._ready or _Ready(self._key())
-        ready.closed = ready.batch is None
-        if ready.coming:
-            await asyncio.wait([ready.coming])  # whatever goes wrong with it, the decision fetches itself
-        held = [number for number in numbers if number in ready.groups]
-        return FetchedGroups(
-            [ready.entries[number] for number in held], {number: ready.groups[number] for number in held}, {}
-        )
+        """Return those of these groups that are prepared or on their way, and stop fetching more."""
+        prepared = self._prepared = self._prepared or _Prepared(self._key())
+        prepared.closed = prepared.batch is None
+        if prepared.fetching:
+            await asyncio.wait([prepared.fetching])  # if it fails, the decision fetches itself
+        return prepared.fetched(numbers)
 
     def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
-        """Return the batch of this record if it is ready; `used` of its groups were. Nothing is ready afterwards.
+        """Return the prepared batch if it has this record, and drop the rest; `used`: prepared groups in the record.
 
-        The time of the decision is the one thing in which the records may differ: no byte depends on it.
+        The records may differ in `at_s` alone: no byte of a body depends on it.
         """
-        ready, self._ready = self._ready, None
-        batch = ready.batch if ready else None
+        prepared, self._prepared = self._prepared, None
+        batch = prepared.batch if prepared else None
         if (
             batch is not None
             and batch.layout is self._state.attachment
@@ -121,35 +114,35 @@ class NextBatch:
             batch.record = record
             return batch
         self.outcomes["partial" if used else "miss"] += 1
-        if ready:
-            ready.closed = True
+        if prepared:
+            prepared.closed = True
         return None
 
     def drop(self) -> None:
-        """Let go of what is ready, and of what is being made ready."""
-        if self._ready:
-            self._ready.closed = True
-        self._ready = None
+        """Drop what is prepared, and what is being prepared."""
+        if self._prepared:
+            self._prepared.closed = True
+        self._prepared = None
 
     # ------------------------------------------------------------------ preparing
 
     async def work(self) -> None:
-        """Prepare what can be, if anything has changed since; then return. Raises nothing that goes wrong with it."""
+        """Prepare what is possible if anything has changed since the last call. Log failures."""
         seen = (self._journal.changes, self._state.entries, self._journal.leading, self._served_epoch)
         if self._seen == seen:
-            return  # so with most runs, twenty times a second
+            return  # the common case, twenty times a second per run
         self._seen = seen
         if not self._wanted():
             self.drop()
             return
-        if self._ready and self._ready.batch and self._ready.key == self._key():
+        if self._prepared and self._prepared.batch and self._prepared.key == self._key():
             return
         try:
             await self._prepare()
         except ReplaybufError as error:
             self.drop()
             logger.warning("next batch not prepared run=%s: %s", self._journal.name, error.detail)
-        except Exception:  # whatever it is, the decision meets it again and answers for it
+        except Exception:  # the decision meets the same fault and reports it
             self.drop()
             logger.exception("next batch not prepared run=%s", self._journal.name)
 
@@ -174,45 +167,48 @@ class NextBatch:
         else:
             return
         key, layout = self._key(), self._state.attachment
-        if self._ready is None or self._ready.key != key:
-            self._ready = _Ready(key)
-        elif self._ready.closed:
-            return  # to fetch again what a decision is taking would be in its way
-        ready = self._ready
-        whole = await self._fetch(ready, numbers)
+        if self._prepared is None or self._prepared.key != key:
+            self._prepared = _Prepared(key)
+        elif self._prepared.closed:
+            return  # a decision uses it: fetching again would be in its way
+        prepared = self._prepared
+        whole = await self._fetch(prepared, numbers)
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
             return
-        loaded = FetchedGroups([ready.entries[number] for number in numbers], dict(ready.groups), {})
-        batch = await asyncio.to_thread(pack_batch, self._write_down(chosen, loaded), loaded, layout)
-        if ready.closed:
+        fetched = prepared.fetched(numbers)
+        digest = digest_of(fetched.entries, self._state.next_step, self._state.generation)
+        labels = labels_of(fetched.entries)
+        record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock())
+        batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
+        if prepared.closed:
             return
-        ready.batch = batch
+        prepared.batch = batch
         if self._bodies_epoch != self._state.epoch:
             return
         for rank in range(layout.dp_world_size):
-            if not ready.closed:
+            if not prepared.closed:
                 await self._bodies.body(batch, rank, "identity")
 
-    async def _fetch(self, ready: _Ready, numbers: Sequence[int]) -> bool:
-        """Fetch what is not there yet; say whether all of it is there and sound."""
-        ready.keep(numbers)
-        missing = [number for number in numbers if number not in ready.groups]
-        for start in range(0, len(missing), _FETCHED_AT_ONCE):
-            if ready.closed:
+    async def _fetch(self, prepared: _Prepared, numbers: Sequence[int]) -> bool:
+        """Fetch the groups that are missing; return whether all are here and intact."""
+        prepared.keep(numbers)
+        missing = [number for number in numbers if number not in prepared.groups]
+        for start in range(0, len(missing), _FETCH_CHUNK):
+            if prepared.closed:
                 return False
-            ready.coming = asyncio.create_task(self._fetch_some(ready, missing[start : start + _FETCHED_AT_ONCE]))
+            prepared.fetching = asyncio.create_task(self._fetch_chunk(prepared, missing[start : start + _FETCH_CHUNK]))
             try:
-                if not await ready.coming:
+                if not await prepared.fetching:
                     return False
             finally:
-                ready.coming = None
-        return not ready.closed
+                prepared.fetching = None
+        return not prepared.closed
 
-    async def _fetch_some(self, ready: _Ready, numbers: Sequence[int]) -> bool:
-        """Fetch some groups; say whether they are sound and there is room for more."""
-        loaded = await fetch_groups(self._journal.store, self._journal.name, numbers)
-        if loaded.broken:
+    async def _fetch_chunk(self, prepared: _Prepared, numbers: Sequence[int]) -> bool:
+        """Fetch some groups; return whether they are intact and within `MOST_BYTES`."""
+        fetched = await fetch_groups(self._journal.store, self._journal.name, numbers)
+        if fetched.broken:
             return False
-        ready.entries |= {entry.number: entry for entry in loaded.entries}
-        ready.groups |= loaded.groups
-        return sum(int(entry.values["frame_bytes"]) for entry in ready.entries.values()) <= MOST_BYTES
+        prepared.entries |= {entry.number: entry for entry in fetched.entries}
+        prepared.groups |= fetched.groups
+        return sum(int(entry.values["frame_bytes"]) for entry in prepared.entries.values()) <= MOST_BYTES

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from replaybuf.errors import Conflict
+from replaybuf.kernel.decide import decide_purge
+from replaybuf.kernel.decide_config import decide_create, decide_patch
 from replaybuf.kernel.plugin_set import resolve_config
-from replaybuf.kernel.plugins import Bounds
 from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
@@ -32,8 +30,7 @@ from replaybuf.service.run.state_cache import StateCache
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import RunTickets, Store
-from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec, differing_fields
-from replaybuf.wire.ledger import ConfigRecord, PurgeRecord
+from replaybuf.wire.config import ConfigPatch, RunConfig, differing_fields
 
 
 class Run:
@@ -82,11 +79,11 @@ class Run:
     @classmethod
     async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Callable[[], float]) -> Run:
         """Write the first ledger record of a new run, and lead it. Raises `Invalid` where it cannot work."""
+        record = decide_create(config, clock())
         journal = Journal(name, store, clock)
-        resolved, bounds = resolve_config(config)
         await store.runs.add(name)
         async with journal.taking_over(token):
-            await journal.append(_config_record(resolved, bounds.max_uses, "running", None, clock()))
+            await journal.append(record)
         return cls(journal)
 
     @classmethod
@@ -106,7 +103,7 @@ class Run:
         async with self.journal.taking_over(token):
             await self.tickets.reload()
             self.arrivals.find_recent()
-            await self.eviction.judge_inherited()
+            await self.eviction.take_over()
         await self.journal.notify()
 
     async def close(self) -> None:
@@ -141,59 +138,22 @@ class Run:
 
         Raises `Conflict`, `Invalid`.
         """
-        journal, state = self.journal, self.state
+        journal = self.journal
         async with journal.decision():
-            config, max_uses = journal.config, state.max_uses
-            changed = _changed(config, patch)
-            if changed != config or patch.state == "running":  # a run whose plug-in is gone may be paused and finished
-                config, bounds = resolve_config(changed)
-                max_uses = bounds.max_uses
-                if patch.strategy:
-                    self._check_standing_batches(bounds)
-            wanted = patch.state or state.config_state
-            if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
-                raise Conflict(
-                    f"run {self.name} reached max_steps = {journal.config.max_steps}; it cannot be {wanted}",
-                    name="state",
-                    value=wanted,
-                    bound="finished",
-                )
-            reason = "operator" if patch.state else state.config_reason
-            reason = None if wanted == "running" else reason
-            standing = journal.config, state.max_uses, state.config_state, state.config_reason
-            if (config, max_uses, wanted, reason) == standing:
+            record = decide_patch(self.state, patch, journal.clock())
+            if record is None:
                 return
-            await journal.append(_config_record(config, max_uses, wanted, reason, journal.clock()))
-        await self.eviction.judge_all()
+            await journal.append(record)
+        await self.eviction.evict_all()
         await journal.notify()
-
-    def _check_standing_batches(self, bounds: Bounds) -> None:
-        """Refuse bounds that a batch already handed out, and not yet acked, breaks."""
-        index = self.state.index
-        for step, batch in self.state.batches.items():
-            if batch.acked:
-                continue
-            rows = index.rows_of(batch.numbers)
-            ages = self.state.versions_at(step, rows) - index["policy_version"][rows]
-            for name, bound, found in (
-                ("max_staleness", bounds.max_staleness, int(ages.max())),
-                ("max_uses", bounds.max_uses, int(index["times_sampled"][rows].max())),
-            ):
-                if bound is not None and found > bound:
-                    raise Conflict(
-                        f"{name} would be {bound}; batch {step}, not yet acked, has {found}",
-                        name=name,
-                        value=bound,
-                        bound=found,
-                    )
 
     async def purge(self) -> int:
         """Let the bytes of dead letters go, but for those in batches that may be asked for again; return how many."""
         async with self.journal.decision():
-            numbers = self.state.purgeable()
-            if numbers:
-                await self.journal.append(PurgeRecord(numbers=numbers, at_s=self.journal.clock()))
-        return len(numbers)
+            record = decide_purge(self.state, self.journal.clock())
+            if record:
+                await self.journal.append(record)
+        return len(record.numbers) if record else 0
 
     def same_config(self, config: RunConfig) -> list[str]:
         """Name the fields in which `config` differs from the run's, which may be older than some options."""
@@ -205,22 +165,3 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """Render the state of the run."""
         return self.state_cache.state(durability=self.durability, rejected=dict(self.side_state.rejected))
-
-
-def _changed(config: RunConfig, patch: ConfigPatch) -> RunConfig:
-    """Put what a patch names in place of what a run has."""
-    fields: dict[str, Any] = {}
-    if patch.filters is not None:
-        fields["filters"] = patch.filters
-    if patch.limits:
-        fields["limits"] = patch.limits.of(config.limits)
-    if patch.strategy:
-        name = patch.strategy.name or config.strategy.name
-        fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
-    return msgspec.structs.replace(config, **fields)
-
-
-def _config_record(
-    config: RunConfig, max_uses: int | None, state: Any, reason: str | None, at_s: float
-) -> ConfigRecord:
-    return ConfigRecord(config=msgspec.to_builtins(config), max_uses=max_uses, state=state, reason=reason, at_s=at_s)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
-from replaybuf.errors import Conflict, Invalid, StrategyFault, WrongStep
+from replaybuf.errors import Conflict, StrategyFault
+from replaybuf.kernel.decide import (
+    check_adapter,
+    decide_ack,
+    decide_attach,
+    decide_checkpoint,
+    decide_policy,
+    decide_rewind,
+    needs_rewind,
+)
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.tickets import check_adapter
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
-from replaybuf.wire.ledger import AckRecord, AttachRecord, CheckpointRecord, PolicyRecord, RewindRecord
 from replaybuf.wire.metadata import check_metadata
 
 logger = logging.getLogger(__name__)
 
 
-LARGEST_PRIORITY = 1e30
-"""Sums of a million of them, and their powers, stay within 32-bit floats."""
-
-
 class Session:
-    """What the attached trainer may change. Every call of an older epoch raises `Fenced`."""
+    """Calls of the attached trainer. A call with an older epoch raises `Fenced`."""
 
     def __init__(
         self,
@@ -41,42 +44,33 @@ class Session:
         self._selector = selector
         self._eviction = eviction
         self._batches = batches
-        self._history_lock = history_lock
         self._rates = rates
+        self._history_lock = history_lock
 
     async def attach(self, request: AttachRequest) -> dict[str, Any]:
         """Give the run to a trainer, fence older epochs, restore history to its step.
 
-        Raises `WrongStep` for a step that cannot be resumed, `Conflict` where standing batches do not fit its rows.
+        Raises `WrongStep` for a step that cannot be resumed, `Conflict` if a batch to redeliver does not fit `seq_len`.
         """
         journal, state = self._journal, self._state
         async with journal.decision():
-            step = state.step if request.resume_step is None else request.resume_step
-            if not state.oldest_step <= step <= state.step:
-                raise WrongStep(
-                    f"resume_step is {step}; steps {state.oldest_step} (oldest kept checkpoint) to {state.step} "
-                    "(next unacked) can be resumed",
-                    name="resume_step",
-                    value=step,
-                    bound=[state.oldest_step, state.step],
-                )
-            attached = self._attached(request, step)
-            redeliver = request.on_resume == "redeliver"
-            if redeliver:
-                await self._check_rows_fit(step, attached.seq_len)
-            # ATTACH first: should we die before REWIND, the older trainer is fenced and this one asks again.
+            attached = decide_attach(state, request, journal.clock())
+            if request.on_resume == "redeliver":
+                await self._check_fit(attached.step, attached.seq_len)
+            # ATTACH first: if we die before REWIND, the older trainer is fenced and this one attaches again.
             await journal.append(attached)
-            if step < state.step or (not redeliver and state.next_step > step):
+            if needs_rewind(state, attached.step, request.on_resume):
                 async with self._history_lock.exclusive():
-                    await self._rewind(step, request.on_resume)
+                    await journal.pull()  # the rewind must reach all groups that were checked before it
+                    await journal.append(decide_rewind(state, attached.step, request.on_resume, journal.clock()))
             self._batches.forget()
             self._rates.forget_steps()
-        await self._eviction.judge_all()
+        await self._eviction.evict_all()
         await journal.notify()
-        logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, step)
+        logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, attached.step)
         return {
             "epoch": attached.epoch,
-            "step": step,
+            "step": attached.step,
             "generation": state.generation,
             "published_version": state.published[""],
             "dp_world_size": attached.dp_world_size,
@@ -85,82 +79,32 @@ class Session:
             "look_ahead": self._selector.bounds.look_ahead,
         }
 
-    async def _rewind(self, step: int, on_resume: Literal["redeliver", "resample"]) -> None:
-        """Go back to a step. What was let in by the history that ends here is folded first: the rewind reaches it."""
-        journal, state = self._journal, self._state
-        await journal.pull()
-        rewind = RewindRecord(
-            step=step,
-            generation=state.generation + 1,
-            on_resume=on_resume,
-            version=0 if journal.config.adapters else journal.config.version_of(step),
-            versions={name: state.version_at(step, name) for name in journal.config.adapters},
-            until=state.stored,
-            at_s=journal.clock(),
-        )
-        await journal.append(rewind)
-
-    def _attached(self, request: AttachRequest, step: int) -> AttachRecord:
-        """Make the record of an attach, with the run's layout where none is asked for. Raises `Invalid`."""
-        batch = self._journal.config.batch
-        seq_len = batch.seq_len if request.seq_len is None else request.seq_len
-        multiple = batch.pad_to_multiple_of if request.pad_to_multiple_of is None else request.pad_to_multiple_of
-        if seq_len % multiple:
-            raise Invalid(
-                f"pad_to_multiple_of is {multiple}; it must be a divisor of seq_len = {seq_len}",
-                name="pad_to_multiple_of",
-                value=multiple,
-                bound=f"a divisor of seq_len = {seq_len}",
-            )
-        if request.cost is not None:
-            request.cost.check()
-        return AttachRecord(
-            epoch=self._state.epoch + 1,
-            step=step,
-            dp_world_size=request.dp_world_size,
-            seq_len=seq_len,
-            pad_to_multiple_of=multiple,
-            cost=request.cost,
-            at_s=self._journal.clock(),
-        )
-
-    async def _check_rows_fit(self, step: int, seq_len: int) -> None:
+    async def _check_fit(self, step: int, seq_len: int) -> None:
+        """Raise `Conflict` if a batch from `step` on holds a rollout that does not fit `seq_len`."""
         truncates = self._journal.config.batch.overlong == "truncate"
-        for standing in [standing for standing in self._state.batches if standing >= step]:
-            held, longest = "rollout", self._batches.longest_rollout(standing)
-            if longest > seq_len and truncates:  # a completion is cut to one token at least
-                held, longest = "prompt with one completion token", 1 + await self._batches.longest_prompt(standing)
+        for kept in [kept for kept in self._state.batches if kept >= step]:
+            what, longest = "rollout", self._batches.longest_rollout(kept)
+            if longest > seq_len and truncates:  # truncation leaves at least one completion token
+                what, longest = "prompt with one completion token", 1 + await self._batches.longest_prompt(kept)
             if longest > seq_len:
                 raise Conflict(
-                    f"seq_len is {seq_len}; batch {standing}, to be redelivered, holds a {held} of {longest} tokens",
+                    f"seq_len is {seq_len}; batch {kept}, to be redelivered, holds a {what} of {longest} tokens",
                     name="seq_len",
                     value=seq_len,
                     bound=longest,
                 )
 
     async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> dict[str, Any]:
-        """Count a step as trained, once. Raises `WrongStep` out of order or for a step never served."""
+        """Count a step as trained, once. Raises `WrongStep` out of order or for a batch that was never served."""
         check_metadata("feedback", feedback or {})
         journal, state = self._journal, self._state
         async with journal.decision():
-            self._batches.check_epoch(epoch)
-            unserved = step == state.step and step not in state.batches
-            if step < 0 or step > state.step or unserved:
-                raise WrongStep(
-                    f"step is {step}; "
-                    + ("its batch was never served" if unserved else f"the next step to ack is {state.step}"),
-                    name="step",
-                    value=step,
-                    bound=state.step,
-                )
-            if step == state.step:
-                record = AckRecord(
-                    step=step,
-                    epoch=epoch,
-                    feedback=feedback,
-                    priorities=await self._priorities(step, feedback or {}),
-                    at_s=journal.clock(),
-                )
+            journal.check_epoch(epoch)
+            batch = None
+            if feedback and "priorities" in feedback and step == state.step and step in state.batches:
+                batch = await journal.batch_record(state.batches[step].entry)
+            record = decide_ack(state, step, epoch, feedback, batch, journal.clock())
+            if record:
                 await journal.append(record)
                 self._rates.record_ack(
                     journal.clock(),
@@ -174,61 +118,25 @@ class Session:
         return {"step": step, "state": "acked"}
 
     async def _observe(self) -> None:
+        """Let the strategy observe the feedback now: if it fails, the run pauses, and the step stays acked."""
         try:
-            _ = self._selector.strategy  # built anew, it observes
-        except StrategyFault as fault:  # the step is acked all the same
+            _ = self._selector.strategy
+        except StrategyFault as fault:
             await self._journal.pause(fault)
 
-    async def _priorities(self, step: int, feedback: dict[str, Any]) -> dict[int, float]:
-        """Read `feedback["priorities"]`, a number >= 0 per group id of the batch, as priorities by group number."""
-        given = feedback.get("priorities")
-        if given is None:
-            return {}
-        record = await self._journal.batch_record(self._state.batches[step].entry)
-        numbers = {entry.group_id: entry.number for entry in record.groups}
-        if not isinstance(given, dict):
-            raise Invalid(
-                f"feedback.priorities is {type(given).__name__}; it must be an object of group ids and numbers",
-                name="feedback.priorities",
-                bound="object",
-            )
-        for group_id, value in given.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST_PRIORITY
-            if group_id not in numbers or not number:
-                raise Invalid(
-                    f"feedback.priorities[{group_id!r}] is {value!r}; batch {step} needs ids of its groups and numbers "
-                    f"from 0 to {LARGEST_PRIORITY:g}",
-                    name=f"feedback.priorities.{group_id}",
-                    value=str(value),
-                    bound=[0, LARGEST_PRIORITY],
-                )
-        return {numbers[group_id]: float(value) for group_id, value in given.items()}
-
     async def publish(self, version: int, epoch: int, weights_uri: str | None, adapter: str) -> dict[str, Any]:
-        """Record that the engines loaded a version. Raises `Conflict` where it goes back or too far."""
-        journal, state = self._journal, self._state
+        """Record that the engines have loaded a version. Raises `Conflict` if it is too low or too high."""
+        journal = self._journal
         async with journal.decision():
-            self._batches.check_epoch(epoch)
-            check_adapter(adapter, journal.config)
-            published, newest = state.published[adapter], state.version_at(state.step, adapter)
-            if not published <= version <= newest:
-                why = "versions only grow" if version < published else "ack the steps before it first"
-                raise Conflict(
-                    f"version is {version}; published is {published}, the next unacked step trains {newest}: {why}",
-                    name="version",
-                    value=version,
-                    bound=[published, newest],
-                )
-            if version > published:
-                record = PolicyRecord(
-                    version=version, weights_uri=weights_uri, adapter=adapter, epoch=epoch, at_s=journal.clock()
-                )
+            journal.check_epoch(epoch)
+            record = decide_policy(self._state, version, epoch, weights_uri, adapter, journal.clock())
+            if record:
                 await journal.append(record)
         await journal.notify()
         return self.policy(adapter)
 
     def policy(self, adapter: str = "") -> dict[str, Any]:
-        """Render the published policy, with the version of an adapter where one is named."""
+        """Return the published policy of an adapter."""
         return {
             "version": self._state.published[adapter],
             "weights_uri": self._state.weights_uri[adapter],
@@ -237,7 +145,7 @@ class Session:
         }
 
     async def policy_after(self, after: int | None, wait_s: float, adapter: str = "") -> dict[str, Any]:
-        """Return the policy, or that of an adapter, once its version is above `after`, or when the wait is over."""
+        """Return the policy once its version is above `after`, or after `wait_s`."""
         if adapter:
             check_adapter(adapter, self._journal.config)
 
@@ -250,18 +158,12 @@ class Session:
         return self.policy(adapter) if isinstance(outcome, WaitingAnswer) else outcome
 
     async def checkpoint(self, step: int, epoch: int, keep: int) -> dict[str, Any]:
-        """Keep what the newest `keep` checkpoints may need; what is older may go. Raises `WrongStep`."""
+        """Keep what the newest `keep` checkpoints may need; older history may be deleted. Raises `WrongStep`."""
         journal, state = self._journal, self._state
         async with journal.decision():
-            self._batches.check_epoch(epoch)
-            if not state.oldest_step <= step <= state.step:
-                raise WrongStep(
-                    f"step is {step}; a checkpoint can be recorded for {state.oldest_step} to {state.step}",
-                    name="step",
-                    value=step,
-                    bound=[state.oldest_step, state.step],
-                )
-            if sorted({*state.checkpoints, step})[-keep:] != state.checkpoints:
-                await journal.append(CheckpointRecord(step=step, keep=keep, at_s=journal.clock()))
+            journal.check_epoch(epoch)
+            record = decide_checkpoint(state, step, keep, journal.clock())
+            if record:
+                await journal.append(record)
         await journal.notify()
         return {"checkpoints": state.checkpoints, "oldest_step": state.oldest_step}

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from replaybuf.errors import Invalid, StrategyFault
+from replaybuf.kernel.decide import check_adapter, decide_failed, decide_tickets, held
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.tickets import TicketChange, parse_ticket, prompt_key
@@ -15,9 +16,7 @@ from replaybuf.kernel.waiting import waiting
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import IndexChunk
-from replaybuf.wire.config import RunConfig
-from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, WaitingAnswer
-from replaybuf.wire.ledger import TicketRecord
+from replaybuf.wire.contract import WaitingAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -65,32 +64,19 @@ class Tickets:
         return answer
 
     async def _issue(self, adapter: str, count: int, gone: Callable[[], bool]) -> TicketChange | WaitingAnswer:
-        journal, book = self._journal, self._book
+        journal = self._journal
         self._selector.last_asked_s[adapter] = journal.clock()
         try:
             async with self._deciding():
                 await self._expire()
-                have = self._held(adapter)
-                if journal.state.state != "running":
-                    return waiting(journal.state.state, have, journal.config)
-                if book.used_up(adapter):
-                    # No prompt is left, but a ticket that is out may still come back.
-                    blocked_on = "producers" if book.out_of(adapter) else "nothing"
-                    return waiting("finished", have, journal.config, blocked_on=blocked_on)
-                capacity = self._selector.capacity(adapter)
-                if capacity < 1 or gone():
-                    return self._selector.rate_limited(adapter, have)
-                count = min(count, capacity, TICKETS_AT_ONCE)
-                change = book.issue(adapter, count, journal.state.generation, journal.clock())
-                await self._save(change)
+                if gone():
+                    return self._selector.rate_limited(adapter, held(journal.state, self._selector, adapter))
+                change = decide_tickets(journal.state, self._book, self._selector, adapter, count, journal.clock())
+                if isinstance(change, TicketChange):
+                    await self._save(change)
                 return change
         except StrategyFault:  # `admit` failed: the decision has paused the run
-            return waiting("paused", self._held(adapter), journal.config)
-
-    def _held(self, adapter: str) -> Amount:
-        """Count live groups plus tickets out, and live tokens, of an adapter."""
-        view = self._selector.inputs.view(self._journal.state.next_step, adapter=adapter)
-        return Amount(view.groups_live + view.tickets_out, view.tokens_live)
+            return waiting("paused", held(journal.state, self._selector, adapter), journal.config)
 
     async def give_back(self, text: str, reason: str) -> None:
         """Take a ticket back; its prompt has failed after `max_attempts` failed tickets. Raises `NotFound`."""
@@ -119,15 +105,7 @@ class Tickets:
         with self._side_state.uncertain_on_failure():
             # The ledger first: if we die between, the ticket of a failed prompt is still there and fails again.
             for ticket in change.failed:
-                record = TicketRecord(
-                    adapter=ticket.adapter,
-                    prompt_index=ticket.prompt_index,
-                    outcome="failed",
-                    attempts=ticket.attempt,
-                    reason=reason,
-                    at_s=journal.clock(),
-                )
-                await journal.append(record)
+                await journal.append(decide_failed(ticket, reason, journal.clock()))
             await self._side_state.save(change)
 
     async def complete(self, chunks: Iterable[IndexChunk]) -> bool:
@@ -164,14 +142,6 @@ class Tickets:
             while await self.complete(self._journal.unsettled):
                 pass
             yield
-
-
-def check_adapter(adapter: str, config: RunConfig) -> None:
-    """Raise `Invalid` if a run has no such adapter."""
-    if adapter not in config.adapter_names:
-        known = sorted(config.adapters)
-        has = f"the run has adapters {known}" if known else "the run has no adapters"
-        raise Invalid(f"adapter is {adapter!r}; {has}", name="adapter", value=adapter, bound=known)
 
 
 def _prompts_of(chunk: IndexChunk) -> list[tuple[str, int]]:

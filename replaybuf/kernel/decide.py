@@ -1,0 +1,372 @@
+"""Decide each ledger record: from the state and a request to the record, or to the contract's error.
+
+Pure: time comes in as `now_s`, groups as a selection. The service writes the record and then applies it; the simulator
+only applies it. None means that nothing changes, so there is no record. `decide_config` has the CONFIG records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, WrongStep
+from replaybuf.kernel.decide_config import config_of
+from replaybuf.kernel.index import Numbers
+from replaybuf.kernel.limits import Load, count_fitting
+from replaybuf.kernel.selection import BatchSelection, Selector
+from replaybuf.kernel.state import RunState
+from replaybuf.kernel.strategy import Selection
+from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange
+from replaybuf.kernel.waiting import waiting
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, AttachRequest, WaitingAnswer
+from replaybuf.wire.ledger import (
+    AckRecord,
+    AdapterStep,
+    AnyRecord,
+    AttachRecord,
+    BatchEntry,
+    BatchRecord,
+    CheckpointRecord,
+    DeadLetterRecord,
+    EvictRecord,
+    PolicyRecord,
+    PurgeRecord,
+    RewindRecord,
+    TicketRecord,
+)
+
+LARGEST_PRIORITY = 1e30
+"""Sums of a million priorities, and their powers, stay within 32-bit floats."""
+NO_LOAD = Load()
+
+OnResume = Literal["redeliver", "resample"]
+
+
+def check_adapter(adapter: str, config: RunConfig) -> None:
+    """Raise `Invalid` if a run has no such adapter."""
+    if adapter not in config.adapter_names:
+        names = sorted(config.adapters)
+        has = f"the run has adapters {names}" if names else "the run has no adapters"
+        raise Invalid(f"adapter is {adapter!r}; {has}", name="adapter", value=adapter, bound=names)
+
+
+# ---------------------------------------------------------------------- tickets and groups
+
+
+def decide_tickets(
+    state: RunState, book: TicketBook, selector: Selector, adapter: str, count: int, now_s: float
+) -> TicketChange | WaitingAnswer:
+    """Issue up to `count` tickets from the book, or answer why there are none. Raises `StrategyFault`."""
+    if state.state != "running":
+        return waiting(state.state, held(state, selector, adapter), selector.config)
+    if book.used_up(adapter):
+        # No prompt is left, but a ticket that is out may still come back.
+        blocked_on = "producers" if book.out_of(adapter) else "nothing"
+        return waiting("finished", held(state, selector, adapter), selector.config, blocked_on=blocked_on)
+    capacity = selector.capacity(adapter)
+    if capacity < 1:
+        return selector.rate_limited(adapter, held(state, selector, adapter))
+    return book.issue(adapter, min(count, capacity, TICKETS_AT_ONCE), state.generation, now_s)
+
+
+def held(state: RunState, selector: Selector, adapter: str) -> Amount:
+    """Count live groups plus tickets out, and live tokens, of an adapter."""
+    view = selector.inputs.view(state.next_step, adapter=adapter)
+    return Amount(view.groups_live + view.tickets_out, view.tokens_live)
+
+
+def decide_failed(ticket: Ticket, reason: str, now_s: float) -> TicketRecord:
+    """Decide that the prompt of a ticket ends without a group."""
+    return TicketRecord(
+        adapter=ticket.adapter,
+        prompt_index=ticket.prompt_index,
+        outcome="failed",
+        attempts=ticket.attempt,
+        reason=reason,
+        at_s=now_s,
+    )
+
+
+def decide_room(
+    state: RunState, selector: Selector, coming: Sequence[Load], entering: Load = NO_LOAD
+) -> tuple[int, NoRoom | None]:
+    """Return how many of the first groups fit under the limits, and the `NoRoom` that stops the next one or None.
+
+    `entering`: groups that were let in and are not in the index yet.
+    """
+    limits = config_of(state).limits
+    if limits.max_tokens_live is None and limits.max_bytes_live is None:
+        return len(coming), None
+    live = Load(0, state.live_totals().tokens, state.live_bytes()) + entering
+    return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
+
+
+def decide_removals(
+    state: RunState, selector: Selector, now_s: float, only: Numbers | None = None, *, filtered: bool = False
+) -> Iterator[AnyRecord]:
+    """Yield the records that remove unusable live groups (of `only`): dead letters, then evictions.
+
+    The caller applies each record before it takes the next. `filtered`: ask the filters about all live groups, not
+    only about `only`. Raises `StrategyFault`.
+    """
+    unfit = selector.unfit(only)
+    if unfit:
+        yield DeadLetterRecord(numbers=unfit, at_s=now_s)
+    unusable = selector.evictable(only, filtered=filtered)
+    if unusable:
+        yield decide_evict(state, unusable, now_s)
+
+
+def decide_evict(state: RunState, by_reason: dict[str, list[int]], now_s: float) -> EvictRecord:
+    """Decide that no batch from the next step on uses these groups."""
+    return EvictRecord(step=state.next_step, numbers=by_reason, at_s=now_s)
+
+
+def decide_dead_letters(broken: dict[int, str], now_s: float) -> DeadLetterRecord:
+    """Decide that stored groups are unusable; `broken` maps a group number to the reason."""
+    by_reason: dict[str, list[int]] = {}
+    for number, reason in sorted(broken.items()):
+        by_reason.setdefault(reason, []).append(number)
+    return DeadLetterRecord(numbers=by_reason, at_s=now_s)
+
+
+def decide_purge(state: RunState, now_s: float) -> PurgeRecord | None:
+    """Decide to delete the bytes of dead letters, except those in batches that may be requested again."""
+    numbers = state.purgeable()
+    return PurgeRecord(numbers=numbers, at_s=now_s) if numbers else None
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def check_requestable(state: RunState, step: int, look_ahead: int) -> None:
+    """Raise `WrongStep`, `RunFinished` or `Gone` for a step whose batch cannot be requested now."""
+    if step < 0 or step > state.step + max(1, look_ahead):
+        raise WrongStep(
+            f"step is {step}; the next unacked step is {state.step} and the strategy looks {look_ahead} ahead",
+            name="step",
+            value=step,
+            bound=state.step + look_ahead,
+        )
+    if step in state.batches:
+        return
+    max_steps = config_of(state).max_steps
+    if state.state == "finished" or (max_steps is not None and step >= max_steps):
+        raise RunFinished(
+            f"step is {step}; the run is finished after {state.step} steps", name="step", value=step, bound=state.step
+        )
+    if step < state.step:
+        raise Gone(
+            f"the batch of step {step} was freed by a checkpoint; the oldest kept step is {state.oldest_step}",
+            name="step",
+            value=step,
+            bound=state.oldest_step,
+        )
+
+
+class GroupLabel(NamedTuple):
+    """The strings of a group, which the state does not keep."""
+
+    group_id: str
+    prompt_id: str = ""
+    adapter: str = ""
+    payload_key: str = ""
+
+
+def decide_batch(
+    state: RunState, selector: Selector, chosen: Selection, labels: Sequence[GroupLabel], digest: str, now_s: float
+) -> BatchRecord:
+    """Decide the batch of the next step. `labels`: of the chosen groups, in their order; `digest` of their content."""
+    config, step, index = config_of(state), state.next_step, state.index
+    versions = {name: state.version_at(step, name) for name in config.adapter_names}
+    rows = index.rows_of(chosen.rows)
+    weights = [None] * len(rows) if chosen.weights is None else chosen.weights.astype(float).tolist()
+    names = ("number", "prompt_index", "policy_version", "times_sampled", "tokens")
+    columns = (index[name][rows].tolist() for name in names)
+    groups = [
+        BatchEntry(
+            number=number,
+            group_id=label.group_id,
+            prompt_id=label.prompt_id,
+            prompt_index=None if prompt_index < 0 else prompt_index,
+            adapter=label.adapter,
+            policy_version=version,
+            staleness=versions[label.adapter] - version,
+            times_sampled=times_sampled + 1,
+            tokens=tokens,
+            payload_key=label.payload_key,
+            weight=weight,
+        )
+        for number, prompt_index, version, times_sampled, tokens, label, weight in zip(
+            *columns, labels, weights, strict=True
+        )
+    ]
+    return BatchRecord(
+        step=step,
+        generation=state.generation,
+        batch_id=f"{state.generation}-{step}-{digest[:8]}",
+        digest=digest,
+        version=0 if config.adapters else config.version_of(step),
+        strategy=config.strategy.name,
+        options=config.strategy.options,
+        seed=selector.inputs.seed(step),
+        tokens=sum(entry.tokens for entry in groups),
+        rollouts=int(index["rollouts"][rows].sum(dtype=np.int64)),
+        groups=groups,
+        adapters=_adapter_steps(state, groups),
+        turn=chosen.turn if isinstance(chosen, BatchSelection) else "",
+        at_s=now_s,
+    )
+
+
+def _adapter_steps(state: RunState, groups: Sequence[BatchEntry]) -> dict[str, AdapterStep]:
+    """Return the part of each adapter in the next batch."""
+    parts = {}
+    for name, count in sorted(Counter(entry.adapter for entry in groups if entry.adapter).items()):
+        progress = state.progress_at(state.next_step, name)
+        parts[name] = AdapterStep(
+            step=progress.step,
+            version=state.version_at(state.next_step, name),
+            groups=count,
+            completed=progress.groups + count == progress.groups_per_batch,
+        )
+    return parts
+
+
+# ---------------------------------------------------------------------- trainer
+
+
+def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> AttachRecord:
+    """Decide the attach of a trainer. Raises `WrongStep` for a step that cannot be resumed, `Invalid`."""
+    batch = config_of(state).batch
+    step = state.step if request.resume_step is None else request.resume_step
+    if not state.oldest_step <= step <= state.step:
+        raise WrongStep(
+            f"resume_step is {step}; steps {state.oldest_step} (oldest kept checkpoint) to {state.step} (next unacked) "
+            "can be resumed",
+            name="resume_step",
+            value=step,
+            bound=[state.oldest_step, state.step],
+        )
+    seq_len = batch.seq_len if request.seq_len is None else request.seq_len
+    multiple = batch.pad_to_multiple_of if request.pad_to_multiple_of is None else request.pad_to_multiple_of
+    if seq_len % multiple:
+        raise Invalid(
+            f"pad_to_multiple_of is {multiple}; it must be a divisor of seq_len = {seq_len}",
+            name="pad_to_multiple_of",
+            value=multiple,
+            bound=f"a divisor of seq_len = {seq_len}",
+        )
+    if request.cost is not None:
+        request.cost.check()
+    return AttachRecord(
+        epoch=state.epoch + 1,
+        step=step,
+        dp_world_size=request.dp_world_size,
+        seq_len=seq_len,
+        pad_to_multiple_of=multiple,
+        cost=request.cost,
+        at_s=now_s,
+    )
+
+
+def needs_rewind(state: RunState, step: int, on_resume: OnResume) -> bool:
+    """Return whether resuming at `step` gives history back."""
+    return step < state.step or (on_resume == "resample" and step < state.next_step)
+
+
+def decide_rewind(state: RunState, step: int, on_resume: OnResume, now_s: float) -> RewindRecord:
+    """Decide to go back to a step. The state must have all groups that were checked before it."""
+    config = config_of(state)
+    return RewindRecord(
+        step=step,
+        generation=state.generation + 1,
+        on_resume=on_resume,
+        version=0 if config.adapters else config.version_of(step),
+        versions={name: state.version_at(step, name) for name in config.adapters},
+        until=state.stored,
+        at_s=now_s,
+    )
+
+
+def decide_ack(
+    state: RunState,
+    step: int,
+    epoch: int,
+    feedback: dict[str, Any] | None,
+    batch: BatchRecord | None,
+    now_s: float,
+) -> AckRecord | None:
+    """Decide that a step is trained; None if it was acked before. `batch`: its record, to read priorities by.
+
+    Raises `WrongStep` out of order or for a batch that was never served, `Invalid` for malformed priorities.
+    """
+    unserved = step == state.step and step not in state.batches
+    if step < 0 or step > state.step or unserved:
+        why = "its batch was never served" if unserved else f"the next step to ack is {state.step}"
+        raise WrongStep(f"step is {step}; {why}", name="step", value=step, bound=state.step)
+    if step < state.step:
+        return None
+    priorities = _priorities((feedback or {}).get("priorities"), batch) if batch else {}
+    return AckRecord(step=step, epoch=epoch, feedback=feedback, priorities=priorities, at_s=now_s)
+
+
+def _priorities(given: Any, batch: BatchRecord) -> dict[int, float]:
+    """Turn `feedback["priorities"]` (group id -> number >= 0) into priorities by group number. Raises `Invalid`."""
+    if given is None:
+        return {}
+    numbers = {entry.group_id: entry.number for entry in batch.groups}
+    if not isinstance(given, dict):
+        raise Invalid(
+            f"feedback.priorities is {type(given).__name__}; it must be an object of group ids and numbers",
+            name="feedback.priorities",
+            bound="object",
+        )
+    for group_id, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST_PRIORITY
+        if group_id not in numbers or not number:
+            raise Invalid(
+                f"feedback.priorities[{group_id!r}] is {value!r}; batch {batch.step} needs ids of its groups and "
+                f"numbers from 0 to {LARGEST_PRIORITY:g}",
+                name=f"feedback.priorities.{group_id}",
+                value=str(value),
+                bound=[0, LARGEST_PRIORITY],
+            )
+    return {numbers[group_id]: float(value) for group_id, value in given.items()}
+
+
+def decide_policy(
+    state: RunState, version: int, epoch: int, weights_uri: str | None, adapter: str, now_s: float
+) -> PolicyRecord | None:
+    """Decide that the engines have loaded a version. Raises `Conflict` for a lower one and for one too far ahead."""
+    check_adapter(adapter, config_of(state))
+    published, newest = state.published[adapter], state.version_at(state.step, adapter)
+    if not published <= version <= newest:
+        why = "versions only grow" if version < published else "ack the steps before it first"
+        raise Conflict(
+            f"version is {version}; published is {published}, the next unacked step trains {newest}: {why}",
+            name="version",
+            value=version,
+            bound=[published, newest],
+        )
+    if version == published:
+        return None
+    return PolicyRecord(version=version, weights_uri=weights_uri, adapter=adapter, epoch=epoch, at_s=now_s)
+
+
+def decide_checkpoint(state: RunState, step: int, keep: int, now_s: float) -> CheckpointRecord | None:
+    """Decide to keep what the newest `keep` checkpoints may need. Raises `WrongStep`."""
+    if not state.oldest_step <= step <= state.step:
+        raise WrongStep(
+            f"step is {step}; a checkpoint can be recorded for steps {state.oldest_step} to {state.step}",
+            name="step",
+            value=step,
+            bound=[state.oldest_step, state.step],
+        )
+    if sorted({*state.checkpoints, step})[-keep:] == state.checkpoints:
+        return None
+    return CheckpointRecord(step=step, keep=keep, at_s=now_s)

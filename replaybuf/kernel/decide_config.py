@@ -1,0 +1,100 @@
+"""Decide each CONFIG record: create a run, change it, pause and finish it. Pure, as `decide`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from replaybuf.errors import Conflict, NotFound
+from replaybuf.kernel.plugin_set import resolve_config
+from replaybuf.kernel.plugins import Bounds
+from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.state import RunState
+from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec
+from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.ledger import ConfigRecord
+
+RunStatus = Literal["running", "paused", "finished"]
+
+
+def config_of(state: RunState) -> RunConfig:
+    """Return the configuration in force. Raises `NotFound` before the first record."""
+    if state.config is None:
+        raise NotFound("the run has no configuration yet; create it with PUT", name="config")
+    return state.config
+
+
+def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
+    """Decide the first record of a run. Raises `Invalid` for a configuration that cannot work."""
+    resolved, bounds = resolve_config(config)
+    return ConfigRecord(config=msgspec.to_builtins(resolved), max_uses=bounds.max_uses, at_s=now_s)
+
+
+def decide_status(state: RunState, status: RunStatus, reason: str | None, now_s: float) -> ConfigRecord:
+    """Decide that the run is running, paused or finished from here on."""
+    config = msgspec.to_builtins(config_of(state))
+    return ConfigRecord(config=config, max_uses=state.max_uses, state=status, reason=reason, at_s=now_s)
+
+
+def decide_end(state: RunState, selector: Selector, waits: WaitingAnswer, now_s: float) -> ConfigRecord | None:
+    """Finish a run that waits for groups when no prompt is left, no ticket is out and no batch is in training."""
+    if state.next_step > state.step or not selector.supply_ended(waits):
+        return None
+    return decide_status(state, "finished", "prompts", now_s)
+
+
+def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:
+    """Decide a change of strategy, filters, limits or status. Raises `Conflict` and `Invalid`."""
+    config, max_uses = config_of(state), state.max_uses
+    changed = _patched(config, patch)
+    if changed != config or patch.state == "running":  # else a run whose plug-in is missing could not be paused
+        changed, bounds = resolve_config(changed)
+        max_uses = bounds.max_uses
+        if patch.strategy:
+            _check_unacked_batches(state, bounds)
+    status: Any = patch.state or state.config_state
+    if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
+        raise Conflict(
+            f"state is {status!r}; the run reached max_steps = {config.max_steps} and stays finished",
+            name="state",
+            value=status,
+            bound="finished",
+        )
+    reason = "operator" if patch.state else state.config_reason
+    reason = None if status == "running" else reason
+    if (changed, max_uses, status, reason) == (config, state.max_uses, state.config_state, state.config_reason):
+        return None
+    return ConfigRecord(config=msgspec.to_builtins(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
+
+
+def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
+    fields: dict[str, Any] = {}
+    if patch.filters is not None:
+        fields["filters"] = patch.filters
+    if patch.limits:
+        fields["limits"] = patch.limits.of(config.limits)
+    if patch.strategy:
+        name = patch.strategy.name or config.strategy.name
+        fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
+    return msgspec.structs.replace(config, **fields)
+
+
+def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:
+    """Raise `Conflict` for bounds that a batch in training breaks."""
+    for step, batch in state.batches.items():
+        if batch.acked:
+            continue
+        rows = state.index.rows_of(batch.numbers)
+        ages = state.versions_at(step, rows) - state.index["policy_version"][rows]
+        for name, bound, found in (
+            ("max_staleness", bounds.max_staleness, int(ages.max())),
+            ("max_uses", bounds.max_uses, int(state.index["times_sampled"][rows].max())),
+        ):
+            if bound is not None and found > bound:
+                raise Conflict(
+                    f"{name} would be {bound}; batch {step} is not acked yet and has {found}: ack it first",
+                    name=name,
+                    value=bound,
+                    bound=found,
+                )
