@@ -20,8 +20,9 @@ from delivery import MEAN_TOKENS, ROLLOUTS, SEQ_LEN, random_group
 from measured import Measured
 from served import Served
 
-from replaybuf.client.client import Client, Waiting
+from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
+from replaybuf.wire.contract import WaitingAnswer
 
 WAIT_MS = 30_000
 
@@ -49,7 +50,7 @@ class Trainer:
         total = 0
         for rank in range(self.ranks):
             body = fetch(step, self.epoch, rank, wait_ms=WAIT_MS)
-            if isinstance(body, Waiting):
+            if isinstance(body, WaitingAnswer):
                 raise RuntimeError(f"no batch: {body}")
             total += len(body)
         self.client.ack(step, self.epoch)

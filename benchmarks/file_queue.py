@@ -27,7 +27,7 @@ import numpy as np
 from groups import one_rank_body
 from measured import Measured
 
-from replaybuf.client.client import Attached, Client, Ticket, Waiting
+from replaybuf.client.client import Client
 from replaybuf.errors import RunFinished
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import load_environment
@@ -39,6 +39,7 @@ from replaybuf.lab.demo import story
 from replaybuf.lab.demo.folder import Folder
 from replaybuf.lab.demo.progress import LineReader, TrainerLine
 from replaybuf.lab.demo.supervisor import Stop, Supervisor
+from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.tokenizer import Tokenizer
 
@@ -148,18 +149,18 @@ class FileQueue:
         """Tell the part of the configuration that the trainer reads."""
         return {"config": {"steps_per_publish": 1, "adapters": {}}}
 
-    def attach(self, **_: Any) -> Attached:
+    def attach(self, **_: Any) -> Attachment:
         """Take anybody as the trainer."""
-        return Attached(epoch=1, step=0)
+        return Attachment(epoch=1, step=0)
 
-    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | Waiting:
+    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | WaitingAnswer:
         """Take the batch of a step from the folder, waiting up to `wait_ms` for it."""
         if step >= self._steps:
             raise RunFinished("all steps are trained")
         path, deadline = batch_file(self._folder, step), time.monotonic() + wait_ms / 1000
         while not path.exists():
             if time.monotonic() >= deadline:
-                return Waiting(reason="no_groups")
+                return WaitingAnswer(reason="no_groups")
             time.sleep(POLL_S)
         return path.read_bytes()
 

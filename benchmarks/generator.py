@@ -180,7 +180,7 @@ def listening(engine: subprocess.Popen[str]) -> str:
 def reach(client: Client, generator: subprocess.Popen[str], groups: int) -> int:
     """Wait until so many groups are stored; return how many are."""
     ends_s = time.monotonic() + TIMEOUT_S
-    while (stored := int(client.get_run()["groups"]["stored"])) < groups:
+    while (stored := client.get_run().groups.stored) < groups:
         if generator.poll() is not None or time.monotonic() > ends_s:
             raise RuntimeError(f"{stored} of {groups} groups are stored, and no more come")
         time.sleep(POLL_S)

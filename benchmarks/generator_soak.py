@@ -24,7 +24,8 @@ from measured import Measured, Target
 from null_engine import TOKENS
 from served import Served
 
-from replaybuf.client.client import Client, Waiting
+from replaybuf.client.client import Client
+from replaybuf.wire.contract import WaitingAnswer
 
 RUN = "soak"
 ROLLOUTS_PER_S = 30
@@ -51,7 +52,7 @@ class Trainer(threading.Thread):
         try:
             with self._client as client:
                 while not self.stop.is_set():
-                    if not isinstance(client.fetch_batch(self.steps, self._epoch, 0, wait_ms=500), Waiting):
+                    if not isinstance(client.fetch_batch(self.steps, self._epoch, 0, wait_ms=500), WaitingAnswer):
                         client.ack(self.steps, self._epoch)
                         self.steps += 1
                         client.checkpoint(self.steps, self._epoch, keep=1)

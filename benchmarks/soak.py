@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 from served import Served
 
-from replaybuf.client.client import Attached, Client, Waiting
+from replaybuf.client.client import Client
 from replaybuf.store import keys
+from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 
 RUN = "soak"
@@ -71,7 +72,7 @@ class Soak:
             while step < self.options.groups // self.batch:
                 at = time.monotonic()
                 body = self.client.fetch_batch(step, trainer.epoch, 0, wait_ms=10_000)
-                if isinstance(body, Waiting):
+                if isinstance(body, WaitingAnswer):
                     if producing.done():
                         break
                     continue
@@ -91,11 +92,11 @@ class Soak:
         with Client(self.server.url, RUN, retry_for_s=RETRY_S) as client:
             while self.sent < self.options.groups and not self.stop:
                 state = client.get_run()  # the client checks groups against the published version it was told last
-                plain = plain_group(state["published_version"])
+                plain = plain_group(state.published_version)
                 if not self.options.rewinds:
                     tickets = client.take_tickets("soak", BODY_GROUPS, wait_ms=1000).tickets
                     made = [dataclasses.replace(plain, ticket=ticket.ticket) for ticket in tickets]
-                elif state["groups"]["live"] < 2 * self.batch:
+                elif state.groups.live < 2 * self.batch:
                     ids = [f"soak/{self.sent + k:09d}" for k in range(BODY_GROUPS)]
                     made = [dataclasses.replace(plain, group_id=group_id) for group_id in ids]
                 else:
@@ -112,7 +113,7 @@ class Soak:
             raise RuntimeError(f"{len(refused)} of {len(results)} groups were not stored; the first: {refused[0]}")
         self.sent += len(results)
 
-    def train(self, trainer: Attached, step: int) -> tuple[Attached, int]:
+    def train(self, trainer: Attachment, step: int) -> tuple[Attachment, int]:
         """Take one step, or come back two steps earlier."""
         self.client.ack(step, trainer.epoch)
         self.client.publish_policy(step + 1, trainer.epoch)

@@ -15,8 +15,10 @@ from replaybuf.kernel.index import ENTRY, NO_PROMPT_INDEX
 from replaybuf.kernel.strategy import Budget, BufferView, Groups
 from replaybuf.wire.batch import BatchMeta
 from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, ConfigRecord
+from replaybuf.wire.run_status import RunStatus
 
 steady = settings(derandomize=True, deadline=None, max_examples=60)
 """Settings of a property test: the same examples on every machine, no verdict by the clock."""
@@ -308,3 +310,54 @@ def batch_meta(**fields: Any) -> BatchMeta:
         "batch_groups": 1,
     }
     return BatchMeta(**filled | fields)
+
+
+def waiting_answer(reason: str, blocked_on: str = "producers", **fields: Any) -> WaitingAnswer:
+    """Build the answer to a trainer or producer that has to wait."""
+    filled: dict[str, Any] = {"have": Amount(), "need": Amount(groups=1), "retry_after_s": 0.5} | fields
+    return WaitingAnswer(reason=reason, blocked_on=blocked_on, **filled)
+
+
+RUN_STATUS: dict[str, Any] = {
+    "run": "r",
+    "state": "running",
+    "paused_reason": None,
+    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 1}},
+    "durability": "strict",
+    "epoch": 0,
+    "generation": 0,
+    "step": 0,
+    "published_version": 0,
+    "groups": {
+        "stored": 0,
+        "live": 0,
+        "in_batches": 0,
+        "retired": 0,
+        "evicted": {},
+        "dead_lettered": 0,
+        "rejected": {},
+    },
+    "tokens": {"live": 0},
+    "bytes": {"live": 0},
+    "tickets": {"issued": 0, "out": 0, "expired": 0, "returned": 0, "failed": 0},
+    "staleness": {},
+    "histograms": {
+        "times_sampled": {},
+        "age_at_use_s": {"count": 0, "sum": 0, "buckets": []},
+        "rollout_tokens": {},
+        "longest_rollout_tokens": {},
+        "dropped": {},
+    },
+    "coverage": {"issued": 0, "stored": 0, "trained": 0, "dropped": 0, "failed": 0, "pending": 0, "share": 0.0},
+    "waiting": None,
+    "adapters": {},
+    "checkpoints": [],
+    "oldest_step": 0,
+    "config": {},
+}
+"""`GET /v1/runs/{run}` of a new run, for doubles of a service."""
+
+
+def run_status(**fields: Any) -> RunStatus:
+    """Build the status of a new run, with other `fields`."""
+    return msgspec.convert(RUN_STATUS | fields, RunStatus)

@@ -21,6 +21,7 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.engines import open_engine
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.preflight import check_least, check_tokenizer, held_out_set
+from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
@@ -132,7 +133,9 @@ def evaluate_command(
             result |= {"adapter": adapter, "producer": f"{socket.gethostname()}-{os.getpid()}"}
             if url is not None and run is not None:
                 client = AsyncClient(url, run, token=token, retry_for_s=RETRY_FOR_S)
-                result = await (await stack.enter_async_context(client)).record_evaluation(result)
+                request = msgspec.convert(result, EvaluationRequest)
+                await stack.enter_async_context(client)
+                result = msgspec.to_builtins(await client.record_evaluation(request))
             return result
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -32,37 +32,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import httpx
 
 from replaybuf.client.addresses import addresses_of, authorization, base_url, unix_mounts
-from replaybuf.client.calls import (
-    Amount,
-    AppendResult,
-    Attached,
-    Exchange,
-    Policy,
-    Request,
-    RunCalls,
-    Ticket,
-    Tickets,
-    Waiting,
-    error_of,
-)
+from replaybuf.client.calls import Exchange, HttpRequest, RunCalls, error_of
 from replaybuf.client.transport import mounts_of, needs_certificates
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.wire.config import check_run_name
-
-__all__ = [
-    "Amount",
-    "AppendResult",
-    "AsyncClient",
-    "Attached",
-    "Backoff",
-    "Client",
-    "Patience",
-    "Policy",
-    "Ticket",
-    "Tickets",
-    "Waiting",
-    "addresses_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +101,7 @@ class _Line:
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 
-    def message(self, request: Request, address: str) -> dict[str, Any]:
+    def message(self, request: HttpRequest, address: str) -> dict[str, Any]:
         """Turn a request into the arguments of `httpx.Client.request`."""
         headers = {"content-type": request.media_type} if request.content else {}
         if request.accept is not None:
@@ -142,7 +115,7 @@ class _Line:
             "timeout": httpx.Timeout(self._timeout_s + request.wait_ms / 1000, connect=self._timeout_s),
         }
 
-    def unreachable(self, request: Request, address: str, error: httpx.TransportError) -> ServiceUnavailable:
+    def unreachable(self, request: HttpRequest, address: str, error: httpx.TransportError) -> ServiceUnavailable:
         """Name address and cause of a failed request."""
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
@@ -150,7 +123,7 @@ class _Line:
         detail = f"{request.method} {address}{self._path}{request.path}: {cause}"
         return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=address + self._path)
 
-    def checked(self, request: Request, reply: httpx.Response) -> httpx.Response:
+    def checked(self, request: HttpRequest, reply: httpx.Response) -> httpx.Response:
         """Return `reply` if it is an answer; raises the error that it describes."""
         if reply.is_success or reply.status_code in request.answers:
             return reply
@@ -168,7 +141,7 @@ class _Line:
 class _Tries:
     """The tries of one request: `address` is where the next one goes."""
 
-    def __init__(self, line: _Line, request: Request) -> None:
+    def __init__(self, line: _Line, request: HttpRequest) -> None:
         self.address = line.address
         self._line = line
         self._repeatable = request.repeatable
@@ -287,7 +260,7 @@ class Client:
             result: T = end.value
             return result
 
-    def _send(self, request: Request) -> httpx.Response:
+    def _send(self, request: HttpRequest) -> httpx.Response:
         tries = _Tries(self._line, request)
         while True:
             try:
@@ -297,7 +270,7 @@ class Client:
                 _log_pause(pause_s, error)
                 time.sleep(pause_s)
 
-    def _try(self, request: Request, address: str) -> httpx.Response:
+    def _try(self, request: HttpRequest, address: str) -> httpx.Response:
         try:
             reply = self._http.request(**self._line.message(request, address))
         except httpx.TransportError as error:
@@ -371,7 +344,7 @@ class AsyncClient:
             result: T = end.value
             return result
 
-    async def _send(self, request: Request) -> httpx.Response:
+    async def _send(self, request: HttpRequest) -> httpx.Response:
         tries = _Tries(self._line, request)
         while True:
             try:
@@ -381,7 +354,7 @@ class AsyncClient:
                 _log_pause(pause_s, error)
                 await asyncio.sleep(pause_s)
 
-    async def _try(self, request: Request, address: str) -> httpx.Response:
+    async def _try(self, request: HttpRequest, address: str) -> httpx.Response:
         try:
             reply = await self._http.request(**self._line.message(request, address))
         except httpx.TransportError as error:

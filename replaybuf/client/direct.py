@@ -20,9 +20,10 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from replaybuf import __version__
-from replaybuf.client.client import Client, Waiting
+from replaybuf.client.client import Client
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.store.chunks import READ_BYTES, split_chunks
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.plan import Plan, build_body, decode_payload
 
@@ -63,12 +64,12 @@ class DirectBodies:
         """Close the connections to Redis; the client stays open."""
         self._redis.close()
 
-    def fetch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Body | Waiting:
+    def fetch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Body | WaitingAnswer:
         """Return the body of one rank's part of a batch, as `Client.fetch_batch` does, with the same errors."""
         if time.monotonic() >= self._rests_until_s:
             try:
                 plan = self._client.fetch_plan(step, epoch, dp_rank, wait_ms=wait_ms)
-                if isinstance(plan, Waiting):
+                if isinstance(plan, WaitingAnswer):
                     return plan
                 built = self.build(plan)
             except Malformed as error:
@@ -80,7 +81,7 @@ class DirectBodies:
                 self.built += 1
                 return built
         body = self._client.fetch_batch(step, epoch, dp_rank, wait_ms=wait_ms)
-        self.fallbacks += not isinstance(body, Waiting)
+        self.fallbacks += not isinstance(body, WaitingAnswer)
         return body
 
     def build(self, plan: Plan) -> memoryview:

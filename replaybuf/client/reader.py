@@ -28,10 +28,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from replaybuf.client.client import Client, Patience, Waiting
+from replaybuf.client.client import Client, Patience
 from replaybuf.client.direct import Body, DirectBodies
 from replaybuf.errors import Conflict, Invalid, RunFinished, ServiceUnavailable
 from replaybuf.wire.batch import Batch, BatchMeta, read_batch
+from replaybuf.wire.contract import WaitingAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ReaderOptions:
     prefetch: bool = True
     service_timeout_s: float = 60.0
     close_timeout_s: float = 10.0
-    on_waiting: Callable[[Waiting], None] | None = None
+    on_waiting: Callable[[WaitingAnswer], None] | None = None
     direct_redis_url: str | None = dataclasses.field(default=None, repr=False)  # it may hold a password
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class StepReader(Generic[B]):
         self.epoch = epoch
         self.step = self._first = step
         self.options = options
-        self.waiting: Waiting | None = None
+        self.waiting: WaitingAnswer | None = None
         self.waited_s: defaultdict[str, float] = defaultdict(float)
         self.finished = False
         self._client = client
@@ -209,7 +210,7 @@ class StepReader(Generic[B]):
             began_s = time.monotonic()
             try:
                 body = self._fetch(step)
-                if isinstance(body, Waiting):
+                if isinstance(body, WaitingAnswer):
                     self._wait(body, began_s)
                 else:
                     self._hold(self._checked(self.read(body)))
@@ -228,7 +229,7 @@ class StepReader(Generic[B]):
             return False
         return self.options.prefetch or self._wanted_since_s is not None
 
-    def _fetch(self, step: int) -> Body | Waiting:
+    def _fetch(self, step: int) -> Body | WaitingAnswer:
         source = self._direct.fetch if self._direct else self._client.fetch_batch
         return source(step, self.epoch, dp_rank=self.options.dp_rank, wait_ms=self.options.wait_ms)
 
@@ -249,7 +250,7 @@ class StepReader(Generic[B]):
             self._held = batch
             self._changed.notify_all()
 
-    def _wait(self, waiting: Waiting, began_s: float) -> None:
+    def _wait(self, waiting: WaitingAnswer, began_s: float) -> None:
         """Pause until it is time to ask again; a question that the service held has had part of its pause."""
         with self._changed:
             self.waiting, self._patience = waiting, None
@@ -295,7 +296,7 @@ class StepReader(Generic[B]):
     def _pause(self, pause_s: float) -> None:
         self._changed.wait_for(lambda: self._stopped or self._nudged, max(0.0, pause_s))
 
-    def _tell(self, waiting: Waiting) -> None:
+    def _tell(self, waiting: WaitingAnswer) -> None:
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_WAITING_EVERY_S:
             self._told_s = now_s

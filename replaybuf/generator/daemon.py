@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replaybuf.client.client import AsyncClient, Ticket, Waiting
+from replaybuf.client.client import AsyncClient
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
 from replaybuf.generator.aggregation import Window
 from replaybuf.generator.delivery import Delivery
@@ -40,6 +40,7 @@ from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.generator.threads import asked_to_end, contained
+from replaybuf.wire.contract import Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)
@@ -274,7 +275,7 @@ class Daemon:
             self._denied = answer.waiting.reason
             await self._heed_denial(answer.waiting, clock() - asked_s)
 
-    async def _heed_denial(self, waiting: Waiting, took_s: float) -> None:
+    async def _heed_denial(self, waiting: WaitingAnswer, took_s: float) -> None:
         flight = self._flight
         if waiting.reason == "finished" and waiting.blocked_on != "producers":
             logger.info("no more tickets: the run is finished; %d groups are still in flight", len(flight.works))

@@ -17,9 +17,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from replaybuf.client.client import AppendResult, Policy
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
 from replaybuf.generator.inflight import Flight, Work
+from replaybuf.wire.contract import AppendResult, Policy
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.client.client import Ticket
 from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.engines import Sample
 from replaybuf.generator.environments.scoring import Scores
 from replaybuf.generator.prompts import Prompt
 from replaybuf.kernel.advantages import PROCESS, group_advantages, process_advantages, zero_variance
+from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from replaybuf.client.client import AsyncClient, Backoff, Ticket, Tickets
+from replaybuf.client.client import AsyncClient, Backoff
 from replaybuf.errors import (
     DataLost,
     NoRoom,
@@ -21,6 +21,7 @@ from replaybuf.errors import (
     UnsupportedServer,
 )
 from replaybuf.generator.progress import Progress
+from replaybuf.wire.contract import Ticket, Tickets
 from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from replaybuf.client.calls import RunFacts, facts_of
 from replaybuf.client.client import AsyncClient, Backoff
 from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.engines import Server
@@ -19,6 +18,7 @@ from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.curriculum import Supply
 from replaybuf.kernel import plugins
 from replaybuf.kernel.advantages import check_estimator
+from replaybuf.wire.run_status import RunFacts
 from replaybuf.wire.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
     told, told_s = "", 0.0
     for pause_s in Backoff(first_s=0.2, ceiling_s=2.0).pauses_s():
         try:
-            return facts_of(await client.get_run())
+            return (await client.get_run()).facts()
         except UnsupportedServer:
             raise
         except (NotFound, ServiceUnavailable) as error:

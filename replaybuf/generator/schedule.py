@@ -10,10 +10,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from replaybuf.errors import EngineFault, EngineUnfit, NotFound, RewardFault
 from replaybuf.generator.engines import Engine
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.inflight import Flight
+from replaybuf.wire.evaluations import EvaluationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ class Schedule:
         except NotFound:  # a service of before there were any
             return False
         return any(
-            (one.get("name"), one.get("adapter")) == (self.held_out.name, self._told["adapter"])
-            and one["version"] // self._every == self._turn
+            (one.name, one.adapter) == (self.held_out.name, self._told["adapter"])
+            and one.version // self._every == self._turn
             for one in kept or ()
         )
 
@@ -71,7 +74,9 @@ class Schedule:
 
     async def _keep(self, flight: Flight, result: dict[str, Any]) -> None:
         try:
-            await flight.patiently("evaluation", lambda: flight.client.record_evaluation(result))
+            await flight.patiently(
+                "evaluation", lambda: flight.client.record_evaluation(msgspec.convert(result, EvaluationRequest))
+            )
         except NotFound as error:
             logger.warning("evaluation %s is not kept: %s", self.held_out.name, error)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from replaybuf.client.calls import RunFacts, facts_of
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.inflight import Flight
 from replaybuf.generator.preflight import max_staleness
+from replaybuf.wire.run_status import RunFacts
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ class StalenessBound:
     async def follow(self, flight: Flight, engine: Fleet) -> None:
         """Loop: read the run, heed a strategy that changed. Ends where a stop comes; raises as `Flight.patiently`."""
         while not await flight.until(lambda: flight.stopping, LOOK_EVERY_S):
-            state = await flight.patiently("run", flight.client.get_run)
-            if state is None:
+            status = await flight.patiently("run", flight.client.get_run)
+            if status is None:
                 return
-            facts = facts_of(state)
+            facts = status.facts()
             if facts.strategy != self._strategy:
                 self._strategy, engine.max_staleness = facts.strategy, max_staleness(facts)
                 logger.info("the run's strategy is now %s; max_staleness %s", facts.strategy.name, engine.max_staleness)

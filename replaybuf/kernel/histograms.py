@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.index import DEAD, Index
-from replaybuf.wire.contract import Coverage
+from replaybuf.wire.run_status import Coverage
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
 """Groups whose lengths are told side by side: apart, they show what the buffer does to long ones (length bias)."""

@@ -12,8 +12,9 @@ from replaybuf.kernel.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
-from replaybuf.wire.contract import AdapterState, Buckets, Coverage, DropAges, Histograms, WaitingAnswer
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import hash_name
+from replaybuf.wire.run_status import AdapterStatus, Buckets, Coverage, DropAges, Histograms, StoredCounts
 
 
 class RunCounts(msgspec.Struct, frozen=True):
@@ -147,14 +148,14 @@ def summarize_adapter(name: str, state: RunState) -> AdapterSummary:
 
 def render_adapter(
     name: str, state: RunState, book: TicketBook, holds: AdapterSummary, waits: WaitingAnswer | None
-) -> AdapterState:
+) -> AdapterStatus:
     """Render what a run has of one adapter."""
     standing = state.counts_of(name)
-    return AdapterState(
+    return AdapterStatus(
         step=state.own_step(state.step, name),
         published_version=state.published[name],
         weights_uri=state.weights_uri[name],
-        groups=holds.groups,
+        groups=StoredCounts(**holds.groups),
         tokens_live=holds.tokens_live,
         tokens_used=standing.tokens_used,
         staleness={str(age): number for age, number in sorted(standing.used_staleness.items())},

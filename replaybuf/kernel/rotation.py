@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.wire.contract import Progress
+from replaybuf.wire.run_status import Progress
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True):

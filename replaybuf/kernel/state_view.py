@@ -26,9 +26,9 @@ from replaybuf.kernel.index import DEAD, EVICTED, FREED, LIVE, Index, Numbers
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import Rotation
 from replaybuf.wire.config import Cost, RunConfig
-from replaybuf.wire.contract import Progress
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import TicketRecord
+from replaybuf.wire.run_status import Progress
 
 RETIRED = "retired"
 GROUP_STATES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.contract import REASONS, Amount, WaitingAnswer
+from replaybuf.wire.contract import REASONS, RETRY_AFTER_S, Amount, WaitingAnswer
 
 BLOCKED_ON = {
     "finished": "nothing",
@@ -27,7 +25,12 @@ BLOCKED_ON = {
 def own_waiting(reason: str, have: Amount, adapter: str, lacking: int) -> WaitingAnswer:
     """Build the answer for an adapter whose own batch lacks so many groups."""
     return WaitingAnswer(
-        reason=reason, have=have, need=Amount(lacking, 0), blocked_on=BLOCKED_ON[reason], adapter=adapter
+        reason=reason,
+        have=have,
+        need=Amount(lacking, 0),
+        blocked_on=BLOCKED_ON[reason],
+        retry_after_s=RETRY_AFTER_S,
+        adapter=adapter,
     )
 
 
@@ -42,11 +45,16 @@ def waiting(
     config: RunConfig,
     *,
     blocked_on: str | None = None,
-    detail: str | msgspec.UnsetType = msgspec.UNSET,
+    detail: str | None = None,
 ) -> WaitingAnswer:
     """Build the answer for a batch (or ticket) that has to wait."""
     groups = config.batch.groups_per_batch
     need = Amount(groups, 0) if groups is not None else Amount(0, config.batch.tokens_per_batch or 0)
     return WaitingAnswer(
-        reason=reason, have=have, need=need, blocked_on=blocked_on or BLOCKED_ON[reason], detail=detail
+        reason=reason,
+        have=have,
+        need=need,
+        blocked_on=blocked_on or BLOCKED_ON[reason],
+        retry_after_s=RETRY_AFTER_S,
+        detail=detail,
     )

@@ -117,8 +117,11 @@ class Service:
         run.journal.check_leading()
         return run
 
-    async def create(self, name: str, config: RunConfig) -> tuple[Run, bool]:
-        """Create a run, or return it where it exists with this very configuration. Raises `Conflict` otherwise."""
+    async def create(self, name: str, config: RunConfig, *, if_absent: bool = False) -> tuple[Run, bool]:
+        """Create a run, or return the one that exists; `if_absent` accepts any configuration of it.
+
+        Raises `Conflict` if the configurations differ.
+        """
         check_run_name(name)
         async with self._opening:
             if await self._open(name) is None:
@@ -132,13 +135,15 @@ class Service:
                 logger.info("run created run=%s strategy=%s", name, config.strategy.name)
                 return run, True
         existing = await self.run(name)
-        fields = existing.same_config(config)
+        fields = [] if if_absent else existing.same_config(config)
         if fields:
             raise Conflict(
-                f"run {name!r} exists with another configuration; fields that differ: {', '.join(fields)}",
+                f"run {name!r} exists with another configuration; these fields differ: {', '.join(fields)}. Change "
+                "strategy, filters or limits with PATCH, keep the stored configuration with PUT ?if_absent=true, or "
+                "choose another name",
                 name="config",
                 value=fields,
-                bound="the same, or strategy, filters and limits by PATCH",
+                bound="the stored configuration",
             )
         return existing, False
 

@@ -1,42 +1,47 @@
-"""Every request and answer of the HTTP contract, once: the service encodes them, clients decode into them."""
+"""Every request and answer of the HTTP API. The service encodes these structs and clients decode into them.
+
+The status of a run is in `replaybuf.wire.run_status`, evaluations are in `replaybuf.wire.evaluations`. Answers may
+grow: a client ignores fields that it does not know, and a field that is added later gets a default.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, get_args
 
-import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowTokens, RunConfig
+from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowTokens
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.ledger import AdapterStep, AnyRecord
 
 # ---------------------------------------------------------------------- requests
 
 TICKETS_AT_ONCE = 1000
-"""Most tickets that one call issues. They are written in one go, which holds everything else up for some 30 ms."""
+"""Most tickets that one call issues. They are written in one transaction, which blocks other calls for about 30 ms."""
 
 
-class TicketRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A producer asks for leave to generate `count` groups, waiting up to `wait_ms` for the first."""
+class Request(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all request bodies. Unknown fields are errors."""
+
+
+class TicketRequest(Request, frozen=True, kw_only=True):
+    """Ask for tickets for `count` groups. Wait up to `wait_ms` for the first one."""
 
     producer: str
-    count: Annotated[
-        Positive, msgspec.Meta(description=f"Tickets wanted; one call grants {TICKETS_AT_ONCE} at most.")
-    ] = 1
+    count: Annotated[Positive, Meta(description=f"Tickets wanted; one call issues at most {TICKETS_AT_ONCE}.")] = 1
     adapter: str = ""
     wait_ms: NonNegative = 0
 
 
-class AckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer says that a step was trained; `feedback` goes to the strategy."""
+class AckRequest(Request, frozen=True, kw_only=True):
+    """Report that a step was trained. The strategy receives `feedback`."""
 
     epoch: NonNegative
     feedback: dict[str, Any] | None = None
 
 
-class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer announces a version that the engines have loaded."""
+class PolicyRequest(Request, frozen=True, kw_only=True):
+    """Announce a version that the engines have loaded."""
 
     epoch: NonNegative
     version: NonNegative
@@ -44,24 +49,24 @@ class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter: str = ""
 
 
-class CheckpointRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer can resume at `step`; the newest `keep` checkpoints stay resumable."""
+class CheckpointRequest(Request, frozen=True, kw_only=True):
+    """Record that training can resume at `step`. The newest `keep` checkpoints stay resumable."""
 
     epoch: NonNegative
     step: NonNegative
     keep: Positive | None = None
 
 
-class GroupsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several groups in one body."""
+class GroupsRequest(Request, frozen=True, kw_only=True):
+    """Append several groups with one body."""
 
     groups: list[GroupJson]
 
 
-class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a trainer attaches: its ranks, the step it resumes at (None = where the run stands), its row layout.
+class AttachRequest(Request, frozen=True, kw_only=True):
+    """Attach a trainer: its number of ranks, the step to resume at (None = the next unacked one), its row layout.
 
-    `cost` of a rollout by its length, which ranks are balanced by (None = that of a typical model).
+    `cost`: estimated cost of a rollout by its length, for the balance of ranks (None = that of a typical model).
     """
 
     dp_world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
@@ -72,41 +77,7 @@ class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cost: Cost | None = None
 
 
-LONGEST_NAME = 200
-
-
-class EvaluationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an evaluation came to.
-
-    `name`: of the held-out set; `versions` sampled the completions, `version` the oldest of them; `reward_mean` over
-    `rollouts` completions, `standard_error` of it, None for one prompt; `parts`: means of the parts of the reward;
-    `failed`: prompts that gave none; `samples` per prompt at `temperature`; `seconds` it took.
-    """
-
-    name: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
-    adapter: str = ""
-    version: NonNegative
-    versions: list[NonNegative]
-    reward_mean: float
-    standard_error: float | None = None
-    parts: dict[str, float] = {}
-    rollouts: Positive
-    failed: NonNegative = 0
-    samples: NonNegative = 1
-    temperature: float = 0.0
-    max_tokens: NonNegative | None = None
-    seconds: float | None = None
-    producer: str = ""
-
-
-class Evaluation(EvaluationRequest, frozen=True, kw_only=True):
-    """A result as it is kept: when it came, in seconds since the epoch, and how often the run had been rewound."""
-
-    at_s: float
-    generation: int
-
-
-# ---------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------- waiting
 
 REASONS = (
     "finished",
@@ -121,231 +92,92 @@ REASONS = (
     "too_few_groups",
     "too_few_tokens",
 )
-"""Why there is no batch, in the order in which they are told."""
-
+"""Reasons for waiting. The first one that holds is reported."""
 
 RETRY_AFTER_S = 0.5
 
 
-class Amount(msgspec.Struct, frozen=True):
-    """Groups and tokens; 0 where nothing of the kind is needed."""
+class Amount(Struct, frozen=True):
+    """Groups and tokens; as a need, 0 = no requirement."""
 
-    groups: int
-    tokens: int
+    groups: int = 0
+    tokens: int = 0
 
 
-class WaitingAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there is no batch or no ticket, what is there, what is needed, who is waited for."""
+class WaitingAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="status", tag="waiting"):
+    """Why there is no batch or no ticket, what is there, what is needed, and who must act.
+
+    `blocked_on`: `producers`, `trainer`, `operator` or `nothing`. Ask again after `retry_after_s` seconds. `adapter`:
+    the one that is closest to a batch, in a run with adapters. `detail`: an explanation for people.
+    """
 
     reason: str
     have: Amount
     need: Amount
     blocked_on: str
-    status: str = "waiting"
-    retry_after_s: float = RETRY_AFTER_S
-    adapter: str | msgspec.UnsetType = msgspec.UNSET
-    """Whose part this is about; of a run with adapters only."""
-    detail: str | msgspec.UnsetType = msgspec.UNSET
-    """What else there is to know, for people."""
+    retry_after_s: float
+    adapter: str = ""
+    detail: str | None = None
 
 
-class Buckets(msgspec.Struct, frozen=True):
-    """A histogram: how many, their sum, and pairs of a bucket's upper edge (null = above all) and how many are in it.
-
-    Buckets without any are left out.
-    """
-
-    count: int
-    sum: float
-    buckets: list[tuple[float | None, int]]
+# ---------------------------------------------------------------------- answers
 
 
-class DropAges(msgspec.Struct, frozen=True):
-    """Dropped groups of one reason by age: policy versions at the step of the drop, seconds since they arrived."""
-
-    age_versions: Buckets
-    age_s: Buckets
+class Answer(Struct, frozen=True, kw_only=True):
+    """Base of all answers."""
 
 
-class Histograms(msgspec.Struct, frozen=True):
-    """What became of groups: uses by `times_sampled` and age; lengths of groups stored, used, dropped; drops by reason.
-
-    Lengths are tokens: of the mean rollout of a group, rounded down, and of its longest one.
-    """
-
-    times_sampled: dict[str, int]
-    age_at_use_s: Buckets
-    rollout_tokens: dict[str, Buckets]
-    longest_rollout_tokens: dict[str, Buckets]
-    dropped: dict[str, DropAges]
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """How far an adapter is: own `step`, `groups` given to its batch, `groups_per_batch` that complete it."""
-
-    step: int
-    groups: int
-    groups_per_batch: int
-
-
-class AdapterState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has of one adapter; `step` is its own next unacked one, `progress` that of its next batch.
-
-    `tokens_used`, `staleness`, `histograms`: of its uses so far, as the run's.
-    """
-
-    step: int
-    published_version: int
-    weights_uri: str | None
-    groups: dict[str, Any]
-    tokens_live: int
-    tokens_used: int
-    tickets_out: int
-    staleness: dict[str, int]
-    histograms: Histograms
-    progress: Progress
-    waiting: WaitingAnswer | None
-
-
-class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of prompts: issued = trained + dropped + failed + pending.
-
-    - `issued`: prompt indexes that had a ticket (or, without tickets, a group)
-    - `stored`: with a stored group, whatever became of it
-    - `trained`: in a batch of the surviving history; `dropped`: evicted or dead-lettered without ever being in one
-    - `failed`: recorded as failed, no group came
-    - `pending`: may still be trained: group live and unused, ticket out, or to be issued again
-    - `share`: trained / (issued - pending), 0 where nothing has come to its end
-    """
-
-    issued: int
-    stored: int
-    trained: int
-    dropped: int
-    failed: int
-    pending: int
-    share: float
-
-
-Place = Literal["live", "in_batches", "retired", "evicted", "dead_lettered"]
-
-
-class GroupCounts(TypedDict):
-    """stored = live + in_batches + retired + sum(evicted) + dead_lettered; what was `rejected` is not stored."""
-
-    stored: int
-    live: int
-    in_batches: int
-    retired: int
-    evicted: dict[str, int]
-    dead_lettered: int
-    rejected: dict[str, int]
-
-
-class TicketCounts(TypedDict):
-    """Tickets since the run began; `out` are out now."""
-
-    issued: int
-    out: int
-    expired: int
-    returned: int
-    failed: int
-
-
-class StrategyShown(TypedDict):
-    """A strategy with its options, defaults filled in."""
-
-    name: str
-    options: dict[str, Any]
-
-
-class Live(TypedDict):
-    """Tokens, or bytes, of live groups."""
-
-    live: int
-
-
-class RunShown(TypedDict):
-    """State of a run."""
-
-    run: str
-    state: Literal["running", "paused", "finished"]
-    paused_reason: str | None
-    strategy: StrategyShown
-    durability: str
-    epoch: int
-    generation: int
-    step: int
-    published_version: int
-    groups: GroupCounts
-    tokens: Live
-    bytes: Live
-    tickets: TicketCounts
-    staleness: dict[str, int]
-    histograms: Histograms
-    coverage: Coverage
-    waiting: WaitingAnswer | None
-    adapters: dict[str, AdapterState]
-    checkpoints: list[int]
-    oldest_step: int
-    config: RunConfig
-
-
-class RunsShown(TypedDict):
-    """Every run of this server, by name; `unreadable` says why others cannot be read."""
-
-    runs: list[RunShown]
-    unreadable: dict[str, str]
-
-
-class TicketShown(TypedDict):
-    """Leave to generate the group of one prompt within `expires_in_s` seconds."""
+class Ticket(Answer, frozen=True, kw_only=True):
+    """Permission to generate the group of one prompt within `expires_in_s` seconds; `attempt` counts from 1."""
 
     ticket: str
     prompt_index: int
-    attempt: int
-    expires_in_s: float
+    attempt: int = 1
+    expires_in_s: float = 600.0
 
 
-class TicketsShown(TypedDict):
-    """Tickets, or `waiting` where there are none."""
+class Tickets(Answer, frozen=True, kw_only=True, omit_defaults=True):
+    """Tickets, or `waiting` if there are none. `published_version` is the version to generate with."""
 
-    tickets: list[TicketShown]
+    tickets: list[Ticket]
     published_version: int
-    waiting: NotRequired[WaitingAnswer]
+    waiting: WaitingAnswer | None = None
 
 
-class TicketReturned(TypedDict):
-    """A ticket that was given back."""
+class ReturnedTicket(Answer, frozen=True, kw_only=True):
+    """A ticket that its producer returned."""
 
     ticket: str
-    state: Literal["returned"]
+    state: Literal["returned"] = "returned"
 
 
-class AppendedShown(TypedDict):
-    """What became of one group; the rest of one that was rejected, as far as it has it."""
+class AppendResult(Answer, frozen=True, kw_only=True, omit_defaults=True):
+    """The result for one group; if it is `rejected`, with the reason and the field at fault."""
 
     group_id: str | None
     status: Literal["stored", "duplicate", "rejected"]
-    reason: NotRequired[str]
-    detail: NotRequired[str]
-    name: NotRequired[str]
-    value: NotRequired[Any]
-    bound: NotRequired[Any]
+    reason: str | None = None
+    detail: str | None = None
+    name: str | None = None
+    value: Any = UNSET
+    bound: Any = UNSET
 
 
-class AppendShown(TypedDict):
+class AppendResults(Answer, frozen=True, kw_only=True):
     """One result per group, in order."""
 
-    results: list[AppendedShown]
+    results: list[AppendResult]
 
 
-class GroupSummary(TypedDict):
-    """A stored group, as the index knows it."""
+GroupState = Literal["live", "in_batches", "retired", "evicted", "dead_lettered"]
+
+
+class GroupSummary(Answer, frozen=True, kw_only=True):
+    """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter."""
 
     group_id: str
     number: int
-    state: Place
+    state: GroupState
     reason: str | None
     batches: list[int]
     prompt_id: str
@@ -364,72 +196,70 @@ class GroupSummary(TypedDict):
     times_sampled: int
 
 
-class GroupsPage(TypedDict):
-    """A page of groups; `next` is the `after` of the next one."""
+class GroupPage(Answer, frozen=True, kw_only=True):
+    """A page of groups. `next` is the `after` of the next page, None on the last one."""
 
     groups: list[GroupSummary]
     next: int | None
 
 
-class RolloutShown(RolloutJson, forbid_unknown_fields=False, kw_only=True):
-    """A rollout as it was appended; as text too where the service has a tokenizer."""
+class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):
+    """A rollout as it was appended; also as text if the service has a tokenizer."""
 
-    prompt_text: str | msgspec.UnsetType = msgspec.UNSET
-    completion_text: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_text: str | UnsetType = UNSET
+    completion_text: str | UnsetType = UNSET
 
 
-class GroupShown(GroupSummary):
-    """A group with what it holds, null once its bytes are freed; `detail` where its frame is broken."""
+class StoredGroup(GroupSummary, frozen=True, kw_only=True, omit_defaults=True):
+    """A group with its content, None once its bytes are freed. `detail` says what is wrong with a broken frame."""
 
-    rollouts: list[RolloutShown] | None
+    rollouts: list[StoredRollout] | None
     metadata: dict[str, Any] | None
-    detail: NotRequired[str]
+    detail: str | None = None
 
 
-class EvaluationsShown(TypedDict):
-    """Results of evaluations, oldest first."""
-
-    evaluations: list[Evaluation]
-
-
-class PolicyShown(TypedDict):
-    """The published version and where its weights lie; `adapters` by name."""
+class Policy(Answer, frozen=True, kw_only=True):
+    """The published version, the place of its weights, and the version of each adapter."""
 
     version: int
-    weights_uri: str | None
-    adapters: dict[str, int]
-    generation: int
+    weights_uri: str | None = None
+    adapters: dict[str, int] = field(default_factory=dict)
+    generation: int = 0
 
 
-class AttachShown(TypedDict):
-    """What a trainer gets when it attaches."""
+class Attachment(Answer, frozen=True, kw_only=True):
+    """The `epoch` of a trainer that attached, for its later calls, and the `step` that it trains next.
+
+    `seq_len` and `pad_to_multiple_of` in tokens per micro-batch. `generation` counts rewinds. `look_ahead`: how many
+    steps after `step` can be fetched before `step` is acked.
+    """
 
     epoch: int
     step: int
-    generation: int
-    published_version: int
-    dp_world_size: int
-    seq_len: int
-    pad_to_multiple_of: int
-    look_ahead: int
+    generation: int = 0
+    published_version: int = 0
+    dp_world_size: int = 1
+    seq_len: int = 0
+    pad_to_multiple_of: int = 1
+    look_ahead: int = 0
 
 
-class AckShown(TypedDict):
+class AckedStep(Answer, frozen=True, kw_only=True):
     """A step that counts as trained."""
 
     step: int
-    state: Literal["acked"]
+    state: Literal["acked"] = "acked"
 
 
-class CheckpointsShown(TypedDict):
-    """Checkpoints that can be resumed."""
+class Checkpoints(Answer, frozen=True, kw_only=True):
+    """Checkpoints that a trainer can resume, and the oldest step that it can resume."""
 
     checkpoints: list[int]
     oldest_step: int
 
 
-class RecordedGroup(TypedDict):
-    """One use of a group."""
+class UsedGroup(Answer, frozen=True, kw_only=True):
+    """One use of a group by a batch. `times_sampled` counts this use."""
 
     group_id: str
     prompt_id: str
@@ -441,8 +271,8 @@ class RecordedGroup(TypedDict):
     tokens: int
 
 
-class RecordShown(TypedDict):
-    """What a step was trained on; the figures of its packing are null for a batch that is voided or freed."""
+class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
+    """The batch of one step. The packing figures are None if the batch is voided or freed."""
 
     run: str
     step: int
@@ -461,23 +291,30 @@ class RecordShown(TypedDict):
     filler_micro_batches: int | None
     dp_world_size: int | None
     adapter_tokens: dict[str, int]
-    adapters: NotRequired[dict[str, AdapterStep]]
-    adapters_completed: NotRequired[dict[str, int]]
-    groups: list[RecordedGroup]
+    adapters: dict[str, AdapterStep] | None = None
+    adapters_completed: dict[str, int] | None = None
+    groups: list[UsedGroup]
 
 
-_NUMBERED = msgspec.Meta(extra_json_schema={"properties": {"entry": {"type": "integer"}}, "required": ["entry"]})
+_RECORD_SCHEMA = {
+    "anyOf": [{"$ref": f"#/components/schemas/{record.__name__}"} for record in get_args(AnyRecord)],
+    "properties": {"entry": {"type": "integer"}},
+    "required": ["entry"],
+}
 
 
-class LedgerPage(TypedDict):
-    """A page of ledger records, each with its `entry`; `next` is the `after` of the next page."""
+class LedgerPage(Answer, frozen=True, kw_only=True):
+    """A page of ledger records (see `replaybuf.wire.ledger`), each with its `entry`.
 
-    records: list[Annotated[AnyRecord, _NUMBERED]]
+    `next` is the `after` of the next page, None on the last one.
+    """
+
+    records: list[Annotated[dict[str, Any], Meta(extra_json_schema=_RECORD_SCHEMA)]]
     next: int | None
 
 
-class FailedPrompt(TypedDict):
-    """A prompt that came to its end without a group, and why."""
+class FailedPrompt(Answer, frozen=True, kw_only=True):
+    """A prompt that failed `attempts` times and has no group."""
 
     at_s: float
     adapter: str
@@ -487,33 +324,36 @@ class FailedPrompt(TypedDict):
     reason: str
 
 
-class FailedPromptsShown(TypedDict):
-    """The newest prompts that failed, oldest first; `failed` counts all."""
+class FailedPrompts(Answer, frozen=True, kw_only=True):
+    """The newest failed prompts, oldest first. `failed` counts all of them."""
 
     failed: int
     failed_prompts: list[FailedPrompt]
 
 
-class DeadLettersShown(TypedDict):
+class DeadLetters(Answer, frozen=True, kw_only=True):
     """Stored groups that turned out unusable."""
 
     dead_letters: list[GroupSummary]
 
 
-class Purged(TypedDict):
-    """How many dead letters were let go."""
+class PurgedDeadLetters(Answer, frozen=True, kw_only=True):
+    """Number of dead letters whose bytes were deleted."""
 
     purged: int
 
 
-class HealthShown(TypedDict):
+class Health(Answer, frozen=True, kw_only=True):
     """The process answers."""
 
-    status: Literal["ok"]
+    status: Literal["ok"] = "ok"
 
 
-class ReadinessShown(TypedDict):
-    """Whether Redis answers and has what it acknowledged; `waiting_for` says what is wrong where not."""
+class Readiness(Answer, frozen=True, kw_only=True):
+    """Whether Redis answers and holds every acknowledged write. If not, `waiting_for` names the cause.
+
+    `unreadable`: runs that cannot be read, with the error. `leaders`: address of the server that leads each run.
+    """
 
     status: Literal["ready", "not ready"]
     durability: str

@@ -87,7 +87,7 @@ def _warm_up(cluster: Cluster) -> None:
     for run in cluster.runs:
         with Client(cluster.url, run) as client:
             ends_s = now_s() + WARM_UP_TIMEOUT_S
-            while client.get_run()["step"] < WARM_UP_STEPS:
+            while client.get_run().step < WARM_UP_STEPS:
                 if now_s() > ends_s:
                     raise RuntimeError(f"run {run} does not begin: {client.get_run()}")
                 time.sleep(0.1)

@@ -6,7 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from replaybuf.client.client import Client
+from replaybuf.wire.contract import GroupPage, GroupSummary
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.history import GroupSeen, LedgerSeen, Recorder, StateSeen, now_s
 
@@ -60,45 +63,45 @@ class Follower:
         seen = observed(self._run, self._client, self._client.get_run)
         if seen.result is None:
             return
-        self._recorder.write(StateSeen(**seen.seen, state=seen.result))
+        self._recorder.write(StateSeen(**seen.seen, state=msgspec.to_builtins(seen.result)))
         self._follow_ledger()
         self.follow_groups()
 
     def _follow_ledger(self) -> None:
         while True:
             page = observed(self._run, self._client, lambda: self._client.get_ledger(self._entry, PAGE)).result
-            if page is None or not page["records"]:
+            if page is None or not page.records:
                 return
-            self._recorder.write(*(self._ledger_seen(record) for record in page["records"]))
-            self._entry = page["records"][-1]["entry"]
+            self._recorder.write(*(self._ledger_seen(record) for record in page.records))
+            self._entry = page.records[-1]["entry"]
 
     def follow_groups(self, *, last: bool = False) -> None:
         """Write down the groups that are new; with `last`, all of them."""
         self._number = 0 if last else self._number
         while True:
             page = observed(self._run, self._client, self._next_groups).result
-            if page is None or not page["groups"]:
+            if page is None or not page.groups:
                 return
-            self._recorder.write(*(self._group_seen(group, last) for group in page["groups"]))
-            self._number = page["groups"][-1]["number"]
+            self._recorder.write(*(self._group_seen(group, last) for group in page.groups))
+            self._number = page.groups[-1].number
 
-    def _next_groups(self) -> dict[str, Any]:
+    def _next_groups(self) -> GroupPage:
         return self._client.list_groups(None, PAGE, self._number)
 
     def _ledger_seen(self, record: dict[str, Any]) -> LedgerSeen:
         told = {name: value for name, value in record.items() if name != "entry"}
         return LedgerSeen(at_s=now_s(), run=self._run, server=self._url, entry=record["entry"], record=told)
 
-    def _group_seen(self, group: dict[str, Any], last: bool) -> GroupSeen:
+    def _group_seen(self, group: GroupSummary, last: bool) -> GroupSeen:
         return GroupSeen(
             at_s=now_s(),
             run=self._run,
             server=self._url,
-            number=group["number"],
-            group_id=group["group_id"],
-            prompt_index=group["prompt_index"],
-            adapter=group["adapter"],
-            policy_version=group["policy_version"],
-            state=group["state"],
+            number=group.number,
+            group_id=group.group_id,
+            prompt_index=group.prompt_index,
+            adapter=group.adapter,
+            policy_version=group.policy_version,
+            state=group.state,
             last=last,
         )

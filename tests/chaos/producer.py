@@ -20,9 +20,10 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from replaybuf.client.client import AppendResult, Client
+from replaybuf.client.client import Client
 from replaybuf.errors import from_problem
 from replaybuf.kernel.tickets import prompt_key
+from replaybuf.wire.contract import AppendResult
 from replaybuf.wire.group import Group, group_to_json
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import make_group

@@ -9,11 +9,12 @@ from typing import TypeVar
 import msgspec
 import redis
 
-from replaybuf.client.client import Client, Waiting
+from replaybuf.client.client import Client
 from replaybuf.kernel.report import group_counts
 from replaybuf.kernel.tickets import prompt_key
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, make_group
@@ -116,14 +117,14 @@ class Rest:
         seen = observed(self._run, client, client.get_run)
         if seen.result is None:
             raise RuntimeError(f"run {self._run} has no state at rest: {seen.seen}")
-        self._recorder.write(StateSeen(**seen.seen, state=seen.result, moment=moment))
-        step = seen.result["step"] - 1
-        if step < seen.result["oldest_step"]:
+        self._recorder.write(StateSeen(**seen.seen, state=msgspec.to_builtins(seen.result), moment=moment))
+        step = seen.result.step - 1
+        if step < seen.result.oldest_step:
             return
         for rank in range(WORLD):
             asked = observed(self._run, client, lambda rank=rank: client.fetch_batch(step, self._epoch, rank))  # type: ignore[misc]
-            body = None if asked.result is None or isinstance(asked.result, Waiting) else read_body(asked.result)
-            waiting = msgspec.to_builtins(asked.result) if isinstance(asked.result, Waiting) else None
+            body = None if asked.result is None or isinstance(asked.result, WaitingAnswer) else read_body(asked.result)
+            waiting = msgspec.to_builtins(asked.result) if isinstance(asked.result, WaitingAnswer) else None
             self._recorder.write(
                 BatchAsked(
                     **asked.seen, epoch=self._epoch, step=step, rank=rank, world=WORLD, body=body, waiting=waiting
@@ -165,16 +166,17 @@ class Rest:
     def read_payloads(self) -> None:
         """Read groups that may still be needed, some of each kind."""
         for state in ("live", "in_batches"):
-            for listed in self._client.list_groups(state, PAYLOADS_READ)["groups"]:
-                group = self._client.get_group(listed["group_id"])
-                rollouts = group["rollouts"]
-                sums = rollouts and [checksum(one["prompt_ids"] + one["completion_ids"]) for one in rollouts]
+            for listed in self._client.list_groups(state, PAYLOADS_READ).groups:
+                group = self._client.get_group(listed.group_id)
+                sums = None
+                if group.rollouts is not None:
+                    sums = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts]
                 self._recorder.write(
                     PayloadRead(
                         at_s=now_s(),
                         run=self._run,
-                        group_id=listed["group_id"],
-                        prompt_id=listed["prompt_id"],
+                        group_id=listed.group_id,
+                        prompt_id=listed.prompt_id,
                         rollouts=sums,
                     )
                 )

@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from replaybuf.client.client import Client, Waiting
+from replaybuf.client.client import Client
 from replaybuf.wire.batch import Batch, read_batch
+from replaybuf.wire.contract import WaitingAnswer
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, priority_of
 from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Body, Recorder, Rollout, TrainerWrote
@@ -203,7 +204,7 @@ class TrainerActor:
     def _ask(self, client: Client, step: int, rank: int) -> BatchAsked:
         done = observed(self._run, client, lambda: client.fetch_batch(step, self._epoch, rank, wait_ms=400))
         body = waiting = None
-        if isinstance(done.result, Waiting):
+        if isinstance(done.result, WaitingAnswer):
             waiting = msgspec.to_builtins(done.result)
         elif done.result is not None:
             body = read_body(done.result)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from replaybuf.client.calls import RunCalls
-from replaybuf.client.client import AppendResult, AsyncClient, Backoff, Client, Patience, Waiting
+from replaybuf.client.client import AsyncClient, Backoff, Client, Patience
 from replaybuf.errors import (
     Conflict,
     Fenced,
@@ -30,9 +30,10 @@ from replaybuf.errors import (
     ServiceUnavailable,
     UnsupportedServer,
 )
+from replaybuf.wire.contract import AppendResult, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, decode_frame, is_compressed, split_frames
 from replaybuf.wire.group import Group
-from tests.builders import group_of_lengths
+from tests.builders import RUN_STATUS, group_of_lengths, waiting_answer
 
 Answer = Callable[[httpx.Request], httpx.Response]
 
@@ -90,7 +91,7 @@ class Service:
 
 
 def ok(document: Any = None, status: int = 200) -> httpx.Response:
-    return httpx.Response(status, json={} if document is None else document)
+    return httpx.Response(status, json=RUN_STATUS if document is None else document)
 
 
 def problem(error: ReplaybufError, **headers: str) -> httpx.Response:
@@ -122,7 +123,7 @@ def test_a_waiting_answer_is_returned_with_its_reason_and_amounts() -> None:
     }
     with Service(ok(answer, 202)).client() as client:
         waiting = client.fetch_batch(4, epoch=2)
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingAnswer)
     assert (waiting.reason, waiting.have.groups, waiting.need.groups) == ("too_few_groups", 3, 8)
     assert (waiting.blocked_on, waiting.retry_after_s) == ("producers", 0.25)
 
@@ -160,7 +161,7 @@ def test_tickets_come_with_the_published_version_and_the_reason_for_waiting() ->
     answer = {
         "tickets": [{"ticket": "t0-3-1", "prompt_index": 3, "attempt": 1, "expires_in_s": 60}],
         "published_version": 7,
-        "waiting": {"reason": "rate_limited", "blocked_on": "producers"},
+        "waiting": msgspec.to_builtins(waiting_answer("rate_limited")),
     }
     with Service(ok(answer)).client() as client:
         tickets = client.take_tickets("me", 4, wait_ms=100)
@@ -285,8 +286,9 @@ def test_nothing_is_sent_when_every_group_is_wrong() -> None:
 
 
 def test_bounds_of_the_run_are_applied_once_they_are_known() -> None:
-    state = {"config": {"group_size": 4, "batch": {"seq_len": 64, "future": True}, "future": 1}}
-    service = Service(ok(state), ok({"results": [{"group_id": "g", "status": "stored"}]}))
+    config = {"group_size": 4, "batch": {"seq_len": 64, "future": True}, "future": 1}
+    stored = ok({"results": [{"group_id": "g", "status": "stored"}]})
+    service = Service(ok(RUN_STATUS | {"config": config, "future": 1}), stored)
     with service.client() as client:
         client.get_run()
         results = client.append([make_group(rollouts=2), make_group(rollouts=4)])
@@ -455,7 +457,7 @@ def test_a_leader_that_was_not_configured_is_never_asked(named: str | None, paus
 
 def test_a_call_that_would_act_twice_is_repeated_where_nothing_was_done(pauses: list[float]) -> None:
     """Not leading means not having acted."""
-    service = Service(follows("http://b:2"), ok({"tickets": []}))
+    service = Service(follows("http://b:2"), ok({"tickets": [], "published_version": 0}))
     with service.client(TWO, retry_for_s=60) as client:
         client.take_tickets("me", 1)
     assert service.hosts == ["a", "b"]
@@ -479,7 +481,7 @@ def test_no_address_is_refused_wherever_it_stands_in_the_list() -> None:
 
 def test_the_async_client_goes_to_the_next_server_too(pauses: list[float]) -> None:
     """As the blocking one does."""
-    service = Service(follows("http://b:2"), ok({"tickets": []}))
+    service = Service(follows("http://b:2"), ok({"tickets": [], "published_version": 0}))
 
     async def main() -> None:
         async with service.async_client(TWO, retry_for_s=60) as client:
@@ -525,13 +527,14 @@ def test_both_clients_offer_every_call_with_its_signature() -> None:
 FIRST_CALLS_AT_ONCE = """
 import sys, threading
 
-from replaybuf.client.calls import Tickets
 import msgspec
+import replaybuf.client.calls
+from replaybuf.wire.contract import Tickets
 sys.setswitchinterval(1e-6)
 start = threading.Barrier(4)
 def first():
     start.wait()
-    msgspec.json.decode(b'{"tickets": [{"ticket": "t", "prompt_index": 1}], "waiting": {"reason": "x"}}', type=Tickets)
+    msgspec.json.decode(b'{"tickets": [{"ticket": "t", "prompt_index": 1}], "published_version": 0}', type=Tickets)
 threads = [threading.Thread(target=first) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

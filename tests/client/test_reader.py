@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from replaybuf.client.calls import Waiting
 from replaybuf.client.client import Client
 from replaybuf.client.direct import Body
 from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import Conflict, Fenced, Gone, Invalid, Malformed, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.wire.batch import encode_batch
-from tests.builders import batch_meta
+from replaybuf.wire.contract import WaitingAnswer
+from tests.builders import batch_meta, waiting_answer
 from tests.conftest import RunClient, ServeProcess, group
 from tests.waiting import eventually
 
@@ -23,7 +23,7 @@ EPOCH = 7
 TIMEOUT_S = 30.0
 NEVER_S = 3600.0
 """A pause that no test waits for."""
-WAIT = Waiting(reason="awaiting_ack", blocked_on="trainer")
+WAIT = waiting_answer("awaiting_ack", blocked_on="trainer")
 
 
 def body(step: int) -> bytes:
@@ -41,14 +41,14 @@ class ScriptedClient:
         self.asked: queue.Queue[int] = queue.Queue()
         self.acked: list[int] = []
         self.wait_ms: list[int] = []
-        self._answers: defaultdict[int, queue.Queue[bytes | Waiting | Exception]] = defaultdict(queue.Queue)
+        self._answers: defaultdict[int, queue.Queue[bytes | WaitingAnswer | Exception]] = defaultdict(queue.Queue)
 
-    def put(self, step: int, *answers: bytes | Waiting | Exception) -> None:
+    def put(self, step: int, *answers: bytes | WaitingAnswer | Exception) -> None:
         """Add answers for a step."""
         for answer in answers:
             self._answers[step].put(answer)
 
-    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | Waiting:
+    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | WaitingAnswer:
         """Answer."""
         assert (epoch, dp_rank) == (EPOCH, 3)
         self.wait_ms.append(wait_ms)
@@ -161,12 +161,12 @@ def test_waiting_is_told_with_its_reason(
     told: list[str] = []
     seen: list[str | None] = []
 
-    def on_waiting(waiting: Waiting) -> None:
+    def on_waiting(waiting: WaitingAnswer) -> None:
         told.append(waiting.reason)
         seen.append(reader.waiting.reason if reader.waiting else None)
 
     reader = reading(poll_s=0.01, on_waiting=on_waiting)
-    client.put(0, WAIT, WAIT, Waiting(reason="no_groups"), body(0))
+    client.put(0, WAIT, WAIT, waiting_answer("no_groups"), body(0))
     with caplog.at_level("INFO"):
         next(reader)
     assert told[-2:] == seen[-2:] == ["awaiting_ack", "no_groups"]

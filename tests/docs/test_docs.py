@@ -15,12 +15,13 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.plugins import STRATEGIES, names
 from replaybuf.kernel.report import RunCounts
 from replaybuf.kernel.waiting import BLOCKED_ON
-from replaybuf.service.http.routes import CALLS, UNGUARDED
+from replaybuf.service.http.calls import CALLS, OPEN_CALLS
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
-from replaybuf.wire.contract import REASONS, Buckets, Coverage, DropAges, Histograms
+from replaybuf.wire.contract import REASONS
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.ledger import AnyRecord
 from replaybuf.wire.plan import Plan, PlannedGroup
+from replaybuf.wire.run_status import Buckets, Coverage, DropAges, Histograms
 from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, ServeProcess, group
 
@@ -116,7 +117,7 @@ def test_every_call_is_documented_with_its_roles() -> None:
     for call in CALLS:
         route = f"{call.method} {call.template}"
         assert set(re.findall(r"\w+", table[route])) == call.roles, route
-    for open_route in UNGUARDED:
+    for open_route in OPEN_CALLS:
         assert f"`GET {open_route.path}`" in HTTP
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
@@ -25,6 +26,7 @@ from replaybuf.generator.prompts import Prompt
 from replaybuf.wire.frame import decode_frame, split_frames
 from replaybuf.wire.group import Group
 from replaybuf.wire.tokenizer import Tokenizer
+from tests.builders import RUN_STATUS, waiting_answer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz> "
 TIMEOUT_S = 20.0
@@ -359,7 +361,7 @@ class ServiceDouble:
         return guarded
 
     async def _run(self, request: Request) -> Response:
-        return JSONResponse({"run": "r", "config": self.config})
+        return JSONResponse(RUN_STATUS | {"config": self.config})
 
     async def _tickets(self, request: Request) -> Response:
         body = await request.json()
@@ -378,7 +380,7 @@ class ServiceDouble:
             finished = self.prompts is not None and self.next_index >= self.prompts
             blocked_on = ("producers" if self.out else "nothing") if finished else "trainer"
             reason = "finished" if finished else "rate_limited"
-            answer["waiting"] = {"reason": reason, "blocked_on": blocked_on, "retry_after_s": 0.05}
+            answer["waiting"] = msgspec.to_builtins(waiting_answer(reason, blocked_on, retry_after_s=0.05))
         return JSONResponse(answer)
 
     @property

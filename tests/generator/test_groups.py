@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.client.client import Ticket
 from replaybuf.errors import RewardFault
 from replaybuf.generator.engines import Sample
 from replaybuf.generator.environments.scoring import Scores
 from replaybuf.generator.groups import new_group
+from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 from tests.generator.doubles import make_prompt
 

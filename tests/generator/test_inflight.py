@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from replaybuf.client.client import AsyncClient, Tickets
+from replaybuf.client.client import AsyncClient
 from replaybuf.generator import inflight as flights
 from replaybuf.generator.inflight import Flight
+from replaybuf.wire.contract import Tickets
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble
 
 

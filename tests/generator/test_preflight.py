@@ -8,18 +8,19 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from replaybuf.client.calls import RunFacts, facts_of
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import Invalid, NotFound, ServiceUnavailable
 from replaybuf.generator.preflight import check_fit, check_group_size, check_vocabulary, wait_for_run
+from replaybuf.wire.run_status import RunFacts
 from replaybuf.wire.tokenizer import Tokenizer
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble, make_prompt, make_tokenizer, write_tokenizer
 
 
 def facts(**config: Any) -> RunFacts:
-    return facts_of({"config": config})
+    return msgspec.convert(config, RunFacts)
 
 
 def fit(run: RunFacts, *texts: str, **options: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from replaybuf.client.calls import RunFacts, StrategyFacts
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator import staleness as staleness_module
 from replaybuf.generator.staleness import StalenessBound
+from replaybuf.wire.run_status import ChosenStrategy, RunFacts
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
 from tests.generator.test_daemon import run, sampled_by, world
 from tests.waiting import until
@@ -31,7 +31,7 @@ def strategy(max_staleness: int) -> dict[str, Any]:
 
 def bound(max_staleness: int) -> StalenessBound:
     """A bound of a generator that started when the run's was this."""
-    return StalenessBound(RunFacts(strategy=StrategyFacts(NAME, {"max_staleness": max_staleness})))
+    return StalenessBound(RunFacts(strategy=ChosenStrategy(NAME, {"max_staleness": max_staleness})))
 
 
 @pytest.mark.parametrize(("then", "kept"), [(1, False), (4, True)])

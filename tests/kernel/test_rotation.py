@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replaybuf.kernel.rotation import AdapterShare, Rotation, share
 from replaybuf.kernel.strategy import LOOK_AHEAD, Budget, Waiting, fill
-from replaybuf.wire.contract import Progress
+from replaybuf.wire.run_status import Progress
 from tests.builders import live_groups, steady
 
 NAMES = "abcd"

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from replaybuf.client import direct
-from replaybuf.client.calls import Waiting
 from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
 from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import Fenced, Invalid, Malformed, RunFinished
 from replaybuf.wire.batch import read_batch
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group, GroupJson, group_from_json
 from replaybuf.wire.plan import MEDIA_TYPE, Plan
 from tests.conftest import RunClient, ServeProcess, group
@@ -189,7 +189,7 @@ def test_a_plan_is_waited_for_and_refused_as_a_body_is(run: RunClient, client: C
     run.put(batch={"groups_per_batch": 1}, max_steps=1)
     epoch = client.attach().epoch
     waiting = bodies.fetch(0, epoch)
-    assert isinstance(waiting, Waiting) and waiting.reason == "no_producers"
+    assert isinstance(waiting, WaitingAnswer) and waiting.reason == "no_producers"
     run.append(group("a"))
     assert isinstance(client.fetch_plan(0, epoch), Plan)
     run.ack(0, epoch)

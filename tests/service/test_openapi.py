@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from replaybuf.service.http.routes import CALLS, UNGUARDED
+from replaybuf.service.http.calls import CALLS, OPEN_CALLS
 from replaybuf.wire.frame import MEDIA_TYPE as FRAMES_TYPE
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from tests.conftest import RunClient, ServeProcess, group
@@ -142,12 +142,12 @@ def test_real_requests_and_answers_of_every_route_fit_the_document(run: RunClien
     api = Described(run.http)
     validate(api.document)
     whole_life(api, run.run)
-    for call in UNGUARDED:
+    for call in OPEN_CALLS:
         api.ask("GET", call.template)
     api.ask("GET", "/metrics")
     done = {(method, template) for method, template, status in api.answered if status < "400"}
-    assert done == {(call.method, call.template) for call in (*CALLS, *UNGUARDED)}
-    described = {(call.method, call.template, status) for call in (*CALLS, *UNGUARDED) for status in call.answers}
+    assert done == {(call.method, call.template) for call in (*CALLS, *OPEN_CALLS)}
+    described = {(call.method, call.template, status) for call in (*CALLS, *OPEN_CALLS) for status in call.answers}
     assert {status for _, _, status in described - api.answered} <= {"410", "429", "503"}, described
 
 
@@ -218,8 +218,8 @@ def test_metrics_and_probes_are_described_as_they_are(service: ServeProcess) -> 
 @pytest.mark.parametrize(
     ("path", "wrong"),
     [
-        ("PolicyShown", {"version": "1", "weights_uri": None, "adapters": {}, "generation": 0}),
-        ("RunShown", {"run": "r"}),
+        ("Policy", {"version": "1", "weights_uri": None, "adapters": {}, "generation": 0}),
+        ("RunStatus", {"run": "r"}),
         ("LedgerPage", {"records": [{"type": "PURGE", "numbers": []}], "next": None}),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.service.http.routes import CALLS, Call
+from replaybuf.service.http.calls import CALLS, Call
 from tests.conftest import RunClient, group
 
 PLACES = {"run": "nested", "step": "0", "ticket": "t0-0-1-1", "group_id": "a"}
@@ -111,7 +111,7 @@ def test_an_unknown_parameter_is_refused_on_every_route_with_the_known_ones(run:
     known = [parameter.name for parameter in call.query or ()]
     assert (answer.status_code, answer.json().get("name")) == (400, "nonsense"), answer.text
     assert (answer.json()["value"], answer.json()["bound"]) == ("1", known)
-    assert f"this call takes {', '.join(known) or 'none'}" in answer.json()["detail"]
+    assert f"this call accepts {', '.join(known) or 'none'}" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("written", ["dprank", "dp-rank", "rank", "DP_RANK"])

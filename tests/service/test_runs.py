@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from replaybuf import Client
+from replaybuf.errors import Conflict
 from tests.conftest import RunClient, group
 from tests.wire.test_config import DEFAULTS
 
@@ -33,6 +35,30 @@ def test_another_configuration_answers_409_naming_the_fields(run: RunClient) -> 
     assert response.status_code == 409
     assert response.headers["content-type"] == "application/problem+json"
     assert response.json()["value"] == ["batch.groups_per_batch", "seed"]
+    for way_on in ("batch.groups_per_batch, seed", "PATCH", "if_absent=true", "another name"):
+        assert way_on in response.json()["detail"]
+
+
+def test_if_absent_keeps_the_configuration_of_a_run_that_exists(run: RunClient) -> None:
+    """A trainer that restarts after an operator's PATCH goes on with the patched run."""
+    config = {"batch": {"groups_per_batch": 2}}
+    assert run.http.put(run.path, json=config, params={"if_absent": "true"}).status_code == 201
+    run.http.patch(run.path, json={"strategy": {"options": {"max_staleness": 3}}})
+    patched = run.state()["config"]
+    with Client(str(run.http.base_url), run.run) as client:
+        assert client.put_run(config, if_absent=True).config == patched
+        with pytest.raises(Conflict, match=re.escape("strategy.options")):
+            client.put_run(config)
+    assert run.http.put(run.path, json=config, params={"if_absent": "yes"}).status_code == 422
+
+
+def test_a_patch_of_a_fixed_field_names_the_fields_that_can_change(run: RunClient) -> None:
+    """The message also says what to do instead."""
+    run.put(batch={"groups_per_batch": 2})
+    response = run.http.patch(run.path, json={"seed": 3, "limits": {}})
+    assert (response.status_code, response.json()["name"]) == (400, "seed")
+    assert "PATCH changes strategy, filters, limits, state" in response.json()["detail"]
+    assert "create a run with another name" in response.json()["detail"]
 
 
 @pytest.mark.parametrize(

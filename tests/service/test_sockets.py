@@ -20,7 +20,8 @@ import pytest
 from rich.console import Console
 
 from replaybuf.cli.status import show
-from replaybuf.client.client import AsyncClient, Client, addresses_of
+from replaybuf.client.addresses import addresses_of
+from replaybuf.client.client import AsyncClient, Client
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.service import server
 from replaybuf.service.options import ServeOptions
@@ -65,12 +66,12 @@ def test_a_service_on_a_unix_socket_serves_whoever_names_it(
     with Client(url, "r") as client:
         client.put_run({"batch": {"groups_per_batch": 1}})
     with Client(f"http://127.0.0.1:9,{url}", "r", timeout_s=5.0, retry_for_s=5.0) as client:
-        assert client.get_run()["state"] == "running"
+        assert client.get_run().state == "running"
         assert client.address == url
 
     async def main() -> str:
         async with AsyncClient(f"unix://{on_a_socket}", "r") as client:
-            return str((await client.get_run())["run"])
+            return str((await client.get_run()).run)
 
     assert asyncio.run(main()) == "r"
     show(url, "r", None, Console(width=200))

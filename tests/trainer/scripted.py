@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replaybuf.client.calls import Attached, Waiting
 from replaybuf.errors import RunFinished
+from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf.wire.run_status import RunStatus
 from replaybuf_trainer.checkpoint import latest_checkpoint
 from replaybuf_trainer.model import load_model
+from tests.builders import run_status
 from tests.trainer.batches import packed_body, rollouts
 
 STEPS = 4
@@ -32,7 +34,7 @@ class ScriptedService:
 
     def __init__(self, checkpoints: Path) -> None:
         self.events: list[str] = []
-        self.answers: defaultdict[int, list[Waiting | Exception]] = defaultdict(list)
+        self.answers: defaultdict[int, list[WaitingAnswer | Exception]] = defaultdict(list)
         self.faults: defaultdict[str, list[Exception]] = defaultdict(list)
         self.when: dict[str, Callable[[], None]] = {}
         self.steps_per_publish = 1
@@ -40,18 +42,18 @@ class ScriptedService:
         self._checkpoints = checkpoints
         self._acked = 0
 
-    def get_run(self) -> dict[str, Any]:
+    def get_run(self) -> RunStatus:
         """Tell the configuration."""
         self.called("get_run")
-        return {"config": {"steps_per_publish": self.steps_per_publish, "adapters": {}}}
+        return run_status(config={"steps_per_publish": self.steps_per_publish, "adapters": {}})
 
-    def attach(self, *, resume_step: int, **_: Any) -> Attached:
+    def attach(self, *, resume_step: int, **_: Any) -> Attachment:
         """Attach where asked for."""
         self.called("attach", f"attach {resume_step}")
         self._acked = resume_step
-        return Attached(epoch=EPOCH, step=resume_step)
+        return Attachment(epoch=EPOCH, step=resume_step)
 
-    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | Waiting:
+    def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | WaitingAnswer:
         """Answer as scripted, then with the batch."""
         assert (epoch, dp_rank) == (EPOCH, 0)
         self.called("fetch", f"fetch {step}")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from replaybuf.client.calls import Attached
 from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
+from replaybuf.wire.contract import Attachment
 from replaybuf_trainer import reading
 from replaybuf_trainer.reading import BatchDataset, TensorReader, read_tensors
 from tests import builders
@@ -99,17 +99,17 @@ def test_a_tensor_that_torch_cannot_view_is_malformed(off: int) -> None:
 
 
 @pytest.fixture
-def attached(run: RunClient) -> Attached:
+def attached(run: RunClient) -> Attachment:
     """A run with all batches of its life in it, and its trainer."""
     strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 9}}
     run.put(batch={"groups_per_batch": 1}, strategy=strategy, max_steps=STEPS)
     epoch = run.attach()
     run.append(*(group(f"g{step}") for step in range(STEPS)))
-    return Attached(epoch=epoch, step=0)
+    return Attachment(epoch=epoch, step=0)
 
 
 @pytest.fixture
-def reader(run: RunClient, attached: Attached, service: ServeProcess) -> Iterator[TensorReader]:
+def reader(run: RunClient, attached: Attachment, service: ServeProcess) -> Iterator[TensorReader]:
     """A reader of that run that wants page-locked memory."""
     options = ReaderOptions(poll_s=0.05)
     with (

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import torch
 
-from replaybuf.client.calls import Amount, Waiting
 from replaybuf.client.client import Client
 from replaybuf.errors import Fenced, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.lab.demo.progress import LineReader, TrainerLine
+from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import trainer as trainer_module
 from replaybuf_trainer.checkpoint import latest_checkpoint, read_state
@@ -30,7 +30,9 @@ from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService
 from tests.trainer.served import ServedEngine, oracle
 from tests.waiting import eventually
 
-WAIT = Waiting(reason="too_few_groups", have=Amount(groups=1), need=Amount(groups=2), blocked_on="producers")
+WAIT = WaitingAnswer(
+    reason="too_few_groups", have=Amount(groups=1), need=Amount(groups=2), blocked_on="producers", retry_after_s=0.5
+)
 TIMEOUT_S = 60.0
 LEAVE_S = 4.0
 """How long a trainer may take to leave after SIGTERM."""
@@ -146,7 +148,7 @@ def test_the_next_batch_is_asked_for_while_this_one_trains(
 
 @pytest.mark.parametrize("early", [WAIT, WrongStep("not yet"), ServiceUnavailable("away")])
 def test_a_prefetch_that_came_too_early_is_asked_again(
-    scripted: ScriptedService, tmp_path: Path, models: Path, early: Waiting | Exception
+    scripted: ScriptedService, tmp_path: Path, models: Path, early: WaitingAnswer | Exception
 ) -> None:
     """Whatever it was answered, it costs nothing."""
     scripted.answers[1] = [early]

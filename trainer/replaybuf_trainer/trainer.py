@@ -149,8 +149,8 @@ class Trainer:
         )
         if checkpoint:
             load_optimizer(checkpoint, self._model, self._optimizer)
-        state = self._retried(self._client.get_run)
-        adapters = sorted(state["config"]["adapters"])
+        facts = self._retried(self._client.get_run).facts()
+        adapters = sorted(facts.adapters)
         if adapters:
             raise Invalid(
                 f"run {options.run} has adapters {adapters}; this trainer trains whole models, without LoRA",
@@ -158,7 +158,7 @@ class Trainer:
                 value=adapters,
                 bound=[],
             )
-        self._steps_per_publish = int(state["config"]["steps_per_publish"])
+        self._steps_per_publish = facts.steps_per_publish
         self._version = self._step // self._steps_per_publish
         attached = self._retried(
             lambda: self._client.attach(

@@ -165,7 +165,7 @@ class Demo:
             serve_url = await self._start_services(supervisor)
             client = AsyncClient(serve_url, RUN, timeout_s=HTTP_TIMEOUT_S, retry_for_s=HTTP_TIMEOUT_S)
             await clients.enter_async_context(client)
-            await client.put_run(msgspec.to_builtins(run_config(self._request)))
+            await client.put_run(run_config(self._request), if_absent=True)  # an operator may have changed it by PATCH
             self._client = client
             exam = await asyncio.to_thread(Exam, self._folder, ENVIRONMENT, MAX_NEW_TOKENS)
             if self.progress.before is None:
@@ -176,7 +176,7 @@ class Demo:
             marks.cancel()
             self._enter("accuracy after")
             await self._measure(exam, self.progress.total_steps, greedy=True)
-            self.progress.state = await client.get_run()
+            self.progress.state = msgspec.to_builtins(await client.get_run())
             poller.cancel()
 
     def _enter(self, phase: str) -> None:
@@ -217,7 +217,7 @@ class Demo:
         """Start trainer and generator; return when the trainer has done the last step."""
         self._enter(TRAINING)
         folder, url = self._folder, ("--url", serve_url, "--run", RUN, "--engine", self._engine_url)
-        epoch = (await client.get_run())["epoch"]
+        epoch = (await client.get_run()).epoch
         train = self._start(
             supervisor,
             "train",
@@ -255,7 +255,7 @@ class Demo:
 
         Groups that the engine made with its initial weights would only be evicted as too old.
         """
-        while (await client.get_run())["epoch"] == epoch:  # noqa: ASYNC110 - another process attaches
+        while (await client.get_run()).epoch == epoch:  # noqa: ASYNC110 - another process attaches
             await asyncio.sleep(POLL_S)
 
     def _start(
@@ -301,7 +301,7 @@ class Demo:
         while True:
             self._read_metrics()
             if self._client is not None:
-                self.progress.state = await self._client.get_run()
+                self.progress.state = msgspec.to_builtins(await self._client.get_run())
             if self._warming is not None:
                 self.progress.note = self._warming.last_line()
             self._look(supervisor)

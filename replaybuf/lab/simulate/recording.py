@@ -57,11 +57,11 @@ class Recording(msgspec.Struct, frozen=True):
 def read_service(url: str, run: str, token: str | None) -> Recording:
     """Read a run from a service. Raises what the client raises, `NotFound` where it has too few groups."""
     with Client(url, run, token=token) as client:
-        state = client.get_run()
+        status = client.get_run()
         raw: dict[str, Any] = {
             "run": run,
-            "config": state["config"],
-            "tickets": state["tickets"],
+            "config": status.config,
+            "tickets": msgspec.to_builtins(status.tickets),
             "groups": list(_pages(client, "groups")),
             "records": list(_pages(client, "records")),
         }
@@ -72,11 +72,16 @@ def read_service(url: str, run: str, token: str | None) -> Recording:
 
 
 def _pages(client: Client, kind: str) -> Iterator[dict[str, Any]]:
-    after: Any = 0
+    after: int | None = 0
     while after is not None:
-        page = client.get_ledger(after, PAGE) if kind == "records" else client.list_groups(limit=PAGE, after=after)
-        yield from page[kind]
-        after = page["next"]
+        if kind == "records":
+            records = client.get_ledger(after, PAGE)
+            yield from records.records
+            after = records.next
+        else:
+            groups = client.list_groups(limit=PAGE, after=after)
+            yield from msgspec.to_builtins(groups.groups)
+            after = groups.next
 
 
 def read_file(path: Path) -> Recording:

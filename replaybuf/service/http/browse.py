@@ -1,4 +1,4 @@
-"""Looking at stored groups: one, a page of them, the dead letters."""
+"""Stored groups for people: one group, pages of groups, dead letters, failed prompts."""
 
 from __future__ import annotations
 
@@ -7,84 +7,85 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.errors import BrokenFrame, Gone, Invalid, NotFound
+from replaybuf.errors import BrokenFrame, Gone, NotFound
 from replaybuf.kernel.index import DEAD
-from replaybuf.kernel.state_view import GROUP_STATES
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
+from replaybuf.wire.contract import (
+    DeadLetters,
+    FailedPrompt,
+    FailedPrompts,
+    GroupPage,
+    GroupSummary,
+    StoredGroup,
+    StoredRollout,
+)
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.tokenizer import Tokenizer
 
 
-async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Render one group with its rollouts (null once its bytes are gone), with a tokenizer as text too.
+async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> StoredGroup:
+    """Return one group with its rollouts, also as text if there is a tokenizer.
 
-    Raises `NotFound`, `Gone` once trimmed.
+    Raises `NotFound`, and `Gone` once its history is trimmed.
     """
     number = (await run.journal.store.groups.find_numbers(run.name, [group_id]))[0]
     entries = await run.journal.store.groups.read_entries(run.name, [number]) if number else []
     if number is not None and number <= run.state.trimmed and not entries:
         raise Gone(
-            f"group {group_id!r} was freed and its history trimmed; trimmed is all up to number {run.state.trimmed}",
+            f"group {group_id!r} has number {number}; the history of groups up to {run.state.trimmed} is trimmed",
             name="group_id",
             value=group_id,
             bound=run.state.trimmed,
         )
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
-    answer = _summary(run, entries[0])
+    summary = _summary(run, entries[0])
     frame = (await run.journal.store.groups.read_frames({entries[0].strings.payload_key: 0}))[0]
-    answer["rollouts"] = answer["metadata"] = None
+    content: dict[str, Any] = {"rollouts": None, "metadata": None}
     if frame is not None:
         try:
-            # In a thread: a group may have 64 MB, and nobody who waits for a batch waits for who looks.
-            answer |= await asyncio.to_thread(_content, frame, tokenizer)
+            # In a thread: a group may have 64 MB, and must not hold up a batch.
+            content |= await asyncio.to_thread(_content, frame, tokenizer)
         except BrokenFrame as error:
-            answer["detail"] = error.detail
-    return answer
+            content["detail"] = error.detail
+    return StoredGroup(**summary, **content)
 
 
 def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Render what a frame holds beside what the index knows. Raises `BrokenFrame`."""
+    """Return the rollouts and metadata of a frame. Raises `BrokenFrame`."""
     group = msgspec.to_builtins(group_to_json(decode_frame(frame)))
     if tokenizer is not None:
         for rollout in group["rollouts"]:
             ids = (rollout["prompt_ids"], rollout["completion_ids"])
             rollout["prompt_text"], rollout["completion_text"] = tokenizer.decode(ids, special_tokens=True)
-    return {"rollouts": group["rollouts"], "metadata": group["metadata"]}
+    return {"rollouts": msgspec.convert(group["rollouts"], list[StoredRollout]), "metadata": group["metadata"]}
 
 
-async def list_groups(run: Run, state: str | None, after: int, limit: int) -> dict[str, Any]:
-    """Render a page of groups in the order they were stored; `next` is the `after` of the next page, or null."""
-    if state is not None and state not in GROUP_STATES:
-        raise Invalid(
-            f"state is {state!r}; it must be one of {', '.join(GROUP_STATES)}",
-            name="state",
-            value=state,
-            bound=GROUP_STATES,
-        )
+async def list_groups(run: Run, state: str | None, after: int, limit: int) -> GroupPage:
+    """Return a page of groups in the order of storing."""
     numbers = run.state.list_numbers(state, after, limit)
-    groups = [_summary(run, entry) for entry in await run.journal.store.groups.read_entries(run.name, numbers)]
-    return {"groups": groups, "next": numbers[-1] if len(numbers) == limit else None}
+    return GroupPage(groups=await _summaries(run, numbers), next=numbers[-1] if len(numbers) == limit else None)
 
 
-async def describe_dead_letters(run: Run) -> dict[str, Any]:
-    """Render every dead letter that was not purged, with its reason."""
+async def describe_dead_letters(run: Run) -> DeadLetters:
+    """Return every dead letter that was not purged, with its reason."""
     index = run.state.index
-    numbers = index["number"][index["state"] == DEAD].tolist()
-    return {
-        "dead_letters": [
-            _summary(run, entry) for entry in await run.journal.store.groups.read_entries(run.name, numbers)
-        ]
-    }
+    return DeadLetters(dead_letters=await _summaries(run, index["number"][index["state"] == DEAD].tolist()))
 
 
-def list_failed_prompts(run: Run, limit: int) -> dict[str, Any]:
-    """Render the newest `limit` prompts that came to their end without a group, the oldest of them first."""
+def list_failed_prompts(run: Run, limit: int) -> FailedPrompts:
+    """Return the newest `limit` failed prompts, oldest first."""
     newest = list(run.state.failures.values())[-limit:]
-    told = [msgspec.structs.asdict(failed) for failed in newest]
-    return {"failed": len(run.state.failed_prompts), "failed_prompts": told}
+    prompts = [FailedPrompt(**msgspec.structs.asdict(failed)) for failed in newest]
+    return FailedPrompts(failed=len(run.state.failed_prompts), failed_prompts=prompts)
+
+
+async def _summaries(run: Run, numbers: list[int]) -> list[GroupSummary]:
+    return [
+        GroupSummary(**_summary(run, entry)) for entry in await run.journal.store.groups.read_entries(run.name, numbers)
+    ]
 
 
 def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:

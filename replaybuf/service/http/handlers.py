@@ -1,4 +1,4 @@
-"""What each call does: read the request, ask the run, write the answer. `http.py` is the table of them."""
+"""Handlers of the HTTP calls: read the request, call the run, encode the answer. `calls.py` is their table."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from replaybuf.service.http.requests import (
     DP_RANK,
     EPOCH,
     GENERATION,
+    IF_ABSENT,
     LIMIT,
     NEWER_THAN,
     REASON,
@@ -29,23 +30,30 @@ from replaybuf.service.http.requests import (
     page,
     read_groups,
     read_json,
+    read_patch,
+    text,
     wait_s,
 )
 from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
 from replaybuf.service.run.run import Run
-from replaybuf.wire.config import ConfigPatch, RunConfig
+from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
     AckRequest,
     AttachRequest,
     CheckpointRequest,
-    EvaluationRequest,
+    Health,
+    LedgerPage,
     PolicyRequest,
+    PurgedDeadLetters,
+    Readiness,
+    ReturnedTicket,
     TicketRequest,
     WaitingAnswer,
 )
+from replaybuf.wire.evaluations import EvaluationRequest
 
 CONSOLE = files("replaybuf.service.http").joinpath("console.html").read_text()
-"""One page that shows every run of this server, without anything fetched from elsewhere."""
+"""A page that shows every run of this server and loads nothing from other servers."""
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -74,8 +82,8 @@ async def _led(request: Request) -> Run:
 
 
 async def put_run(request: Request) -> Response:
-    config = await read_json(request, RunConfig)
-    run, created = await _service(request).create(request.path_params["run"], config)
+    config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
+    run, created = await _service(request).create(request.path_params["run"], config, if_absent=if_absent)
     return json_response(run.describe(), 201 if created else 200)
 
 
@@ -91,7 +99,7 @@ async def get_run(request: Request) -> Response:
 
 
 async def patch_run(request: Request) -> Response:
-    patch = await read_json(request, ConfigPatch)
+    patch = await read_patch(request)
     run = await _led(request)
     await run.patch(patch)
     return json_response(run.describe())
@@ -102,20 +110,19 @@ async def patch_run(request: Request) -> Response:
 
 async def post_tickets(request: Request) -> Response:
     run = await _led(request)
-    asked = await read_json(request, TicketRequest)
-    wait_s = asked.wait_ms / 1000
+    body = await read_json(request, TicketRequest)
     gone = functools.partial(_is_gone, request)
-    return json_response(await run.tickets.issue(asked.producer, asked.count, asked.adapter, wait_s, gone))
+    return json_response(await run.tickets.issue(body.producer, body.count, body.adapter, body.wait_ms / 1000, gone))
 
 
 def _is_gone(request: Request) -> bool:
-    """Say whether the caller of a request that was read went away.
+    """Check whether the caller has disconnected, after the body was read.
 
-    As `Request.is_disconnected`, without its cancel scope, which takes a fifth of the time of a ticket.
+    As `Request.is_disconnected`, without its cancel scope: that takes 20 % of the time of a ticket call.
     """
     receiving = request.receive().__await__()
     try:
-        next(receiving)  # what came is told at once; for anything else it would wait
+        next(receiving)  # ends at once if a message has arrived
     except StopIteration as received:
         return bool(received.value["type"] == "http.disconnect")
     finally:
@@ -126,8 +133,8 @@ def _is_gone(request: Request) -> bool:
 async def delete_ticket(request: Request) -> Response:
     run = await _led(request)
     ticket = request.path_params["ticket"]
-    await run.tickets.give_back(ticket, request.query_params.get(REASON.name, "returned"))
-    return json_response({"ticket": ticket, "state": "returned"})
+    await run.tickets.give_back(ticket, text(request, REASON) or "")
+    return json_response(ReturnedTicket(ticket=ticket))
 
 
 async def post_groups(request: Request) -> Response:
@@ -146,14 +153,14 @@ async def post_evaluation(request: Request) -> Response:
 
 async def get_policy(request: Request) -> Response:
     run = await _run(request)
-    after, adapter = optional_number(request, NEWER_THAN), request.query_params.get(ADAPTER.name, "")
+    after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
     return json_response(await run.session.policy_after(after, wait_s(request), adapter))
 
 
 async def post_policy(request: Request) -> Response:
     run = await _led(request)
-    asked = await read_json(request, PolicyRequest)
-    return json_response(await run.session.publish(asked.version, asked.epoch, asked.weights_uri, asked.adapter))
+    body = await read_json(request, PolicyRequest)
+    return json_response(await run.session.publish(body.version, body.epoch, body.weights_uri, body.adapter))
 
 
 async def post_attach(request: Request) -> Response:
@@ -173,24 +180,24 @@ async def get_batch(request: Request) -> Response:
 
 async def post_ack(request: Request) -> Response:
     run = await _led(request)
-    asked = await read_json(request, AckRequest)
-    return json_response(await run.session.ack(number(request, STEP), asked.epoch, asked.feedback))
+    body = await read_json(request, AckRequest)
+    return json_response(await run.session.ack(number(request, STEP), body.epoch, body.feedback))
 
 
 async def post_checkpoint(request: Request) -> Response:
     run = await _led(request)
-    asked = await read_json(request, CheckpointRequest)
-    keep = 1 if asked.keep is None else asked.keep
-    return json_response(await run.session.checkpoint(asked.step, asked.epoch, keep))
+    body = await read_json(request, CheckpointRequest)
+    keep = 1 if body.keep is None else body.keep
+    return json_response(await run.session.checkpoint(body.step, body.epoch, keep))
 
 
-# ---------------------------------------------------------------------- looking
+# ---------------------------------------------------------------------- browsing
 
 
 async def get_groups(request: Request) -> Response:
     run = await _run(request)
     after, limit = page(request)
-    return json_response(await list_groups(run, request.query_params.get(STATE.name), after, limit))
+    return json_response(await list_groups(run, text(request, STATE), after, limit))
 
 
 async def get_group(request: Request) -> Response:
@@ -213,7 +220,7 @@ async def get_ledger(request: Request) -> Response:
     run = await _run(request)
     after, limit = page(request)
     records = [{"entry": n} | msgspec.to_builtins(record) async for n, record in run.journal.records(after, limit)]
-    return json_response({"records": records, "next": records[-1]["entry"] if len(records) == limit else None})
+    return json_response(LedgerPage(records=records, next=records[-1]["entry"] if len(records) == limit else None))
 
 
 async def get_failed_prompts(request: Request) -> Response:
@@ -228,7 +235,7 @@ async def get_dead_letters(request: Request) -> Response:
 
 async def delete_dead_letters(request: Request) -> Response:
     run = await _led(request)
-    return json_response({"purged": await run.purge()})
+    return json_response(PurgedDeadLetters(purged=await run.purge()))
 
 
 # ---------------------------------------------------------------------- server
@@ -239,29 +246,29 @@ async def get_metrics(request: Request) -> Response:
 
 
 async def get_healthz(request: Request) -> Response:
-    return json_response({"status": "ok"})
+    return json_response(Health())
 
 
 async def get_readyz(request: Request) -> Response:
     service = _service(request)
     report = service.report
-    lost = [run.journal.lost.detail for run in service.runs.values() if run.journal.lost]
-    trouble = service.trouble or (lost[0] if lost else None)
+    lost = next((run.journal.lost.detail for run in service.runs.values() if run.journal.lost), None)
+    trouble = service.trouble or lost
     ready = trouble is None and report is not None
-    answer = {
-        "status": "ready" if ready else "not ready",
-        "durability": report.durability if report else "unknown",
-        "durability_wanted": report.policy.level if report else "unknown",
-        "durability_met_by": report.met_by if report else "unknown",
-        "durability_reasons": list(report.reasons) if report else [],
-        "replicas": report.replicas if report else 0,
-        "wait_replicas": report.policy.replicas if report else 0,
-        "redis_version": report.version if report else None,
-        "waiting_for": trouble,
-        "runs": sorted(service.runs),
-        "unreadable": service.unreadable.reasons,
-        "leaders": {name: run.journal.leader_url for name, run in sorted(service.runs.items())},
-    }
+    answer = Readiness(
+        status="ready" if ready else "not ready",
+        durability=report.durability if report else "unknown",
+        durability_wanted=report.policy.level if report else "unknown",
+        durability_met_by=report.met_by if report else "unknown",
+        durability_reasons=list(report.reasons) if report else [],
+        replicas=report.replicas if report else 0,
+        wait_replicas=report.policy.replicas if report else 0,
+        redis_version=report.version if report else None,
+        waiting_for=trouble,
+        runs=sorted(service.runs),
+        unreadable=service.unreadable.reasons,
+        leaders={name: run.journal.leader_url for name, run in sorted(service.runs.items())},
+    )
     return json_response(answer, 200 if ready else 503)
 
 

@@ -1,6 +1,6 @@
-"""Reading requests: bodies within their limits, shapes, what stands in paths and queries.
+"""Readers of requests: bodies within their limits, declared shapes, parameters of paths and queries.
 
-Raises `TooLarge`, `UnsupportedMedia`, `Malformed` for what does not decode, `Invalid` for what is out of bounds.
+Raises `TooLarge`, `UnsupportedMedia`, `Malformed` for bytes that do not decode, `Invalid` for values out of bounds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.kernel.state_view import GROUP_STATES
 from replaybuf.service.run.admission import Incoming
-from replaybuf.wire.config import LARGEST_INTEGER
+from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
 from replaybuf.wire.contract import GroupsRequest
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import MEDIA_TYPE, decode_frame, split_frames
@@ -26,17 +26,19 @@ from replaybuf.wire.group import GroupJson, group_from_json
 
 T = TypeVar("T")
 
-LARGEST_BODY_BYTES = 1 << 30
-LARGEST_CONTROL_BODY_BYTES = 1 << 20
-LARGEST_PAGE = 1000
+MAX_BODY_BYTES = 1 << 30
+MAX_CONTROL_BODY_BYTES = 1 << 20
+MAX_PAGE = 1000
 
+_PATCH_FIELDS = ConfigPatch.__struct_fields__
+_FIXED_FIELDS = set(RunConfig.__struct_fields__) - set(_PATCH_FIELDS)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
-_MOST_DIGITS = len(str(LARGEST_INTEGER))
+_MAX_DIGITS = len(str(LARGEST_INTEGER))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Number:
-    """A whole number in a path or a query, from `low` to `high`; `default` stands for one that is left out."""
+    """A whole number in a path or a query, from `low` to `high`."""
 
     name: str
     default: int | None = None
@@ -47,9 +49,10 @@ class Number:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """A text in a query, one of `choices` where there are any."""
+    """A text in a query; one of `choices`, if there are any."""
 
     name: str
+    default: str | None = None
     choices: tuple[str, ...] = ()
 
 
@@ -59,143 +62,179 @@ DP_RANK = Number("dp_rank", 0)
 WAIT_MS = Number("wait_ms", 0)
 NEWER_THAN = Number("after")
 AFTER = Number("after", 0)
-LIMIT = Number("limit", 100, 1, LARGEST_PAGE)
+LIMIT = Number("limit", 100, 1, MAX_PAGE)
 GENERATION = Number("generation")
-ADAPTER = Text("adapter")
-REASON = Text("reason")
-STATE = Text("state", tuple(GROUP_STATES))
+ADAPTER = Text("adapter", "")
+REASON = Text("reason", "returned")
+STATE = Text("state", choices=tuple(GROUP_STATES))
+IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body; it is refused as soon as it is known to be above `limit` bytes."""
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Read a body. Raises `TooLarge` as soon as it is known to exceed the limit."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"body has {declared} bytes; at most {limit}", name="body", value=int(declared), bound=limit)
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise _too_large(int(declared), limit_bytes)
     parts: list[bytes] = []
-    size = 0
+    size_bytes = 0
     async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise TooLarge(f"body has more than {limit} bytes", name="body", value=size, bound=limit)
+        size_bytes += len(part)
+        if size_bytes > limit_bytes:
+            raise _too_large(size_bytes, limit_bytes)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:
+    detail = f"body has at least {size_bytes} bytes; the maximum is {limit_bytes}"
+    return TooLarge(detail, name="body", value=size_bytes, bound=limit_bytes)
 
 
 async def read_json(request: Request, shape: type[T]) -> T:
     """Read a JSON body of a declared shape."""
     media_type(request, {"application/json"})
-    return decode_json(await read_body(request, LARGEST_CONTROL_BODY_BYTES), shape)
+    return decode_json(await read_body(request, MAX_CONTROL_BODY_BYTES), shape)
 
 
-def media_type(request: Request, known: set[str]) -> str:
-    """Return the media type of the body if the call takes it."""
+async def read_patch(request: Request) -> ConfigPatch:
+    """Read a change of a run. Raises `Malformed` for a field of the configuration that cannot be changed."""
+    media_type(request, {"application/json"})
+    body = await read_body(request, MAX_CONTROL_BODY_BYTES)
+    for name in decode_json(body, dict[str, Any]).keys() & _FIXED_FIELDS:
+        raise Malformed(
+            f"{name} is fixed when the run is created; PATCH changes {', '.join(_PATCH_FIELDS)}. To use another "
+            f"{name}, create a run with another name",
+            name=name,
+            bound=_PATCH_FIELDS,
+        )
+    return decode_json(body, ConfigPatch)
+
+
+def media_type(request: Request, accepted: set[str]) -> str:
+    """Return the media type of the body. Raises `UnsupportedMedia` if the call does not accept it."""
     given = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if given not in known:
+    if given not in accepted:
         raise UnsupportedMedia(
-            f"media type is {given!r}; this call takes {', '.join(sorted(known))}",
+            f"media type is {given!r}; this call accepts {', '.join(sorted(accepted))}",
             name="content-type",
             value=given,
-            bound=sorted(known),
+            bound=sorted(accepted),
         )
     return given
 
 
-def check_query(request: Request, known: Sequence[Number | Text]) -> None:
-    """Refuse a parameter that the call does not take: a typing error would go unnoticed. Raises `Malformed`."""
+def check_query(request: Request, accepted: Sequence[Number | Text]) -> None:
+    """Raise `Malformed` for an unknown query parameter: a misspelled one would have no effect."""
     if not request.scope["query_string"]:
         return
-    names = [parameter.name for parameter in known]
+    names = [parameter.name for parameter in accepted]
     for given, value in request.query_params.items():
         if given not in names:
             close = get_close_matches(given, names, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise Malformed(
-                f"query parameter {given!r} is unknown; this call takes {', '.join(names) or 'none'}{hint}",
+                f"query parameter {given!r} is unknown; this call accepts {', '.join(names) or 'none'}{hint}",
                 name=given,
                 value=value,
                 bound=names,
             )
 
 
-def number(request: Request, asked: Number) -> int:
-    """Read a whole number that is needed, or has a default."""
-    found = optional_number(request, asked)
+def number(request: Request, parameter: Number) -> int:
+    """Read a whole number that is required or has a default."""
+    found = optional_number(request, parameter)
     if found is None:
-        raise Malformed(f"{asked.name} is missing; a whole number is needed", name=asked.name, bound="integer")
+        name = parameter.name
+        raise Malformed(f"{name} is missing; add {name}= with a whole number", name=name, bound="integer")
     return found
 
 
-def optional_number(request: Request, asked: Number) -> int | None:
-    """Read a whole number; its default where it is not there."""
-    name = asked.name
+def optional_number(request: Request, parameter: Number) -> int | None:
+    """Read a whole number, or its default."""
+    name = parameter.name
     raw = request.path_params.get(name) or request.query_params.get(name)
     if raw is None:
-        return asked.default
+        return parameter.default
     if not _WHOLE_NUMBER.fullmatch(raw):
-        raise Malformed(f"{name} is {raw!r}; a whole number is needed", name=name, value=raw, bound="integer")
-    value = int(raw) if len(raw.lstrip("-")) <= _MOST_DIGITS else raw  # thousands of digits are no number to Python
-    if isinstance(value, str) or not asked.low <= value <= asked.high:
+        raise Malformed(f"{name} is {raw!r}; it must be a whole number", name=name, value=raw, bound="integer")
+    value = int(raw) if len(raw.lstrip("-")) <= _MAX_DIGITS else raw  # Python raises for thousands of digits
+    if isinstance(value, str) or not parameter.low <= value <= parameter.high:
         raise Invalid(
-            f"{name} is {value}; it must be in {asked.low}..{asked.high}",
+            f"{name} is {value}; it must be in {parameter.low}..{parameter.high}",
             name=name,
             value=value,
-            bound=[asked.low, asked.high],
+            bound=[parameter.low, parameter.high],
+        )
+    return value
+
+
+def text(request: Request, parameter: Text) -> str | None:
+    """Read a text, or its default. Raises `Invalid` unless it is one of the choices."""
+    name, choices = parameter.name, parameter.choices
+    value = request.query_params.get(name, parameter.default)
+    if value is not None and choices and value not in choices:
+        raise Invalid(
+            f"{name} is {value!r}; it must be one of {', '.join(choices)}", name=name, value=value, bound=choices
         )
     return value
 
 
 def wait_s(request: Request) -> float:
-    """Read how long the caller is willing to wait, in seconds."""
+    """Read how long the caller wants to wait, in seconds."""
     return number(request, WAIT_MS) / 1000
 
 
 def page(request: Request) -> tuple[int, int]:
-    """Read where a page starts and how long it may be."""
+    """Read the start and the maximum length of a page."""
     return number(request, AFTER), number(request, LIMIT)
 
 
 async def read_groups(request: Request, max_group_bytes: int) -> list[Incoming]:
-    """Read the groups of an append, as JSON or as frames; `decode_groups` tells the limits.
+    """Read the groups of an append, as JSON or as frames; see `decode_groups` for the limits.
 
-    Others have the event loop between two groups, however many there are.
+    Yields to the event loop between two groups: a body of thousands of groups must not block other calls.
     """
     kind = media_type(request, {"application/json", MEDIA_TYPE})
     incoming = []
-    for item in decode_groups(kind, await read_body(request, LARGEST_BODY_BYTES), max_group_bytes):
+    for item in decode_groups(kind, await read_body(request, MAX_BODY_BYTES), max_group_bytes):
         incoming.append(item)
         await asyncio.sleep(0)
     return incoming
 
 
 def decode_groups(kind: str, body: bytes, max_group_bytes: int) -> Iterator[Incoming]:
-    """Decode the groups in a body of media type `kind`, one by one; one that cannot be is told by its rejection.
+    """Decode the groups in a body of media type `kind` one by one; an invalid group yields its rejection.
 
-    A frame that would have more than `max_group_bytes` with all columns raw is too large, and so is one that, with
-    those before it, would have more than a body may. Raises `Malformed` where the body falls apart.
+    A frame is too large above `max_group_bytes` decompressed, and as soon as all frames together exceed
+    `MAX_BODY_BYTES` decompressed. Raises `Malformed` if the body as a whole does not decode.
     """
     if kind != MEDIA_TYPE:
-        yield from map(_from_json, _groups_in(body))
+        yield from map(_from_json, _json_groups(body))
         return
-    room = LARGEST_BODY_BYTES
+    left_bytes = MAX_BODY_BYTES
     for frame in list(split_frames(body)):
-        item = _from_frame(frame, min(max_group_bytes, room))
-        room -= item.group.nbytes if item.group else 0
+        item = _from_frame(frame, min(max_group_bytes, left_bytes))
+        left_bytes -= item.group.nbytes if item.group else 0
         yield item
 
 
-def _groups_in(body: bytes) -> Iterator[GroupJson]:
-    """Decode one group after the other; where one does not decode, decoding all in full tells what is wrong."""
+def _json_groups(body: bytes) -> Iterator[GroupJson]:
+    """Decode one group after the other: one call must not hold the event loop for all groups of a body.
+
+    If one does not decode, the body is decoded as a whole, for an error with the full path of the field.
+    """
     done = 0
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         several = "groups" in fields
+        pieces = msgspec.json.decode(fields["groups"], type=list[msgspec.Raw]) if fields.keys() == {"groups"} else []
+        for piece in pieces:
+            yield msgspec.json.decode(piece, type=GroupJson)
+            done += 1
         if fields.keys() == {"groups"}:
-            for piece in msgspec.json.decode(fields["groups"], type=list[msgspec.Raw]):
-                yield msgspec.json.decode(piece, type=GroupJson)
-                done += 1
             return
     except (msgspec.DecodeError, ValueError, RecursionError):
-        several = b'"groups"' in body  # it may not be strict JSON (NaN)
+        several = b'"groups"' in body  # perhaps not strict JSON (NaN)
     if several:
         yield from decode_json(body, GroupsRequest).groups[done:]
     else:

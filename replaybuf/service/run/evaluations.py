@@ -8,7 +8,7 @@ import msgspec
 
 from replaybuf.errors import Invalid
 from replaybuf.service.run.run import Run
-from replaybuf.wire.contract import Evaluation, EvaluationRequest
+from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
 
 
 async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
@@ -21,7 +21,7 @@ async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
     return kept
 
 
-async def list_evaluations(run: Run, limit: int) -> dict[str, list[Evaluation]]:
+async def list_evaluations(run: Run, limit: int) -> Evaluations:
     """Return the newest results, oldest first; of one version, set and adapter the last that came."""
     found: dict[tuple[str, str, int], Evaluation] = {}
     for raw in await run.journal.store.evaluations.read_newest(run.name, limit):
@@ -29,7 +29,7 @@ async def list_evaluations(run: Run, limit: int) -> dict[str, list[Evaluation]]:
         key = (kept.adapter, kept.name, kept.version)
         found.pop(key, None)
         found[key] = kept
-    return {"evaluations": list(found.values())}
+    return Evaluations(evaluations=list(found.values()))
 
 
 def _check(run: Run, asked: EvaluationRequest) -> None:

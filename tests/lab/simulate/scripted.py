@@ -13,9 +13,9 @@ import itertools
 import time
 from collections.abc import Callable
 
-from replaybuf.client.calls import Ticket, Waiting
 from replaybuf.client.client import Client
 from replaybuf.lab.simulate.workload import Supply
+from replaybuf.wire.contract import Ticket, WaitingAnswer
 from tests.builders import group_of_lengths
 
 
@@ -100,7 +100,7 @@ class Play:
 
     def _ask_for_batch(self) -> None:
         """The order of a trainer's step, with the reference trainer's prefetch: asked once, as training starts."""
-        if self._asked_s is None or isinstance(self._client.fetch_batch(self._step, self._epoch), Waiting):
+        if self._asked_s is None or isinstance(self._client.fetch_batch(self._step, self._epoch), WaitingAnswer):
             return
         w = self._supply.workload
         self.measured.waited_s += self._now_s - self._asked_s

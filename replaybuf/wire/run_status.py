@@ -1,0 +1,193 @@
+"""Status of a run: the answer of `GET /v1/runs/{run}`, and the part of its configuration that clients use."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from replaybuf.errors import Malformed
+from replaybuf.wire.contract import Answer, WaitingAnswer
+
+
+class Buckets(Struct, frozen=True):
+    """A histogram: count, sum, and pairs of a bucket's upper edge (null = unbounded) and its count.
+
+    Empty buckets are left out.
+    """
+
+    count: int
+    sum: float
+    buckets: list[tuple[float | None, int]]
+
+
+class DropAges(Struct, frozen=True):
+    """Ages of the groups dropped for one reason: policy versions at the step of the drop, seconds since arrival."""
+
+    age_versions: Buckets
+    age_s: Buckets
+
+
+class Histograms(Struct, frozen=True):
+    """Uses by `times_sampled` and age; lengths of groups stored, used, dropped; drops by reason.
+
+    Lengths in tokens: of the mean rollout of a group, rounded down, and of its longest one.
+    """
+
+    times_sampled: dict[str, int]
+    age_at_use_s: Buckets
+    rollout_tokens: dict[str, Buckets]
+    longest_rollout_tokens: dict[str, Buckets]
+    dropped: dict[str, DropAges]
+
+
+class Coverage(Struct, frozen=True, kw_only=True):
+    """Outcomes of prompts: issued = trained + dropped + failed + pending.
+
+    - `issued`: prompt indexes that had a ticket (or, without tickets, a group)
+    - `stored`: prompts with a stored group, in any state
+    - `trained`: in a batch of the surviving history; `dropped`: evicted or dead-lettered before any use
+    - `failed`: recorded as failed, without a group
+    - `pending`: may still be trained: group live and unused, ticket out, or to be issued again
+    - `share`: trained / (issued - pending), 0 if no prompt is done
+    """
+
+    issued: int
+    stored: int
+    trained: int
+    dropped: int
+    failed: int
+    pending: int
+    share: float
+
+
+class StoredCounts(Answer, frozen=True, kw_only=True):
+    """Stored groups by state: stored = live + in_batches + retired + sum(evicted) + dead_lettered."""
+
+    stored: int
+    live: int
+    in_batches: int
+    retired: int
+    evicted: dict[str, int]
+    dead_lettered: int
+
+
+class GroupCounts(StoredCounts, frozen=True, kw_only=True):
+    """Stored groups by state, and `rejected` appends by reason, which are not stored."""
+
+    rejected: dict[str, int]
+
+
+class TicketCounts(Answer, frozen=True, kw_only=True):
+    """Tickets since the run began; `out` counts those that are out now."""
+
+    issued: int
+    out: int
+    expired: int
+    returned: int
+    failed: int
+
+
+class LiveTotal(Answer, frozen=True, kw_only=True):
+    """Tokens, or bytes, of live groups."""
+
+    live: int
+
+
+class Progress(Struct, frozen=True):
+    """Progress of an adapter: its own `step`, `groups` given to the batch of it, `groups_per_batch` complete it."""
+
+    step: int
+    groups: int
+    groups_per_batch: int
+
+
+class AdapterStatus(Answer, frozen=True, kw_only=True):
+    """Status of one adapter; `step` is its own next unacked one, `progress` that of its next batch.
+
+    `tokens_used`, `staleness`, `histograms` count its uses so far.
+    """
+
+    step: int
+    published_version: int
+    weights_uri: str | None
+    groups: StoredCounts
+    tokens_live: int
+    tokens_used: int
+    tickets_out: int
+    staleness: dict[str, int]
+    histograms: Histograms
+    progress: Progress
+    waiting: WaitingAnswer | None
+
+
+class ChosenStrategy(Struct, frozen=True):
+    """A strategy by name, with its options, defaults filled in."""
+
+    name: str = ""
+    options: dict[str, Any] = {}
+
+
+class BatchFacts(Struct, frozen=True):
+    """Bounds of a run's batches: tokens of one micro-batch and of a batch, and the rule for longer rollouts."""
+
+    seq_len: int | None = None
+    tokens_per_batch: int | None = None
+    overlong: str = "reject"
+
+
+class RunFacts(Struct, frozen=True):
+    """The part of a run's configuration that a client uses.
+
+    Unlike `RunConfig` it ignores the fields of a newer service.
+    """
+
+    batch: BatchFacts = BatchFacts()
+    strategy: ChosenStrategy = ChosenStrategy()
+    group_size: int | None = None
+    steps_per_publish: int = 1
+    vocab_size: int | None = None
+    seed: int = 0
+    advantage: str = "grpo"
+    adapters: dict[str, Any] = {}
+
+
+class RunStatus(Answer, frozen=True, kw_only=True):
+    """Status of a run. `config` is its configuration with defaults filled in; `oldest_step` can still be resumed."""
+
+    run: str
+    state: Literal["running", "paused", "finished"]
+    paused_reason: str | None
+    strategy: ChosenStrategy
+    durability: str
+    epoch: int
+    generation: int
+    step: int
+    published_version: int
+    groups: GroupCounts
+    tokens: LiveTotal
+    bytes: LiveTotal
+    tickets: TicketCounts
+    staleness: dict[str, int]
+    histograms: Histograms
+    coverage: Coverage
+    waiting: WaitingAnswer | None
+    adapters: dict[str, AdapterStatus]
+    checkpoints: list[int]
+    oldest_step: int
+    config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
+
+    def facts(self) -> RunFacts:
+        """Read the facts of the configuration. Raises `Malformed` for another contract."""
+        try:
+            return msgspec.convert(self.config, RunFacts)
+        except msgspec.ValidationError as error:
+            raise Malformed(f"config of run {self.run} does not fit the contract: {error}", name="config") from error
+
+
+class RunList(Answer, frozen=True, kw_only=True):
+    """Every run of this server, by name; `unreadable`: runs that cannot be read, with the error."""
+
+    runs: list[RunStatus]
+    unreadable: dict[str, str]
