@@ -8,7 +8,6 @@ Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from replaybuf.kernel.decide import decide_purge
 from replaybuf.kernel.decide_config import decide_create, decide_patch
@@ -32,6 +31,7 @@ from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import RunTickets, Store
 from replaybuf.wire.config import ConfigPatch, RunConfig, differing_fields
+from replaybuf.wire.run_status import RunStatus
 
 
 class Run:
@@ -159,6 +159,6 @@ class Run:
         ours, wanted = self.journal.config, resolve_config(config)[0]
         return differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> RunStatus:
         """Render the state of the run."""
         return self.state_cache.state(durability=self.durability, rejected=dict(self.side_state.rejected))

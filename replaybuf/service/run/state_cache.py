@@ -13,6 +13,7 @@ from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.run_status import RunStatus
 
 WAITS_KEPT_S = 0.25
 """A strategy may depend on the number of tickets out, which is in no stream: ask it again after this time."""
@@ -36,7 +37,7 @@ class StateCache:
         self._summary: tuple[object, IndexSummary] | None = None
         self._waits: _Waits | None = None
 
-    def state(self, *, durability: str, rejected: dict[str, int]) -> dict[str, Any]:
+    def state(self, *, durability: str, rejected: dict[str, int]) -> RunStatus:
         """Render the state of the run."""
         waits = self.waits()
         return render_run_state(
