@@ -11,7 +11,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -22,13 +22,7 @@ _END_S = 3.0
 """A process gets so long to end by itself."""
 
 
-class _Numbered(Protocol):
-    @property
-    def number(self) -> int:
-        """Number of the request, of the answer that of its request; 0 = the process itself."""
-
-
-AnswerT = TypeVar("AnswerT", bound=_Numbered)
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
 class ChildEnded(ReplaybufError):
@@ -69,12 +63,12 @@ class ChildProcess(Generic[AnswerT]):
                 future.set_exception(_ended())
             else:
                 self._waiting[number] = future
-                self._outgoing.put(framed(msgspec.structs.replace(request, number=number)))
+                self._outgoing.put(framed(number, request))
         return number, future
 
     def post(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer."""
-        self._outgoing.put(framed(message))
+        self._outgoing.put(framed(0, message))
 
     def answered(self, number: int) -> bool:
         """Return whether a request has an answer or never gets one."""
@@ -105,12 +99,12 @@ class ChildProcess(Generic[AnswerT]):
 
     def _read(self, stdout: BinaryIO) -> None:
         with stdout:
-            for answer in received(stdout, self._answers):
-                if answer.number == 0:
+            for number, answer in received(stdout, self._answers):
+                if number == 0:
                     self.first.set_result(answer)
                     continue
                 with self._lock:
-                    future = self._waiting.pop(answer.number)
+                    future = self._waiting.pop(number)
                 future.set_result(answer)
         self._outgoing.put(None)
         self._process.wait()

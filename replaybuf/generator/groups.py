@@ -1,4 +1,4 @@
-"""From one ticket's completions and scores to the group that is appended."""
+"""Build the group of a ticket from its completions and scores."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def new_group(
     metadata: dict[str, Any],
     adapter: str = "",
 ) -> Group:
-    """Join what belongs together. Raises `RewardFault` where the rewards give no finite advantages."""
+    """Build a group. Raises `RewardFault` if the rewards give no finite advantages."""
     rollouts = len(sample.completion_lengths)
+    mask = np.ones(len(sample.completion_ids), np.bool_) if sample.completion_mask is None else sample.completion_mask
     group = Group(
         group_id=None,  # the service names it after the prompt index, so that a second attempt is a duplicate
         ticket=ticket.ticket,
@@ -40,9 +41,7 @@ def new_group(
         prompt_lengths=np.full(rollouts, len(prompt.token_ids), np.int32),
         completion_ids=sample.completion_ids,
         completion_lengths=sample.completion_lengths,
-        completion_mask=np.ones(len(sample.completion_ids), np.bool_)
-        if sample.completion_mask is None
-        else sample.completion_mask,
+        completion_mask=mask,
         inference_logprobs=sample.inference_logprobs,
         rewards=scores.rewards,
         reward_parts=scores.parts,
@@ -53,14 +52,14 @@ def new_group(
     )
     try:
         if advantage == PROCESS and scores.process_rewards:
-            return _with_process(group, scores)
+            return _with_process_advantages(group, scores)
         return msgspec.structs.replace(group, advantages=group_advantages(advantage, group))
     except Invalid as error:
         raise RewardFault("reward_too_large", error.detail, name=error.name, value=error.value) from error
 
 
-def _with_process(group: Group, scores: Scores) -> Group:
-    """Add advantages per token; that of a rollout, by which strategies choose, is their mean over sampled tokens."""
+def _with_process_advantages(group: Group, scores: Scores) -> Group:
+    """Add advantages per token; that of a rollout, which strategies use, is their mean over sampled tokens."""
     by_token = process_advantages(scores.process_rewards, group.completion_lengths)
     starts = np.cumsum(group.completion_lengths) - group.completion_lengths
     sums = np.add.reduceat(np.where(group.completion_mask, by_token, 0.0), starts)
@@ -69,11 +68,11 @@ def _with_process(group: Group, scores: Scores) -> Group:
 
 
 def _source_of(prompt: Prompt) -> dict[str, Any]:
-    """Pass on where a prompt comes from, by which strategies mix; without it, it is the environment."""
+    """Record the source of a prompt, by which strategies mix; the default is the environment."""
     return {"source": prompt.metadata["source"]} if "source" in prompt.metadata else {}
 
 
 def _flags(scores: Scores) -> dict[str, Any]:
-    """Flag a group of equal rewards, process rewards included: whether it goes is a filter's to decide."""
-    rewards = [scores.rewards, np.array([reward for given in scores.process_rewards for _, reward in given])]
+    """Flag a group with equal rewards and equal process rewards; filters decide whether to drop it."""
+    rewards = [scores.rewards, np.array([reward for stretches in scores.process_rewards for _, reward in stretches])]
     return {"zero_variance": True} if all(zero_variance(some) for some in rewards if len(some)) else {}

@@ -1,8 +1,7 @@
-"""Where the logprobs of given tokens come from: inference servers, or a model in this process.
+"""Stages that compute logprobs of given tokens, with inference servers or a model in this process.
 
-All are stages (`replaybuf.generator.stages`): for reference and teacher of a run, whose weights stay as they are, and
-for the policy itself, whose weights the servers are given as those that sample are. The model is a plug-in of the group
-`replaybuf.logprobs`, called with its folder; the core knows no torch.
+The weights of reference and teacher never change; servers of the policy get its weights like those that sample. A
+local model is a plug-in of the group `replaybuf.logprobs`, called with its folder: the core does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, ServerStatus, stale_fault
 from replaybuf.generator.fleet.publication import ahead, stale
 from replaybuf.generator.preflight import check_least
-from replaybuf.generator.stages import Computed, Rollout, stage_name
+from replaybuf.generator.stages import Computed, Rollout, Stage, stage_name
 from replaybuf.generator.threads import Worker
 from replaybuf.kernel import plugins
 from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
@@ -34,29 +33,29 @@ MODEL_PLUGIN = "torch"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobOptions:
-    """Whose logprobs groups carry beside those that they were sampled with.
+    """Sources of further logprobs of groups, beside those they were sampled with.
 
     Parameters
     ----------
     ref_engine
-        vLLM server of the reference model, which adds ref_logprobs; several with commas share the work.
+        vLLM server of the reference model, which adds ref_logprobs; several, separated by commas, share the work.
     ref_model
-        Model folder of the reference, computed here by torch instead.
+        Model folder of the reference, instead of ref_engine: torch computes it in this process.
     ref_served_name
-        Name the reference servers must serve the reference by; by default the first they serve.
+        Name of the reference on its servers; by default the first that they serve.
     ref_micro_batch
         Rollouts per call of the reference.
     old_engine
-        vLLM server that the trainer gives the policy's weights, which adds old_logprobs: by one version for a whole
-        group; several with commas share the work. It may be one that samples.
+        vLLM server to which the trainer sends the policy's weights, which adds old_logprobs by one version per group;
+        several, separated by commas, share the work. It may be one that samples.
     old_served_name
-        Name those servers must serve the policy by; by default that of the servers that sample.
+        Name of the policy on these servers; by default its name on the servers that sample.
     old_micro_batch
         Rollouts per call of those servers.
     teacher_engine
-        vLLM server of a teacher, which adds teacher_logprobs; several with commas share the work.
+        vLLM server of a teacher, which adds teacher_logprobs; several, separated by commas, share the work.
     teacher_served_name
-        Name the teacher's servers must serve it by; by default the first they serve.
+        Name of the teacher on its servers; by default the first that they serve.
     teacher_micro_batch
         Rollouts per call of the teacher.
     """
@@ -73,20 +72,20 @@ class LogprobOptions:
     teacher_micro_batch: int = 8
 
     def check(self) -> None:
-        """Raise `Invalid` where options are out of bounds or contradict each other."""
+        """Raise `Invalid` if options are out of bounds or contradict each other."""
         for column in OPTIONAL_LOGPROBS:
             urls, _, micro_batch = self.servers(column)
             check_least(f"{stage_name(column)}_micro_batch", micro_batch, 1)
             for url in urls:
                 if not url.startswith(("http://", "https://")):
                     name = f"{stage_name(column)}_engine"
-                    detail = f"{name} is {url!r}; needed is a server with vLLM's API: http://HOST:PORT"
+                    detail = f"{name} is {url!r}; it must be the address of a vLLM server: http://HOST:PORT"
                     raise Invalid(detail, name=name, value=url)
         if self.ref_engine is not None and self.ref_model is not None:
-            raise Invalid("ref_engine and ref_model are both given; the reference is one model", name="ref_model")
+            raise Invalid("ref_engine and ref_model are both set; set one of them", name="ref_model")
 
     def servers(self, column: OptionalLogprobs) -> tuple[list[str], str | None, int]:
-        """Return the addresses that compute a column, the name to ask for there, and rollouts per call."""
+        """Return the addresses of the servers of a column, the model name there, and rollouts per call."""
         name = stage_name(column)
         addresses, served_name, micro_batch = (
             getattr(self, f"{name}_{what}") for what in ("engine", "served_name", "micro_batch")
@@ -95,18 +94,18 @@ class LogprobOptions:
 
 
 class LogprobModel(Protocol):
-    """A model in this process; `max_tokens`: longest rollout it takes, None = any."""
+    """A model in this process; `max_tokens`: of the longest rollout, None = any."""
 
     max_tokens: int | None
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
-        """Return the logprob of every completion token, float32 [C] in nats, for each rollout. Called in one thread."""
+        """Return the logprob of every completion token, float32 [C] in nats, for each rollout; called in one thread."""
 
 
-class EngineStage:
-    """Stage: asks servers that all serve one model, which stays; they fail, wait and come back as samplers do.
+class EngineStage(Stage):
+    """Stage with servers of one model that never changes; their faults are handled as those of servers that sample.
 
-    With none up, a micro-batch waits up to `patience_s` seconds.
+    If no server is up, a micro-batch waits up to `patience_s` seconds.
     """
 
     def __init__(
@@ -120,54 +119,48 @@ class EngineStage:
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest rollout in tokens: vLLM wants room for one more."""
+        """Longest rollout in tokens: vLLM needs space for one more."""
         longest = self._fleet.max_model_len
         return None if longest is None else longest - 1
 
     def record(self) -> dict[str, Any]:
-        """Return what goes into the metadata of groups."""
+        """Return the metadata of groups about this stage."""
         return {"engines": list(self._servers), "model": next(iter(self._servers.values())).model}
 
     async def prepare(self, timeout_s: float, policy: Sequence[Server]) -> None:
-        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` where one serves the policy itself."""
+        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` if one serves the policy itself."""
         await self._fleet.prepare(timeout_s)
         sampling = {(server.url, server.model) for server in policy}
         for server in self._servers.values():
             if (server.url, server.model) in sampling:
                 detail = (
                     f"engine {server.url} serves {server.model!r} for {self.column} and for the policy, whose weights "
-                    "change; another server or name is needed"
+                    "change; use another server or served name"
                 )
                 raise EngineUnfit("engine_unfit", detail, name="engine", value=server.url)
 
     @property
     def waiting(self) -> str | None:
-        """Say why no server is up; None where one is."""
+        """Reason why no server is up; None if one is."""
         return self._fleet.waiting
 
     async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
-        """Ask one server for all; see `Stage.compute`."""
-        return await self._fleet.ask(_tokens(rollouts), lambda server: self._computed(server.url, rollouts))
-
-    def learn_published(self, version: int) -> None:
-        """Do nothing: its weights are not the policy's."""
+        """Compute all with one server; see `Stage.compute`."""
+        return await self._fleet.ask(_tokens(rollouts), lambda server: self._compute(server.url, rollouts))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as a server is up; see `Stage.wait_ready`."""
         await self._fleet.wait_ready(timeout_s)
 
     def status(self) -> tuple[ServerStatus, ...]:
-        """Return how every server is doing."""
+        """Return the status of every server."""
         return self._fleet.status()
 
     async def aclose(self) -> None:
         """Stop probing and close the connections."""
         await self._fleet.aclose()
 
-    async def _computed(self, url: str, rollouts: Sequence[Rollout]) -> Computed:
-        return Computed(await self._asked(url, rollouts))
-
-    async def _asked(self, url: str, rollouts: Sequence[Rollout]) -> list[Float32s]:
+    async def _compute(self, url: str, rollouts: Sequence[Rollout]) -> Computed:
         given = await self._servers[url].logprobs_of([rollout.token_ids for rollout in rollouts])
         values = [logprobs[len(rollout.prompt_ids) :] for logprobs, rollout in zip(given, rollouts, strict=True)]
         for logprobs, rollout in zip(values, rollouts, strict=True):
@@ -175,31 +168,31 @@ class EngineStage:
             if len(lacking):
                 at = int(lacking[0])
                 detail = (
-                    f"engine {url} gave no usable logprob of {len(lacking)} sampled tokens, the first is "
+                    f"engine {url} returned no finite logprob for {len(lacking)} sampled tokens; the first is "
                     f"{rollout.completion_ids[at]} at {at} of the completion"
                 )
                 raise EngineFault("engine_bad_answer", detail, name="engine", value=url)
-        return values
+        return Computed(values)
 
 
 class PolicyStage(EngineStage):
-    """Stage: asks servers that are given the policy's weights, for logprobs by one version of it.
+    """Stage with servers that get the policy's weights: each micro-batch is computed by one version.
 
-    The version is read before and after each micro-batch; where it changed meanwhile, the micro-batch is asked for
-    again. A server that lacks what is published is put aside until it is right, as one that samples is. One that has
-    it, but not yet what sampled the rollouts, is about to be loaded: that is waited for, up to `patience_s` seconds.
+    The version is read before and after a micro-batch; if it changed meanwhile, the micro-batch is computed again. A
+    server with an older version than the published one is suspended until it has it, like one that samples. A server
+    with the published version, but an older one than the rollouts, will get it soon: at most `patience_s` seconds.
     """
 
     _published: int | None = None
 
     async def prepare(self, timeout_s: float, policy: Sequence[Server]) -> None:
-        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` where one does not tell its version."""
+        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` if one does not report its version."""
         await self._fleet.prepare(timeout_s)
         for server in self._servers.values():
             await self._version_of(server)
 
     async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
-        """Ask one server for all, by `least_version` or a newer one; see `Stage.compute`."""
+        """Compute all with one server, by `least_version` or a newer one; see `Stage.compute`."""
         clock = asyncio.get_running_loop().time
         ends_s = clock() + self._patience_s
         while True:
@@ -210,11 +203,11 @@ class PolicyStage(EngineStage):
             except EngineAway as error:
                 if error.reason != BEHIND or clock() >= ends_s:
                     raise
-                logger.info("%s wait for new weights: %s", self.column, error)
+                logger.info("%s: waiting for new weights: %s", self.column, error)
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def learn_published(self, version: int) -> None:
-        """Take in the version published now: servers that lack it are put aside; see `Fleet.learn_published`."""
+        """Suspend servers without this version; see `Fleet.learn_published`."""
         self._published = version
         self._fleet.learn_published(version)
 
@@ -226,30 +219,29 @@ class PolicyStage(EngineStage):
         if before < least_version:
             detail = f"engine {url} has version {before}; the rollouts were sampled by {least_version}"
             raise EngineAway(BEHIND, detail, name="engine", value=url, bound=least_version)
-        values = await self._asked(url, rollouts)
+        computed = await self._compute(url, rollouts)
         after = await self._version_of(server)
         if after != before:
             detail = f"engine {url} had version {before} before it computed and {after} after"
             raise EngineAway("engine_version_changed", detail, name="engine", value=url)
-        return Computed(values, after)
+        return Computed(computed.values, after)
 
     async def _version_of(self, server: VllmEngine) -> int:
         version = await server.loaded_version()
         if version is None:
             how = "start vLLM with VLLM_SERVER_DEV_MODE=1"
-            detail = f"engine {server.url} tells no policy version, which {self.column} need; {how}"
+            detail = f"engine {server.url} reports no policy version, which {self.column} need; {how}"
             raise EngineUnfit("engine_unfit", detail, name="engine", value=server.url)
         return version
 
 
-class ModelStage:
-    """Stage: computes in a thread of this process, one micro-batch after another, each for `timeout_s` at most.
+class ModelStage(Stage):
+    """Stage with a model in a thread of this process: one micro-batch at a time, each for at most `timeout_s`.
 
     A thread cannot be ended, so a micro-batch that takes longer ends `generate`.
     """
 
     max_tokens: int | None = None
-    waiting: str | None = None
 
     def __init__(self, column: OptionalLogprobs, folder: Path, micro_batch: int, timeout_s: float) -> None:
         self.column: OptionalLogprobs = column
@@ -261,40 +253,30 @@ class ModelStage:
         self._model: LogprobModel | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return what goes into the metadata of groups."""
+        """Return the metadata of groups about this stage."""
         return {"model": str(self._folder)}
 
     async def prepare(self) -> None:
-        """Load the model. Raises `Invalid` where there is none in the folder, `MissingExtra` without torch."""
+        """Load the model. Raises `Invalid` if the folder holds none, `MissingExtra` without torch."""
         load = plugins.load(plugins.LOGPROBS, MODEL_PLUGIN)
         model: LogprobModel = await asyncio.wrap_future(self._worker.do(lambda: load(self._folder)))
         self._model, self.max_tokens = model, model.max_tokens
 
     async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
-        """Compute in the thread. Raises `EngineFault` (`model_raised`), `ReplaybufError` where it is late."""
+        """Compute in the thread. Raises `EngineFault` (`model_raised`), `ReplaybufError` if it is late."""
         model = self._model
         if model is None:
-            raise ReplaybufError("prepare comes before compute", name=self.column)
+            raise ReplaybufError("compute was called before prepare", name=self.column)
         async with self._turn:
             try:
-                async with asyncio.timeout(self._timeout_s) as bound:
+                async with asyncio.timeout(self._timeout_s) as limit:
                     return Computed(await asyncio.wrap_future(self._worker.do(lambda: model.logprobs(rollouts))))
-            except Exception as error:  # whatever the model raises: no memory, a kernel that is missing
+            except Exception as error:  # a model may raise anything, for example without memory
                 what = f"{self._folder} with {len(rollouts)} rollouts, {_tokens(rollouts)} tokens,"
-                if bound.expired():
-                    detail = f"{what} is not done after {self._timeout_s:g} s; smaller micro-batches are needed"
+                if limit.expired():
+                    detail = f"{what} did not finish within {self._timeout_s:g} s; use smaller micro-batches"
                     raise ReplaybufError(detail, name="micro_batch", bound=self._timeout_s) from None
                 raise EngineFault("model_raised", f"{what} raised {error!r}", name="model") from error
-
-    def learn_published(self, version: int) -> None:
-        """Do nothing: its weights are not the policy's."""
-
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Return: it is there."""
-
-    def status(self) -> tuple[ServerStatus, ...]:
-        """Return nothing: it has no servers."""
-        return ()
 
 
 def _tokens(rollouts: Sequence[Rollout]) -> int:
@@ -313,10 +295,10 @@ async def open_stages(
     start_timeout_s: float,
     api_key: str | None = None,
 ) -> list[LogprobStage]:
-    """Make ready what checked `options` ask for, in the order in which groups go through it; `stack` closes it.
+    """Open the stages of checked `options`, in the order in which groups pass them; `stack` closes them.
 
-    `policy`: the prepared servers that sample; `timeout_s` bounds one call of a stage. Raises `Invalid`,
-    `MissingExtra`, `EngineAway` where a server is not up after `start_timeout_s`, `EngineUnfit`.
+    `policy`: the prepared servers that sample; `timeout_s` limits one call of a stage. Raises `Invalid`,
+    `MissingExtra`, `EngineAway` if a server is not up after `start_timeout_s`, `EngineUnfit`.
     """
     stages: list[LogprobStage] = []
     if options.ref_model is not None:

@@ -315,11 +315,14 @@ def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
         ({"max-turns": "0"}, "max_turns is 0; at least 1 is needed"),
         (
             {"environment": "tests.generator.turn_environments:Echo", "reward-processes": "1"},
-            "environment 'Echo' plays turns; it stands alone, without weight and reward processes",
+            "environment 'Echo' plays turns; it must be the only one, without weight and reward processes",
         ),
         ({"ref-micro-batch": "0"}, "ref_micro_batch is 0; at least 1 is needed"),
         ({"old-micro-batch": "0"}, "old_micro_batch is 0; at least 1 is needed"),
-        ({"ref-engine": "sglang+http://127.0.0.1:9"}, "ref_engine is 'sglang+http://127.0.0.1:9'; needed is a server"),
+        (
+            {"ref-engine": "sglang+http://127.0.0.1:9"},
+            "'sglang+http://127.0.0.1:9'; it must be the address",
+        ),
         ({"ref-model": "/nowhere"}, "/nowhere has no config.json"),
     ],
 )

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.aggregation import MOST_WINDOWS, Aggregator, Window, chunks, compute, repeated, window_samples
+from replaybuf.generator.aggregation import MAX_WINDOWS, Aggregator, Window, chunks, repeated, window_samples
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 BATCHES = st.lists(st.lists(st.integers(), max_size=9), max_size=20)
+
+
+def compute(window: Window[int], micro_batch: int, stage: Callable[[Sequence[int]], Sequence[int]]) -> list[list[int]]:
+    """Run one stage over a window in micro-batches; return its results by batch."""
+    return window.split([result for chunk in chunks(window.samples, micro_batch) for result in stage(chunk)])
 
 
 def windows_of(sizes: Sequence[int], batches: Sequence[Sequence[int]]) -> list[Window[int]]:
@@ -105,7 +110,7 @@ def test_no_more_is_held_than_the_bound_and_less_than_a_window_where_batches_div
         assert (
             0
             <= aggregator.held
-            < (1 if divide and len(set(map(len, batches))) == 1 else MOST_WINDOWS) * aggregator.window
+            < (1 if divide and len(set(map(len, batches))) == 1 else MAX_WINDOWS) * aggregator.window
         )
 
 
@@ -116,7 +121,7 @@ def test_stages_are_called_as_rarely_as_can_be_where_batches_do_not_divide_a_win
     """Of windows within the bound: only what is left at the end has a shorter last micro-batch."""
     windows = windows_of(sizes, [[0] * samples] * count)
     whole = math.lcm(samples, *sizes)
-    if whole > MOST_WINDOWS * math.lcm(*sizes):
+    if whole > MAX_WINDOWS * math.lcm(*sizes):
         return
     assert all(len(window.samples) == whole for window in windows[: samples * count // whole])
     for size in sizes:
@@ -134,8 +139,8 @@ def test_batches_of_seven_are_computed_by_six_and_four_in_whole_micro_batches() 
 def test_batches_that_never_add_up_leave_at_the_bound() -> None:
     """One above a multiple of 6, however many come."""
     aggregator: Aggregator[int] = Aggregator([6])
-    made = [aggregator.add([0] * size) for size in (1, *[6] * MOST_WINDOWS)]
-    assert made[-1] is not None and not any(made[:-1]) and len(made[-1].samples) == 6 * MOST_WINDOWS + 1
+    made = [aggregator.add([0] * size) for size in (1, *[6] * MAX_WINDOWS)]
+    assert made[-1] is not None and not any(made[:-1]) and len(made[-1].samples) == 6 * MAX_WINDOWS + 1
 
 
 @pytest.mark.parametrize("micro_batch", [0, -1])

@@ -91,7 +91,7 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
     [
         (lambda choices: choices[0]["prompt_logprobs"].pop(), "4 prompt_logprobs for 5 tokens"),
         (lambda choices: choices[0].update(prompt_logprobs=None), "0 prompt_logprobs for 5 tokens"),
-        (lambda choices: choices[1]["prompt_logprobs"][2].pop("6"), "1 sampled tokens, the first is 6 at 1"),
+        (lambda choices: choices[1]["prompt_logprobs"][2].pop("6"), "1 sampled tokens; the first is 6 at 1"),
         (lambda choices: choices[1]["prompt_logprobs"].__setitem__(2, None), "the first is 6 at 1"),
         (lambda choices: choices[1]["prompt_logprobs"][1]["2"].update(logprob=-9999.0), "the first is 2 at 0"),
         (lambda choices: choices[1]["prompt_logprobs"][1]["2"].update(logprob=0.5), "the first is 2 at 0"),
@@ -387,7 +387,7 @@ def test_after_a_rewind_no_server_is_used_that_has_weights_of_before() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "told"),
     [
-        ({"weight_info": False}, {}, "tells no policy version, which old_logprobs need"),
+        ({"weight_info": False}, {}, "reports no policy version, which old_logprobs need"),
         ({"version": "a-name"}, {}, "labels its weights 'a-name'"),
         ({"model": "another"}, {}, r"serves \['another'\]; the requested model is 'tiny'"),
         ({}, {"old_served_name": "base"}, "the requested model is 'base'"),
@@ -418,13 +418,13 @@ def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"ref_engine": "http://a", "ref_model": Path("m")}, "ref_engine and ref_model are both given"),
+        ({"ref_engine": "http://a", "ref_model": Path("m")}, "ref_engine and ref_model are both set"),
         ({"ref_micro_batch": 0}, "ref_micro_batch is 0; at least 1 is needed"),
         ({"old_micro_batch": 0}, "old_micro_batch is 0; at least 1 is needed"),
         ({"teacher_micro_batch": -1}, "teacher_micro_batch is -1"),
         (
             {"ref_engine": "sglang+http://a:1"},
-            r"ref_engine is 'sglang\+.*; needed is a server with vLLM's API",
+            r"ref_engine is 'sglang\+.*; it must be the address of a vLLM server",
         ),
         ({"old_engine": "http://a:1,"}, "old_engine is ''"),
     ],
@@ -503,7 +503,7 @@ def test_a_model_that_hangs_ends_generating(models: list[Counting]) -> None:
         async with AsyncExitStack() as stack:
             stage = await opened(stack, timeout_s=0.1, ref_model=Path("folder"))
             models[0].open.clear()
-            with pytest.raises(ReplaybufError, match=r"not done after 0\.1 s; smaller micro-batches") as caught:
+            with pytest.raises(ReplaybufError, match=r"did not finish within 0\.1 s; use smaller") as caught:
                 await stage.compute(ROLLOUTS)
             assert not isinstance(caught.value, EngineFault)
             models[0].open.set()

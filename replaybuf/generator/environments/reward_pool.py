@@ -29,7 +29,6 @@ START_S = 60.0
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One group to score: the fields of its prompt, and the completions as text."""
 
-    number: int = 0
     prompt_id: str
     text: str
     token_ids: list[int]
@@ -40,9 +39,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of a group, or `reason` and `detail` of a `RewardFault`. Number 0: the worker is ready, or unfit."""
+    """Scores of a group, or `reason` and `detail` of a `RewardFault`; the first one: the worker is ready, or unfit."""
 
-    number: int = 0
     rewards: list[float] = []
     parts: dict[str, list[float]] = {}
     process_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()

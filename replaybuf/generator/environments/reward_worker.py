@@ -32,14 +32,15 @@ def main() -> None:
     try:
         scorer = Scorer(load_rewards(sys.argv[1]), timeout_s=_UNLIMITED_S)
     except ReplaybufError as error:
-        send(Answer(reason="unfit", detail=error.detail))
+        send(0, Answer(reason="unfit", detail=error.detail))
         return
-    send(Answer())
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    send(0, Answer())
+    waiting: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(jobs, waiting), daemon=True).start()
     with asyncio.Runner() as runner:
         while True:
-            send(runner.run(_answer(scorer, waiting.get())))
+            number, job = waiting.get()
+            send(number, runner.run(_answer(scorer, job)))
 
 
 async def _answer(scorer: Scorer, job: Job) -> Answer:
@@ -48,16 +49,14 @@ async def _answer(scorer: Scorer, job: Job) -> Answer:
     try:
         scores = await scorer.score(prompt, job.completions)
     except RewardFault as fault:
-        return Answer(number=job.number, reason=fault.reason, detail=fault.detail)
+        return Answer(reason=fault.reason, detail=fault.detail)
     parts = {name: part.tolist() for name, part in scores.parts.items()}
-    return Answer(
-        number=job.number, rewards=scores.rewards.tolist(), parts=parts, process_rewards=scores.process_rewards
-    )
+    return Answer(rewards=scores.rewards.tolist(), parts=parts, process_rewards=scores.process_rewards)
 
 
-def _read(jobs: BinaryIO, waiting: queue.SimpleQueue[Job]) -> None:
-    for job in received(jobs, Job):
-        waiting.put(job)
+def _read(jobs: BinaryIO, waiting: queue.SimpleQueue[tuple[int, Job]]) -> None:
+    for numbered in received(jobs, Job):
+        waiting.put(numbered)
     os._exit(0)  # the generator is gone
 
 

@@ -4,9 +4,8 @@ Its interpreter may be another than the generator's, and need not have `replaybu
 standard library, msgspec and what verifiers brings, and import each other relatively. `pipes` and `messages` import no
 verifiers: the generator uses them too.
 
-An answer has the number of its request. Number 0 is the process itself, which reports first that it is ready. Prints
-of a taskset go to standard error. The process ends when its standard input ends, in the middle of a reward too, so it
-does not outlive a killed generator.
+The process reports first that it is ready. Prints of a taskset go to standard error. The process ends when its
+standard input ends, in the middle of a reward too, so it does not outlive a killed generator.
 
 ===========  ==============================================================
 `pipes`      messages over standard streams

@@ -52,12 +52,12 @@ class LoadedTaskset:
             return row
         return msgspec.structs.replace(row, prompt_ids=await self._player.opening_ids(task, rendering))
 
-    async def score(self, data: dict[str, Any], reply: str, number: int) -> Scored:
+    async def score(self, data: dict[str, Any], reply: str) -> Scored:
         """Score a reply with all rewards, metrics and judges of the task with these data."""
         task = self._task(data)
         trace = reply_trace(task, reply)
         await task.score(trace)
-        return msgspec.structs.replace(scores_of(trace), number=number)
+        return scores_of(trace)
 
     async def begin(self, data: dict[str, Any], rendering: Rendering, prompt_ids: list[int]) -> Play:
         """Begin a play of the task with these data, whose first turn follows `prompt_ids`."""
@@ -67,15 +67,15 @@ class LoadedTaskset:
         # As verifiers' own environment server makes tasks.
         return self._task_type(self._task_type.data_type().model_validate(data), self._taskset.config.task)
 
-    def describe(self, number: int) -> Described:
+    def describe(self) -> Described:
         """Describe its tasks, by the first one."""
         self._restart()
         task = next(self._tasks, None)
         if task is None:
-            return Described(number=number, infinite=self.infinite, plays=None, unfit="holds no task")
+            return Described(infinite=self.infinite, plays=None, unfit="holds no task")
         self._tasks = itertools.chain([task], self._tasks)  # a data set is not loaded twice
         plays, unfit = next(self._play_reasons(task), None), next(self._unfit_reasons(task), None)
-        return Described(number=number, infinite=self.infinite, plays=plays, unfit=unfit)
+        return Described(infinite=self.infinite, plays=plays, unfit=unfit)
 
     def _play_reasons(self, task: Any) -> Iterator[str]:
         """Yield why its tasks take more than one reply."""

@@ -17,16 +17,13 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     renderer: dict[str, Any] = {}
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    number: int = 0
-    """From 1; the generator sets it."""
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Cancel the request with this number, which is then answered by `Failed`; has no answer itself."""
+
+    number: int
 
 
-class Cancel(_Request, frozen=True, kw_only=True, tag=True):
-    """Cancel the request with this number, which is then answered by `Failed`."""
-
-
-class TasksetRequest(_Request, frozen=True, kw_only=True, tag=True):
+class TasksetRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request to a taskset: its verifiers id, and the fields of its configuration."""
 
     taskset: str
@@ -67,7 +64,7 @@ class BeginPlay(TasksetRequest, frozen=True, kw_only=True, tag=True):
     prompt_ids: list[int]
 
 
-class TakeTurn(_Request, frozen=True, kw_only=True, tag=True):
+class TakeTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Continue a play with a sampled turn; answered by `PlayState`. `cut_off`: at the token bound."""
 
     play: str
@@ -75,13 +72,13 @@ class TakeTurn(_Request, frozen=True, kw_only=True, tag=True):
     cut_off: bool = False
 
 
-class EndPlay(_Request, frozen=True, kw_only=True, tag=True):
+class EndPlay(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a play, which gets no further turn; answered by `PlayState` with its scores."""
 
     play: str
 
 
-class DropPlay(_Request, frozen=True, kw_only=True, tag=True):
+class DropPlay(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Cancel a play if it goes on, and forget it; answered by `Dropped` at once."""
 
     play: str
@@ -90,7 +87,6 @@ class DropPlay(_Request, frozen=True, kw_only=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first answer: this version of verifiers is installed."""
 
-    number: int = 0
     version: str
 
 
@@ -100,7 +96,6 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `reason`: `missing` (no verifiers), `invalid` (the request), `raised`, `cancelled` or `rewritten` (`Rewritten`).
     """
 
-    number: int
     reason: str
     detail: str
 
@@ -112,7 +107,6 @@ class Described(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     or None.
     """
 
-    number: int
     infinite: bool
     plays: str | None
     unfit: str | None
@@ -139,14 +133,12 @@ class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
 class TaskRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rows of consecutive tasks."""
 
-    number: int
     rows: list[TaskRow]
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Scores: `reward` = sum(weight x score) of `rewards`; `metrics` do not count."""
 
-    number: int = 0
     reward: float
     rewards: dict[str, float]
     metrics: dict[str, float]
@@ -158,15 +150,12 @@ class PlayState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `answer` is empty before the first turn.
     """
 
-    number: int
     answer: list[int] = []
     scored: Scored | None = None
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The play does not exist any more."""
-
-    number: int
 
 
 PlayRequest: TypeAlias = TakeTurn | EndPlay | DropPlay

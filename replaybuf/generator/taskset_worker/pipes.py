@@ -1,4 +1,8 @@
-"""Messages between a process and its child: msgpack behind a length (4 bytes, little-endian), over standard streams."""
+"""Numbered messages between a process and its child, over the child's standard streams.
+
+A frame is the length of its body and the number of the request (4 bytes each, little-endian), then the body in
+msgpack. An answer has the number of its request; number 0 is the process itself.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,26 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-_LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<II")
 
 
-def framed(message: msgspec.Struct) -> bytes:
-    """Encode a message behind its length."""
+def framed(number: int, message: msgspec.Struct) -> bytes:
+    """Encode a message."""
     body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return _HEAD.pack(len(body), number) + body
 
 
-def received(stream: BinaryIO, kind: Any) -> Iterator[Any]:
-    """Yield the messages of a stream, of type `kind`, until it ends; an incomplete last one is ignored."""
-    while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-        (length,) = _LENGTH.unpack(head)
+def received(stream: BinaryIO, kind: Any) -> Iterator[tuple[int, Any]]:
+    """Yield numbers and messages, of type `kind`, until the stream ends; an incomplete last one is ignored."""
+    while len(head := stream.read(_HEAD.size)) == _HEAD.size:
+        length, number = _HEAD.unpack(head)
         body = stream.read(length)
         if len(body) < length:
             return
-        yield msgspec.msgpack.decode(body, type=kind)
+        yield number, msgspec.msgpack.decode(body, type=kind)
 
 
-def claim_pipes() -> tuple[BinaryIO, Callable[[msgspec.Struct], None]]:
+def claim_pipes() -> tuple[BinaryIO, Callable[[int, msgspec.Struct], None]]:
     """Return this process's standard input, and a function that sends a message to its standard output.
 
     Afterwards, prints go to standard error.
@@ -38,8 +42,8 @@ def claim_pipes() -> tuple[BinaryIO, Callable[[msgspec.Struct], None]]:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
-    def send(message: msgspec.Struct) -> None:
-        answers.write(framed(message))
+    def send(number: int, message: msgspec.Struct) -> None:
+        answers.write(framed(number, message))
         answers.flush()
 
     return requests, send

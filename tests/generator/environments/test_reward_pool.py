@@ -132,7 +132,7 @@ def test_a_process_whose_generator_is_gone_ends_in_the_middle_of_a_score() -> No
         assert worker.stdin is not None and worker.stdout is not None
         await worker.stdout.readexactly(4)
         job = Job(prompt_id="p", text="cab", token_ids=[2], answer=None, metadata={}, where="", completions=["hang"])
-        worker.stdin.write(framed(job))
+        worker.stdin.write(framed(1, job))
         await worker.stdin.drain()
         worker.stdin.close()
         async with asyncio.timeout(TIMEOUT_S):

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from replaybuf.generator.taskset_worker.messages import Described, PlayFailed, Rendering, Scored, TaskRow, Unfit
 from replaybuf.generator.taskset_worker.plays import Over, Play
@@ -35,10 +35,10 @@ class Words:
         self.infinite = name == "endless_words"
         self._words = options.get("words", ["cab", "fed"])
 
-    def describe(self, number: int) -> Described:
+    def describe(self) -> Described:
         """Refuse the one that needs a container."""
         unfit = "needs a container (NEEDS_CONTAINER)" if self._name == "contained" else None
-        return Described(number=number, infinite=self.infinite, plays=None, unfit=unfit)
+        return Described(infinite=self.infinite, plays=None, unfit=unfit)
 
     async def rows(self, first: int, count: int, rendering: Rendering | None) -> list[TaskRow]:
         """Make tasks."""
@@ -46,7 +46,7 @@ class Words:
             return [_row(f"a{number + 1}", "a" * (number + 1)) for number in range(first, first + count)]
         return [_row(f"hash-of-{word}", word) for word in self._words[first : first + count]]
 
-    async def score(self, data: dict[str, Any], reply: str, number: int) -> Scored:
+    async def score(self, data: dict[str, Any], reply: str) -> Scored:
         """Do what the reply asks for, as `tests/generator/tasksets/modules/backwards.py`."""
         thought, said = split_reasoning(reply)
         correct = float(said == data["answer"])
@@ -71,7 +71,7 @@ class Words:
             case ["pid"]:
                 correct = float(os.getpid())
         metrics = {"said": float(len(said)), "thought": float(len(thought or ""))}
-        return Scored(number=number, reward=2 * correct + 1, rewards={"correct": correct, "kept": 1.0}, metrics=metrics)
+        return Scored(reward=2 * correct + 1, rewards={"correct": correct, "kept": 1.0}, metrics=metrics)
 
     async def begin(self, data: dict[str, Any], rendering: Rendering, prompt_ids: list[int]) -> Play:
         """There is none."""
@@ -83,9 +83,9 @@ class Sums:
 
     infinite = False
 
-    def describe(self, number: int) -> Described:
+    def describe(self) -> Described:
         """It is played."""
-        return Described(number=number, infinite=False, plays="has tools", unfit=None)
+        return Described(infinite=False, plays="has tools", unfit=None)
 
     async def rows(self, first: int, count: int, rendering: Rendering | None) -> list[TaskRow]:
         """Make two tasks, rendered by the model's chat template; tools stand nowhere."""
@@ -110,7 +110,7 @@ class Sums:
             rows.append(row)
         return rows
 
-    async def score(self, data: dict[str, Any], reply: str, number: int) -> Scored:
+    async def score(self, data: dict[str, Any], reply: str) -> Scored:
         """It is played."""
         raise Unfit("takes more than a reply")
 
@@ -179,4 +179,4 @@ def _row(task_id: str, word: str) -> TaskRow:
 
 
 if __name__ == "__main__":
-    run(lambda: "double", lambda name, options: Sums() if name == "sums" else Words(name, options))
+    run(lambda: "double", lambda name, options: cast(Any, Sums() if name == "sums" else Words(name, options)))

@@ -88,8 +88,8 @@ def test_the_process_ends_with_its_generator_in_the_middle_of_a_score(python: Pa
     with subprocess.Popen([python, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.read(1)
-        score = ScoreReply(number=1, taskset="backwards", task={"answer": "x"}, reply="block")
-        process.stdin.write(framed(score))
+        score = ScoreReply(taskset="backwards", task={"answer": "x"}, reply="block")
+        process.stdin.write(framed(1, score))
         process.stdin.close()
         assert process.wait(TIMEOUT_S) == 0
 
