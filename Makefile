@@ -6,7 +6,8 @@
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
 #   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
 #   make check                       lint, format, types, import rules
-#   make docs                        run what the pages promise: commands, examples, links, figures, names
+#   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
+#   make coverage                    coverage of replaybuf/kernel; fails below the floor
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
@@ -23,11 +24,13 @@ PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
 EXTRAS := trainer,demo,generate,dev
+KERNEL_TESTS := tests/kernel tests/testing tests/lab/simulate tests/service/test_plugins.py
+KERNEL_FLOOR := 90
 JOBS ?= 4
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-vllm test-verifiers check docs bench chaos fuzz clean
+.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +53,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+coverage: $(STAMP)
+	$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist loadfile $(KERNEL_TESTS) \
+		--cov=replaybuf.kernel --cov-report=term-missing:skip-covered --cov-fail-under=$(KERNEL_FLOOR) $(ARGS)
+
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)
 
@@ -69,10 +76,13 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 docs: $(STAMP)
-	$(BIN)/python -m pytest tests/docs/test_docs.py tests/docs/test_readme.py tests/test_*_page.py $(ARGS)
+	$(BIN)/python benchmarks/tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest tests/docs $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
+	$(BIN)/python benchmarks/tables.py
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),20) --seed $(or $(SEED),0) $(ARGS)
@@ -82,5 +92,5 @@ fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
 clean:
-	rm -rf dist build .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf dist build site .coverage .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
