@@ -1,4 +1,4 @@
-"""docs/frames.md: its code reads a frame, its tables are those of the code."""
+"""docs/frames.md: its code reads a frame; it names every column, field and limit of the code."""
 
 from __future__ import annotations
 

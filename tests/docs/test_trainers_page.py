@@ -1,8 +1,7 @@
-"""docs/trainers.md keeps up with the code: its examples run, its tables name what there is."""
+"""docs/trainers.md: every example trains a run or sends its feedback."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import socket
@@ -14,27 +13,24 @@ from typing import Any
 
 import pytest
 
-from replaybuf.client import unpack
 from replaybuf.client.client import Client
-from replaybuf.client.reader import BatchReader, ReaderOptions
+from replaybuf.client.reader import BatchReader
 from tests.conftest import RunClient, ServeProcess, group
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-LONGEST_EXAMPLE_LINES = 20
 STEPS = 2
 TIMEOUT_S = 120.0
 
 
 def example(heading: str) -> str:
-    """Cut the one Python block out of a section."""
+    """Cut the only Python block out of a section."""
     section = re.split(r"\n##+ ", PAGE.partition(f"# {heading}\n")[2])[0]
     (block,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    assert len(block.splitlines()) <= LONGEST_EXAMPLE_LINES
     return str(block)
 
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:
-    """Run it as it stands; return its names."""
+    """Run the block of a section unchanged; return its names."""
     exec(compile(example(heading), f"docs/trainers.md, {heading}", "exec"), names)
     return names
 
@@ -43,29 +39,40 @@ def run_example(heading: str, **names: Any) -> dict[str, Any]:
 def main(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient], monkeypatch: pytest.MonkeyPatch
 ) -> RunClient:
-    """A run `main` of two steps with all its groups, on the service that the examples go to."""
+    """Create a run `main` of two steps with all its groups, configured as the first example does."""
     monkeypatch.setenv("REPLAYBUF_URL", own_service.url)
     run = connect(own_service.url, "main")
-    strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 9}}
-    run.put(batch={"groups_per_batch": 1}, strategy=strategy, max_steps=STEPS)
+    run.put(batch={"groups_per_batch": 1}, max_steps=STEPS)
     run.append(*(group(f"g{step}") for step in range(STEPS)))
     return run
 
 
-@pytest.mark.parametrize("heading", ["numpy", "torch", "IterableDataset"])
-def test_an_example_trains_the_run_to_its_end(
-    main: RunClient, heading: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if heading != "numpy":
-        pytest.importorskip("torch")
-    run_example(heading)
+def test_the_torch_example_trains_the_run_to_its_end(main: RunClient, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    run_example("torch")
     state = main.state()
     assert (state["state"], state["step"], state["published_version"]) == ("finished", STEPS, STEPS)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1"]
 
 
+def test_a_data_set_of_batches_trains_the_run_to_its_end(main: RunClient) -> None:
+    """`DataLoader` takes `BatchDataset` with the arguments of the page."""
+    pytest.importorskip("torch")
+    from torch.utils.data import DataLoader
+
+    from replaybuf_trainer.reading import BatchDataset, TensorReader
+
+    with Client(str(main.http.base_url), "main") as client:
+        attached = client.attach()
+        with TensorReader(client, attached.epoch, attached.step) as reader:
+            for batch in DataLoader(BatchDataset(reader), batch_size=None, num_workers=0):
+                reader.ack()
+                client.publish_policy(batch.meta.step + 1, attached.epoch)
+    assert main.state()["state"] == "finished"
+
+
 def test_the_example_of_several_ranks_trains_on_each_of_them(main: RunClient) -> None:
-    """Two processes, as torchrun starts them: both get a part of every step, and both end with the run."""
+    """Two processes, started as torchrun does, get their part of every step and end with the run."""
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -76,45 +83,18 @@ def test_the_example_of_several_ranks_trains_on_each_of_them(main: RunClient) ->
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=TIMEOUT_S)[0].splitlines() for rank in ranks]
+        printed = [rank.communicate(timeout=TIMEOUT_S)[0].splitlines() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert told == [[f"{step} {rank} 1" for step in range(STEPS)] for rank in range(2)]
+    assert printed == [[f"{step} {rank} 1" for step in range(STEPS)] for rank in range(2)]
     assert [rank.returncode for rank in ranks] == [0, 0] and main.state()["state"] == "finished"
 
 
-def test_the_example_of_the_way_back_sends_priorities(main: RunClient) -> None:
-    """For every group of the batch."""
+def test_the_example_of_values_per_group_sends_priorities(main: RunClient) -> None:
+    """The feedback has a priority for every group of the batch."""
     with Client(str(main.http.base_url), "main") as client:
         attached = client.attach()
         with BatchReader(client, attached.epoch, attached.step) as reader:
-            names = run_example("From packed rows back to rollouts", reader=reader, batch=next(reader))
+            names = run_example("Values per rollout and group", reader=reader, batch=next(reader))
     assert names["feedback"] == {"priorities": {"g0": pytest.approx(1.0, abs=0.01)}}
-
-
-def test_the_example_of_the_way_back_from_torch_sends_priorities(main: RunClient) -> None:
-    """As numpy's does."""
-    pytest.importorskip("torch")
-    from replaybuf_trainer.reading import TensorReader
-
-    with Client(str(main.http.base_url), "main") as client:
-        attached = client.attach()
-        with TensorReader(client, attached.epoch, attached.step) as reader:
-            names = run_example("Results of torch", reader=reader, batch=next(reader))
-    assert names["feedback"] == {"priorities": {"g0": pytest.approx(1.0, abs=0.01)}}
-    assert len(names["first"]) == len(names["batch"].host.micro_batches[0].rewards)
-
-
-def test_every_option_of_the_reader_is_documented_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", PAGE, re.MULTILINE))
-    told = {"none": None, "true": True}
-    for field in dataclasses.fields(ReaderOptions):
-        default = rows[field.name]
-        assert (told[default] if default in told else float(default)) == field.default, field.name
-
-
-def test_every_call_of_the_way_back_is_documented() -> None:
-    calls = set(re.findall(r"^\| `(\w+)\(", PAGE, re.MULTILINE))
-    assert calls == {"rollout_keys", "per_rollout", "per_group", "merged"}
-    assert all(hasattr(unpack, call) for call in calls)
