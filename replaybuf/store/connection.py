@@ -150,15 +150,16 @@ class Connection:
         return reply
 
     async def call_fenced(
-        self, run: str, function: str, names: list[str], arguments: list[Any], *, durably: bool = False
+        self, run: str, token: str, function: str, names: list[str], arguments: list[Any], *, durably: bool = False
     ) -> tuple[str, str]:
-        """Call a function that checks the fencing token, its first argument; return outcome and detail.
+        """Call a function that only a leader may call; return outcome and detail.
 
         Raises `NotLeader` if the token is old, `DataLost` if the server has none.
         """
-        outcome, detail = map(text, await self.call(function, names, arguments, durably=durably))
+        reply = await self.call(function, [keys.fence(run), *names], [token, *arguments], durably=durably)
+        outcome, detail = map(text, reply)
         if outcome == "fenced":
-            raise fenced(run, arguments[0], detail)
+            raise fenced(run, token, detail)
         return outcome, detail
 
     async def read_blocking(self, streams: Mapping[Any, Any], timeout_s: float) -> Any:

@@ -27,8 +27,10 @@ class LedgerStore:
         Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, `Conflict` if
         another record has the number.
         """
-        names, arguments = [keys.ledger(run), keys.fence(run)], [token, number, encode_record(record)]
-        outcome, newest = await self._connection.call_fenced(run, "rb_append", names, arguments, durably=True)
+        arguments = [number, encode_record(record)]
+        outcome, newest = await self._connection.call_fenced(
+            run, token, "rb_append", [keys.ledger(run)], arguments, durably=True
+        )
         if outcome == "gap":
             raise data_lost(run, f"the ledger ends at entry {newest}, but entry {number - 1} was acknowledged")
         if outcome != "ok":

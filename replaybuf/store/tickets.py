@@ -51,9 +51,9 @@ class TicketStore:
         Pass `durably=False` if a restart finds a lost change by itself.
         """
         deadlines = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
-        names = [keys.tickets(run), keys.counts(run), keys.fence(run)]
-        arguments = [token, len(drop), *drop, len(deadlines) // 2, *deadlines, *_flat(counts or {})]
-        await self._connection.call_fenced(run, "rb_tickets", names, arguments, durably=durably)
+        names = [keys.tickets(run), keys.counts(run)]
+        arguments = [len(drop), *drop, len(deadlines) // 2, *deadlines, *_flat(counts or {})]
+        await self._connection.call_fenced(run, token, "rb_tickets", names, arguments, durably=durably)
 
 
 class CounterStore:
