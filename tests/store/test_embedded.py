@@ -1,4 +1,4 @@
-"""The embedded Valkey by itself: where its folder may lie, and what it says when it cannot start."""
+"""The embedded Valkey: names of its data folder, failed starts and restarts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.store.test_store import to_append
 
 WITHIN_S = 20.0
 POLL_S = 0.01
-LONGEST_PAUSE_S = 0.6
+LONGEST_PAUSE_S = 0.3
 
 
 def pid_of(embedded: EmbeddedServer) -> int | None:
-    """Ask the server for its process id; None where it does not answer."""
+    """Read the server's process id; None = it does not answer."""
     try:
         with redis.Redis(unix_socket_path=str(embedded.socket_path), retry=Retry(NoBackoff(), 0)) as client:
             return int(client.info("server")["process_id"])
@@ -35,22 +35,22 @@ def pid_of(embedded: EmbeddedServer) -> int | None:
 
 
 def kill_valkey(embedded: EmbeddedServer) -> int:
-    """Kill the server's process; return which it was."""
+    """Kill the server's process; return its id."""
     pid = pid_of(embedded)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-async def another_one(embedded: EmbeddedServer, dead_pid: int) -> None:
-    """Wait until the server answers as another process than the dead one."""
+async def wait_for_restart(embedded: EmbeddedServer, dead_pid: int) -> None:
+    """Wait until another process than the dead one answers."""
     async with asyncio.timeout(WITHIN_S):
         while await asyncio.to_thread(pid_of, embedded) in (None, dead_pid):  # noqa: ASYNC110 - another process
             await asyncio.sleep(POLL_S)
 
 
-async def answered(store: Store) -> list[int | None]:
-    """Ask for a group until Redis answers."""
+async def wait_for_answer(store: Store) -> list[int | None]:
+    """Look up a group until Redis answers."""
     async with asyncio.timeout(WITHIN_S):
         while True:
             with contextlib.suppress(ServiceUnavailable):
@@ -58,8 +58,8 @@ async def answered(store: Store) -> list[int | None]:
             await asyncio.sleep(POLL_S)
 
 
-async def refused(store: Store, words: str) -> None:
-    """Ask until the refusal holds these words."""
+async def wait_for_refusal(store: Store, words: str) -> None:
+    """Call Redis until the error contains `words`."""
     async with asyncio.timeout(WITHIN_S):
         while True:
             try:
@@ -72,7 +72,7 @@ async def refused(store: Store, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["with space", "quo'te\"s", "per%20cent?#", "ümlaut", "long " * 30])
 def test_a_data_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
-    """What is stored in it is there after a restart."""
+    """Stored groups are there after a restart."""
 
     async def main() -> None:
         for stored in (True, False):
@@ -89,8 +89,8 @@ def test_a_data_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_does_not_start_is_told_with_its_own_last_words(tmp_path: Path) -> None:
-    """Here its append-only file is broken."""
+def test_a_failed_start_reports_the_end_of_the_servers_log(tmp_path: Path) -> None:
+    """The append-only file is broken."""
     (tmp_path / "appendonlydir").mkdir()
     (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("no manifest\n")
 
@@ -105,10 +105,10 @@ def test_a_server_that_does_not_start_is_told_with_its_own_last_words(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_server_that_died_on_a_full_disk_is_started_when_there_is_room(
+def test_a_server_that_died_on_a_full_disk_restarts_when_space_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then every call says how much is free, how much is needed, and that nothing else is to be done."""
+    """Until then the error of every call names the free and the needed bytes."""
     disk = shutil.disk_usage(tmp_path)
 
     async def main() -> None:
@@ -120,9 +120,9 @@ def test_a_server_that_died_on_a_full_disk_is_started_when_there_is_room(
             await store.groups.append("r", [to_append("a")], {"": 0}, time.time())
             monkeypatch.setattr("shutil.disk_usage", lambda _: disk._replace(free=4096))
             kill_valkey(embedded)
-            await refused(store, "is full: 4096 bytes are free, 16777216 are needed. Make room there")
+            await wait_for_refusal(store, "is full: 4096 bytes are free, 16777216 are needed. Free disk space")
             monkeypatch.undo()
-            assert await answered(store) == [1]
+            assert await wait_for_answer(store) == [1]
         finally:
             watching.cancel()
             await store.close()
@@ -131,10 +131,8 @@ def test_a_server_that_died_on_a_full_disk_is_started_when_there_is_room(
     asyncio.run(main())
 
 
-def test_a_server_that_keeps_dying_is_started_less_and_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each start reads all its data. It is told how it ended."""
+def test_the_pause_before_each_restart_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start reads all data. The outage names how the server ended."""
     monkeypatch.setattr(embedded_module, "LONGEST_PAUSE_S", LONGEST_PAUSE_S)
 
     async def main() -> None:
@@ -142,13 +140,13 @@ def test_a_server_that_keeps_dying_is_started_less_and_less_often(
         await embedded.start()
         watching = asyncio.create_task(embedded.watch())
         try:
-            away_s = []
+            outages_s = []
             for _ in range(4):
                 began_s = time.monotonic()
-                await another_one(embedded, kill_valkey(embedded))
-                away_s.append(time.monotonic() - began_s)
+                await wait_for_restart(embedded, kill_valkey(embedded))
+                outages_s.append(time.monotonic() - began_s)
                 assert "the embedded Valkey ended with SIGKILL; the end of " in str(embedded.outage)
-            assert min(away_s[2:]) > LONGEST_PAUSE_S
+            assert min(outages_s[2:]) > LONGEST_PAUSE_S
         finally:
             watching.cancel()
             await embedded.stop()

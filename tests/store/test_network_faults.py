@@ -1,11 +1,10 @@
-"""The store where the network between it and a real Valkey does what networks do."""
+"""The store behind a faulty network, with a real Valkey."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,12 @@ from tests.store.test_store import to_append
 
 TIMEOUT_S = 1.0
 SHORT_TIMEOUT_S = 0.3
-TOKEN_OF_NOBODY = ""
+NO_TOKEN = ""
 
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyProxy]:
-    """A proxy before an embedded Valkey of this module."""
+    """Put a proxy in front of an embedded Valkey."""
     embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
     asyncio.run(embedded.start())
     with FaultyProxy(embedded.socket_path).running() as running:
@@ -49,8 +48,8 @@ def with_store(
 
 
 async def append(store: Store, run: str, *ids: str) -> list[bool]:
-    """Append groups; say which were stored by this very call."""
-    results = await store.groups.append(run, [to_append(name) for name in ids], {"": 0}, time.time(), TOKEN_OF_NOBODY)
+    """Append groups; return which of them this call stored."""
+    results = await store.groups.append(run, [to_append(name) for name in ids], {"": 0}, time.time(), NO_TOKEN)
     return [result.stored for result in results]
 
 
@@ -99,8 +98,8 @@ def test_a_reader_that_stops_early_leaves_no_reply_behind(proxy: FaultyProxy, mo
 
 
 @pytest.mark.parametrize("fate", ["lost", "cut"])
-def test_an_append_whose_answer_is_lost_is_recognised_when_repeated(proxy: FaultyProxy, fate: str) -> None:
-    """The first attempt stored it, the second says so; a ledger record is written once."""
+def test_a_repeated_append_is_recognised_if_the_first_answer_was_lost(proxy: FaultyProxy, fate: str) -> None:
+    """The first attempt stores the group, the second reports it; a ledger record is written once."""
 
     async def work(store: Store) -> None:
         run = f"again-{fate}"
@@ -145,13 +144,13 @@ def test_a_silent_redis_costs_one_timeout_not_one_per_caller(
     with_store(proxy, work, SHORT_TIMEOUT_S)
 
 
-def test_connections_that_were_cut_while_idle_are_made_anew_unseen(proxy: FaultyProxy) -> None:
-    """Ten idle connections in the pool, all cut: not one call fails for it."""
+def test_connections_cut_while_idle_are_reopened_without_an_error(proxy: FaultyProxy) -> None:
+    """Ten idle connections in the pool are cut; no call fails."""
 
     async def work(store: Store) -> None:
         await asyncio.gather(*(store.counters.read("idle") for _ in range(10)))
         proxy.drop()
-        for _ in range(5):  # the event loop sees the ends of connections in its next rounds
+        for _ in range(5):  # the event loop notices closed connections in its next rounds
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.gather(*(store.counters.read("idle") for _ in range(10)))
@@ -159,20 +158,20 @@ def test_connections_that_were_cut_while_idle_are_made_anew_unseen(proxy: Faulty
     with_store(proxy, work)
 
 
-def test_a_blocking_read_ends_in_time_where_redis_is_silent(proxy: FaultyProxy) -> None:
-    """It has no socket timeout of its own, and must not hang."""
+def test_a_blocking_read_ends_in_time_if_redis_is_silent(proxy: FaultyProxy) -> None:
+    """The blocking client has no socket timeout, and must not hang."""
 
     async def work(store: Store) -> None:
         proxy.swallow()
         with pytest.raises(ServiceUnavailable):
             async with asyncio.timeout(5):
-                await store.streams.wait_for_entries({"r": Ends(entry=0, group=0)}, 0.2)
+                await store.streams.wait_for_entries({"r": Ends(entry=0, group=0)}, 0.1)
 
-    with_store(proxy, work)
+    with_store(proxy, work, SHORT_TIMEOUT_S)
 
 
-def test_slow_answers_are_waited_for_and_right(proxy: FaultyProxy, tmp_path: Path) -> None:
-    """A delay below the timeout changes nothing but the time."""
+def test_slow_answers_are_correct(proxy: FaultyProxy) -> None:
+    """A delay below the timeout only costs time."""
 
     async def work(store: Store) -> None:
         proxy.delay(TIMEOUT_S / 20)

@@ -1,4 +1,4 @@
-"""The store against a real Valkey, and against servers that will not do."""
+"""The store on a real Valkey, and on unsuitable servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Work = Callable[[Store], Awaitable[None]]
 
 
 def with_store(server: EmbeddedServer, work: Work) -> None:
-    """Run `work` on a store of its own."""
+    """Run `work` on a new store."""
 
     async def main() -> None:
         store = await Store.open(server.url)
@@ -34,15 +34,15 @@ def with_store(server: EmbeddedServer, work: Work) -> None:
 
 
 def to_append(group_id: str, prompt_key: str = "") -> PendingGroup:
-    """Make a small group ready to be stored."""
+    """Build a small group ready to be stored."""
     rollout = RolloutJson(prompt_ids=[1], completion_ids=[2], inference_logprobs=[-0.5], reward=1.0)
     group = group_from_json(GroupJson(group_id=group_id, prompt_id="p", policy_version=0, rollouts=[rollout]))
     frame = encode_frame(group)
     return PendingGroup(group, group_id, prompt_key, frame, stored_checksum(frame))
 
 
-def test_a_stored_payload_has_no_ttl_and_a_losers_payload_is_gone(server: EmbeddedServer) -> None:
-    """Of two appends of one id exactly one payload stays, for good."""
+def test_a_stored_payload_has_no_ttl_and_a_duplicates_payload_is_deleted(server: EmbeddedServer) -> None:
+    """Two appends of one id leave exactly one payload, without TTL."""
 
     async def work(store: Store) -> None:
         first = await store.groups.append("ttl", [to_append("a")], {"": 0}, time.time())
@@ -57,8 +57,8 @@ def test_a_stored_payload_has_no_ttl_and_a_losers_payload_is_gone(server: Embedd
         assert {client.ttl(key) for key in found} == {-1}
 
 
-def test_a_repeat_saves_the_payload_of_an_attempt_that_died_after_publishing(server: EmbeddedServer) -> None:
-    """The TTL that the first attempt did not get to remove goes with the retry."""
+def test_a_repeat_persists_the_payload_of_an_attempt_that_died_after_publish(server: EmbeddedServer) -> None:
+    """The retry removes the TTL that the first attempt left."""
 
     async def work(store: Store) -> None:
         await store.groups.append("saved", [to_append("a")], {"": 0}, time.time())
@@ -71,8 +71,8 @@ def test_a_repeat_saves_the_payload_of_an_attempt_that_died_after_publishing(ser
     with_store(server, work)
 
 
-def test_entries_come_in_the_order_asked_for_whatever_stretches_they_are_fetched_in(server: EmbeddedServer) -> None:
-    """Numbers that nobody stored are left out."""
+def test_entries_come_in_the_requested_order(server: EmbeddedServer) -> None:
+    """Unknown numbers are left out."""
 
     async def work(store: Store) -> None:
         names = [f"g{number}" for number in range(1, 8)]
@@ -85,8 +85,8 @@ def test_entries_come_in_the_order_asked_for_whatever_stretches_they_are_fetched
     with_store(server, work)
 
 
-def test_one_prompt_has_one_group_whatever_it_is_called(server: EmbeddedServer) -> None:
-    """Two groups of one ticket's prompt under different names: the second is a duplicate."""
+def test_one_prompt_has_one_group_under_any_id(server: EmbeddedServer) -> None:
+    """Two groups of one ticket's prompt with different ids: the second is a duplicate."""
 
     async def work(store: Store) -> None:
         results = await store.groups.append(
@@ -98,7 +98,7 @@ def test_one_prompt_has_one_group_whatever_it_is_called(server: EmbeddedServer) 
 
 
 def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer) -> None:
-    """The same entry again is fine, another one at its place or behind a gap is not, an old token is fenced."""
+    """A repeat is accepted; another record at the same number, a gap and an old token are errors."""
 
     async def work(store: Store) -> None:
         lease = await store.runs.take_lease("led", "one", 5.0)
@@ -118,8 +118,8 @@ def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer
     with_store(server, work)
 
 
-def test_a_lease_is_held_by_one_and_passes_on_when_it_ends(server: EmbeddedServer) -> None:
-    """The second asks in vain until the first one's time is over."""
+def test_a_lease_has_one_holder_until_it_is_released(server: EmbeddedServer) -> None:
+    """The second holder gets the lease after the first releases it."""
 
     async def work(store: Store) -> None:
         first = await store.runs.take_lease("lease", "one", 0.2)
@@ -132,7 +132,7 @@ def test_a_lease_is_held_by_one_and_passes_on_when_it_ends(server: EmbeddedServe
 
 
 def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_path: Path) -> None:
-    """Producers get `NoRoom`; the ledger, the lease and the tickets go on."""
+    """Producers get `NoRoom`; ledger, lease and tickets still work."""
 
     async def main() -> None:
         embedded = EmbeddedServer(tmp_path)
@@ -145,7 +145,7 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
             with pytest.raises(NoRoom):
                 await store.groups.append("full", [to_append("before"), to_append("a")], {"": 0}, time.time())
             (repeat,) = await store.groups.append("full", [to_append("before")], {"": 0}, time.time())
-            assert (repeat.stored, repeat.number) == (False, 1), "what is stored needs no room"
+            assert (repeat.stored, repeat.number) == (False, 1), "a repeat needs no memory"
             lease = await store.runs.take_lease("full", "one", 5.0)
             assert lease.token is not None
             await store.ledger.append("full", lease.token, 1, AckRecord(step=0, epoch=1))
@@ -159,7 +159,7 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
 
 
 def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) -> None:
-    """Each weakness is named with what to set."""
+    """Each risk names the setting to change."""
 
     async def main() -> None:
         embedded = EmbeddedServer(tmp_path)
@@ -181,7 +181,7 @@ def test_a_server_with_weaker_settings_is_reported_as_relaxed(tmp_path: Path) ->
 
 
 def test_a_server_without_our_functions_gets_them_before_the_next_command(tmp_path: Path) -> None:
-    """Emptied under open connections, one command says so; another release's are replaced after a lost connection."""
+    """One command fails if functions are flushed; functions of another release are replaced after a lost connection."""
 
     async def main() -> None:
         store = await Store.open(valkey.url)
@@ -208,7 +208,7 @@ def test_a_server_without_our_functions_gets_them_before_the_next_command(tmp_pa
 
 
 async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer like a Redis 6.2: just enough commands to be asked its version."""
+    """Answer like a Redis 6.2, with the commands that read its version."""
     info = b"redis_version:6.2.14\r\n"
     while line := await reader.readline():
         words = []
@@ -227,20 +227,20 @@ async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.close()
 
 
-def test_a_server_that_is_too_old_is_refused_with_both_versions() -> None:
-    """6.2.14 is below 7.0."""
+def test_an_old_server_is_rejected_with_both_versions() -> None:
+    """The error names 6.2.14 and 7.0."""
 
     async def main() -> None:
         async with await asyncio.start_server(old_server, "127.0.0.1", 0) as listening:
             port = listening.sockets[0].getsockname()[1]
-            with pytest.raises(UnsupportedServer, match=r"version 6\.2\.14; at least 7\.0"):
+            with pytest.raises(UnsupportedServer, match=r"version 6\.2\.14; the minimum is 7\.0"):
                 await Store.open(f"redis://127.0.0.1:{port}")
 
     asyncio.run(main())
 
 
-def test_a_server_that_is_away_is_named() -> None:
-    """The message holds the address."""
+def test_an_unreachable_server_is_named() -> None:
+    """The error contains the address."""
 
     async def main() -> None:
         with pytest.raises(ServiceUnavailable, match=r"redis://127\.0\.0\.1:1 cannot be reached"):
@@ -249,16 +249,16 @@ def test_a_server_that_is_away_is_named() -> None:
     asyncio.run(main())
 
 
-def test_every_key_of_a_run_but_the_payloads_shares_one_hash_tag() -> None:
-    """So one function may touch them all in a cluster; payloads spread."""
+def test_all_keys_of_a_run_except_payloads_share_one_hash_tag() -> None:
+    """One function can use them all in a cluster; payloads spread."""
     control = [keys.index, keys.group_ids, keys.ledger, keys.tickets, keys.counts, keys.fence, keys.lead]
     assert {key("r")[: key("r").index("}") + 1] for key in control} == {"rb:{r}"}
     assert keys.payload("r", "a").startswith("rb:p:{r:a}:")
     assert keys.payload("r", "a") != keys.payload("r", "a")
 
 
-def test_a_group_that_an_older_leader_appends_is_refused(server: EmbeddedServer) -> None:
-    """Its index entry would follow a state that is old; a producer that writes here itself has no token to be old."""
+def test_an_append_by_an_older_leader_is_rejected(server: EmbeddedServer) -> None:
+    """A producer that writes directly has no token and is not rejected."""
 
     async def work(store: Store) -> None:
         old = (await store.runs.take_lease("fenced", "one", 5.0)).token
