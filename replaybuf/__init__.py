@@ -1,24 +1,53 @@
 """replaybuf: a replay-buffer database for asynchronous reinforcement learning of language models.
 
-`Client` and `AsyncClient` talk to a service; `replaybuf.strategy` is what a strategy plug-in builds on.
+The names here are what producers and trainers need. Plug-ins build on `replaybuf.strategy` and test with
+`replaybuf.testing`; all errors are in `replaybuf.errors`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from replaybuf.client.client import AsyncClient, Client
+    from replaybuf.client import AsyncClient, BatchReader, Client, ReaderOptions
+    from replaybuf.errors import ReplaybufError
+    from replaybuf.kernel.strategy import Strategy
+    from replaybuf.wire.contract import WaitingAnswer
+    from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+    from replaybuf.wire.run_status import RunStatus
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "BatchReader",
+    "Client",
+    "Group",
+    "GroupJson",
+    "ReaderOptions",
+    "ReplaybufError",
+    "RolloutJson",
+    "RunStatus",
+    "Strategy",
+    "WaitingAnswer",
+    "__version__",
+    "group_from_json",
+]
+
+_MODULES = {
+    "replaybuf.client": ("AsyncClient", "BatchReader", "Client", "ReaderOptions"),
+    "replaybuf.errors": ("ReplaybufError",),
+    "replaybuf.kernel.strategy": ("Strategy",),
+    "replaybuf.wire.contract": ("WaitingAnswer",),
+    "replaybuf.wire.group": ("Group", "GroupJson", "RolloutJson", "group_from_json"),
+    "replaybuf.wire.run_status": ("RunStatus",),
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: a strategy plug-in that imports replaybuf.strategy needs no HTTP library.
-    if name in ("AsyncClient", "Client"):
-        from replaybuf.client import client
-
-        return getattr(client, name)
+    # Loaded at first use: a plug-in that imports replaybuf.strategy needs no HTTP library.
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'replaybuf' has no attribute {name!r}")

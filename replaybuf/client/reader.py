@@ -1,4 +1,4 @@
-"""Reading the batches of a run, one rank's part of each step in order, the next one fetched while this one trains.
+"""Batch readers: one rank's part of each step in order, the next batch prefetched while this one trains.
 
 ::
 
@@ -8,12 +8,12 @@
             ...                       # train on batch.micro_batches
             reader.ack()              # by one rank; then write, load and publish the weights
 
-One thread does all the fetching. It holds one batch at most, the one after that in training; what the strategy does not
-let it have early it asks for again: every `poll_s`, when a step is acked here, and when the consumer comes for it.
+One thread fetches. It holds at most one batch, the one after the batch in training. If the strategy does not allow that
+step yet, the thread asks again every `poll_s`, after each ack of this reader, and when the consumer wants the batch.
 
-Life: made -> `start` (by entering, or by the first batch) -> batches -> `stop` (from any thread or signal handler;
-whoever waits for a batch is woken) -> `close` (stops, and waits for the thread). The iteration ends with the run and
-with `stop`; every other error of `Client.fetch_batch` is raised from it, the first time that the batch is waited for.
+Life cycle: made -> `start` (by entering, or by the first batch) -> batches -> `stop` (from any thread or signal
+handler; wakes every waiter) -> `close` (stops, and waits for the thread). The iteration ends with the run and with
+`stop`. Every other error of `Client.fetch_batch` is raised by the iteration when the consumer wants that batch.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from replaybuf.client.client import Client, Patience
-from replaybuf.client.direct import Body, DirectBodies
 from replaybuf.errors import Conflict, Invalid, RunFinished, ServiceUnavailable
 from replaybuf.wire.batch import Batch, BatchMeta, read_batch
 from replaybuf.wire.contract import WaitingAnswer
 
+if TYPE_CHECKING:
+    from replaybuf.client.direct import Body, DirectBodies
+
 logger = logging.getLogger(__name__)
 
+WARN_AFTER_S = 10.0
+"""A reader that has waited this long for a batch logs a warning; then again after 20 s more, 40 s more, ..."""
+MAX_WARNING_GAP_S = 300.0
 
-class OfMeta(Protocol):
-    """A batch of any form that a reader hands out."""
+
+class HasMeta(Protocol):
+    """A batch in any form that a reader returns."""
 
     @property
     def meta(self) -> BatchMeta:
-        """What the body says about itself."""
+        """The metadata of the body."""
 
 
-B = TypeVar("B", bound=OfMeta)
-
-TELL_WAITING_EVERY_S = 5.0
+B = TypeVar("B", bound=HasMeta)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderOptions:
-    """How to read.
+    """Options of a reader. Raises `Invalid` for a number outside its bound.
 
-    - `dp_rank`: whose part of each batch, below `dp_world_size`: how many ranks read. A batch packed for another number
-      raises `Conflict`: with fewer readers than ranks a part of it would go untrained
-    - `poll_s`: seconds from one question for a batch to the next; `wait_ms`: how long the service may hold each
-      (0 = poll, else long-poll); `close` may have to wait for that long
+    - `dp_rank`: the rank whose part is read, below `dp_world_size`, the number of ranks that read. A batch packed for
+      another number raises `Conflict`: with fewer readers than ranks, a part of it would not be trained
+    - `poll_s`: seconds between two requests for a batch; `wait_ms`: how long the service may hold each (0 = poll, else
+      long-poll), which `close` may have to wait for
     - `prefetch`: fetch the next batch while this one trains
-    - `service_timeout_s`: how long the service may stay away while a batch is waited for
+    - `service_timeout_s`: how long the service may be unavailable while the consumer waits for a batch
     - `close_timeout_s`: how long `close` waits for the thread
-    - `on_waiting`: called in the thread with every answer that there is no batch yet, while one is waited for
-    - `direct_redis_url`: fetch frames from this Redis (`replaybuf.client.direct`)
-
-    Raises `Invalid` for a number outside its bound.
+    - `on_waiting`: called in the thread with every answer that there is no batch, while the consumer waits for one
+    - `direct_redis_url`: fetch frames from this Redis (see `replaybuf.client.direct`)
     """
 
     dp_rank: int = 0
@@ -75,14 +77,14 @@ class ReaderOptions:
     service_timeout_s: float = 60.0
     close_timeout_s: float = 10.0
     on_waiting: Callable[[WaitingAnswer], None] | None = None
-    direct_redis_url: str | None = dataclasses.field(default=None, repr=False)  # it may hold a password
+    direct_redis_url: str | None = dataclasses.field(default=None, repr=False)  # may hold a password
 
     def __post_init__(self) -> None:
-        least = {"dp_rank": 0, "dp_world_size": 1, "wait_ms": 0, "service_timeout_s": 0, "close_timeout_s": 0}
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                value = getattr(self, name)
-                raise Invalid(f"{name} is {value}; at least {bound} is needed", name=name, value=value, bound=bound)
+        minima = {"dp_rank": 0, "dp_world_size": 1, "wait_ms": 0, "service_timeout_s": 0, "close_timeout_s": 0}
+        for name, minimum in minima.items():
+            value = getattr(self, name)
+            if not value >= minimum:
+                raise Invalid(f"{name} is {value}; the minimum is {minimum}", name=name, value=value, bound=minimum)
         if self.dp_rank >= self.dp_world_size:
             raise Invalid(
                 f"dp_rank is {self.dp_rank}; it must be below dp_world_size = {self.dp_world_size}",
@@ -91,20 +93,56 @@ class ReaderOptions:
                 bound=self.dp_world_size,
             )
         if not self.poll_s > 0:
-            raise Invalid(f"poll_s is {self.poll_s}; more than 0 is needed", name="poll_s", value=self.poll_s, bound=0)
+            raise Invalid(f"poll_s is {self.poll_s}; it must be above 0", name="poll_s", value=self.poll_s, bound=0)
 
 
 DEFAULTS = ReaderOptions()
 
 
-class StepReader(Generic[B]):
-    """Iterator over the batches of one epoch from `step` on; a subclass says what `read` makes of a body.
+class _WaitingLog:
+    """Log of one wait for a batch: INFO for each new reason, WARNING after 10 s and then with growing gaps."""
 
-    `step`: the next one to be handed out. `waiting`: why it is not there, None where it is or nobody asked yet.
-    `waited_s`: seconds in which a batch was waited for, by reason. `finished`: the run has ended.
+    def __init__(self) -> None:
+        self._reason = ""
+        self._warn_at_s, self._gap_s = WARN_AFTER_S, 2 * WARN_AFTER_S
+
+    def report(self, step: int, waiting: WaitingAnswer, waited_s: float) -> None:
+        """Log an answer after `waited_s` seconds of waiting, if it is time to."""
+        level = logging.NOTSET
+        if waiting.reason != self._reason:
+            level, self._reason = logging.INFO, waiting.reason
+        if waited_s >= self._warn_at_s:
+            level, self._warn_at_s = logging.WARNING, waited_s + self._gap_s
+            self._gap_s = min(2 * self._gap_s, MAX_WARNING_GAP_S)
+        if level:
+            logger.log(
+                level,
+                "waiting step=%d reason=%s blocked_on=%s have=%s need=%s waited_s=%.0f",
+                step,
+                waiting.reason,
+                waiting.blocked_on,
+                waiting.have,
+                waiting.need,
+                waited_s,
+            )
+
+
+class StepReader(Generic[B]):
+    """Iterator over the batches of one epoch from `step` on; a subclass defines how to `read` a body.
+
+    - `step`: the next one to return; `waiting`: why it is not there yet, None if unknown
+    - `waited_s`: seconds that the consumer waited for batches, by reason
+    - `finished`: the run has ended
     """
 
-    def __init__(self, client: Client, epoch: int, step: int, options: ReaderOptions = DEFAULTS) -> None:
+    def __init__(
+        self,
+        client: Client,
+        epoch: int,
+        step: int,
+        options: ReaderOptions = DEFAULTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.epoch = epoch
         self.step = self._first = step
         self.options = options
@@ -112,8 +150,8 @@ class StepReader(Generic[B]):
         self.waited_s: defaultdict[str, float] = defaultdict(float)
         self.finished = False
         self._client = client
-        url = options.direct_redis_url
-        self._direct = DirectBodies(client, url) if url is not None else None
+        self._clock = clock
+        self._direct = _open_direct(client, options.direct_redis_url)
         self._changed = threading.Condition()
         self._wanted_since_s: float | None = None
         self._nudged = False
@@ -122,12 +160,12 @@ class StepReader(Generic[B]):
         self._held: B | None = None
         self._failure: Exception | None = None
         self._patience: Patience | None = None
-        self._told_s = -TELL_WAITING_EVERY_S
+        self._log = _WaitingLog()
         self._thread = threading.Thread(target=self._work, name=f"batches of rank {options.dp_rank}", daemon=True)
 
     @abstractmethod
     def read(self, body: Body) -> B:
-        """Make a batch of a body; called in the thread."""
+        """Decode a body to a batch; called in the thread."""
 
     # ------------------------------------------------------------------ the consumer
 
@@ -135,12 +173,13 @@ class StepReader(Generic[B]):
         return self
 
     def __next__(self) -> B:
-        """Return the batch of the next step, waiting for it."""
+        """Wait for the batch of the next step and return it."""
         self.start()
         with self._changed:
             if self.finished:
                 raise StopIteration
-            self._wanted_since_s, self._parked, self._patience = time.monotonic(), False, None
+            self._wanted_since_s, self._parked, self._patience = self._clock(), False, None
+            self._log = _WaitingLog()
             self._nudge()
             self._changed.wait_for(lambda: self._held is not None or self._failure is not None or self._stopped)
             self._wanted_since_s = self.waiting = None
@@ -156,13 +195,13 @@ class StepReader(Generic[B]):
             return batch
 
     def ack(self, feedback: dict[str, Any] | None = None) -> None:
-        """Say that the batch handed out last is trained; what waits for that is asked for at once.
+        """Report that the newest batch is trained, and ask at once for a batch that waits for this ack.
 
-        Raises `Fenced`, `WrongStep`, `ServiceUnavailable`, `Invalid` before the first batch. Again is fine, and so is
-        `Client.ack`.
+        A repetition does no harm. `Client.ack` works too. Raises `Fenced`, `WrongStep`, `ServiceUnavailable`, and
+        `Invalid` before the first batch.
         """
         if self.step == self._first:
-            raise Invalid(f"ack before any batch: the first is that of step {self._first}", name="step", value=None)
+            raise Invalid(f"ack before the batch of step {self._first}; get that batch first", name="step", value=None)
         self._client.ack(self.step - 1, self.epoch, feedback)
         with self._changed:
             self._nudge()
@@ -170,25 +209,25 @@ class StepReader(Generic[B]):
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Start the thread, unless it was started before."""
+        """Start the thread, unless it has been started."""
         with self._changed:
             if self._thread.ident is None and not self._stopped:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the iteration, without waiting for anything."""
+        """End the iteration without waiting."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop and wait for the thread. One that is held by the service for too long ends with its request."""
+        """Stop and wait for the thread, at most `close_timeout_s`; then it ends with its request."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(self.options.close_timeout_s)
         if self._thread.is_alive():
             logger.warning(
-                "reader still waits for the service after %.1f s; it ends with its request",
+                "the reader's thread still waits for the service after %.1f s; it ends with its request",
                 self.options.close_timeout_s,
             )
         elif self._direct:
@@ -207,18 +246,18 @@ class StepReader(Generic[B]):
 
     def _work(self) -> None:
         while (step := self._next_task()) is not None:
-            began_s = time.monotonic()
+            began_s = self._clock()
             try:
                 body = self._fetch(step)
                 if isinstance(body, WaitingAnswer):
                     self._wait(body, began_s)
                 else:
                     self._hold(self._checked(self.read(body)))
-            except Exception as error:  # noqa: BLE001  # whatever it is, the consumer gets it
+            except Exception as error:  # noqa: BLE001  # the consumer gets it
                 self._fail(error)
 
     def _next_task(self) -> int | None:
-        """Wait until there is something to fetch and return its step, None when the reader is stopped."""
+        """Wait until there is something to fetch; return its step, or None once the reader is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._may_fetch())
             self._nudged = False
@@ -237,7 +276,7 @@ class StepReader(Generic[B]):
         packed, reading = batch.meta.dp_world_size, self.options.dp_world_size
         if reading != packed:
             raise Conflict(
-                f"batch {batch.meta.step} is packed for dp_world_size = {packed}, the reader's is {reading}: attach "
+                f"dp_world_size of the reader is {reading}; batch {batch.meta.step} is packed for {packed}. Attach "
                 f"with {reading}, or give ReaderOptions(dp_rank=, dp_world_size={packed}) to a reader for each rank",
                 name="dp_world_size",
                 value=reading,
@@ -251,21 +290,23 @@ class StepReader(Generic[B]):
             self._changed.notify_all()
 
     def _wait(self, waiting: WaitingAnswer, began_s: float) -> None:
-        """Pause until it is time to ask again; a question that the service held has had part of its pause."""
+        """Pause until the next request; time during which the service held the last one counts."""
         with self._changed:
             self.waiting, self._patience = waiting, None
-            wanted = self._wanted_since_s is not None
-        if wanted:
-            self._tell(waiting)
+            wanted_since_s = self._wanted_since_s
+        if wanted_since_s is not None:
+            self._log.report(self.step, waiting, self._clock() - wanted_since_s)
+            if self.options.on_waiting:
+                self.options.on_waiting(waiting)
         with self._changed:
-            self._pause(self.options.poll_s - (time.monotonic() - began_s if self.options.wait_ms else 0.0))
+            self._pause(self.options.poll_s - (self._clock() - began_s if self.options.wait_ms else 0.0))
             if self._wanted_since_s is not None:
-                self.waited_s[waiting.reason] += time.monotonic() - max(began_s, self._wanted_since_s)
+                self.waited_s[waiting.reason] += self._clock() - max(began_s, self._wanted_since_s)
 
     def _fail(self, error: Exception) -> None:
-        """Hand an error to a consumer that waits, unless the service may come back in time.
+        """Give an error to a waiting consumer, unless the service may come back in time.
 
-        What was asked for early only counts when it is asked for again.
+        An error of a prefetch is dropped: the batch is requested again when the consumer wants it.
         """
         with self._changed:
             if self._wanted_since_s is None:
@@ -280,7 +321,7 @@ class StepReader(Generic[B]):
                 self._pause(pause_s)
 
     def _pause_after(self, error: Exception) -> float | None:
-        """Return the pause before the next try, None where there is none."""
+        """Return the pause before the next try, None if there is no further try."""
         if not isinstance(error, ServiceUnavailable):
             return None
         self._patience = self._patience or Patience(self.options.service_timeout_s)
@@ -296,25 +337,18 @@ class StepReader(Generic[B]):
     def _pause(self, pause_s: float) -> None:
         self._changed.wait_for(lambda: self._stopped or self._nudged, max(0.0, pause_s))
 
-    def _tell(self, waiting: WaitingAnswer) -> None:
-        now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_WAITING_EVERY_S:
-            self._told_s = now_s
-            logger.info(
-                "waiting step=%d reason=%s have=%s need=%s blocked_on=%s",
-                self.step,
-                waiting.reason,
-                waiting.have,
-                waiting.need,
-                waiting.blocked_on,
-            )
-        if self.options.on_waiting:
-            self.options.on_waiting(waiting)
+
+def _open_direct(client: Client, redis_url: str | None) -> DirectBodies | None:
+    if redis_url is None:
+        return None
+    from replaybuf.client.direct import DirectBodies  # loads redis, which other readers do not need
+
+    return DirectBodies(client, redis_url)
 
 
 class BatchReader(StepReader[Batch]):
-    """Reader of numpy views: `replaybuf.wire.batch.Batch`."""
+    """Reader of batches as numpy views (`replaybuf.wire.batch.Batch`)."""
 
     def read(self, body: Body) -> Batch:
-        """Read a body into views."""
+        """Decode a body to views."""
         return read_batch(body)

@@ -1,15 +1,15 @@
-"""From a packed micro-batch back to rollouts and groups: what a trainer computed per token, by who sampled it.
+"""Values that a trainer computed per token of a packed micro-batch, per rollout and per group.
 
-`row_values` below is one array per token of a micro-batch, [L] or [L, ...], in the order of `MicroBatch.input_ids`.
+`row_values` is one array per micro-batch: one value per token, [L] or [L, ...], in the order of `MicroBatch.input_ids`.
 
-- `per_rollout(row, row_values)` gives each rollout its own: views, by (group index, rollout index)
+- `per_rollout(row, row_values)` returns the values of each rollout, as views, by (group index, rollout index)
 - `per_group(batch, [row_values, ...])` sums over the sampled tokens of each group, by `group_id`. The rollouts of a
-  group may stand on several ranks: add their sums with `merged` before taking the `mean`, then send it with the ack:
+  group can be on several ranks: add their sums with `merge_sums` before you take the `mean` and send it with the ack:
 
-      sums = merged(gathered_from_all_ranks)
+      sums = merge_sums(gathered_from_all_ranks)
       reader.ack({"priorities": {group_id: sum.mean for group_id, sum in sums.items()}})
 
-All of it is numpy. `replaybuf_trainer.unpack` has the same two calls for tensors and batches of tensors.
+Everything is numpy. `replaybuf_trainer.unpack` has the same functions for tensors.
 """
 
 from __future__ import annotations
@@ -24,75 +24,75 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch, MicroBatch
 
 Tokens: TypeAlias = Literal["all", "completion", "sampled"]
-"""Of a rollout: all tokens; those from the first sampled one on (a body does not say where a prompt ends; completions
-begin with a sampled token); or those that the policy sampled (`loss_mask`)."""
+"""Which tokens of a rollout: all; those from the first sampled one on, which is where a completion begins; or those
+that the policy sampled (`loss_mask`)."""
 
-_FOR_TENSORS = "replaybuf_trainer.unpack takes tensors"
+_FOR_TENSORS = "for tensors use replaybuf_trainer.unpack"
 
 
 class RolloutKey(NamedTuple):
-    """A rollout of one rank: position of its group in `BatchMeta.group_ids`, its number in the group."""
+    """A rollout of one rank: the position of its group in `BatchMeta.group_ids`, its number in the group."""
 
     group_index: int
     rollout_index: int
 
 
 class GroupSum(NamedTuple):
-    """A sum over tokens of a group, and over how many of them."""
+    """A sum over tokens of a group, and the number of these tokens."""
 
     total: float
     tokens: int
 
     @property
     def mean(self) -> float:
-        """Mean per token; 0 where there are none."""
+        """Mean per token; 0 without tokens."""
         return self.total / self.tokens if self.tokens else 0.0
 
 
 def rollout_keys(row: MicroBatch) -> list[RolloutKey]:
-    """Name the n rollouts of a micro-batch, in order."""
+    """Return the keys of the n rollouts of a micro-batch, in order."""
     return [RolloutKey(*key) for key in zip(row.group_index.tolist(), row.rollout_index.tolist(), strict=True)]
 
 
 def per_rollout(
     row: MicroBatch, row_values: npt.ArrayLike, tokens: Tokens = "all"
 ) -> dict[RolloutKey, npt.NDArray[Any]]:
-    """Cut the values of a micro-batch into its rollouts: views, but for `sampled`, which copies. Padding is left out.
+    """Split the values of a micro-batch by rollout, without padding. `sampled` copies, the others are views.
 
-    Raises `Invalid` where there are not L values, and for tensors that numpy cannot read.
+    Raises `Invalid` unless there are L values that numpy can read.
     """
-    values = _values_of(row, row_values)
+    values = _read_values(row, row_values)
     bounds = row.cu_seqlens.tolist()
-    cut = {}
+    split = {}
     for number, key in enumerate(rollout_keys(row)):
         start, end = bounds[number], bounds[number + 1]
         mask = row.loss_mask[start:end]
         if tokens == "sampled":
-            cut[key] = values[start:end][mask]
+            split[key] = values[start:end][mask]
         elif tokens == "completion":
-            cut[key] = values[start + int(mask.argmax()) if mask.any() else end : end]
+            split[key] = values[start + int(mask.argmax()) if mask.any() else end : end]
         else:
-            cut[key] = values[start:end]
-    return cut
+            split[key] = values[start:end]
+    return split
 
 
 def per_group(batch: Batch, row_values: Sequence[npt.ArrayLike]) -> dict[str, GroupSum]:
-    """Sum values [L] of every micro-batch over the sampled tokens of each group of this rank.
+    """Sum the values [L] of every micro-batch over the sampled tokens of each group of this rank.
 
-    Raises `Invalid` where there is not one array of L values per micro-batch, and for tensors that numpy cannot read.
+    Raises `Invalid` unless there is one array of L values per micro-batch that numpy can read.
     """
-    _check_kind(batch, Batch)
+    _check_type(batch, Batch)
     rows = batch.micro_batches
     if len(row_values) != len(rows):
         raise Invalid(
-            f"values of {len(row_values)} micro-batches were given; the batch has {len(rows)}",
+            f"row_values has arrays for {len(row_values)} micro-batches; the batch has {len(rows)}",
             name="row_values",
             value=len(row_values),
             bound=len(rows),
         )
     totals, tokens = np.zeros(len(batch.meta.group_ids)), np.zeros(len(batch.meta.group_ids), np.int64)
     for row, given in zip(rows, row_values, strict=True):
-        values = _values_of(row, given)
+        values = _read_values(row, given)
         lengths = np.diff(row.cu_seqlens[: len(row.group_index) + 1])
         owners = np.repeat(row.group_index, lengths)
         mask = row.loss_mask[: len(owners)]
@@ -105,27 +105,27 @@ def per_group(batch: Batch, row_values: Sequence[npt.ArrayLike]) -> dict[str, Gr
     }
 
 
-def merged(parts: Iterable[Mapping[str, GroupSum]]) -> dict[str, GroupSum]:
+def merge_sums(parts: Iterable[Mapping[str, GroupSum]]) -> dict[str, GroupSum]:
     """Add the sums of several ranks, group by group."""
-    sums: dict[str, GroupSum] = {}
+    merged: dict[str, GroupSum] = {}
     for part in parts:
-        for group_id, one in part.items():
-            before = sums.get(group_id, GroupSum(0.0, 0))
-            sums[group_id] = GroupSum(before.total + one.total, before.tokens + one.tokens)
-    return sums
+        for group_id, added in part.items():
+            before = merged.get(group_id, GroupSum(0.0, 0))
+            merged[group_id] = GroupSum(before.total + added.total, before.tokens + added.tokens)
+    return merged
 
 
-def _values_of(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]:
-    _check_kind(row, MicroBatch)
+def _read_values(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]:
+    _check_type(row, MicroBatch)
     try:
         values = np.asarray(row_values)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch's, for a gradient, bfloat16, another device
-        told = f"numpy cannot read the values ({error}); {_FOR_TENSORS}"
-        raise Invalid(told, name="row_values", value=type(row_values).__name__) from error
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises for a gradient, bfloat16, another device
+        detail = f"numpy cannot read row_values ({error}); {_FOR_TENSORS}"
+        raise Invalid(detail, name="row_values", value=type(row_values).__name__) from error
     length = len(row.input_ids)
     if values.ndim == 0 or len(values) != length:
         raise Invalid(
-            f"values have shape {list(values.shape)}; the micro-batch has {length} tokens",
+            f"row_values has shape {list(values.shape)}; the micro-batch has {length} tokens",
             name="row_values",
             value=list(values.shape),
             bound=length,
@@ -133,7 +133,7 @@ def _values_of(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]:
     return values
 
 
-def _check_kind(given: object, kind: type) -> None:
-    if not isinstance(given, kind):
+def _check_type(given: object, expected: type) -> None:
+    if not isinstance(given, expected):
         found = type(given).__name__
-        raise Invalid(f"{found} is no {kind.__name__}; {_FOR_TENSORS}", name=kind.__name__, value=found)
+        raise Invalid(f"got {found}, expected {expected.__name__}; {_FOR_TENSORS}", name=expected.__name__, value=found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -82,9 +84,9 @@ def reading(client: ScriptedClient) -> Iterator[Reading]:
     """Make a reader of rank 3 from step 0 on that polls `NEVER_S` apart; it leaves no thread behind."""
     made: list[BatchReader] = []
 
-    def make(**fields: object) -> BatchReader:
+    def make(clock: Callable[[], float] = time.monotonic, **fields: object) -> BatchReader:
         options = {"dp_rank": 3, "dp_world_size": 4, "poll_s": NEVER_S, "close_timeout_s": TIMEOUT_S} | fields
-        made.append(BatchReader(cast(Client, client), EPOCH, 0, ReaderOptions(**options)))  # type: ignore[arg-type]
+        made.append(BatchReader(cast(Client, client), EPOCH, 0, ReaderOptions(**options), clock))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -172,7 +174,29 @@ def test_waiting_is_told_with_its_reason(
     assert told[-2:] == seen[-2:] == ["awaiting_ack", "no_groups"]
     assert reader.waiting is None
     assert reader.waited_s["no_groups"] >= 0.01
-    assert len([line for line in caplog.messages if line.startswith("waiting step=0 reason=awaiting_ack")]) == 1
+    assert [line.split()[2] for line in caplog.messages if line.startswith("waiting step=0")] == [
+        "reason=awaiting_ack",
+        "reason=no_groups",
+    ]
+
+
+def test_a_long_wait_is_logged_as_a_warning_after_10_s_and_then_with_growing_gaps(
+    client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The wait is visible without INFO; each answer comes 5 s after the one before."""
+    now_s = itertools.count(0, 5)
+    times: list[float] = [0.0]
+
+    def answer(waiting: WaitingAnswer) -> None:
+        times[0] = next(now_s)
+
+    reader = reading(poll_s=1e-6, on_waiting=answer, clock=lambda: times[0])
+    client.put(0, *[WAIT] * 200, body(0))
+    with caplog.at_level("WARNING"):
+        next(reader)
+    waited_s = [int(line.rpartition("waited_s=")[2]) for line in caplog.messages]
+    assert waited_s == [10, 30, 70, 150, 310, 610, 910]
+    assert "waiting step=0 reason=awaiting_ack blocked_on=trainer have=Amount(groups=0" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("error", [Fenced("newer"), Gone("freed"), WrongStep("no"), Malformed("odd")])
@@ -296,8 +320,8 @@ def test_a_batch_packed_for_another_number_of_ranks_is_refused(run: RunClient, s
     with Client(service.url, run.run) as client:
         attached = client.attach(dp_world_size=2)
         for options in (ReaderOptions(), ReaderOptions(dp_world_size=1), ReaderOptions(dp_rank=1, dp_world_size=3)):
-            told = rf"batch 0 is packed for dp_world_size = 2, the reader's is {options.dp_world_size}: attach with"
-            refused = pytest.raises(Conflict, match=told)
+            expected = rf"reader is {options.dp_world_size}; batch 0 is packed for 2\. Attach with"
+            refused = pytest.raises(Conflict, match=expected)
             with BatchReader(client, attached.epoch, 0, options) as one, refused:
                 next(one)
         with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=2)) as two:
@@ -314,12 +338,12 @@ def test_a_body_may_be_any_bytes_like_object() -> None:
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ({"poll_s": 0.0}, "poll_s is 0.0; more than 0 is needed"),
-        ({"wait_ms": -1}, "wait_ms is -1; at least 0 is needed"),
+        ({"poll_s": 0.0}, "poll_s is 0.0; it must be above 0"),
+        ({"wait_ms": -1}, "wait_ms is -1; the minimum is 0"),
         ({"dp_rank": 1}, "dp_rank is 1; it must be below dp_world_size = 1"),
         ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank is 2; it must be below dp_world_size = 2"),
-        ({"dp_world_size": 0}, "dp_world_size is 0; at least 1 is needed"),
-        ({"service_timeout_s": float("nan")}, "service_timeout_s is nan; at least 0 is needed"),
+        ({"dp_world_size": 0}, "dp_world_size is 0; the minimum is 1"),
+        ({"service_timeout_s": float("nan")}, "service_timeout_s is nan; the minimum is 0"),
     ],
 )
 def test_an_option_outside_its_bound_is_refused(option: dict[str, Any], told: str) -> None:
@@ -331,5 +355,5 @@ def test_an_option_outside_its_bound_is_refused(option: dict[str, Any], told: st
 @pytest.mark.parametrize("step", [0, 7])
 def test_nothing_can_be_acked_before_a_batch_was_handed_out(step: int) -> None:
     """Whoever resumes would ack the step before once more, and be told nothing."""
-    with pytest.raises(Invalid, match=f"ack before any batch: the first is that of step {step}"):
+    with pytest.raises(Invalid, match=f"ack before the batch of step {step}; get that batch first"):
         BatchReader(cast(Client, ScriptedClient()), EPOCH, step).ack()

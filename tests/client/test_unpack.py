@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.client.unpack import GroupSum, RolloutKey, Tokens, merged, per_group, per_rollout, rollout_keys
+from replaybuf.client.unpack import GroupSum, RolloutKey, Tokens, merge_sums, per_group, per_rollout, rollout_keys
 from replaybuf.errors import Invalid
 from replaybuf.packing.pack import pack
 from replaybuf.wire.batch import Batch, BatchGroup, Segment, encode_batch, read_batch
@@ -112,7 +112,7 @@ def test_sums_of_groups_are_those_of_their_rollouts_over_all_ranks(
         for row in batch.micro_batches:
             for key, values in per_rollout(row, np.arange(len(row.input_ids)), "sampled").items():
                 expected[batch.meta.group_ids[key.group_index]] += values.tolist()
-    assert merged(parts) == {name: GroupSum(float(sum(v)), len(v)) for name, v in expected.items()}
+    assert merge_sums(parts) == {name: GroupSum(float(sum(v)), len(v)) for name, v in expected.items()}
 
 
 def test_a_rollout_with_nothing_sampled_has_no_completion_that_a_body_tells() -> None:
@@ -142,5 +142,5 @@ def test_values_of_another_length_are_refused_with_both_numbers() -> None:
     (batch,) = packed(groups_of([[(1, 2)]]))
     with pytest.raises(Invalid, match=r"shape \[3\]; the micro-batch has 8 tokens"):
         per_rollout(batch.micro_batches[0], np.zeros(3))
-    with pytest.raises(Invalid, match="0 micro-batches were given; the batch has 1"):
+    with pytest.raises(Invalid, match="arrays for 0 micro-batches; the batch has 1"):
         per_group(batch, [])

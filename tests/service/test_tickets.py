@@ -38,7 +38,7 @@ def test_one_call_grants_a_thousand_tickets_at_most_and_the_next_one_goes_on(run
     assert run.state()["tickets"]["out"] == 2000
     asked = run.http.get("/openapi.json").json()["components"]["schemas"]["TicketRequest"]["properties"]["count"]
     assert (asked["minimum"], asked["default"]) == (1, 1)
-    assert asked["description"] == "Tickets wanted; one call grants 1000 at most."
+    assert "1000" in asked["description"]
 
 
 def test_a_ticketed_group_takes_its_name_from_the_prompt(run: RunClient) -> None:

@@ -62,7 +62,7 @@ def test_float64_keeps_its_digits_and_more_dimensions_are_kept(batch: TensorBatc
 
 def test_values_of_another_length_are_refused(batch: TensorBatch) -> None:
     """A dimension for the batch, as models give it, is one too many."""
-    with pytest.raises(Invalid, match=r"values have shape \[1, 24\]; the micro-batch has 24 tokens"):
+    with pytest.raises(Invalid, match=r"row_values has shape \[1, 24\]; the micro-batch has 24 tokens"):
         per_rollout(batch.micro_batches[0], torch.zeros(1, 24))
 
 
@@ -73,9 +73,9 @@ def test_the_core_says_who_takes_tensors(batch: TensorBatch) -> None:
     for values in (zeros.requires_grad_(), zeros.detach().bfloat16()):
         with pytest.raises(Invalid, match=r"numpy cannot read.*replaybuf_trainer\.unpack"):
             unpack.per_rollout(row, values)
-    with pytest.raises(Invalid, match=r"dict is no MicroBatch.*replaybuf_trainer\.unpack"):
+    with pytest.raises(Invalid, match=r"got dict, expected MicroBatch.*replaybuf_trainer\.unpack"):
         unpack.per_rollout(batch.micro_batches[0], zeros)  # type: ignore[arg-type]
-    with pytest.raises(Invalid, match=r"TensorBatch is no Batch.*replaybuf_trainer\.unpack"):
+    with pytest.raises(Invalid, match=r"got TensorBatch, expected Batch.*replaybuf_trainer\.unpack"):
         unpack.per_group(batch, [])  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """`client.unpack` for what a torch trainer has at hand: tensors of any type and device, and batches of tensors.
 
 Values come back as numpy arrays on the CPU, without their gradient; types that numpy lacks (bfloat16) as float32.
-`merged`, `GroupSum` and `RolloutKey` are those of `replaybuf.client.unpack`.
+`merge_sums`, `GroupSum` and `RolloutKey` are those of `replaybuf.client.unpack`.
 """
 
 from __future__ import annotations

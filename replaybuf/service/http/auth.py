@@ -1,4 +1,4 @@
-"""Bearer tokens by role. A tokens file holds one JSON line per token: name, role and the SHA-256 of the token."""
+"""Bearer tokens by role. A tokens file has one JSON line per token: name, role and the SHA-256 of the token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = ("producer", "trainer", "reader", "operator")
 
 
 class StoredToken(msgspec.Struct, frozen=True):
-    """One line of a tokens file. The token has 256 random bits, so its plain hash cannot be guessed back."""
+    """One line of a tokens file. A plain hash is enough: the token has 256 random bits."""
 
     name: str
     role: str
@@ -23,14 +23,14 @@ class StoredToken(msgspec.Struct, frozen=True):
 
 
 class Tokens:
-    """The tokens a service knows; without a file every caller is let in (and the service binds loopback only)."""
+    """The tokens of a service. Without a file every caller is authorised, and the service binds loopback only."""
 
     def __init__(self, stored: list[StoredToken] | None) -> None:
         self._by_hash = None if stored is None else {token.sha256: token for token in stored}
 
     @classmethod
     def read(cls, path: Path | None) -> Tokens:
-        """Read a tokens file. Raises `Invalid` naming the line that does not decode."""
+        """Read a tokens file. Raises `Invalid` naming a line that does not decode."""
         if path is None:
             return cls(None)
         try:
@@ -49,33 +49,37 @@ class Tokens:
 
     @property
     def open(self) -> bool:
-        """Say whether no token is needed."""
+        """Whether calls need no token."""
         return self._by_hash is None
 
     def check(self, authorization: str | None, allowed: frozenset[str]) -> None:
-        """Let a caller pass whose token has one of the allowed roles. Raises `Unauthorized` or `Forbidden`."""
+        """Check that the token has one of the allowed roles. Raises `Unauthorized` or `Forbidden`."""
         if self._by_hash is None:
             return
         scheme, _, token = (authorization or "").partition(" ")
         found = self._by_hash.get(_hash(token)) if scheme.lower() == "bearer" else None
         if found is None:
-            lack = "the token is not in the tokens file, as it was at start" if token else "no token came"
-            raise Unauthorized(f"{lack}; needed: Authorization: Bearer TOKEN (commands: --token)", name="Authorization")
-        if found.role not in allowed and found.role != "operator":
+            cause = "the token was not in the tokens file when the service started" if token else "the token is missing"
+            raise Unauthorized(
+                f"{cause}; send the header Authorization: Bearer TOKEN (commands: --token)", name="Authorization"
+            )
+        roles = [*sorted(allowed), "operator"]
+        if found.role not in roles:
             raise Forbidden(
-                f"token {found.name!r} has the role {found.role!r}; this call takes {', '.join(sorted(allowed))}",
+                f"token {found.name!r} has the role {found.role}; this call needs {' or '.join(roles)}. Use a token "
+                f"with such a role: replaybuf token new --role {roles[0]}",
                 name="role",
                 value=found.role,
-                bound=sorted(allowed),
+                bound=roles,
             )
 
 
 def new_token(role: str, name: str, path: Path) -> str:
-    """Make a token, store its hash in the tokens file, return it: it cannot be shown again. Raises `Invalid`."""
+    """Create a token and store its hash in the tokens file; it cannot be shown again. Raises `Invalid`."""
     if role not in ROLES:
         raise Invalid(f"role is {role!r}; it must be one of {', '.join(ROLES)}", name="role", value=role, bound=ROLES)
     if not name.strip():
-        raise Invalid(f"name is {name!r}; it says who holds the token", name="name", value=name, bound="not empty")
+        raise Invalid(f"name is {name!r}; give the name of the holder", name="name", value=name, bound="not empty")
     token = f"rb_{secrets.token_urlsafe(32)}"
     line = msgspec.json.encode(StoredToken(name, role, _hash(token))) + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
