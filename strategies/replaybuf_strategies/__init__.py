@@ -1,1 +1,1 @@
-"""The strategies that come with replaybuf: plug-ins like any other, found by entry point."""
+"""Strategies and filters that come with replaybuf, found by entry point like any other plug-in."""

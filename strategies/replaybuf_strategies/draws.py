@@ -1,7 +1,7 @@
-"""Orders in which `replay` looks at groups: positions in pieces, each once, made as far as a batch asks for.
+"""Orders in which `replay` looks at groups: positions in pieces, each once, made only as far as a batch needs them.
 
-A piece is an int64 array of positions. `may` judges groups by their columns and is asked only about those that are
-looked at, so that choosing 512 of a million does not touch the million.
+A piece is an int64 array of positions. `may` returns a mask of usable groups from their columns, and sees only the
+groups that are looked at: choosing 512 of a million does not touch the million.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE = 8192
 _LONG_PIECE = 65_536
 _PASSES = 8
 _FEW = 4096
-"""Below this many groups keys for all cost less than drawing with rejection."""
+"""Below this many groups, keys for all of them cost less than drawing with rejection."""
 _LEAST_ACCEPTANCE = 1 / 64
 _LARGEST = float(np.finfo(np.float32).max)
 FLOOR = 1e-6
@@ -34,9 +34,9 @@ FLOOR = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Propensity:
-    """How likely a group is drawn: p_i = (x_i + 1e-6) ** exponent, x_i = its `column`.
+    """Weight of a group in the draw: p_i = (x_i + 1e-6) ** exponent, x_i = its `column`.
 
-    What is not a priority counts as one that is: NaN and negative numbers as 0, infinity as the largest float32.
+    NaN and negative priorities count as 0, infinity as the largest float32.
     """
 
     column: str
@@ -44,12 +44,12 @@ class Propensity:
 
     def of(self, groups: Groups) -> npt.NDArray[np.float64]:
         """Return p, float64 [len(groups)], each > 0 and finite."""
-        known = np.minimum(np.fmax(getattr(groups, self.column), 0.0), _LARGEST, dtype=np.float64)
-        powers: npt.NDArray[np.float64] = (known + FLOOR) ** self.exponent
+        priorities = np.minimum(np.fmax(getattr(groups, self.column), 0.0), _LARGEST, dtype=np.float64)
+        powers: npt.NDArray[np.float64] = (priorities + FLOOR) ** self.exponent
         return powers
 
     def largest(self, groups: Groups) -> float:
-        """Return the largest p among these groups."""
+        """Return the largest p of these groups."""
         largest = np.max(getattr(groups, self.column), initial=0.0)
         if np.isnan(largest):
             largest = np.fmax.reduce(getattr(groups, self.column), initial=0.0)
@@ -57,10 +57,10 @@ class Propensity:
 
 
 def ascending(*columns: Column) -> Pieces:
-    """Order positions by the first column, equal ones by the next, at last as they stand: a stable sort, in pieces.
+    """Order positions by the columns, the first one first: a stable sort, in pieces.
 
-    One pass over the columns for each tuple of values, for as long as a batch asks: there are few policy versions
-    within a staleness window, and most batches are full within the oldest. What `_PASSES` leave is sorted at once.
+    Each tuple of values takes one pass over the columns: a staleness window has few policy versions, and most batches
+    are full within the oldest. After `_PASSES` tuples the rest is sorted at once.
     """
     tuples = _tuples(columns)
     for values in itertools.islice(tuples, _PASSES):
@@ -80,7 +80,7 @@ def ascending(*columns: Column) -> Pieces:
 
 
 def _tuples(columns: tuple[Column, ...]) -> Iterator[tuple[int, ...]]:
-    """Go through what the columns' values could make, ascending, also what no position has."""
+    """Yield all combinations of the columns' values, ascending, including those that no position has."""
     if not columns:
         yield ()
         return
@@ -93,18 +93,17 @@ def _tuples(columns: tuple[Column, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def first_in_first_out(groups: Groups, may: May) -> Pieces:
-    """Go through the groups as through a queue that a used group joins anew: by last use (never first), then by the
-    version that began them, then by storing.
+    """Order groups by last use (never used first), then by policy version, then by storing: a used group queues again.
 
-    By storing alone the oldest would use up all their uses before anybody else's turn came, and a group that took long
-    to generate would stand behind younger ones until it is too stale.
+    By storing alone the oldest groups would use up all their uses before any other, and a slow group would queue behind
+    younger ones until it is too stale.
     """
     for piece in ascending(groups.last_step, groups.policy_version):
         yield piece[may(groups.take(piece))]
 
 
 def newest_first(groups: Groups, may: May) -> Pieces:
-    """Go through the groups from the last stored one back."""
+    """Order groups from the last stored one back."""
     for end in range(len(groups), 0, -_PIECE):
         positions = np.arange(end - 1, max(0, end - _PIECE) - 1, -1)
         yield positions[may(groups.take(positions))]
@@ -113,10 +112,10 @@ def newest_first(groups: Groups, may: May) -> Pieces:
 def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.random.Generator, wanted: int) -> Pieces:
     """Draw without replacement: each next group with probability p_i / (sum of p over those not drawn yet).
 
-    `propensity` None: p = 1. `wanted` is about how many will be asked for. Uniform positions are drawn and kept with
-    probability p_i / max p, where `may` allows and they were not drawn before: what is kept next is distributed as
-    above, whatever was drawn earlier. Where too few are kept, what is left is ordered by keys E_i / p_i with
-    exponential E_i (Efraimidis & Spirakis 2006): the same distribution, at a cost that grows with all groups.
+    `propensity` None: p = 1. `wanted`: expected number of groups to draw. Uniform positions are accepted with
+    probability p_i / max p, if `may` allows and they were not drawn before, which gives the above distribution. If too
+    few are accepted, the rest is ordered by keys E_i / p_i with exponential E_i (Efraimidis & Spirakis 2006): the same
+    distribution, at a cost that grows with all groups.
     """
     seen = np.empty(0, np.int64)
     count = len(groups)
@@ -125,22 +124,22 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
         size = 2 * wanted + 64
         while size < count // 4 and len(seen) < count // 4:
             positions = rng.integers(0, count, size)
-            there = groups.take(positions)
-            kept = may(there)
+            sample = groups.take(positions)
+            accepted = may(sample)
             if propensity is not None:
-                kept = kept & (rng.random(size) * largest < propensity.of(there))
-            new = _not_yet(positions[kept], seen)
+                accepted = accepted & (rng.random(size) * largest < propensity.of(sample))
+            new = _unseen(positions[accepted], seen)
             seen = np.concatenate([seen, new])
             yield new
             acceptance = (len(new) + 1) / size
             if acceptance < _LEAST_ACCEPTANCE:
                 break
             size = int(wanted / acceptance) + 64
-    yield from _keyed(groups, may, propensity, rng, wanted, seen)
+    yield from _by_keys(groups, may, propensity, rng, wanted, seen)
 
 
-def _not_yet(positions: Positions, seen: Positions) -> Positions:
-    """Keep each position the first time it comes, in order, unless it was seen before."""
+def _unseen(positions: Positions, seen: Positions) -> Positions:
+    """Return the first occurrence of each position, in order, without those in `seen`."""
     ordered = np.sort(positions)
     if (ordered[1:] == ordered[:-1]).any():
         _, first = np.unique(positions, return_index=True)
@@ -148,10 +147,10 @@ def _not_yet(positions: Positions, seen: Positions) -> Positions:
     return positions[~np.isin(positions, seen)] if len(seen) else positions
 
 
-def _keyed(
+def _by_keys(
     groups: Groups, may: May, propensity: Propensity | None, rng: np.random.Generator, wanted: int, seen: Positions
 ) -> Pieces:
-    """Order what is allowed and not seen by exponential keys: the first ones first, the others only when asked for."""
+    """Order usable groups outside `seen` by exponential keys, and sort those after the first only if needed."""
     allowed = may(groups).copy()
     allowed[seen] = False
     rest = np.flatnonzero(allowed)
@@ -163,8 +162,7 @@ def _keyed(
     first = min(2 * wanted + 64, len(rest))
     if first < len(rest):
         parted = np.argpartition(keys, first)
-        nearest, others = parted[:first], parted[first:]
-        yield rest[nearest[np.argsort(keys[nearest])]]
-        yield rest[others[np.argsort(keys[others])]]
+        for part in (parted[:first], parted[first:]):
+            yield rest[part[np.argsort(keys[part])]]
     else:
         yield rest[np.argsort(keys)]

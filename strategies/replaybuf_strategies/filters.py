@@ -1,7 +1,7 @@
-"""The filters that come with replaybuf: groups that are not worth training, judged once, when they arrive.
+"""Filters that come with replaybuf: they drop groups that are not worth training, once, on arrival.
 
-Filters of a run compose in their order: the first one that drops a group names the reason. Tokens of dropped groups
-were spent; what is dropped and why is counted (`replaybuf_groups_dropped_total{reason}`).
+Filters of a run apply in order; the first one that drops a group gives the reason. The metric
+`replaybuf_groups_dropped_total{reason}` counts dropped groups, whose tokens were spent.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from msgspec import Meta
 from replaybuf.strategy import Budget, BufferView, Evictions, Filter, Groups, StrategyOptions, contradiction
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-"""Rewards are kept in single precision: beyond it a bound is infinite to them, and lets all or nothing through."""
+"""Rewards have single precision: a bound beyond it would accept all groups, or none."""
 
 Reward = Annotated[float, Meta(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 
 
 class ZeroVarianceOptions(StrategyOptions, frozen=True):
-    """`tolerance`: largest standard deviation of rewards that counts as none."""
+    """`tolerance`: largest standard deviation of rewards that counts as zero."""
 
     tolerance: Annotated[float, Meta(ge=0, lt=LARGEST_FLOAT32)] = 1e-6
 
 
 class ZeroVariance(Filter[ZeroVarianceOptions]):
-    """Drop groups in which all rollouts have one reward: reward_std <= tolerance, reason `zero_variance`.
+    """Drop groups whose rollouts all have the same reward: reward_std <= tolerance, reason `zero_variance`.
 
-    Their advantages are all 0 where they are taken within the group (GRPO), so they cost a step and teach nothing
-    (dynamic sampling: Yu et al. 2025, DAPO, section 3.2). A group of one rollout is always dropped.
+    With advantages within the group (GRPO) all of them are 0, so such a group costs time and teaches nothing (dynamic
+    sampling: Yu et al. 2025, DAPO, section 3.2). A group of one rollout is always dropped.
     """
 
     Options: ClassVar[type[StrategyOptions]] = ZeroVarianceOptions
 
     def check(self, budget: Budget, group_size: int | None) -> None:
-        """Refuse groups of one rollout. Raises `Invalid`."""
+        """Raise `Invalid` for a run with groups of one rollout."""
         if group_size == 1:
             raise contradiction(
                 "group_size", 1, "at least 2", "filter zero-variance would drop every group: one reward has no variance"
             )
 
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Name the groups without variance."""
+        """Return the groups without variance."""
         return _dropped(groups, (groups.reward_std <= self.options.tolerance, "zero_variance"))
 
 
@@ -51,9 +51,10 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class RewardWindowOptions(StrategyOptions, frozen=True):
-    """`low`, `high`: bounds of the mean reward, both inside; null = none. One of them must be set, and low <= high.
+    """Options of `reward-window`.
 
-    `easy_fraction`, `hard_fraction`: share kept of the groups above `high`, and below `low`.
+    - `low`, `high`: inclusive bounds of the mean reward; null = none. One of them must be set, and low <= high
+    - `easy_fraction`, `hard_fraction`: share kept of the groups above `high`, and below `low`
     """
 
     low: Reward | None = None
@@ -69,7 +70,7 @@ class RewardWindowOptions(StrategyOptions, frozen=True):
             if fraction and bound is None:
                 side = "high" if name == "easy_fraction" else "low"
                 raise contradiction(
-                    f"filter.options.{name}", fraction, "0", f"{side} is null, so there is no such pool"
+                    f"filter.options.{name}", fraction, "0", f"{side} is null, so the pool does not exist"
                 )
         low, high = self.low, self.high
         if low is None and high is None:
@@ -83,18 +84,17 @@ class RewardWindowOptions(StrategyOptions, frozen=True):
 
 
 class RewardWindow(Filter[RewardWindowOptions]):
-    """Keep groups of middling difficulty, low <= reward_mean <= high, and a share of those on either side.
+    """Keep groups of medium difficulty, low <= reward_mean <= high, and a share of those on either side.
 
-    Above is the easy pool, below the hard one. Of a pool with fraction f the groups with h(row) < f are kept, where h
-    is a hash of the group's row number into [0, 1): f of them in the long run, each judged alike whenever it is asked
-    about. What is not kept is dropped as `too_easy` or `too_hard`. (prime-rl has pools of prompts, and fractions of
-    what is generated; here a pool is of groups, which exist already.)
+    Groups above are the easy pool, groups below the hard pool. A pool with fraction f keeps the groups with h(row) < f,
+    where h hashes the group's row number into [0, 1): f of them in the long run, and always the same ones. Others are
+    dropped as `too_easy` or `too_hard`. (In prime-rl pools hold prompts, and fractions are of generated groups.)
     """
 
     Options: ClassVar[type[StrategyOptions]] = RewardWindowOptions
 
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Name the groups outside the window."""
+        """Return the groups outside the window that are not kept."""
         low = -np.inf if self.options.low is None else self.options.low
         high = np.inf if self.options.high is None else self.options.high
         mean, lot = groups.reward_mean, _lots(groups.row)
@@ -104,8 +104,10 @@ class RewardWindow(Filter[RewardWindowOptions]):
 
 
 class OverlongOptions(StrategyOptions, frozen=True):
-    """`max_tokens`: most tokens of a rollout, prompt included (2 at the least); `max_truncated`: largest share of a
-    group's rollouts that ended at their token limit. null = no bound; one of them must be set.
+    """Options of `overlong`; null = no bound. One of them must be set.
+
+    - `max_tokens`: most tokens of a rollout, prompt included, at least 2
+    - `max_truncated`: largest share of a group's rollouts that ended at their token limit
     """
 
     max_tokens: Annotated[int, Meta(ge=2)] | None = None
@@ -122,18 +124,17 @@ class OverlongOptions(StrategyOptions, frozen=True):
 
 
 class Overlong(Filter[OverlongOptions]):
-    """Drop groups by length: a rollout is too long, or too many were cut at their token limit.
+    """Drop groups by length: a rollout is too long, or too many rollouts ended at their token limit.
 
     longest_tokens > max_tokens (`overlong_rollout`), or truncated / rollouts > max_truncated (`truncated_rollouts`):
-    their reward judges the limit, not the answer.
-
-    Shifts the length distribution towards short groups; `replaybuf_groups_dropped_total` says how much is dropped.
+    their reward depends on the limit, not on the answer. Shifts the length distribution towards short groups; see
+    `replaybuf_groups_dropped_total`.
     """
 
     Options: ClassVar[type[StrategyOptions]] = OverlongOptions
 
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Name the groups that are too long or too often cut."""
+        """Return the groups with a rollout that is too long, or too many truncated ones."""
         longest, truncated = self.options.max_tokens, self.options.max_truncated
         none = np.zeros(len(groups), bool)
         too_long = none if longest is None else groups.longest_tokens > longest
@@ -151,7 +152,7 @@ def _lots(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def _dropped(groups: Groups, *rules: tuple[npt.NDArray[np.bool_], str]) -> Evictions:
-    """Name each group that a rule holds for, once, with the reason of the first such rule."""
+    """Return each group that matches a rule, once, with the reason of the first such rule."""
     rows: list[int] = []
     reasons: list[str] = []
     left = np.ones(len(groups), bool)

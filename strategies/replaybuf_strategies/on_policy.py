@@ -1,4 +1,4 @@
-"""On-policy: a batch of step s holds only groups sampled by version(s), whatever the producers did."""
+"""On-policy: the batch of step s holds only groups sampled by version(s)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replaybuf.strategy import Budget, BufferView, Groups, Selection, Strategy, 
 class OnPolicy(Strategy[StrategyOptions]):
     """Staleness 0, each group once, oldest first, no look-ahead.
 
-    Invariant: version(step) - policy_version = 0 for every group of a batch. Blocks with `awaiting_publication` until
+    Invariant: version(step) - policy_version = 0 for every group of a batch. Waits with `awaiting_publication` until
     version(step) is published; producers get no ticket meanwhile.
     """
 

@@ -7,27 +7,16 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from replaybuf.strategy import (
-    Budget,
-    BufferView,
-    Flow,
-    Groups,
-    Selection,
-    Strategy,
-    StrategyOptions,
-    Waiting,
-    fill,
-    window_capacity,
-)
+from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, StrategyOptions, Waiting, fill
 from replaybuf_strategies.adaptive import adaptive_capacity
 from replaybuf_strategies.draws import ascending
 
 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
-    """How far producers may run ahead.
+    """Options of `one-step-off-policy`.
 
-    - `max_staleness` (k >= 0): how many versions a group may be behind the policy it trains
-    - `adaptive`: let in only as many groups as keep the trainer from waiting, by the speeds measured; told where set
+    - `max_staleness` (k >= 0): largest number of versions that a group may be behind the policy it trains
+    - `adaptive`: admit only as many groups as keep the trainer from waiting, by measured speeds
     """
 
     max_staleness: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1
@@ -42,20 +31,16 @@ class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
     """
 
     Options: ClassVar[type[StrategyOptions]] = OneStepOffPolicyOptions
+    look_ahead = 1
 
     @property
     def max_staleness(self) -> int:
         """Largest staleness at use: the option k."""
         return self.options.max_staleness
 
-    @property
-    def look_ahead(self) -> int:
-        """One step: a trainer may prefetch the next batch while it trains."""
-        return 1
-
     def admit(self, buffer: BufferView, flow: Flow) -> int:
-        """Say how many more groups producers may start now: what the window allows, or of it what is needed."""
-        window = window_capacity(buffer, flow, self.max_staleness, self.look_ahead)
+        """Return the number of groups that may start now: the window, or the part of it that is needed."""
+        window = super().admit(buffer, flow)
         return adaptive_capacity(buffer, flow, window) if self.options.adaptive else window
 
     def select(

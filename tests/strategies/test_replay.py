@@ -470,8 +470,8 @@ def test_every_beginning_holds_each_share_within_one_group(shares: list[float], 
     """|x_i - s_i * t| < 1 after every place t, for any shares (Tijdeman 1980)."""
     mix, counts, total = Mix(shares), Counter[int](), sum(shares)
     for place in range(1, places + 1):
-        lane = mix.turns()[0]
-        mix.took(lane)
+        lane = mix.order()[0]
+        mix.count(lane)
         counts[lane] += 1
         for one, share in enumerate(shares):
             assert abs(counts[one] - share / total * place) < 1 + 1e-6
@@ -548,8 +548,8 @@ def test_uses_and_inserts_never_block_each_other(spi: float, batch: int, extra: 
     limiter = Limiter(spi, (batch + spi) / 2 + extra)
     view = buffer_view(groups_used=used, groups_stored=stored)
     if limiter.blocks(view, batch):
-        assert limiter.room(view, batch) >= 1 - 1e-9
-        assert 0 < limiter.lacking(view, batch) <= limiter.room(view, batch) + 1
+        assert limiter.inserts_left(view, batch) >= 1 - 1e-9
+        assert 0 < limiter.inserts_needed(view, batch) <= limiter.inserts_left(view, batch) + 1
 
 
 @pytest.mark.parametrize("spi", [1.0, 1.5, 2.5])

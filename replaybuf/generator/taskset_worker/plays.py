@@ -28,7 +28,9 @@ class Over(Exception):
 
 
 class Play:
-    """One play. Its conversation only grows::
+    """One play, whose conversation only grows.
+
+    ::
 
         ids(k + 1) = ids(k) + turn(k) + answer(k),   ids(0) = the prompt
 

@@ -1,0 +1,139 @@
+"""Options of `replay`, and the contradictions between them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from replaybuf.strategy import Budget, StrategyOptions, contradiction, source_code
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Steps = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+
+_ONLY_PRIORITIZED = {"priority": "advantage", "exponent": 0.6, "importance": 0}
+"""Options that only the order `prioritized` has, with their defaults."""
+_SMALLEST_GROUP_TOKENS = 2
+"""A prompt and a completion of one token each."""
+ROUNDING = 1e-6
+"""Shares that sum to 1 within this bound are complete."""
+LOOK_AHEAD = 1
+
+
+class ReplayOptions(StrategyOptions, frozen=True):
+    """Options of `replay`; null = unbounded or off. Options that contradict each other raise `Invalid`.
+
+    - `max_uses` (u), `max_staleness` (m): bounds of a group's uses and of its staleness at use
+    - `order`: at random, by last use and then age (`fifo`), from the newest back, or at random by priority, with
+      `priority` as x: p = x ** `exponent` (alpha); `importance` (beta) turns p into sampling weights
+    - `fresh_fraction` (f): least share of a batch's groups that were never used
+    - `cooldown` (c): steps that a group rests after a use
+    - `samples_per_insert` (spi), `error_buffer` (e; null = one batch and one insert): uses per stored group
+    - `groups_per_prompt`: most groups of a prompt per batch; `prompts_together`: all live ones in the same batch
+    - `mix`: shares of a batch's groups by source; other sources share the rest
+    """
+
+    max_uses: Count | None = 4
+    max_staleness: Steps | None = 4
+    order: Literal["uniform", "fifo", "newest", "prioritized"] = "uniform"
+    priority: Literal["advantage", "reward_std", "feedback"] = "advantage"
+    exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
+    importance: Share = 0.0
+    fresh_fraction: Share = 0.0
+    cooldown: Steps = 0
+    samples_per_insert: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    error_buffer: Annotated[float, Meta(gt=0, le=1e15)] | None = None
+    groups_per_prompt: Count | None = None
+    prompts_together: bool = False
+    mix: dict[str, PositiveShare] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_uses is None and self.max_staleness is None:
+            why = "max_staleness is null too, so nothing would ever leave the buffer"
+            raise self._contradiction("max_uses", "a number where max_staleness is null", why)
+        if self.max_uses == 1 and self.cooldown > 0:
+            raise self._contradiction("cooldown", "0", "max_uses is 1, so no group is used again")
+        for name, default in _ONLY_PRIORITIZED.items():
+            if getattr(self, name) != default and self.order != "prioritized":
+                why = f"order is {self.order}; only prioritized has priorities"
+                raise self._contradiction(name, json.dumps(default), why)
+        if self.prompts_together:
+            self._check_prompts_together()
+        self._check_rate()
+        self._check_mix()
+
+    def _check_prompts_together(self) -> None:
+        if self.groups_per_prompt is not None:
+            why = "prompts_together puts all groups of a prompt in one batch"
+            raise self._contradiction("groups_per_prompt", "null", why)
+        for name in ("fresh_fraction", "mix"):
+            if getattr(self, name):
+                why = "the groups of a prompt come together, whatever their share"
+                raise self._contradiction(name, "unset where prompts_together is true", why)
+
+    def _check_rate(self) -> None:
+        spi, fresh, error_buffer = self.samples_per_insert, self.fresh_fraction, self.error_buffer
+        if spi is None:
+            if error_buffer is not None:
+                why = "samples_per_insert is null, so there is no rate to keep"
+                raise self._contradiction("error_buffer", "null", why)
+            return
+        if self.max_uses is not None and spi > self.max_uses:
+            why = f"max_uses is {self.max_uses}, so a stored group cannot be used that often"
+            raise self._contradiction("samples_per_insert", f"at most {self.max_uses}", why)
+        if spi * fresh > 1 + ROUNDING:
+            why = f"fresh_fraction is {fresh}, so there are at most 1/{fresh} uses per insert"
+            raise self._contradiction("samples_per_insert", f"at most {1 / fresh:g}", why)
+        if error_buffer is not None and 2 * error_buffer < 1 + spi:
+            why = "one use and one insert exceed the width of the band, so each would wait for the other"
+            raise self._contradiction("error_buffer", f"at least {(1 + spi) / 2:g}", why)
+
+    def _check_mix(self) -> None:
+        total = sum(self.mix.values())
+        if total > 1 + ROUNDING:
+            raise self._contradiction("mix", "shares that sum to at most 1", f"the shares sum to {total:.6g}")
+        if len({source_code(name) for name in self.mix}) < len(self.mix):
+            raise self._contradiction("mix", "names with different codes", "two names have the same source_code")
+
+    def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
+        """Check the options against the run's batch. Raises `Invalid`.
+
+        A group has w = (m + 1) * steps_per_publish batches, so at most ceil(w / (c + 1)) uses.
+        """
+        spi = self.samples_per_insert
+        batches = LOOK_AHEAD + 1 + ((self.max_uses or 1) - 1) * (self.cooldown + 1)
+        if self.max_staleness is not None:
+            batches = (self.max_staleness + 1) * steps_per_publish
+            uses = math.ceil(batches / (self.cooldown + 1))
+            if self.cooldown > 0 and uses < 2:
+                why = f"after it a group is always too stale: it has {batches} batches in all"
+                raise self._contradiction("cooldown", f"at most {batches - 1}", why)
+            if spi is not None and spi > uses:
+                why = f"a group has {batches} batches before it is too stale"
+                raise self._contradiction("samples_per_insert", f"at most {uses}", why)
+        need = (batches + 1) * _least_tokens(budget)
+        if self.fresh_fraction > 0 and max_tokens_live is not None and max_tokens_live < need:
+            why = (
+                f"the limits allow {max_tokens_live} live tokens; below {need} used groups could leave no space for "
+                "fresh ones"
+            )
+            raise self._contradiction("fresh_fraction", "0", why)
+        if spi is not None and self.error_buffer is not None and budget.groups is not None:
+            least = (budget.groups + spi) / 2
+            if self.error_buffer < least:
+                why = f"a batch of {budget.groups} groups exceeds the width of the band"
+                raise self._contradiction("error_buffer", f"at least {least:g}", why)
+
+    def _contradiction(self, name: str, needed: str, why: str) -> Exception:
+        return contradiction(f"strategy.options.{name}", getattr(self, name), needed, why)
+
+
+def _least_tokens(budget: Budget) -> int:
+    """Count the tokens of the smallest groups that make a full batch."""
+    if budget.groups is None:
+        return budget.tokens or 0
+    return min(budget.groups * _SMALLEST_GROUP_TOKENS, budget.tokens or budget.groups * _SMALLEST_GROUP_TOKENS)
