@@ -92,7 +92,7 @@ class InvalidGroups(Invalid):
 
     slug, title = "invalid-groups", "All groups were rejected"
 
-    def __init__(self, detail: str, results: list[dict[str, Any]], **fields: Any) -> None:
+    def __init__(self, detail: str, results: list[Any], **fields: Any) -> None:
         super().__init__(detail, **fields)
         self.results = results
 

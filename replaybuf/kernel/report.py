@@ -14,7 +14,19 @@ from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import hash_name
-from replaybuf.wire.run_status import AdapterStatus, Buckets, Coverage, DropAges, Histograms, StoredCounts
+from replaybuf.wire.run_status import (
+    AdapterStatus,
+    Buckets,
+    ChosenStrategy,
+    Coverage,
+    DropAges,
+    GroupCounts,
+    Histograms,
+    LiveTotal,
+    RunStatus,
+    StoredCounts,
+    TicketCounts,
+)
 
 
 class RunCounts(msgspec.Struct, frozen=True):
@@ -86,39 +98,39 @@ def render_run_state(
     rejected: dict[str, int],
     waits: WaitingAnswer | None,
     adapters_wait: Mapping[str, WaitingAnswer | None],
-) -> dict[str, Any]:
+) -> RunStatus:
     """Render `GET /v1/runs/{run}`."""
-    return {
-        "run": run,
-        "state": state.state,
-        "paused_reason": state.config_reason if state.config_state == "paused" else None,
-        "strategy": config["strategy"],
-        "durability": durability,
-        "epoch": state.epoch,
-        "generation": state.generation,
-        "step": state.step,
-        "published_version": state.published[""],
-        "groups": holds.groups | {"rejected": rejected},
-        "tokens": {"live": state.live_totals().tokens},
-        "bytes": {"live": holds.live_bytes},
-        "tickets": {
-            "issued": book.counts["issued"],
-            "out": book.out,
-            "expired": book.counts["expired"],
-            "returned": book.counts["returned"],
-            "failed": len(state.failed_prompts),
-        },
-        "staleness": {str(age): number for age, number in sorted(state.used_staleness.items())},
-        "histograms": holds.histograms,
-        "coverage": coverage(state, book),
-        "waiting": waits,
-        "adapters": {
+    return RunStatus(
+        run=run,
+        state=state.state,
+        paused_reason=state.config_reason if state.config_state == "paused" else None,
+        strategy=ChosenStrategy(**config["strategy"]),
+        durability=durability,
+        epoch=state.epoch,
+        generation=state.generation,
+        step=state.step,
+        published_version=state.published[""],
+        groups=GroupCounts(**holds.groups, rejected=rejected),
+        tokens=LiveTotal(live=state.live_totals().tokens),
+        bytes=LiveTotal(live=holds.live_bytes),
+        tickets=TicketCounts(
+            issued=book.counts["issued"],
+            out=book.out,
+            expired=book.counts["expired"],
+            returned=book.counts["returned"],
+            failed=len(state.failed_prompts),
+        ),
+        staleness={str(age): number for age, number in sorted(state.used_staleness.items())},
+        histograms=holds.histograms,
+        coverage=coverage(state, book),
+        waiting=waits,
+        adapters={
             name: render_adapter(name, state, book, one, adapters_wait[name]) for name, one in holds.adapters.items()
         },
-        "checkpoints": state.checkpoints,
-        "oldest_step": state.oldest_step,
-        "config": config,
-    }
+        checkpoints=state.checkpoints,
+        oldest_step=state.oldest_step,
+        config=config,
+    )
 
 
 def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,7 @@ class Known:
 
     def __init__(self) -> None:
         self.config: RunConfig | None = None
-        self.config_state = "running"
+        self.config_state: Literal["running", "paused", "finished"] = "running"
         self.config_reason: str | None = None
         self.max_uses: int | None = 1
         self.attachment: Attachment | None = None
@@ -180,7 +180,7 @@ class Known:
         return self.attachment.epoch if self.attachment else 0
 
     @property
-    def state(self) -> str:
+    def state(self) -> Literal["running", "paused", "finished"]:
         """Say `running`, `paused` or `finished`."""
         done = self.config is not None and self.config.max_steps is not None and self.step >= self.config.max_steps
         return "finished" if done else self.config_state

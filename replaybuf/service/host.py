@@ -130,12 +130,12 @@ class Service:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
                 run = await Run.create(name, self.store, lease.token, config, self._clock)
                 run.journal.leader_url = self.url
-                run.lease.until(lease.left_s)
+                run.lease.extend(lease.left_s)
                 self._add(run)
                 logger.info("run created run=%s strategy=%s", name, config.strategy.name)
                 return run, True
         existing = await self.run(name)
-        fields = [] if if_absent else existing.same_config(config)
+        fields = [] if if_absent else existing.list_differences(config)
         if fields:
             raise Conflict(
                 f"run {name!r} exists with another configuration; these fields differ: {', '.join(fields)}. Change "

@@ -29,7 +29,7 @@ class Leadership:
 
     async def seek(self, run: Run, *, force: bool = False) -> None:
         """Renew our lease on a run, take it where it is free, or learn who holds it."""
-        async with run.lease.seeking:
+        async with run.lease.asking:
             if run.journal.leading and not run.lease.due():
                 return  # somebody else has sought it while we waited
             asked_s = run.lease.now_s()
@@ -43,11 +43,11 @@ class Leadership:
     async def renew(self, runs: Iterable[Run]) -> list[Run]:
         """Seek many in one round trip; return those whose lease is ours now, and who are to be taken over by `seek`."""
         async with contextlib.AsyncExitStack() as stack:
-            sought = [run for run in runs if not run.lease.seeking.locked()]  # the others are sought already
+            sought = [run for run in runs if not run.lease.asking.locked()]  # the others are sought already
             if not sought:
                 return []
             for run in sought:
-                await stack.enter_async_context(run.lease.seeking)
+                await stack.enter_async_context(run.lease.asking)
             asked_s = [run.lease.now_s() for run in sought]
             leases = await self._store.runs.take_leases([run.name for run in sought], self._holder, LEASE_S)
             won = []
@@ -64,7 +64,7 @@ class Leadership:
                 logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
             run.journal.follow(lease.holder.partition("@")[2] or None)
             await run.journal.notify()
-        run.lease.until(lease.left_s, asked_s)
+        run.lease.extend(lease.left_s, asked_s)
 
 
 def _leads(run: Run, lease: Lease) -> bool:

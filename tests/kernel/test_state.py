@@ -302,11 +302,12 @@ def test_a_record_of_groups_that_are_not_there_is_a_gap_and_changes_nothing(reco
 def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:
     run = Run(max_steps=1)
     run.store(0)
-    assert run.state.state == "running"
+    states = [run.state.state]
     run.train(1)
-    assert run.state.state == "finished"
+    states.append(run.state.state)
     run.rewind(0, "redeliver")
-    assert run.state.state == "running"
+    states.append(run.state.state)
+    assert states == ["running", "finished", "running"]
 
 
 @pytest.mark.parametrize(("reason", "state"), [("prompts", "running"), ("operator", "finished")])

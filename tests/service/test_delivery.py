@@ -198,7 +198,7 @@ class Here:
 
     async def attach(self, **options: Any) -> None:
         """Attach a trainer of two ranks."""
-        self.epoch = (await self.run.session.attach(AttachRequest(dp_world_size=2, **options)))["epoch"]
+        self.epoch = (await self.run.session.attach(AttachRequest(dp_world_size=2, **options))).epoch
 
     async def append(self, *group_ids: str) -> None:
         """Store small groups."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from replaybuf.service.leadership import Leadership
-from replaybuf.service.run.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, Lease
+from replaybuf.service.run.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -28,9 +28,9 @@ class Clock:
 def test_a_lease_is_renewed_after_a_third_of_it_and_a_little_earlier_with_others() -> None:
     """From the moment it was asked for; a lease never asked for is due at once."""
     clock = Clock()
-    lease = Lease(clock)
+    lease = LeaseTimer(clock)
     assert lease.due() and lease.ended()
-    lease.until(LEASE_S, asked_s=99.5)
+    lease.extend(LEASE_S, asked_s=99.5)
     assert (lease.due(), lease.due(TOGETHER_S), lease.ended()) == (False, False, False)
     assert abs(lease.due_in_s() - (RENEWAL_S - 0.5)) < 1e-9
     clock.now_s = 99.5 + RENEWAL_S - TOGETHER_S
@@ -44,8 +44,8 @@ def test_a_lease_is_renewed_after_a_third_of_it_and_a_little_earlier_with_others
 def test_the_end_of_anothers_lease_is_awaited_exactly() -> None:
     """Asked for earlier it would be held still, and asked for again and again until it ends."""
     clock = Clock()
-    lease = Lease(clock)
-    lease.until(0.1)
+    lease = LeaseTimer(clock)
+    lease.extend(0.1)
     assert abs(lease.due_in_s() - (0.1 + MARGIN_S)) < 1e-9
     assert not lease.due(TOGETHER_S)
     clock.now_s += 0.1 + MARGIN_S
@@ -102,7 +102,7 @@ def test_among_many_a_lost_lease_is_followed_and_a_free_one_is_told_to_be_taken_
         assert await leadership.renew(runs) == [freed]
         assert (kept.journal.leading, lost.journal.leading) == (True, False)
         assert lost.journal.leader_url == "there"
-        assert freed.lease.due() and not freed.lease.seeking.locked()
+        assert freed.lease.due() and not freed.lease.asking.locked()
         old = freed.journal.token
         await leadership.seek(freed)
         assert freed.journal.leading and freed.journal.token not in (None, old)
@@ -115,7 +115,7 @@ def test_a_run_that_is_being_sought_is_not_asked_about_twice(server: EmbeddedSer
     """Two answers on their way could be heeded in the wrong order."""
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
-        async with runs[0].lease.seeking:
+        async with runs[0].lease.asking:
             assert await leadership.renew(runs) == []
         assert [run.lease.due() for run in runs] == [True, False, False]
 

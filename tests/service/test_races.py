@@ -64,7 +64,7 @@ def test_a_fetch_that_an_attach_overtakes_assembles_nothing(server: EmbeddedServ
     """The history it asked about is gone: made now, its batch would be many steps ahead of the new trainer."""
 
     async def work(store: Store, run: Run) -> None:
-        old = (await run.session.attach(AttachRequest()))["epoch"]
+        old = (await run.session.attach(AttachRequest())).epoch
         await append(run, "a", "b", "c")
         await train(run, old, range(2))
         async with run.journal.decision():  # both wait for this one, the attach first
@@ -84,7 +84,7 @@ def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: Embed
     """What it would be given is packed for the ranks of another trainer."""
 
     async def work(store: Store, run: Run) -> None:
-        old = (await run.session.attach(AttachRequest(dp_world_size=2)))["epoch"]
+        old = (await run.session.attach(AttachRequest(dp_world_size=2))).epoch
         await append(run, "a", "b")
         await train(run, old, range(1))
         run.batches.forget()
@@ -118,7 +118,7 @@ def test_what_a_follower_saw_does_not_replace_the_book_of_tickets_it_keeps_as_le
         await store.runs.release_lease(leader.name, "here")
         token = (await store.runs.take_lease(leader.name, "there", LEASE_S)).token
         await follower.lead(str(token))
-        assert len((await follower.tickets.issue("me", 1, "", 0.0))["tickets"]) == 1
+        assert len((await follower.tickets.issue("me", 1, "", 0.0)).tickets) == 1
         if not leads_when_it_looks:
             follower.journal.follow(None)
         follower.restore_side_state(book, term)
@@ -183,7 +183,7 @@ def test_a_group_judged_before_a_rewind_and_stored_after_it_is_lost_with_its_ver
     """Else it would be trained as the work of the version of that number which is still to come."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1)))["epoch"]
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a", "b")
         await train(run, epoch, range(2))
         judged, rewinding = asyncio.Event(), asyncio.Event()
@@ -222,7 +222,7 @@ def test_a_group_above_the_published_version_that_is_written_past_the_door_is_lo
         group = group_from_json(wire_group(mixed, group_id="early"))
         assert (group.policy_version, group.policy_version_max) == (0, 3)
         frame = encode_frame(group)
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1)))["epoch"]
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
         ready = PendingGroup(group, "early", "", frame, stored_checksum(frame))
         await store.groups.append(run.name, [ready], {"": 0}, time.time())
         await run.journal.pull()

@@ -30,7 +30,7 @@ class Looked:
 
     def reason(self) -> str | None:
         """Look at the state; return why the run waits."""
-        waiting = self.cache.state(durability="strict", rejected={})["waiting"]
+        waiting = self.cache.state(durability="strict", rejected={}).waiting
         return waiting.reason if waiting else None
 
     def store(self) -> None:
@@ -60,8 +60,8 @@ def test_a_group_that_came_in_is_told_at_once(looked: Looked) -> None:
     looked.store()
     assert looked.reason() is None
     state = looked.cache.state(durability="strict", rejected={})
-    assert (state["groups"]["live"], state["bytes"]["live"]) == (2, 200)
-    assert state["histograms"].rollout_tokens["stored"].count == 2
+    assert (state.groups.live, state.bytes.live) == (2, 200)
+    assert state.histograms.rollout_tokens["stored"].count == 2
 
 
 def test_producers_that_ask_or_fall_silent_are_told_at_once(looked: Looked) -> None:

@@ -39,6 +39,7 @@ from replaybuf.service.run.run import Run
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
     AckRequest,
+    AppendResults,
     AttachRequest,
     CheckpointRequest,
     Health,
@@ -51,6 +52,7 @@ from replaybuf.wire.contract import (
     WaitingAnswer,
 )
 from replaybuf.wire.evaluations import EvaluationRequest
+from replaybuf.wire.run_status import RunList
 
 CONSOLE = files("replaybuf.service.http").joinpath("console.html").read_text()
 """A page that shows every run of this server and loads nothing from other servers."""
@@ -90,7 +92,7 @@ async def put_run(request: Request) -> Response:
 async def get_runs(request: Request) -> Response:
     service = _service(request)
     runs = [run.describe() for _, run in sorted(service.runs.items())]
-    return json_response({"runs": runs, "unreadable": service.unreadable.reasons})
+    return json_response(RunList(runs=runs, unreadable=service.unreadable.reasons))
 
 
 async def get_run(request: Request) -> Response:
@@ -140,7 +142,7 @@ async def delete_ticket(request: Request) -> Response:
 async def post_groups(request: Request) -> Response:
     run = await _led(request)
     groups = await read_groups(request, run.journal.config.limits.max_group_bytes)
-    return json_response({"results": await run.appends.append(groups)})
+    return json_response(AppendResults(results=await run.appends.append(groups)))
 
 
 async def post_evaluation(request: Request) -> Response:

@@ -210,7 +210,7 @@ class _RunCollector:
         for run_name, run in runs:
             waits = run.state_cache.waits().adapters
             for adapter in sorted(run.journal.config.adapters):
-                holds, counts = run.state_cache.held().adapters[adapter], run.state.counts_of(adapter)
+                holds, counts = run.state_cache.summary().adapters[adapter], run.state.counts_of(adapter)
                 progress = run.state.progress_at(run.state.next_step, adapter)
                 labels = [run_name, adapter]
                 counters["groups_stored"].add_metric(labels, counts.stored)

@@ -1,7 +1,4 @@
-"""What is judged of a group before it is stored: whose it is, and whether all of it is within bounds.
-
-A group is refused whole, as `GroupRejected` with a reason of which the door keeps count.
-"""
+"""Check a group before it is stored: its ticket, its contents, its size. A group is accepted or rejected whole."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from replaybuf.wire.group import Group, GroupLimits, check_group, truncate
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """One group at the door: its columns and the frame it came in (None = it came as JSON), or why it failed."""
+    """One group of a request: its columns and its frame (None = sent as JSON), or why it does not decode."""
 
     group: Group | None
     frame: bytes | memoryview | None = None
@@ -27,7 +24,7 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class AdmissionCheck:
-    """Judges the groups of one run. `truncated` counts those with rollouts cut to `batch.seq_len`."""
+    """Checks the groups of one run. `truncated` counts groups with rollouts cut to `batch.seq_len`."""
 
     def __init__(self, journal: Journal, book: TicketBook) -> None:
         self.truncated = 0
@@ -35,7 +32,7 @@ class AdmissionCheck:
         self._book = book
 
     def identity(self, item: Incoming) -> tuple[str, str]:
-        """Name a group as storage does: by its id, and by what its ticket's prompt stands for; "" where it has none."""
+        """Return group id and prompt key, as Redis compares groups; "" for a missing one."""
         group = item.group
         if group is None:
             return "", ""
@@ -46,7 +43,7 @@ class AdmissionCheck:
         return group.group_id or key, key
 
     def check(self, item: Incoming) -> PendingGroup:
-        """Judge one group at the door and make it ready to be stored."""
+        """Return the group with advantages, frame and checksum. Raises `GroupRejected`."""
         if item.rejection or item.group is None:
             raise item.rejection or GroupRejected("malformed", "the group does not decode")
         config = self._journal.config
@@ -57,7 +54,7 @@ class AdmissionCheck:
             if cut is not group:
                 self.truncated += 1
                 group, frame = cut, None
-        rejection = check_group(group, self._bounds(group.adapter))
+        rejection = check_group(group, self._limits(group.adapter))
         if rejection:
             raise GroupRejected(rejection.reason, rejection.detail)
         if group.advantages is None:
@@ -67,19 +64,20 @@ class AdmissionCheck:
                 raise GroupRejected("non_finite_advantages", error.detail) from None
             group, frame = msgspec.structs.replace(group, advantages=filled), None
         if frame is None:
-            frame = _encoded(group, compress=item.frame is not None and is_compressed(item.frame))
-        if len(frame) > config.limits.max_group_bytes:
+            frame = _encode(group, compress=item.frame is not None and is_compressed(item.frame))
+        largest = config.limits.max_group_bytes
+        if len(frame) > largest:
             raise GroupRejected(
                 "too_large",
-                f"the group has {len(frame)} bytes; limits.max_group_bytes is {config.limits.max_group_bytes}",
+                f"the group has {len(frame)} bytes; limits.max_group_bytes is {largest}",
                 name="limits.max_group_bytes",
                 value=len(frame),
-                bound=config.limits.max_group_bytes,
+                bound=largest,
             )
         return PendingGroup(group, group_id, key, frame, stored_checksum(frame))
 
     def _identify(self, group: Group) -> tuple[str, str, Group]:
-        """Find the id of a group, and the prompt it stands for where it has a ticket."""
+        """Return group id, prompt key ("" without a ticket) and the group with its prompt index."""
         if group.ticket is None:
             if not group.group_id:
                 raise GroupRejected("missing_group_id", "group_id is missing; a group without a ticket needs one")
@@ -105,8 +103,7 @@ class AdmissionCheck:
         key = prompt_key(ticket.adapter, ticket.prompt_index)
         return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
-    def _bounds(self, adapter: str) -> GroupLimits:
-        """What groups of an adapter are checked against."""
+    def _limits(self, adapter: str) -> GroupLimits:
         config = self._journal.config
         return GroupLimits(
             published_version=self._journal.state.published.get(adapter),
@@ -118,7 +115,7 @@ class AdmissionCheck:
         )
 
 
-def _encoded(group: Group, *, compress: bool) -> bytes:
+def _encode(group: Group, *, compress: bool) -> bytes:
     try:
         return encode_frame(group, compress=compress)
     except TooLarge as error:

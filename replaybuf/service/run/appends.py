@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from msgspec import UNSET
 
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooLarge
 from replaybuf.kernel.decide import NO_LOAD, decide_room
@@ -18,6 +19,7 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import AppendResult, PendingGroup
 from replaybuf.store.chunks import split_chunks
+from replaybuf.wire import contract
 
 APPEND_CHUNK = 64
 """Groups stored at once. The event loop is free between two chunks and between two checks: a body of thousands of
@@ -44,23 +46,23 @@ class Appends:
         self._history_lock = history_lock
         self._entering = Load()
 
-    async def append(self, incoming: Sequence[Incoming]) -> list[dict[str, Any]]:
+    async def append(self, incoming: Sequence[Incoming]) -> list[contract.AppendResult]:
         """Store groups in chunks; return one result each.
 
         Raises `TooLarge` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be stored.
         """
-        results: list[dict[str, Any]] = []
+        results: list[contract.AppendResult] = []
         for chunk in split_chunks(incoming, _nbytes, APPEND_CHUNK):
             results += await self._append(chunk)
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
-        reasons = Counter(result["reason"] for result in results if result["status"] == "rejected")
+        reasons = Counter(result.reason or "" for result in results if result.status == "rejected")
         await self._side_state.count_rejected(reasons)
-        if all(result["status"] == "rejected" for result in results):
+        if all(result.status == "rejected" for result in results):
             raise _refusal(results)
         return results
 
-    async def _append(self, chunk: Sequence[Incoming]) -> list[dict[str, Any]]:
-        results: list[dict[str, Any]] = [{} for _ in chunk]
+    async def _append(self, chunk: Sequence[Incoming]) -> list[contract.AppendResult]:
+        results: dict[int, contract.AppendResult] = {}
         taken, appended = Load(), []
         try:
             async with self._history_lock.shared():
@@ -80,9 +82,11 @@ class Appends:
             results[position] = _result(outcome)
         if refusal:
             raise refusal
-        return results
+        return [results[position] for position in range(len(chunk))]
 
-    async def _check(self, chunk: Sequence[Incoming], results: list[dict[str, Any]]) -> list[tuple[int, PendingGroup]]:
+    async def _check(
+        self, chunk: Sequence[Incoming], results: dict[int, contract.AppendResult]
+    ) -> list[tuple[int, PendingGroup]]:
         """Return accepted groups with their position; write the results of the others to `results`."""
         ready: list[tuple[int, PendingGroup]] = []
         refused: dict[int, GroupRejected] = {}
@@ -97,7 +101,10 @@ class Appends:
         return ready
 
     async def _answer_refused(
-        self, chunk: Sequence[Incoming], refused: Mapping[int, GroupRejected], results: list[dict[str, Any]]
+        self,
+        chunk: Sequence[Incoming],
+        refused: Mapping[int, GroupRejected],
+        results: dict[int, contract.AppendResult],
     ) -> None:
         """Answer `duplicate` for a repeat of a stored group, even if a bound has changed since; else `rejected`."""
         journal = self._journal
@@ -147,28 +154,35 @@ class Appends:
         return not self._side_state.book.awaits(prompt) and prompt not in self._journal.state.failed_prompts
 
 
-def _refusal(results: list[dict[str, Any]]) -> Invalid | TooLarge:
+def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge:
     if not results:
         return Invalid("groups is empty; send at least 1 group", name="groups", value=0, bound=1)
     first = results[0]
-    if all(result["reason"] == "too_large" for result in results):
-        return TooLarge(first["detail"], **{key: first.get(key) for key in ("name", "value", "bound")})
+    detail = first.detail or ""
+    if all(result.reason == "too_large" for result in results):
+        return TooLarge(detail, name=first.name, value=first.value, bound=first.bound)
     which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
-    detail = f"{which}: {first['reason']}: {first['detail']}"
-    return InvalidGroups(detail, results, name="groups", value=first["reason"])
+    return InvalidGroups(f"{which}: {first.reason}: {detail}", results, name="groups", value=first.reason)
 
 
-def _result(outcome: AppendResult) -> dict[str, Any]:
+def _result(outcome: AppendResult) -> contract.AppendResult:
     if outcome.taken:
         detail = f"group {outcome.group_id!r} is stored and is not of this ticket's prompt; use another group_id"
         return _rejected(outcome.group_id, GroupRejected("group_id_taken", detail))
-    return {"group_id": outcome.group_id, "status": "stored" if outcome.stored else "duplicate"}
+    return contract.AppendResult(group_id=outcome.group_id, status="stored" if outcome.stored else "duplicate")
 
 
-def _rejected(group_id: str | None, rejection: GroupRejected) -> dict[str, Any]:
-    result = {"group_id": group_id, "status": "rejected", "reason": rejection.reason, "detail": rejection.detail}
-    fields = {"name": rejection.name, "value": rejection.value, "bound": rejection.bound}
-    return result if rejection.name is None else result | fields
+def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.AppendResult:
+    named = rejection.name is not None
+    return contract.AppendResult(
+        group_id=group_id,
+        status="rejected",
+        reason=rejection.reason,
+        detail=rejection.detail,
+        name=rejection.name,
+        value=rejection.value if named else UNSET,
+        bound=rejection.bound if named else UNSET,
+    )
 
 
 def _nbytes(item: Incoming) -> int:

@@ -1,7 +1,7 @@
-"""From a selection to bytes: fetch and check the frames of a batch, pack them, write the body of each rank.
+"""Fetch and check the frames of a batch, pack them, write the body of each rank.
 
-What is built is a pure function of the batch record, the frames and the trainer's layout (ranks, seq_len, padding), so
-any server builds the same bytes again.
+The bytes are a pure function of the batch record, the frames and the trainer's layout (ranks, seq_len, padding), so
+every server writes the same.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
 
 Coding = Literal["identity", "zstd"]
 Form = Coding | Literal["plan"]
-"""What a rank may be answered with: the body in one of its codings, or the plan of it."""
+"""What a rank can request: the body in one of its codings, or its plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchedGroups:
-    """Groups fetched for a batch; `broken` names, by number, the ones that cannot be used and why."""
+    """Groups fetched for a batch; `broken` maps the number of an unusable group to the reason."""
 
     entries: list[IndexEntry]
     groups: dict[int, Group]
@@ -49,7 +49,7 @@ class FetchedGroups:
 
 
 async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
-    """Fetch index entries and frames of these groups and check each one, in a thread."""
+    """Fetch index entries and frames of these groups; check each frame in a thread."""
     entries = await store.groups.read_entries(run, numbers)
     sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
     frames = dict(zip(sizes, await store.groups.read_frames(sizes), strict=True))
@@ -71,18 +71,18 @@ def _open_frames(
 
 def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
-        raise BrokenFrame(f"index entry {entry.number} names no payload", name=BAD_INDEX_ENTRY)
+        raise BrokenFrame(f"index entry {entry.number} has no payload key", name=BAD_INDEX_ENTRY)
     group = decode_payload(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
-        raise BrokenFrame("the frame's lengths are not those of its index entry", name="length_mismatch")
+        raise BrokenFrame("the lengths of the frame differ from its index entry", name="length_mismatch")
     codes = int(entry.values["adapter"]), hash_name(entry.strings.adapter), hash_name(group.adapter)
     if len({*codes}) > 1:
-        raise BrokenFrame("the frame's adapter is not that of its index entry", name="adapter_mismatch")
+        raise BrokenFrame("the adapter of the frame differs from its index entry", name="adapter_mismatch")
     return group
 
 
 def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
-    """Name a batch by its content: groups with their checksums, in order."""
+    """Return the digest of a batch: its groups with their checksums, in order."""
     state = hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16)
     for entry in entries:
         state.update(f"/{entry.strings.group_id}:{int(entry.values['crc32c']):08x}".encode())
@@ -97,10 +97,10 @@ def labels_of(entries: Sequence[IndexEntry]) -> list[GroupLabel]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PackedBatch:
-    """A batch ready to be served: groups in order, the grid of its ranks, bodies written or being written.
+    """A packed batch: groups in order, the grid of its ranks, bodies that are written or being written.
 
-    - `planned`, `groups`: each group as a plan names it, and its columns, cut to the layout
-    - `owners`: of each rollout, its group and its number in it; `loss_tokens`: how many tokens of it were sampled
+    - `planned`, `groups`: each group as in a plan, and its columns, cut to the layout
+    - `owners`: (group, rollout in it) of each rollout; `loss_tokens`: sampled tokens of each rollout
     - `nbytes`: bytes of frames and written bodies
     """
 
@@ -114,7 +114,7 @@ class PackedBatch:
     layout: Attachment
     nbytes: int
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
-    _made_from: bytes = b""
+    _inputs_hash: bytes = b""
 
     @property
     def micro_batches(self) -> int:
@@ -123,7 +123,7 @@ class PackedBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all ranks, without padding."""
+        """Tokens of all ranks without padding."""
         return sum(sum(rank) for rank in self.row_tokens)
 
     @property
@@ -132,39 +132,39 @@ class PackedBatch:
         return fillers(self.grid)
 
     def positions(self, rank: int) -> list[int]:
-        """List the groups of one rank, by their position in the batch, in order."""
+        """List the positions in the batch of one rank's groups, ascending."""
         return sorted({self.owners[item][0] for row in self.grid[rank] for item in row})
 
     def etag(self, rank: int, form: Form) -> str:
-        """Name what one rank is answered with by all that it is made from: equal names, equal bytes."""
-        if not self._made_from:
+        """Return the ETag of one rank's answer, a hash of all inputs: equal tags, equal bytes."""
+        if not self._inputs_hash:
             layout = self.layout
-            made_from = (layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
-            self._made_from = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, made_from))).digest()
-        name = hashlib.blake2b(self._made_from + f"{rank}/{form}".encode(), digest_size=16)
+            inputs = (layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
+            self._inputs_hash = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, inputs))).digest()
+        name = hashlib.blake2b(self._inputs_hash + f"{rank}/{form}".encode(), digest_size=16)
         return f'"{name.hexdigest()}"'
 
     def padded_rows(self) -> list[int]:
-        """Tokens of every row with its padding."""
+        """List the tokens of every row with its padding."""
         multiple = self.layout.pad_to_multiple_of
         return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
 
 
-def pack_batch(record: BatchRecord, loaded: FetchedGroups, layout: Attachment) -> PackedBatch:
+def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) -> PackedBatch:
     """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
-    frames = {entry.number: entry for entry in loaded.entries}
+    frames = {entry.number: entry for entry in fetched.entries}
     planned: list[PlannedGroup] = []
     groups: list[Group] = []
     for entry in record.groups:
-        if entry.number not in loaded.groups:
+        if entry.number not in fetched.groups:
             raise Gone(
                 f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone: "
-                f"{loaded.broken[entry.number]}; attach with on_resume = resample at step {record.step}, or an earlier "
-                "one, to have its steps made anew without it",
+                f"{fetched.broken[entry.number]}; attach with on_resume = resample at step {record.step} or an earlier "
+                "one to assemble it again without the group",
                 name="group_id",
                 value=entry.group_id,
             )
-        groups.append(truncate(loaded.groups[entry.number], layout.seq_len))
+        groups.append(truncate(fetched.groups[entry.number], layout.seq_len))
         values = frames[entry.number].values
         planned.append(
             PlannedGroup(
@@ -188,12 +188,12 @@ def pack_batch(record: BatchRecord, loaded: FetchedGroups, layout: Attachment) -
         grid=grid,
         row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
         layout=layout,
-        nbytes=loaded.frame_bytes,
+        nbytes=fetched.frame_bytes,
     )
 
 
 def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
-    """Number the adapters of a batch, per rollout; None where there is one."""
+    """Return the adapter code of each rollout; None if all have the same adapter."""
     codes = {name: code for code, name in enumerate(sorted({group.adapter for group in groups}))}
     if len(codes) < 2:
         return None
@@ -202,7 +202,7 @@ def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
 
 
 def plan_of(run: str, batch: PackedBatch, rank: int) -> Plan:
-    """Say what stands in the body of one rank."""
+    """Return the plan of one rank's body."""
     record, layout, grid = batch.record, batch.layout, batch.grid[rank]
     # Groups are numbered per rank, in the order in which the batch holds them.
     present = batch.positions(rank)
@@ -251,5 +251,5 @@ def write_body(run: str, batch: PackedBatch, rank: int) -> memoryview:
 
 
 def completed(record: BatchRecord) -> dict[str, int]:
-    """Name the adapters whose own step a batch completes, with that step: whose optimizer to step."""
+    """Return adapter -> own step for the adapters whose step a batch completes."""
     return {name: part.step for name, part in record.adapters.items() if part.completed}

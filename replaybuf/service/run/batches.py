@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from replaybuf.service.run.bodies import Bodies, Part
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import LONGEST_WAIT_S, Journal
 from replaybuf.service.run.next_batch import NextBatch
-from replaybuf.service.run.record import batch_record
-from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.service.run.record import describe_batch
+from replaybuf.wire.contract import StepRecord, WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.ledger import BatchRecord
 
@@ -245,7 +245,7 @@ class Batches:
 
     # ------------------------------------------------------------------ queries
 
-    async def record(self, step: int, generation: int | None) -> dict[str, Any]:
+    async def record(self, step: int, generation: int | None) -> StepRecord:
         """Return the record of a batch. Raises `NotFound` if that history has no such step, `Gone` once trimmed."""
         state = self._state
         entry = state.batch_entry(step, generation)
@@ -255,11 +255,11 @@ class Batches:
             raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
         record = await self._journal.batch_record(entry)
         if state.records.get(step) != entry:
-            status = "voided"
+            status: Literal["assembled", "acked", "voided"] = "voided"
         else:
             status = "assembled" if step in state.batches and not state.batches[step].acked else "acked"
         packed = await self._get_packed(step) if status != "voided" and step in state.batches else None
-        return batch_record(self._journal.name, record, status, packed)
+        return describe_batch(self._journal.name, record, status, packed)
 
     def longest_rollout(self, step: int) -> int:
         """Return the tokens of the longest rollout in the batch of `step`."""

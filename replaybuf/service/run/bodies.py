@@ -1,4 +1,4 @@
-"""Bodies of packed batches: each written once, in a thread, however many ask for it at the same time."""
+"""Bodies of packed batches: each is written once, in a thread, however many requests wait for it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import zstandard
 from replaybuf.service.run.assembly import Coding, Form, PackedBatch, plan_of, write_body
 
 WRITERS = 2
-"""Bodies of a run written at the same time: writing is bound by memory, and holds the interpreter now and then."""
+"""Bodies of a run written at the same time: memory bandwidth is the bound, and writers hold the GIL at times."""
 ZSTD_LEVEL = 1
 
 
 class Bodies:
-    """Writer of the bodies of run `run`; they are kept beside their batch and go with it."""
+    """Writes the bodies of run `run`. A batch keeps its bodies and drops them with itself."""
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._room = asyncio.Semaphore(WRITERS)
+        self._writers = asyncio.Semaphore(WRITERS)
 
     async def body(self, batch: PackedBatch, rank: int, coding: Coding) -> memoryview:
-        """Return the body of one rank. Who stops waiting for it does not stop it for the others."""
+        """Return the body of one rank. A request that is cancelled does not stop it for the others."""
         task = batch.bodies.get((rank, coding))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = batch.bodies[rank, coding] = asyncio.create_task(self._write(batch, rank, coding))
         return await asyncio.shield(task)
 
     def plan(self, batch: PackedBatch, rank: int) -> bytes:
-        """Return the plan of one rank's body as JSON; no body is written for it."""
+        """Return the plan of one rank's body as JSON, without writing the body."""
         return msgspec.json.encode(plan_of(self._run, batch, rank))
 
     async def _write(self, batch: PackedBatch, rank: int, coding: Coding) -> memoryview:
         if coding == "zstd":
             plain = await self.body(batch, rank, "identity")
-            async with self._room:
+            async with self._writers:
                 body = await asyncio.to_thread(_compress, plain)
         else:
-            async with self._room:
+            async with self._writers:
                 body = await asyncio.to_thread(write_body, self._run, batch, rank)
         batch.nbytes += body.nbytes
         return body
@@ -51,20 +51,20 @@ def _compress(body: memoryview) -> memoryview:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a batch, to be served."""
+    """One rank's part of a batch, as an HTTP response needs it."""
 
     batch: PackedBatch
     rank: int
     bodies: Bodies
 
     def etag(self, form: Form) -> str:
-        """Strong validator of the bytes in this form; they are not needed for it."""
+        """Return the strong validator of the bytes in this form, without writing them."""
         return self.batch.etag(self.rank, form)
 
     async def body(self, coding: Coding = "identity") -> memoryview:
-        """Return the bytes of the body."""
+        """Return the body."""
         return await self.bodies.body(self.batch, self.rank, coding)
 
     def plan(self) -> bytes:
-        """Return the bytes of its plan."""
+        """Return the plan as JSON."""
         return self.bodies.plan(self.batch, self.rank)

@@ -1,4 +1,4 @@
-"""Results of evaluations, kept for whoever looks; the buffer, its ledger and its strategy know nothing of them."""
+"""Results of evaluations, kept for readers; they change nothing in the buffer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import math
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.kernel.decide import check_adapter
 from replaybuf.service.run.run import Run
 from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
 
 
 async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
-    """Keep a result. Raises `Invalid` for an adapter there is none of and a number that is not finite."""
-    _check(run, asked)
+    """Store a result. Raises `Invalid` for an unknown adapter and for a number that is not finite."""
+    check_adapter(asked.adapter, run.journal.config)
+    scores = {name: getattr(asked, name) for name in ("reward_mean", "standard_error", "temperature", "seconds")}
+    for name, value in (scores | {f"parts.{part}": mean for part, mean in asked.parts.items()}).items():
+        if value is not None and not math.isfinite(value):
+            raise Invalid(f"{name} is {value}; it must be finite", name=name, value=str(value), bound="finite")
     kept = Evaluation(
         **msgspec.structs.asdict(asked), at_s=run.journal.clock(), generation=run.journal.state.generation
     )
@@ -22,7 +27,7 @@ async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
 
 
 async def list_evaluations(run: Run, limit: int) -> Evaluations:
-    """Return the newest results, oldest first; of one version, set and adapter the last that came."""
+    """Return the newest results, oldest first; the last one per adapter, set and version."""
     found: dict[tuple[str, str, int], Evaluation] = {}
     for raw in await run.journal.store.evaluations.read_newest(run.name, limit):
         kept = msgspec.json.decode(raw, type=Evaluation)
@@ -30,18 +35,3 @@ async def list_evaluations(run: Run, limit: int) -> Evaluations:
         found.pop(key, None)
         found[key] = kept
     return Evaluations(evaluations=list(found.values()))
-
-
-def _check(run: Run, asked: EvaluationRequest) -> None:
-    adapters = sorted(run.journal.config.adapter_names)
-    if asked.adapter not in adapters:
-        raise Invalid(
-            f"adapter of the evaluation is {asked.adapter!r}; needed: {adapters}",
-            name="adapter",
-            value=asked.adapter,
-            bound=adapters,
-        )
-    scores = {name: getattr(asked, name) for name in ("reward_mean", "standard_error", "temperature", "seconds")}
-    for name, value in (scores | {f"parts.{part}": mean for part, mean in asked.parts.items()}).items():
-        if value is not None and not math.isfinite(value):
-            raise Invalid(f"{name} is {value}; a finite number is needed", name=name, value=str(value), bound="finite")

@@ -1,8 +1,8 @@
-"""The lease of one run as this server knows it: whose turn it is to ask again, and when.
+"""When to ask Redis for the lease of one run again.
 
-A leader renews three times in a lease; a follower asks as often, and the moment the leader's lease ends. Renewals that
-are due within `TOGETHER_S` are asked for together: a server of many runs asks a few times a second, not once per run.
-Times are monotonic, so a process that was stopped finds its lease ended when it goes on.
+A leader renews three times per lease. A follower asks as often, and at the moment the leader's lease ends. Renewals due
+within `TOGETHER_S` share one request, so a server of many runs asks a few times a second, not once per run.
+Times are monotonic: a process that was stopped finds its lease ended when it continues.
 """
 
 from __future__ import annotations
@@ -15,33 +15,32 @@ LEASE_S = 3.0
 RENEWAL_S = LEASE_S / 3
 TOGETHER_S = RENEWAL_S / 4
 MARGIN_S = 0.02
-"""After the end of another's lease, by our clock, Redis has let it go."""
+"""Redis has dropped another server's lease so long after its end by our clock."""
 
 
-class Lease:
-    """When the known lease ends, ours or another's, and when to ask for it again. `seeking` is held while asking."""
+class LeaseTimer:
+    """End of the current lease, ours or another server's, and the next time to ask. Hold `asking` while asking."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seeking = asyncio.Lock()
+        self.asking = asyncio.Lock()
         self.now_s = clock
         self._ends_s = -float("inf")
         self._renew_at_s = -float("inf")
 
-    def until(self, left_s: float, asked_s: float | None = None) -> None:
-        """Take note of an answer: the lease lasts `left_s` from the moment it was asked for."""
+    def extend(self, left_s: float, asked_s: float | None = None) -> None:
+        """Record an answer of Redis: the lease lasts `left_s` from `asked_s` (default now)."""
         now_s = self.now_s() if asked_s is None else asked_s
         self._ends_s = now_s + left_s
         self._renew_at_s = now_s + RENEWAL_S
 
     def ended(self) -> bool:
-        """Say whether the lease has ended by our clock."""
+        """Return whether the lease has ended by our clock."""
         return self.now_s() >= self._ends_s
 
     def due(self, early_s: float = 0.0) -> bool:
-        """Say whether it is time to ask; `early_s` before it for a renewal, never before the end of a lease."""
-        now_s = self.now_s()
-        return now_s >= min(self._renew_at_s - early_s, self._ends_s + MARGIN_S)
+        """Return whether to ask now. `early_s` allows an early renewal, never an early request for an ended lease."""
+        return self.now_s() >= min(self._renew_at_s - early_s, self._ends_s + MARGIN_S)
 
     def due_in_s(self) -> float:
-        """Return the time until the next asking."""
+        """Return the seconds until the next request."""
         return min(self._renew_at_s, self._ends_s + MARGIN_S) - self.now_s()

@@ -1,13 +1,13 @@
-"""One run as its leader serves it: the parts, wired; life, operator calls, what time brings about.
+"""One run: wires its parts, starts and stops them, changes its configuration.
 
-Life: `Run.create`, or `Run.load` (fold of both streams) and, once the lease is ours, `lead` -> requests and `tick` ->
-`close` (wakes every waiter).
+Life: `Run.create`, or `Run.load` (fold of both streams) and, with the lease, `lead` -> requests and `tick` -> `close`.
+
+Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches <- session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from replaybuf.kernel.decide import decide_purge
 from replaybuf.kernel.decide_config import decide_create, decide_patch
@@ -23,7 +23,7 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.lease import Lease
+from replaybuf.service.run.lease import LeaseTimer
 from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.state_cache import StateCache
@@ -31,11 +31,13 @@ from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import RunTickets, Store
 from replaybuf.wire.config import ConfigPatch, RunConfig, differing_fields
+from replaybuf.wire.run_status import RunStatus
 
 
 class Run:
-    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them, `session` is the trainer's,
-    `selector` calls the strategy, `journal` keeps state and ledger.
+    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them to the trainer of `session`.
+
+    `selector` calls the strategy, `journal` keeps state and ledger, `rates` are measured by this server.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -56,7 +58,7 @@ class Run:
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
-        self.lease = Lease()
+        self.lease = LeaseTimer()
         self.durability = "strict"
 
     @property
@@ -71,14 +73,14 @@ class Run:
 
     @property
     def measured(self) -> MeasuredRates:
-        """How fast groups come in and are used, as this server saw it."""
+        """Measured speed of producers and trainer."""
         return self.rates.measure(self.journal.clock())
 
     # ------------------------------------------------------------------ life
 
     @classmethod
     async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Callable[[], float]) -> Run:
-        """Write the first ledger record of a new run, and lead it. Raises `Invalid` where it cannot work."""
+        """Write the first ledger record of a new run and lead it. Raises `Invalid`."""
         record = decide_create(config, clock())
         journal = Journal(name, store, clock)
         await store.runs.add(name)
@@ -88,7 +90,7 @@ class Run:
 
     @classmethod
     async def load(cls, name: str, store: Store, clock: Callable[[], float]) -> Run | None:
-        """Rebuild a run from its streams, to follow it; None where there is no ledger (a creation never finished)."""
+        """Rebuild a run from its streams, as a follower; None if its creation never finished."""
         journal = Journal(name, store, clock)
         await journal.load()
         if journal.state.config is None:
@@ -98,7 +100,7 @@ class Run:
         return run
 
     async def lead(self, token: str) -> None:
-        """Decide from here on; what the older leader left is taken in first. Raises `DataLost`."""
+        """Read all that the older leader wrote, then decide from here on. Raises `DataLost`."""
         await self.journal.check_kept()
         async with self.journal.taking_over(token):
             await self.tickets.reload()
@@ -107,20 +109,20 @@ class Run:
         await self.journal.notify()
 
     async def close(self) -> None:
-        """Wake every waiter; each is answered with what it waits for."""
+        """Wake every waiter; each gets its waiting answer."""
         await self.journal.close()
 
     async def ingest(self) -> None:
-        """Take in what is new in the streams."""
+        """Read what is new in the streams."""
         await (self.arrivals.pull() if self.journal.leading else self.arrivals.follow())
 
-    def restore_side_state(self, book: RunTickets, term: int) -> None:
-        """Take in, as a follower, what the leader keeps beside the streams; `term` was ours when `book` was read."""
-        if not self.journal.leading and self.journal.terms == term:  # a leader's book is ahead of what was read before
-            self.side_state.restore(book)
+    def restore_side_state(self, stored: RunTickets, term: int) -> None:
+        """Replace a follower's tickets and counters by those of the leader; `term` was ours when they were read."""
+        if not self.journal.leading and self.journal.terms == term:  # else our own book is newer
+            self.side_state.restore(stored)
 
     async def tick(self) -> None:
-        """Do what time alone brings about: expire tickets, end a used-up run, delete freed payloads, trim."""
+        """Do what time requires: expire tickets, finish a used-up run, delete freed payloads, trim."""
         if not self.journal.leading:
             return
         await self.arrivals.settle()
@@ -134,10 +136,7 @@ class Run:
     # ------------------------------------------------------------------ operator
 
     async def patch(self, patch: ConfigPatch) -> None:
-        """Change strategy, filters, limits or state while the run goes on; what changes nothing leaves no record.
-
-        Raises `Conflict`, `Invalid`.
-        """
+        """Change strategy, filters, limits or status of a live run. Raises `Conflict`, `Invalid`."""
         journal = self.journal
         async with journal.decision():
             record = decide_patch(self.state, patch, journal.clock())
@@ -148,20 +147,18 @@ class Run:
         await journal.notify()
 
     async def purge(self) -> int:
-        """Let the bytes of dead letters go, but for those in batches that may be asked for again; return how many."""
+        """Delete the bytes of dead letters, except those in batches that may be requested again; return how many."""
         async with self.journal.decision():
             record = decide_purge(self.state, self.journal.clock())
             if record:
                 await self.journal.append(record)
         return len(record.numbers) if record else 0
 
-    def same_config(self, config: RunConfig) -> list[str]:
-        """Name the fields in which `config` differs from the run's, which may be older than some options."""
-        standing, wanted = self.journal.config, resolve_config(config)[0]
-        return differing_fields(standing, wanted) and differing_fields(resolve_config(standing)[0], wanted)
+    def list_differences(self, config: RunConfig) -> list[str]:
+        """List the fields in which `config` differs from the run's, which may be older than some options."""
+        ours, wanted = self.journal.config, resolve_config(config)[0]
+        return differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
 
-    # ------------------------------------------------------------------ looking
-
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> RunStatus:
         """Render the state of the run."""
         return self.state_cache.state(durability=self.durability, rejected=dict(self.side_state.rejected))

@@ -21,7 +21,7 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
-from replaybuf.wire.contract import AttachRequest, WaitingAnswer
+from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy, WaitingAnswer
 from replaybuf.wire.metadata import check_metadata
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Session:
         self._rates = rates
         self._history_lock = history_lock
 
-    async def attach(self, request: AttachRequest) -> dict[str, Any]:
+    async def attach(self, request: AttachRequest) -> Attachment:
         """Give the run to a trainer, fence older epochs, restore history to its step.
 
         Raises `WrongStep` for a step that cannot be resumed, `Conflict` if a batch to redeliver does not fit `seq_len`.
@@ -68,16 +68,16 @@ class Session:
         await self._eviction.evict_all()
         await journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, attached.step)
-        return {
-            "epoch": attached.epoch,
-            "step": attached.step,
-            "generation": state.generation,
-            "published_version": state.published[""],
-            "dp_world_size": attached.dp_world_size,
-            "seq_len": attached.seq_len,
-            "pad_to_multiple_of": attached.pad_to_multiple_of,
-            "look_ahead": self._selector.bounds.look_ahead,
-        }
+        return Attachment(
+            epoch=attached.epoch,
+            step=attached.step,
+            generation=state.generation,
+            published_version=state.published[""],
+            dp_world_size=attached.dp_world_size,
+            seq_len=attached.seq_len,
+            pad_to_multiple_of=attached.pad_to_multiple_of,
+            look_ahead=self._selector.bounds.look_ahead,
+        )
 
     async def _check_fit(self, step: int, seq_len: int) -> None:
         """Raise `Conflict` if a batch from `step` on holds a rollout that does not fit `seq_len`."""
@@ -94,7 +94,7 @@ class Session:
                     bound=longest,
                 )
 
-    async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> dict[str, Any]:
+    async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> AckedStep:
         """Count a step as trained, once. Raises `WrongStep` out of order or for a batch that was never served."""
         check_metadata("feedback", feedback or {})
         journal, state = self._journal, self._state
@@ -115,7 +115,7 @@ class Session:
                 if feedback:
                     await self._observe()
         await journal.notify()
-        return {"step": step, "state": "acked"}
+        return AckedStep(step=step)
 
     async def _observe(self) -> None:
         """Let the strategy observe the feedback now: if it fails, the run pauses, and the step stays acked."""
@@ -124,7 +124,7 @@ class Session:
         except StrategyFault as fault:
             await self._journal.pause(fault)
 
-    async def publish(self, version: int, epoch: int, weights_uri: str | None, adapter: str) -> dict[str, Any]:
+    async def publish(self, version: int, epoch: int, weights_uri: str | None, adapter: str) -> Policy:
         """Record that the engines have loaded a version. Raises `Conflict` if it is too low or too high."""
         journal = self._journal
         async with journal.decision():
@@ -135,21 +135,21 @@ class Session:
         await journal.notify()
         return self.policy(adapter)
 
-    def policy(self, adapter: str = "") -> dict[str, Any]:
+    def policy(self, adapter: str = "") -> Policy:
         """Return the published policy of an adapter."""
-        return {
-            "version": self._state.published[adapter],
-            "weights_uri": self._state.weights_uri[adapter],
-            "adapters": {name: version for name, version in self._state.published.items() if name},
-            "generation": self._state.generation,
-        }
+        return Policy(
+            version=self._state.published[adapter],
+            weights_uri=self._state.weights_uri[adapter],
+            adapters={name: version for name, version in self._state.published.items() if name},
+            generation=self._state.generation,
+        )
 
-    async def policy_after(self, after: int | None, wait_s: float, adapter: str = "") -> dict[str, Any]:
+    async def policy_after(self, after: int | None, wait_s: float, adapter: str = "") -> Policy:
         """Return the policy once its version is above `after`, or after `wait_s`."""
         if adapter:
             check_adapter(adapter, self._journal.config)
 
-        async def attempt() -> dict[str, Any] | WaitingAnswer:
+        async def attempt() -> Policy | WaitingAnswer:
             if after is None or self._state.published[adapter] > after:
                 return self.policy(adapter)
             return self._selector.explain("awaiting_publication", adapter=adapter)
@@ -157,7 +157,7 @@ class Session:
         outcome = await self._journal.until(attempt, wait_s)
         return self.policy(adapter) if isinstance(outcome, WaitingAnswer) else outcome
 
-    async def checkpoint(self, step: int, epoch: int, keep: int) -> dict[str, Any]:
+    async def checkpoint(self, step: int, epoch: int, keep: int) -> Checkpoints:
         """Keep what the newest `keep` checkpoints may need; older history may be deleted. Raises `WrongStep`."""
         journal, state = self._journal, self._state
         async with journal.decision():
@@ -166,4 +166,4 @@ class Session:
             if record:
                 await journal.append(record)
         await journal.notify()
-        return {"checkpoints": state.checkpoints, "oldest_step": state.oldest_step}
+        return Checkpoints(checkpoints=state.checkpoints, oldest_step=state.oldest_step)

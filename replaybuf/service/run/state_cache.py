@@ -1,8 +1,4 @@
-"""How a run stands, as it is told to whoever asks: what takes long to find out is kept for as long as it is true.
-
-A trainer's or an operator's look at a run must not hold up a batch. All that is folded from the streams changes with
-them alone; why the run waits goes by tickets and the clock besides.
-"""
+"""Cached run state: expensive parts are computed again only after a change, so that status requests delay no batch."""
 
 from __future__ import annotations
 
@@ -17,9 +13,10 @@ from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.run_status import RunStatus
 
 WAITS_KEPT_S = 0.25
-"""A strategy may go by the number of tickets out, which no stream tells: it is asked again after so long."""
+"""A strategy may depend on the number of tickets out, which is in no stream: ask it again after this time."""
 
 
 class _Waits(NamedTuple):
@@ -30,17 +27,17 @@ class _Waits(NamedTuple):
 
 
 class StateCache:
-    """Answers about run `name`; to find `held` and `waits` anew takes a millisecond, and more with many groups."""
+    """Caches `summary` and `waits` of run `name`; each takes a millisecond, and more with many groups."""
 
     def __init__(
         self, name: str, state: RunState, book: TicketBook, selector: Selector, clock: Callable[[], float]
     ) -> None:
         self._name, self._state, self._book, self._selector, self._clock = name, state, book, selector, clock
         self._config: tuple[RunConfig | None, dict[str, Any]] = None, {}
-        self._held: tuple[object, IndexSummary] | None = None
+        self._summary: tuple[object, IndexSummary] | None = None
         self._waits: _Waits | None = None
 
-    def state(self, *, durability: str, rejected: dict[str, int]) -> dict[str, Any]:
+    def state(self, *, durability: str, rejected: dict[str, int]) -> RunStatus:
         """Render the state of the run."""
         waits = self.waits()
         return render_run_state(
@@ -48,33 +45,33 @@ class StateCache:
             self._state,
             self._book,
             self._rendered_config(),
-            self.held(),
+            self.summary(),
             durability=durability,
             rejected=rejected,
             waits=waits.run,
             adapters_wait=waits.adapters,
         )
 
-    def held(self) -> IndexSummary:
-        """Tell what the index adds up to."""
-        folded = self._folded()
-        if self._held is None or self._held[0] != folded:
-            self._held = folded, summarize_index(self._state)
-        return self._held[1]
+    def summary(self) -> IndexSummary:
+        """Return counts and sums of the index."""
+        position = self._position()
+        if self._summary is None or self._summary[0] != position:
+            self._summary = position, summarize_index(self._state)
+        return self._summary[1]
 
     def waits(self) -> _Waits:
-        """Tell why the next batch, and each adapter's part in it, cannot be made now; None where it can."""
+        """Return why the next batch, and each adapter's part in it, cannot be assembled now; None if it can."""
         selector, now_s = self._selector, self._clock()
-        about = [(bool(self._book.out_of(name)), selector.silent(name)) for name in selector.config.adapter_names]
-        key = self._folded(), about
+        producers = [(bool(self._book.out_of(name)), selector.silent(name)) for name in selector.config.adapter_names]
+        key = self._position(), producers
         kept = self._waits
         if kept is None or kept.key != key or not 0 <= now_s - kept.asked_s < WAITS_KEPT_S:
             adapters = {name: selector.why_adapter_waits(name) for name in sorted(selector.config.adapters)}
             kept = self._waits = _Waits(key, now_s, selector.why_waiting(), adapters)
         return kept
 
-    def _folded(self) -> tuple[int, int]:
-        """Name what is folded: the state is a function of how far both streams are read."""
+    def _position(self) -> tuple[int, int]:
+        """Return how far both streams are folded: the state is a function of it."""
         return self._state.entries, self._state.stored
 
     def _rendered_config(self) -> dict[str, Any]:

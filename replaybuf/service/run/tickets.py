@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
 
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.kernel.decide import check_adapter, decide_failed, decide_tickets, held
@@ -16,6 +15,7 @@ from replaybuf.kernel.waiting import waiting
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import IndexChunk
+from replaybuf.wire import contract
 from replaybuf.wire.contract import WaitingAnswer
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Tickets:
 
     async def issue(
         self, producer: str, count: int, adapter: str, wait_s: float, gone: Callable[[], bool] = _never
-    ) -> dict[str, Any]:
+    ) -> contract.Tickets:
         """Issue up to `count` tickets; wait up to `wait_s` for the first one, then answer why there is none.
 
         `gone` returns whether the caller has disconnected: its tickets would be out until they expire.
@@ -48,20 +48,20 @@ class Tickets:
         check_adapter(adapter, journal.config)
         outcome = await journal.until(lambda: self._issue(adapter, count, gone), wait_s)
         self._selector.last_asked_s[adapter] = journal.clock()
-        answer: dict[str, Any] = {"tickets": [], "published_version": journal.state.published[adapter]}
+        published = journal.state.published[adapter]
         if isinstance(outcome, WaitingAnswer):
-            return answer | {"waiting": outcome}
+            return contract.Tickets(tickets=[], published_version=published, waiting=outcome)
         logger.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome.issued))
-        answer["tickets"] = [
-            {
-                "ticket": str(ticket),
-                "prompt_index": ticket.prompt_index,
-                "attempt": ticket.attempt,
-                "expires_in_s": self._book.ttl_s,
-            }
+        tickets = [
+            contract.Ticket(
+                ticket=str(ticket),
+                prompt_index=ticket.prompt_index,
+                attempt=ticket.attempt,
+                expires_in_s=self._book.ttl_s,
+            )
             for ticket in outcome.issued
         ]
-        return answer
+        return contract.Tickets(tickets=tickets, published_version=published)
 
     async def _issue(self, adapter: str, count: int, gone: Callable[[], bool]) -> TicketChange | WaitingAnswer:
         journal = self._journal

@@ -1,8 +1,8 @@
-"""Keeping Redis and rebuilds bounded: snapshots of the state, and the trimming of what nobody is told any more.
+"""Snapshots of the state and trimming of both streams: they bound Redis memory and the time of a rebuild.
 
-A trimming is decided as a TRIM record (so every follower forgets the same) and carried out afterwards: ids of trimmed
-groups become bits, then one function call replaces the snapshot, sets entries of old live groups aside and trims both
-streams. Dying between the two leaves entries that the next leader finds in the stream and trims.
+A TRIM record decides what is trimmed, so every follower forgets the same. Afterwards the ids of trimmed groups become
+bits, and one function call replaces the snapshot, keeps the entries of old live groups and trims both streams. If the
+leader dies between the two, the next leader finds the entries in the stream and trims them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_ENTRIES = 1_000
 SNAPSHOT_USES = 100_000
-"""A snapshot is written once so many ledger entries, or uses of groups named in them, came after the last one."""
-LOOK_ENTRIES = 16
-"""Whether history may go is asked every so many ledger entries."""
+"""A snapshot is written after so many ledger entries, or uses of groups in them, since the last one."""
+CHECK_ENTRIES = 16
+"""Whether history may be trimmed is checked every so many ledger entries."""
 
 
 class Trimming:
-    """Writes snapshots and trims one run; `kept_groups` freed groups stay to be looked at."""
+    """Writes snapshots and trims one run; the history of `kept_groups` freed groups is kept."""
 
     def __init__(self, journal: Journal) -> None:
         self.kept_groups = KEPT_GROUPS
         self._journal = journal
-        self._looked_at = 0
+        self._checked_at = 0
 
     async def tick(self) -> None:
-        """Trim or take a snapshot where it is time to. Raises `NotLeader`."""
+        """Trim, and write a snapshot if one is due. Raises `NotLeader`."""
         state = self._journal.state
-        if state.entries - self._looked_at < LOOK_ENTRIES:
+        if state.entries - self._checked_at < CHECK_ENTRIES:
             return
-        self._looked_at = state.entries
+        self._checked_at = state.entries
         await self._trim()
         if self._due():
             await self._write(take(state))
@@ -56,10 +56,10 @@ class Trimming:
         )
 
     async def _trim(self) -> None:
-        """Decide what is told no longer."""
+        """Record what is trimmed."""
         journal = self._journal
         async with journal.decision():
-            # A payload is found by its index entry, which therefore goes after it.
+            # A payload is found by its index entry, so it is deleted first.
             record = None if journal.owes_payloads else trim_point(journal.state, self.kept_groups)
             if record:
                 await journal.append(msgspec.structs.replace(record, at_s=journal.clock()))
@@ -67,8 +67,7 @@ class Trimming:
 
     async def _write(self, snapshot: Snapshot) -> None:
         journal = self._journal
-        # Read once: this server may lose the lead meanwhile and have it again, by a token that would let us delete what
-        # the leader between set aside.
+        # Read once. With the token of a later term we could delete what the leader between kept.
         token = journal.token or ""
         held = set(memoryview(snapshot.set_aside).cast("q"))
         aside: dict[int, bytes] = {}
@@ -93,10 +92,10 @@ class Trimming:
             await self._drop_freed(held, token)
 
     async def _drop_freed(self, held: set[int], token: str) -> None:
-        """Delete entries set aside of groups freed since: only now, as the snapshot before this one needs them.
+        """Delete kept entries of groups that were freed since; the snapshot before this one needed them.
 
-        All that is read here is looked at, not what the last snapshot held: an older leader may have died before this.
-        Behind the fence, nobody but this leader has set anything aside since `held` was known.
+        Check all kept entries, not those of the last snapshot: an older leader may have died before it deleted them.
+        The fence keeps other servers from adding entries after `held` was read.
         """
         journal = self._journal
         async for chunk in journal.store.snapshots.read_old_entries(journal.name):
