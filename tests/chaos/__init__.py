@@ -1,5 +1,5 @@
-"""Chaos: real processes under load, killed and stopped at random, and a checker that judges what everybody saw.
+"""Chaos test: real processes under load, killed and stopped at random, and a checker of what all clients saw.
 
-`python -m tests.chaos --kills 20 --seed 0` (or `make chaos`). What happens is in `chaos.py`, what is true in
-`checker.py`; between them stands nothing but the recorded history (`history.py`).
+`python -m tests.chaos --kills 20 --seed 0` (or `make chaos`). `chaos.py` drives the processes, `checker.py` checks the
+guarantees. The recorded history (`history.py`) is the only link between the two.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: see the package."""
+"""Command line of the chaos test: `python -m tests.chaos`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ START_S = 60.0
 
 
 def main() -> None:
-    """Read the command line, run, exit with 1 where anything is wrong."""
+    """Run the chaos test; exit with 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=20, help="faults to survive: kills and stops")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", nargs="+", choices=list(RUNS), default=list(RUNS), help="runs to train; all")
-    parser.add_argument("--adapters", type=int, default=0, help="train one run more, which so many adapters share")
+    parser.add_argument("--adapters", type=int, default=0, help="add one run that trains this many adapters")
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")

@@ -1,4 +1,4 @@
-"""Calls of the public client, with what becomes of them."""
+"""Calls of the public client, with their outcome."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.chaos.history import OK, now_s
 T = TypeVar("T")
 
 TIMEOUT_S = 1.5
-"""Bounds a call to a server that stands still, so that the other one is asked soon."""
+"""Timeout of a call to a stopped server: the client asks the other server soon."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What a call came to: `result`, or None with the slug of the error in `seen["outcome"]`.
+    """Outcome of a call: `result`, or None with the slug of the error in `seen["outcome"]`.
 
-    `seen` are the fields that every event of a call has.
+    `seen` holds the fields that every event of a call has.
     """
 
     seen: dict[str, Any]
@@ -28,7 +28,7 @@ class Outcome(Generic[T]):
 
 
 def observed(run: str, client: Client, call: Callable[[], T]) -> Outcome[T]:
-    """Make a call and tell when it was sent and answered, by whom, and how."""
+    """Make a call; return its result, both times, the server and the outcome."""
     sent_s, outcome, result = now_s(), OK, None
     try:
         result = call()

@@ -37,17 +37,17 @@ def chaos(
     console: Console,
     adapters: int = 0,
 ) -> Report:
-    """Run the cluster under fire for `kills` faults or `time_limit_s`, bring it to rest, judge what was seen.
+    """Run the cluster for `kills` faults or `time_limit_s`, let it come to rest, check the history.
 
-    `folder` keeps logs and history; without one they are kept only where something is wrong.
+    `folder` keeps logs and history; without it they are kept only after a violation.
     """
     signal.signal(signal.SIGTERM, _interrupted)
-    # A short path: the kernel bounds the one of a unix socket at 108 bytes.
+    # A short path: a unix socket path has at most 108 bytes.
     place = folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     started_s = now_s()
     cluster = Cluster(place, seed, runs, adapters)
     try:
-        ended = _under_fire(cluster, kills, seed, started_s + time_limit_s)
+        ended = _run_load(cluster, kills, seed, started_s + time_limit_s)
     finally:
         cluster.end()
     history = read_history(cluster.history)
@@ -64,8 +64,8 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[str]:
-    """Make load and faults, then peace; return what ended by itself."""
+def _run_load(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[str]:
+    """Run load and faults, then stop both; return the processes that ended by themselves."""
     recorder = Recorder(cluster.history, "chaos")
     cluster.start()
     observer = Observer(cluster.urls, list(cluster.runs), cluster.history)
@@ -77,13 +77,13 @@ def _under_fire(cluster: Cluster, kills: int, seed: int, ends_s: float) -> list[
         _drain(cluster, recorder)
     finally:
         observer.stop()
-    _look_closely(cluster, recorder)
+    _record_rest(cluster, recorder)
     recorder.close()
     return faults.ended
 
 
 def _warm_up(cluster: Cluster) -> None:
-    """Wait until every run has trained some steps: faults before there is load hurt nobody."""
+    """Wait until every run has trained some steps: a fault without load tests nothing."""
     for run in cluster.runs:
         with Client(cluster.url, run) as client:
             ends_s = now_s() + WARM_UP_TIMEOUT_S
@@ -94,7 +94,7 @@ def _warm_up(cluster: Cluster) -> None:
 
 
 def _drain(cluster: Cluster, recorder: Recorder) -> None:
-    """Let the load come to rest: producers first, then what is due, then the trainers."""
+    """Stop the load: producers first, then prompts that are due again, then trainers."""
     producers = [*cluster.producers, *([cluster.generator] if cluster.generator else [])]
     for child in producers:
         child.ask_to_end()
@@ -111,8 +111,8 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
         child.wait_end(END_TIMEOUT_S)
 
 
-def _look_closely(cluster: Cluster, recorder: Recorder) -> None:
-    """Write down how every run stands, restart all servers, and look again; at last without them."""
+def _record_rest(cluster: Cluster, recorder: Recorder) -> None:
+    """Record the state of every run, restart all servers, record again; then fold the streams without a server."""
     rests = [Rest(cluster.url, run, recorder, cluster.redis_url, cluster.adapters_of(run)) for run in cluster.runs]
     seen = read_history(cluster.history)
     for rest in rests:

@@ -1,8 +1,8 @@
-"""Decides from a recorded history whether the guarantees held. Pure: events in, violations out.
+"""Check of a recorded history against the guarantees. Pure: events in, violations out.
 
-One function per guarantee, its sentence as docstring, in the order of the list; each yields what it found wrong. They
-read three things: what clients were answered (`RunHistory.calls` of each kind), what the ledger says (`walk`), and what
-was there at the end. Nothing here asks replaybuf's own fold.
+One function per guarantee, in the order of the list, with its sentence as docstring; each yields violations. The checks
+read three things: answers to clients (`RunHistory.calls` of each kind), the ledger (`walk`), and the state at the end.
+Nothing here uses replaybuf's own fold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.chaos.history import (
     StateSeen,
     TrainerWrote,
 )
-from tests.chaos.ledger_walk import Known, known_at_end, walk
+from tests.chaos.ledger_walk import WalkState, final_state, walk
 from tests.chaos.run_history import RunHistory
 
 BLOCKED_ON = ("producers", "trainer", "operator", "nothing")
@@ -52,12 +52,12 @@ class Violation(NamedTuple):
 
 
 def check(history: Sequence[AnyEvent]) -> list[Violation]:
-    """Judge a history: every guarantee, for every run in it."""
+    """Check every guarantee for every run of a history."""
     found = []
     for run in sorted({event.run for event in history if event.run}):
         events = RunHistory([event for event in history if event.run == run])
-        for guarantee, judge in enumerate(GUARANTEES, 1):
-            found += [Violation(guarantee, run, what) for what in judge(events)]
+        for guarantee, check_run in enumerate(GUARANTEES, 1):
+            found += [Violation(guarantee, run, what) for what in check_run(events)]
     return found
 
 
@@ -79,14 +79,14 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
     for kind, epoch, value in sorted(answered - recorded):
         if kind in ("attach", "ack"):
             yield f"{kind} with epoch {epoch} (step {value}) was answered and is not in the ledger"
-    for entry, record, known in walk(run.ledger):
-        if isinstance(record, AckRecord) and record.priorities and record.step in known.standing:
-            held = known.standing[record.step].groups
+    for entry, record, before in walk(run.ledger):
+        if isinstance(record, AckRecord) and record.priorities and record.step in before.standing:
+            held = before.standing[record.step].groups
             if record.priorities != {group.number: priority_of(group.group_id, record.step) for group in held}:
                 yield f"entry {entry}: the ack of step {record.step} has other priorities than its trainer sent"
     for call in run.calls:
         if call.outcome == "data-lost":
-            yield f"{call.server} took acknowledged data for lost at {call.at_s:.3f}"
+            yield f"{call.server} reported acknowledged data as lost at {call.at_s:.3f}"
     for payload in run.payloads:
         if payload.rollouts is None:
             yield f"the rollouts of group {payload.group_id}, which may still be needed, are gone"
@@ -124,31 +124,31 @@ def nothing_is_lost_in_between(run: RunHistory) -> Iterator[str]:
     """3. Conservation: stored = live + in batches + retired + evicted + dead-lettered, at every moment."""
     for seen in run.states:
         if _total(seen.state["groups"]) != seen.state["groups"]["stored"]:
-            yield f"at {seen.at_s:.3f} {seen.server} told {seen.state['groups']}"
+            yield f"at {seen.at_s:.3f} {seen.server} reported {seen.state['groups']}"
     for folded in run.folded:
         if _total(folded.groups) != folded.groups["stored"]:
             yield f"the streams fold to {folded.groups}"
         for seen in _settled(run)[-1:]:
-            told = {name: count for name, count in seen.state["groups"].items() if name != "rejected"}
-            if told != folded.groups:
-                yield f"the streams fold to {folded.groups}, the service tells {told}"
+            recorded = {name: count for name, count in seen.state["groups"].items() if name != "rejected"}
+            if recorded != folded.groups:
+                yield f"the streams fold to {folded.groups}, the service reports {recorded}"
 
 
 def use_is_bounded(run: RunHistory) -> Iterator[str]:
     """4. In the surviving history a group is in at most `max_uses` batches, and only in those its strategy may use."""
-    for entry, record, known in _assembled(run):
+    for entry, record, before in _assembled(run):
         for held in record.groups:
-            uses = known.uses[held.number] + 1
-            if known.max_uses is not None and uses > known.max_uses:
+            uses = before.uses[held.number] + 1
+            if before.max_uses is not None and uses > before.max_uses:
                 yield f"entry {entry}: step {record.step} uses group {held.group_id} for the time {uses}"
             if uses != held.times_sampled:
                 yield f"entry {entry}: group {held.group_id} is counted {held.times_sampled} times, used {uses} times"
-            if known.cooldown and record.step < known.rests_until(held.number):
+            if before.cooldown and record.step < before.rests_until(held.number):
                 yield f"entry {entry}: step {record.step} uses group {held.group_id}, which rests"
             source = source_of(held.group_id, held.prompt_id)
-            if known.mix and source not in known.mix:
+            if before.mix and source not in before.mix:
                 yield f"entry {entry}: step {record.step} uses group {held.group_id} of {source}, not in the mix"
-    bound = {record.batch_id: known.max_uses for _, record, known in _assembled(run)}
+    bound = {record.batch_id: before.max_uses for _, record, before in _assembled(run)}
     for asked, rollout in _rollouts(run):
         limit = bound.get(asked.body.batch_id) if asked.body else None
         if limit is not None and rollout.times_sampled > limit:
@@ -158,10 +158,10 @@ def use_is_bounded(run: RunHistory) -> Iterator[str]:
 def staleness_is_bounded(run: RunHistory) -> Iterator[str]:
     """5. Staleness at use is within the strategy's bound, always; what can no longer be used is evicted."""
     stored = run.stored_groups()
-    for entry, record, known in _assembled(run):
+    for entry, record, before in _assembled(run):
         for held in record.groups:
-            staleness = known.version(record.step, held.adapter) - held.policy_version
-            if staleness < 0 or (known.max_staleness is not None and staleness > known.max_staleness):
+            staleness = before.version(record.step, held.adapter) - held.policy_version
+            if staleness < 0 or (before.max_staleness is not None and staleness > before.max_staleness):
                 yield f"entry {entry}: group {held.group_id} has staleness {staleness} at step {record.step}"
             if held.staleness != staleness:
                 yield f"entry {entry}: group {held.group_id} has staleness {staleness}, written {held.staleness}"
@@ -184,14 +184,14 @@ def groups_stay_whole(run: RunHistory) -> Iterator[str]:
     for (batch_id, _, world), ranks in parts.items():
         record = run.batches.get(batch_id)
         if record is None:
-            continue  # guarantee 7 tells of it
+            continue  # guarantee 7 reports it
         held = {group.group_id: group for group in record.groups}
         rollouts = [rollout for asked in ranks.values() if asked.body for rollout in asked.body.rollouts]
         for rollout in rollouts:
-            known = held.get(rollout.group_id)
-            if known is None:
+            of_record = held.get(rollout.group_id)
+            if of_record is None:
                 yield f"step {record.step} was served with group {rollout.group_id}, which its record does not hold"
-            elif rollout.tokens != checksum(tokens_of(rollout.group_id, known.prompt_id, rollout.rollout)):
+            elif rollout.tokens != checksum(tokens_of(rollout.group_id, of_record.prompt_id, rollout.rollout)):
                 yield f"step {record.step}: rollout {rollout.rollout} of {rollout.group_id} holds other tokens"
         if len(ranks) == world:
             there = Counter((rollout.group_id, rollout.rollout) for rollout in rollouts)
@@ -206,7 +206,7 @@ def groups_stay_whole(run: RunHistory) -> Iterator[str]:
 
 
 def bytes_stay_the_same(run: RunHistory) -> Iterator[str]:
-    """7. (run, step, rank, world size) answers byte-identical bodies, and those of the batch that the ledger tells."""
+    """7. (run, step, rank, world size) answers byte-identical bodies of the batch that the ledger records."""
     seen: dict[tuple[int, int, int, int], str] = {}
     for asked in run.bodies:
         if asked.body is None:
@@ -216,32 +216,34 @@ def bytes_stay_the_same(run: RunHistory) -> Iterator[str]:
             yield f"(step, generation, rank, world) {key} came with other bytes from {asked.server}"
     standing = _standing_by_epoch(run)
     for asked in run.bodies:
-        told = standing.get(asked.epoch, {}).get(asked.step)
-        if asked.body and (told is None or (told.batch_id, told.digest) != (asked.body.batch_id, asked.body.digest)):
+        recorded = standing.get(asked.epoch, {}).get(asked.step)
+        if asked.body and (
+            recorded is None or (recorded.batch_id, recorded.digest) != (asked.body.batch_id, asked.body.digest)
+        ):
             yield (
                 f"epoch {asked.epoch}, step {asked.step} was served batch {asked.body.batch_id}; "
-                f"the ledger has {told.batch_id if told else 'none'}"
+                f"the ledger has {recorded.batch_id if recorded else 'none'}"
             )
 
 
 def the_old_are_fenced(run: RunHistory) -> Iterator[str]:
-    """8. An older epoch changes nothing any more; a newer one is not refused; there is one assembler."""
+    """8. An older epoch changes nothing; the newest epoch is never refused; there is one assembler."""
     for wrote in run.wrote:
         newest = run.epoch_before(wrote.sent_s)
         if wrote.outcome == OK and wrote.epoch < newest:
             yield f"{wrote.kind} with epoch {wrote.epoch} was answered ok after epoch {newest} had attached"
-    newest_told = max((record.epoch for _, record in run.ledger if isinstance(record, AttachRecord)), default=0)
+    newest = max((record.epoch for _, record in run.ledger if isinstance(record, AttachRecord)), default=0)
     for call in _of_trainers(run):
-        if call.outcome == "fenced" and call.epoch >= newest_told:
+        if call.outcome == "fenced" and call.epoch >= newest:
             yield f"epoch {call.epoch} was fenced, and there is no newer one"
     answered = [attached.epoch for attached in run.attached if attached.epoch]
     if len(answered) != len(set(answered)):
         yield f"one epoch was given to two trainers: {sorted(answered)}"
-    for entry, record, known in walk(run.ledger):
-        if isinstance(record, AckRecord | PolicyRecord) and record.epoch != known.epoch:
-            yield f"entry {entry}: epoch {record.epoch} wrote while {known.epoch} had the run"
-        if isinstance(record, AttachRecord) and record.epoch != known.epoch + 1:
-            yield f"entry {entry}: epoch {record.epoch} follows {known.epoch}"
+    for entry, record, before in walk(run.ledger):
+        if isinstance(record, AckRecord | PolicyRecord) and record.epoch != before.epoch:
+            yield f"entry {entry}: epoch {record.epoch} wrote while {before.epoch} had the run"
+        if isinstance(record, AttachRecord) and record.epoch != before.epoch + 1:
+            yield f"entry {entry}: epoch {record.epoch} follows {before.epoch}"
     yield from _ledger_is_one(run)
 
 
@@ -255,7 +257,7 @@ def every_prompt_and_step_once(run: RunHistory) -> Iterator[str]:
     for sent in run.sent_again:
         if sent.outcome == "stored":
             yield f"group {sent.group_id} was not stored until it was sent again at rest"
-    if any(drained.drained for drained in run.drained):  # every ticket has come to its end
+    if any(drained.drained for drained in run.drained):  # no ticket is left
         missing = _up_to(run.issued()) - stored.keys() - run.failed() - trimmed
         if missing:
             yield f"prompts {sorted(missing)[:20]} were skipped ({len(missing)} in all)"
@@ -264,11 +266,11 @@ def every_prompt_and_step_once(run: RunHistory) -> Iterator[str]:
         if sent.outcome == "rejected" and sent.reason not in LEGITIMATE_REJECTIONS:
             yield f"group {sent.group_id} of prompt {sent.prompt_index} was rejected as {sent.reason}"
     yield from adapters_take_turns(run)
-    for entry, record, known in walk(run.ledger):
-        if isinstance(record, AckRecord) and (record.step != known.step or record.step not in known.standing):
-            yield f"entry {entry}: step {record.step} is acked, the next one is {known.step}"
-        if isinstance(record, BatchRecord) and record.step != known.next_step:
-            yield f"entry {entry}: step {record.step} is assembled, the next one is {known.next_step}"
+    for entry, record, before in walk(run.ledger):
+        if isinstance(record, AckRecord) and (record.step != before.step or record.step not in before.standing):
+            yield f"entry {entry}: step {record.step} is acked, the next one is {before.step}"
+        if isinstance(record, BatchRecord) and record.step != before.next_step:
+            yield f"entry {entry}: step {record.step} is assembled, the next one is {before.next_step}"
     for call in _of_trainers(run):
         if call.outcome in ("wrong-step", "conflict") and call.epoch == run.epoch_before(call.at_s):
             yield f"the trainer of epoch {call.epoch}, in order, was refused: {call}"
@@ -284,15 +286,15 @@ def rewind_restores(run: RunHistory) -> Iterator[str]:
     for asked in run.asked:
         if asked.outcome == "gone" and asked.epoch == run.epoch_before(asked.at_s):
             yield f"step {asked.step} is gone, which epoch {asked.epoch} may resume"
-    for entry, record, known in walk(run.ledger):
+    for entry, record, before in walk(run.ledger):
         if isinstance(record, RewindRecord):
-            if not known.oldest_step <= record.step <= known.step:
-                yield f"entry {entry}: rewind to {record.step} outside {known.oldest_step}..{known.step}"
-            versions = {name: known.version(record.step, name) for name in known.own or ("",)}
-            if (record.versions or {"": record.version}) != versions or record.generation != known.generation + 1:
+            if not before.oldest_step <= record.step <= before.step:
+                yield f"entry {entry}: rewind to {record.step} outside {before.oldest_step}..{before.step}"
+            versions = {name: before.version(record.step, name) for name in before.own or ("",)}
+            if (record.versions or {"": record.version}) != versions or record.generation != before.generation + 1:
                 yield f"entry {entry}: rewind to versions {record.versions or record.version}, not {versions}"
-        if isinstance(record, CheckpointRecord) and not known.oldest_step <= record.step <= known.step:
-            yield f"entry {entry}: checkpoint {record.step} outside {known.oldest_step}..{known.step}"
+        if isinstance(record, CheckpointRecord) and not before.oldest_step <= record.step <= before.step:
+            yield f"entry {entry}: checkpoint {record.step} outside {before.oldest_step}..{before.step}"
     for attached in run.attached:
         follows = _record_after_attach(run, attached.epoch)
         if attached.epoch and isinstance(follows, RewindRecord) and follows.on_resume != attached.on_resume:
@@ -300,7 +302,7 @@ def rewind_restores(run: RunHistory) -> Iterator[str]:
 
 
 def _is_kept(run: RunHistory, attached: Attached) -> bool:
-    """Say whether the checkpoint must still be there. Another trainer that is not fenced yet may have gone on, and
+    """Return whether the checkpoint must still be there. Another trainer that is not fenced yet may have gone on, and
     dropped it: where `keep` later ones can have taken effect since somebody resumed there or before.
     """
     step = attached.resume_step or 0
@@ -318,7 +320,7 @@ def _is_kept(run: RunHistory, attached: Attached) -> bool:
 
 
 def no_silent_wait(run: RunHistory) -> Iterator[str]:
-    """11. Every "no batch" and "no ticket" says why, what is there, what is missing and who is waited for."""
+    """11. Every "no batch" and "no ticket" names the reason, what is there, what is missing and who has to act."""
     waits = [asked.waiting for asked in run.asked if asked.outcome == OK and asked.body is None]
     waits += [taken.waiting for taken in run.tickets if taken.outcome == OK and not taken.tickets]
     for waiting in waits:
@@ -365,10 +367,10 @@ def _changed_by_restart(run: RunHistory) -> Iterator[str]:
                 yield f"a restart changed {name} from {old[name]} to {new[name]}"
 
 
-def _assembled(run: RunHistory) -> Iterator[tuple[int, BatchRecord, Known]]:
-    for entry, record, known in walk(run.ledger):
+def _assembled(run: RunHistory) -> Iterator[tuple[int, BatchRecord, WalkState]]:
+    for entry, record, before in walk(run.ledger):
         if isinstance(record, BatchRecord):
-            yield entry, record, known
+            yield entry, record, before
 
 
 def _of_trainers(run: RunHistory) -> list[TrainerWrote | BatchAsked]:
@@ -394,35 +396,35 @@ def _rollouts(run: RunHistory) -> Iterator[tuple[BatchAsked, Any]]:
 
 def _unusable_and_live(run: RunHistory) -> Iterator[str]:
     """Find groups that are live at the end although no step to come may use them."""
-    known = known_at_end(run.ledger)
+    before = final_state(run.ledger)
     step = _settled(run)[-1].state["step"] if _settled(run) else 0
     for group in run.groups:
-        if group.last and group.state == "live" and known.max_staleness is not None:
-            staleness = known.version(step, group.adapter) - group.policy_version
-            if staleness > known.max_staleness:
+        if group.last and group.state == "live" and before.max_staleness is not None:
+            staleness = before.version(step, group.adapter) - group.policy_version
+            if staleness > before.max_staleness:
                 yield f"group {group.group_id} is live with staleness {staleness} at step {step}"
 
 
 def _standing_by_epoch(run: RunHistory) -> dict[int, dict[int, BatchRecord]]:
-    """Say which batch stood for each step while an epoch had the run: a rewind comes only with its attach."""
+    """Return the batch of each step per epoch: a rewind comes only with its attach."""
     standing: dict[int, dict[int, BatchRecord]] = {}
-    known = Known()
-    for _, record, known in walk(run.ledger):
+    before = WalkState()
+    for _, record, before in walk(run.ledger):
         if isinstance(record, AttachRecord):
-            standing[known.epoch] = dict(known.standing)
-    return standing | {known.epoch: dict(known.standing)}
+            standing[before.epoch] = dict(before.standing)
+    return standing | {before.epoch: dict(before.standing)}
 
 
 def _ledger_is_one(run: RunHistory) -> Iterator[str]:
-    """Find what two writers would leave: gaps, entries told in two ways, two batches for one step."""
+    """Find traces of two writers: gaps, entries with two contents, two batches for one step."""
     entries = [entry for entry, _ in run.ledger]
     if entries != list(range(1, len(entries) + 1)):
         missing = sorted(set(range(1, max(entries) + 1)) - set(entries))
         yield f"the ledger has gaps: {missing[:10]}"
-    told: dict[int, dict[str, Any]] = {}
+    recorded: dict[int, dict[str, Any]] = {}
     for seen in run.ledger_seen:
-        if told.setdefault(seen.entry, seen.record) != seen.record:
-            yield f"entry {seen.entry} is told in two ways: {told[seen.entry]} and {seen.record}"
+        if recorded.setdefault(seen.entry, seen.record) != seen.record:
+            yield f"entry {seen.entry} has two contents: {recorded[seen.entry]} and {seen.record}"
     made = Counter((record.generation, record.step) for record in run.batches.values())
     for key, count in made.items():
         if count > 1:
@@ -457,7 +459,7 @@ def _record_after_attach(run: RunHistory, epoch: int) -> AnyRecord | None:
 
 
 def _unexplained(waiting: dict[str, Any] | None) -> str | None:
-    """Say what is missing in a waiting answer; None where nothing is."""
+    """Return what is missing in a waiting answer, or None."""
     if waiting is None:
         return "there is no reason at all"
     if waiting.get("reason") not in REASONS:

@@ -1,4 +1,4 @@
-"""All processes of one chaos run, and the questions that the harness asks them."""
+"""All processes of one chaos run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = ("abc", "bacd", "dec", "fade", "cabbage")
 
 
 SHORT_HISTORY = ("--history-groups", "40")
-"""So little is kept of what is freed that both streams are trimmed under the faults, many times."""
+"""A short history: both streams are trimmed many times during the faults."""
 
 
 class Cluster:
@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def actors(self) -> list[Child]:
-        """What makes load."""
+        """Processes that make load."""
         return [*self.producers, *([self.generator] if self.generator else []), *self.trainers.values()]
 
     @property
@@ -87,12 +87,12 @@ class Cluster:
             actor.start()
 
     def end(self) -> None:
-        """End everything, whatever state it is in."""
+        """Kill every process."""
         for child in self.all:
             child.kill()
 
     def replace_trainer(self, run: str) -> Child:
-        """Start a second trainer beside one that stands still; the old one will find itself fenced."""
+        """Start a second trainer beside a stopped one, which is fenced from then on."""
         self.replaced.append(self.trainers[run])
         self._trainers_made += 1
         self.trainers[run] = self._trainer(run, self._trainers_made)
@@ -118,7 +118,7 @@ class Cluster:
         return next((url for url, server in self.servers.items() if server is child), "")
 
     def led_by(self, url: str) -> list[str]:
-        """List the runs that a server says it leads; none where it does not answer soon."""
+        """Return the runs that a server leads; none if it does not answer soon."""
         try:
             reply = httpx.get(f"{url}/readyz", timeout=PROBE_TIMEOUT_S)
             leaders: dict[str, str | None] = msgspec.json.decode(reply.content)["leaders"]

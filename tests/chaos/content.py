@@ -1,4 +1,4 @@
-"""What a group holds follows from its names alone, so whoever sees its tokens in a batch can judge them.
+"""Content of groups, derived from their names alone: the checker can verify the tokens of any batch.
 
 Groups of the chaos producers derive from `group_id`; those of `replaybuf generate` spell their prompt backwards, as the
 engine double does, and have a `prompt_id` that starts with `spell/`.
@@ -35,7 +35,7 @@ def rollout_of(group_id: str, rollout: int) -> tuple[list[int], list[int]]:
 def make_group(
     group_id: str, policy_version: int, *, named: bool, ticket: str | None = None, adapter: str = ""
 ) -> Group:
-    """Build the group called `group_id`; `named` False leaves the naming to the service, by its ticket."""
+    """Build the group called `group_id`; without `named` the service names it by its ticket."""
     rollouts = [rollout_of(group_id, number) for number in range(GROUP_SIZE)]
     prompts, completions = zip(*rollouts, strict=True)
     lengths = np.array([len(ids) for ids in completions], np.int32)
@@ -63,19 +63,19 @@ def make_group(
 
 
 def source_of(group_id: str, prompt_id: str) -> str:
-    """Say which source of a mix a group comes from."""
+    """Return the source of a group in a mix."""
     if prompt_id.startswith(SPELLED):
         return GENERATED
     return _SOURCES[zlib.crc32(group_id.encode()) % len(_SOURCES)]
 
 
 def priority_of(group_id: str, step: int) -> float:
-    """Say what a learner tells of a group after `step`: 0 to 9."""
+    """Return the priority of a group that the trainer sends after `step`: 0 to 9."""
     return float(zlib.crc32(f"{group_id}/{step}".encode()) % 10)
 
 
 def tokens_of(group_id: str, prompt_id: str, rollout: int) -> list[int]:
-    """Say what a batch must hold of a rollout: prompt and completion."""
+    """Return the tokens of a rollout that a batch must hold: prompt and completion."""
     if prompt_id.startswith(SPELLED):
         prompt = [LETTERS.index(letter) for letter in prompt_id.removeprefix(SPELLED)]
         return prompt + prompt[::-1]

@@ -1,6 +1,6 @@
-"""The engine double as a process: `python -m tests.chaos.engine`.
+"""Engine double as a process: `python -m tests.chaos.engine`.
 
-Prints `listening on URL`. It has the published version of a run, as engines do that a trainer loads.
+Prints `listening on URL`. Its weights always have the published version of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.generator.doubles import EngineDouble
 
 
 class Loaded(EngineDouble):
-    """Has what is published, from the moment it is: a trainer loads engines before it announces a version."""
+    """Engine with the published version: a trainer loads engines before it publishes a version."""
 
     def __init__(self, client: AsyncClient) -> None:
         super().__init__()

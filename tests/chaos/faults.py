@@ -1,4 +1,4 @@
-"""Who is hurt next, how, and when it comes back: drawn from a seed."""
+"""Faults: which process is killed or stopped next, and when it comes back, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.chaos.processes import Child
 from tests.chaos.trainer import FENCED
 
 ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
-"""Those twice whose deaths have the most to break. There is no standby while a server that was hurt comes back."""
+"""Roles whose death breaks the most are listed twice. There is no standby while a killed server restarts."""
 RESTART_PAUSE_S = (0.05, 1.0)
 STOP_S = (0.2, 5.0)
-"""Some stops outlast the lease of 3 s."""
+"""Some stops are longer than the lease of 3 s."""
 BETWEEN_S = (0.6, 3.4)
 REPLACED_FROM_S = 1.5
-"""A trainer that stands still for longer may get a successor meanwhile."""
+"""A trainer that is stopped for longer may get a successor."""
 TICK_S = 0.02
 START_GRACE_S = 20.0
-"""A server that is started while its Redis is away may end; it is started again, as a service manager does."""
+"""A server may end if Redis is away at its start; it is started again, as a service manager would."""
 
 
 @dataclasses.dataclass(order=True)
@@ -35,7 +35,7 @@ class _Due:
 
 
 class Faults:
-    """Hurts `kills` times, then heals all. `ended` lists processes that ended by themselves."""
+    """Injects `kills` faults, then restarts every process. `ended` lists processes that ended by themselves."""
 
     def __init__(self, cluster: Cluster, recorder: Recorder, rng: random.Random) -> None:
         self.done = 0
@@ -43,22 +43,22 @@ class Faults:
         self._cluster, self._recorder, self._rng = cluster, recorder, rng
         self._due: list[_Due] = []
         self._order = itertools.count()
-        self._hurt: set[str] = set()
+        self._down: set[str] = set()
         self._valkey_back_s = 0.0
 
     def run(self, kills: int, ends_s: float) -> None:
-        """Hurt one process after the other until `kills` are done or time is up, then bring everybody back."""
+        """Inject faults until `kills` are done or the time is over, then bring all processes back."""
         next_s = now_s() + self._rng.uniform(*BETWEEN_S)
         while self.done < kills and now_s() < ends_s:
             self._heal_due()
             self._restart_ended()
-            if now_s() >= next_s and self._hurt_one():
+            if now_s() >= next_s and self._inject_one():
                 next_s = now_s() + self._rng.uniform(*BETWEEN_S)
             time.sleep(TICK_S)
         self.heal_all()
 
     def heal_all(self) -> None:
-        """Bring everybody back, each in its time."""
+        """Bring all processes back, each at its time."""
         while self._due:
             self._heal_due()
             self._restart_ended()
@@ -66,14 +66,14 @@ class Faults:
 
     # ------------------------------------------------------------------ hurting
 
-    def _hurt_one(self) -> bool:
+    def _inject_one(self) -> bool:
         cluster = self._cluster
         role = self._rng.choice(ROLES)
         kind = self._rng.choice(("kill", "stop"))
         child, led = self._choose(role)
-        if child is None or child.name in self._hurt or child.exit_code is not None:
+        if child is None or child.name in self._down or child.exit_code is not None:
             return False
-        self._hurt.add(child.name)
+        self._down.add(child.name)
         self._recorder.write(
             Faulted(at_s=now_s(), process=child.name, role=role, kind=kind, server=cluster.url_of(child), led=led)
         )
@@ -82,7 +82,7 @@ class Faults:
             self._later(RESTART_PAUSE_S, lambda: self._restart(child))
         else:
             child.stop()
-            pause_s = self._later(STOP_S, lambda: self._go_on(child))
+            pause_s = self._later(STOP_S, lambda: self._resume(child))
             if role == "trainer" and pause_s > REPLACED_FROM_S and self._rng.random() < 0.6:
                 run = next(run for run, trainer in cluster.trainers.items() if trainer is child)
                 cluster.replace_trainer(run)
@@ -119,12 +119,12 @@ class Faults:
         child.start()
         self._healed(child)
 
-    def _go_on(self, child: Child) -> None:
-        child.go_on()
+    def _resume(self, child: Child) -> None:
+        child.resume()
         self._healed(child)
 
     def _healed(self, child: Child) -> None:
-        self._hurt.discard(child.name)
+        self._down.discard(child.name)
         self._recorder.write(Healed(at_s=now_s(), process=child.name))
         if child is self._cluster.valkey:
             self._valkey_back_s = now_s()
@@ -132,14 +132,14 @@ class Faults:
     def _restart_ended(self) -> None:
         for child in [*self._cluster.actors, *self._cluster.servers.values(), self._cluster.valkey]:
             code = child.exit_code
-            if code is None or child.name in self._hurt:
+            if code is None or child.name in self._down:
                 continue
-            valkey_away = "valkey" in self._hurt or now_s() - self._valkey_back_s < START_GRACE_S
-            # A trainer that stood still may have attached before its successor did; the checker judges who fences whom.
+            valkey_away = "valkey" in self._down or now_s() - self._valkey_back_s < START_GRACE_S
+            # A stopped trainer may have attached before its successor; the checker verifies the fencing.
             fenced = child.role == "trainer" and code == FENCED
             if not (fenced or (child.role == "server" and valkey_away)):
                 self.ended.append(f"{child.name} with {code}: {_last_line(child)}")
-            self._hurt.add(child.name)
+            self._down.add(child.name)
             self._later((0.3, 0.5), lambda child=child: self._restart(child))  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""What was seen: one event per answered call or observation, in JSON-lines files, one file per process.
+"""History of a chaos run: one event per answered call or observation, one JSON-lines file per process.
 
 An event carries both instants of its call, `sent_s` and `at_s` (answered), of CLOCK_MONOTONIC, which all processes of
 one machine share. A call that a kill left without an answer leaves no event: the guarantees promise nothing about it,
@@ -21,7 +21,7 @@ OK = "ok"
 Prompt = tuple[str, int]
 """Adapter and prompt index."""
 UNAVAILABLE = ("unavailable", "not-leader", "no-room")
-"""Outcomes that say: not now. Every other one is the answer of a service that decided."""
+"""Outcomes of calls that the service did not decide; clients retry them."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -171,7 +171,7 @@ class PayloadRead(Event, frozen=True, kw_only=True):
 
 
 class Drained(Event, frozen=True, kw_only=True):
-    """Whether the load came to rest once the faults had ended, and where it stood if not."""
+    """Whether the load came to rest after the faults, and what was left if not."""
 
     drained: bool
     stood: str = ""
@@ -227,7 +227,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def write(self, *events: Event) -> None:
-        """Write events down, each in one go."""
+        """Append events to the file, each with one write."""
         with self._lock:
             for event in events:
                 os.write(self._file, msgspec.json.encode(event) + b"\n")
@@ -238,7 +238,7 @@ class Recorder:
 
 
 def read_history(folder: Path) -> list[AnyEvent]:
-    """Merge the events of all processes, by time. The last line of a killed process may be cut: it is left out."""
+    """Merge the events of all processes by time, without the incomplete last line of a killed process."""
     events: list[AnyEvent] = []
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_bytes().split(b"\n")[:-1]

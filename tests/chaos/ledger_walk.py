@@ -1,4 +1,4 @@
-"""The ledger, told entry by entry with what was known before each: a second, plain reading beside `kernel.state`."""
+"""Second, plain fold of the ledger, independent of `kernel.state`: each entry with the state before it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from replaybuf.wire.ledger import (
 
 
 @dataclasses.dataclass
-class Known:
-    """A run as the ledger has it: `standing` are the batches of the surviving history by step, `uses` by group number.
+class WalkState:
+    """State of a run by its ledger: `standing` has the surviving batches by step, `uses` counts by group number.
 
     `step` is the next unacked step, `next_step` the next one to assemble. `mix` names the sources of a strategy that
     takes no other ones. `own`: of each adapter the groups of its own batch and its steps per publication; `before`: by
@@ -51,16 +51,16 @@ class Known:
         return self.before[step][adapter]
 
     def own_step(self, step: int, adapter: str) -> int:
-        """Tell which step of its own an adapter trains at the run's `step`; without adapters the same."""
+        """Return the own step that an adapter trains at the run's `step`; without adapters the same step."""
         return self.given(step, adapter) // self.own[adapter][0] if adapter else step
 
     def version(self, step: int, adapter: str) -> int:
-        """Tell the version of a policy that the run's `step` trains."""
+        """Return the version of a policy that the run's `step` trains."""
         per_publish = self.own[adapter][1] if adapter else self.steps_per_publish
         return self.own_step(step, adapter) // per_publish
 
     def turn(self, step: int) -> str:
-        """Tell which adapter has the first turn at `step`; "" = the first of all, by name."""
+        """Return the adapter with the first turn at `step`; "" = the first by name."""
         return self.standing[step - 1].turn if step - 1 in self.standing else ""
 
     def rests_until(self, number: int) -> int:
@@ -68,8 +68,8 @@ class Known:
         used = [step for step, record in self.standing.items() if any(one.number == number for one in record.groups)]
         return max(used, default=-1 - self.cooldown) + self.cooldown + 1
 
-    def learn(self, record: AnyRecord) -> None:
-        """Take one record in."""
+    def apply(self, record: AnyRecord) -> None:
+        """Apply one record."""
         match record:
             case ConfigRecord():
                 self.max_uses = record.max_uses
@@ -107,24 +107,24 @@ class Known:
         self.checkpoints = [step for step in self.checkpoints if step <= record.step]
 
 
-def walk(ledger: Iterable[tuple[int, AnyRecord]]) -> Iterator[tuple[int, AnyRecord, Known]]:
-    """Tell every entry, with what was known before it. `Known` is one object that goes on learning, to the end."""
-    known = Known()
+def walk(ledger: Iterable[tuple[int, AnyRecord]]) -> Iterator[tuple[int, AnyRecord, WalkState]]:
+    """Yield every entry with the state before it. The state is one object that changes after each entry."""
+    state = WalkState()
     for entry, record in ledger:
-        yield entry, record, known
-        known.learn(record)
+        yield entry, record, state
+        state.apply(record)
 
 
-def known_at_end(ledger: Iterable[tuple[int, AnyRecord]]) -> Known:
-    """Tell what is known once every entry is taken in."""
-    known = Known()
+def final_state(ledger: Iterable[tuple[int, AnyRecord]]) -> WalkState:
+    """Return the state after the last entry."""
+    state = WalkState()
     for _, record in ledger:
-        known.learn(record)
-    return known
+        state.apply(record)
+    return state
 
 
 def _max_staleness(strategy: dict[str, object]) -> int | None:
-    """Say what a strategy promises, by its name and options, without asking its code."""
+    """Return the max_staleness of a strategy, by its name and options, without its code."""
     options = strategy.get("options")
     found = options.get("max_staleness") if isinstance(options, dict) else None
     return 0 if strategy["name"] == "on-policy" else found if isinstance(found, int) else None

@@ -1,4 +1,4 @@
-"""Looks on: run states, ledger and groups of every server, for as long as the load goes."""
+"""Observer of run states, ledger and groups at every server while the load runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 1000
 
 
 class Observer:
-    """Follows the runs at each server, one thread per pair, so that a server that stands still holds up no other."""
+    """Follows the runs at each server, one thread per pair: a stopped server delays no other."""
 
     def __init__(self, urls: list[str], runs: list[str], folder: Path) -> None:
         self.recorder = Recorder(folder, "observer")
@@ -46,7 +46,7 @@ class Observer:
 
 
 class Follower:
-    """Follows one run at one server: its state, and what is new in ledger and index."""
+    """Follows one run at one server: its state, and new entries of ledger and index."""
 
     def __init__(self, url: str, run: str, recorder: Recorder, retry_for_s: float = 0.0) -> None:
         self._url, self._run, self._recorder = url, run, recorder
@@ -59,7 +59,7 @@ class Follower:
         self._client.close()
 
     def look(self) -> None:
-        """Write down what is new."""
+        """Record the state and all new entries."""
         seen = observed(self._run, self._client, self._client.get_run)
         if seen.result is None:
             return
@@ -76,7 +76,7 @@ class Follower:
             self._entry = page.records[-1]["entry"]
 
     def follow_groups(self, *, last: bool = False) -> None:
-        """Write down the groups that are new; with `last`, all of them."""
+        """Record new groups; with `last`, all groups."""
         self._number = 0 if last else self._number
         while True:
             page = observed(self._run, self._client, self._next_groups).result
@@ -89,8 +89,8 @@ class Follower:
         return self._client.list_groups(None, PAGE, self._number)
 
     def _ledger_seen(self, record: dict[str, Any]) -> LedgerSeen:
-        told = {name: value for name, value in record.items() if name != "entry"}
-        return LedgerSeen(at_s=now_s(), run=self._run, server=self._url, entry=record["entry"], record=told)
+        fields = {name: value for name, value in record.items() if name != "entry"}
+        return LedgerSeen(at_s=now_s(), run=self._run, server=self._url, entry=record["entry"], record=fields)
 
     def _group_seen(self, group: GroupSummary, last: bool) -> GroupSeen:
         return GroupSeen(

@@ -1,4 +1,4 @@
-"""Child processes that are hurt and brought back, and always ended."""
+"""Child processes that are killed, stopped, restarted, and always ended."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Child:
         self._wait()
 
     def stop(self) -> None:
-        """Let it stand still, as a machine does that swaps or a network that partitions."""
+        """Send SIGSTOP, the effect of a machine that swaps or a network partition."""
         self._signal(signal.SIGSTOP)
         self.stopped = True
 
-    def go_on(self) -> None:
-        """Let it go on."""
+    def resume(self) -> None:
+        """Send SIGCONT."""
         self._signal(signal.SIGCONT)
         self.stopped = False
 

@@ -1,4 +1,4 @@
-"""A producer that does everything producers may do, and everything they should not: `python -m tests.chaos.producer`.
+"""Producer that uses every call of the contract, also wrongly: `python -m tests.chaos.producer`.
 
 Takes several tickets at once, lets some expire and sends their group late, gives some back, sends groups again, names
 some itself, appends without a ticket, by frames and by JSON. Ends on SIGTERM.
@@ -47,7 +47,7 @@ class _Sent(msgspec.Struct):
 
 
 class Producer:
-    """Feeds one run from one thread; `late` and `known` are what it may send later or again."""
+    """Feeds one run from one thread; `_late` groups are sent later, `_answered` ones may be sent again."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class Producer:
         self._run, self._name, self._recorder, self._rng, self._ttl_s = run, name, recorder, rng, ttl_s
         self._policies = policies
         self._late: list[_Sent] = []
-        self._known: deque[_Sent] = deque(maxlen=KEPT_GROUPS)
+        self._answered: deque[_Sent] = deque(maxlen=KEPT_GROUPS)
         self._count = itertools.count()
 
     def work(self, stopping: threading.Event) -> None:
-        """Produce until told to stop."""
+        """Produce until `stopping` is set."""
         while not stopping.is_set():
             groups = self._from_tickets() + self._without_tickets()
             now = now_s()
             groups += [sent for sent in self._late if sent.due_s <= now]
             self._late = [sent for sent in self._late if sent.due_s > now]
-            if self._known and self._rng.random() < 0.2:
-                groups.append(self._rng.choice(self._known))
+            if self._answered and self._rng.random() < 0.2:
+                groups.append(self._rng.choice(self._answered))
             stopping.wait(self._rng.uniform(0.01, 0.04))  # generating
             if groups and self._rng.random() < 0.25:
                 self._append_json(groups.pop())
@@ -95,8 +95,8 @@ class Producer:
             return []
         tickets = taken.result.tickets
         waiting = msgspec.to_builtins(taken.result.waiting)
-        told = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
-        self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter, tickets=told, waiting=waiting))
+        issued = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
+        self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter, tickets=issued, waiting=waiting))
         made = []
         for ticket in tickets:
             fate = self._rng.random()
@@ -116,9 +116,9 @@ class Producer:
         return made
 
     def _without_tickets(self) -> list[_Sent]:
-        if not self._known or self._rng.random() > 0.05:
+        if not self._answered or self._rng.random() > 0.05:
             return []
-        name, last = self._own_name(), self._known[-1].group
+        name, last = self._own_name(), self._answered[-1].group
         return [_Sent(name, make_group(name, last.policy_version, named=True, adapter=last.adapter), None)]
 
     def _own_name(self) -> str:
@@ -134,10 +134,10 @@ class Producer:
         done = observed(self._run, self._client, lambda: self._client.append([sent.group for sent in groups]))
         if done.result is None:
             for sent in groups:
-                self._tell(sent, done.seen, None)
+                self._record(sent, done.seen, None)
             return
         for sent, result in zip(groups, done.result, strict=True):
-            self._tell(sent, done.seen, result)
+            self._record(sent, done.seen, result)
 
     def _append_json(self, sent: _Sent) -> None:
         """Append one group as JSON, which the client library never does."""
@@ -155,9 +155,9 @@ class Producer:
             return msgspec.convert(document["results"][0], AppendResult)
 
         done = observed(self._run, self._client, post)
-        self._tell(sent, done.seen, done.result)
+        self._record(sent, done.seen, done.result)
 
-    def _tell(self, sent: _Sent, seen: dict[str, object], result: AppendResult | None) -> None:
+    def _record(self, sent: _Sent, seen: dict[str, object], result: AppendResult | None) -> None:
         outcome = str(seen["outcome"]) if result is None else result.status
         self._recorder.write(
             GroupSent(
@@ -170,8 +170,8 @@ class Producer:
             )
         )
         if outcome in ("stored", "duplicate"):
-            self._known.append(sent)
-        elif outcome in UNAVAILABLE:  # kept, as a producer should: it goes again
+            self._answered.append(sent)
+        elif outcome in UNAVAILABLE:  # a producer keeps the group and sends it again
             sent.due_s = now_s() + self._rng.uniform(0.0, 1.0)
             self._late.append(sent)
         elif sent.group.ticket and self._rng.random() < 0.5:

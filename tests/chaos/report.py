@@ -1,4 +1,4 @@
-"""What a chaos run came to, as a table and as JSON."""
+"""Report of a chaos run, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.chaos.history import (
 )
 
 BACK_S = 3.0
-"""A server that was started again needs about so long to fold the streams."""
+"""About the time that a restarted server needs to fold the streams."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong, and as much was done as was asked for."""
+        """Whether there is no violation, no crash, and no fault was left out."""
         return not self.violations and not self.ended_by_themselves and self.done >= self.wanted
 
     @property
@@ -116,7 +116,7 @@ def show(report: Report, console: Console) -> None:
         ("rewinds", ", ".join(f"{count} {kind}" for kind, count in report.rewinds.items()) or 0),
         ("takeovers", _spread(report.takeovers_s)),
         ("with other faults", _spread(report.disturbed_takeovers_s)),
-        ("calls judged", report.calls),
+        ("calls checked", report.calls),
         ("seconds", report.wall_s),
         ("violations", len(report.violations)),
     ):

@@ -92,7 +92,7 @@ class Rest:
     # ------------------------------------------------------------------ looking
 
     def attach(self) -> None:
-        """Become the trainer where the run stands, to ask for a batch before and after the restart."""
+        """Attach at the current step, to ask for a batch before and after the restart."""
         client = self._client
         done = self._until_answered(lambda: client.attach(WORLD))
         self._epoch = done.epoch
@@ -147,7 +147,7 @@ class Rest:
             self._send(name, prompt_index, make_group(name, 0, named=True, adapter=adapter))
 
     def _send(self, name: str, prompt_index: int | None, group: Group) -> bool:
-        """Append a group; say whether it is stored now."""
+        """Append a group; return whether it is stored now."""
         sent = observed(self._run, self._client, lambda: self._client.append([group]))
         result = sent.result[0] if sent.result else None
         outcome = result.status if result else str(sent.seen["outcome"])

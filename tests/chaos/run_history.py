@@ -1,4 +1,4 @@
-"""The events of one run, sorted into what the checks need."""
+"""Events of one run, sorted for the checks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _stored(group: GroupSeen | BatchEntry) -> Stored:
 
 
 class RunHistory:
-    """The events of one run, sorted into what each check needs."""
+    """Events of one run, sorted for each check."""
 
     def __init__(self, events: Sequence[AnyEvent]) -> None:
         self.sent: list[GroupSent] = of_type(events, GroupSent)
@@ -70,7 +70,7 @@ class RunHistory:
         self.bodies = [asked for asked in self.asked if asked.body]
         rest_s = min((drained.at_s for drained in self.drained), default=float("inf"))
         self.sent_again = [sent for sent in self.sent if sent.at_s > rest_s]
-        """What was sent at rest, to learn whether it is still known: groups whose history the service has trimmed."""
+        """Groups sent again at rest, because the service has trimmed their history."""
         self._epochs = sorted((attached.at_s, attached.epoch) for attached in self.attached if attached.epoch)
 
     def epoch_before(self, instant_s: float) -> int:

@@ -10,7 +10,7 @@ TICKET_TTL_S = 2.0
 ADAPTERS = "adapters"
 """The run that several adapters share."""
 _ADAPTERS_TOKENS = 128
-"""So little that the budget ends portions: whose turn is next matters then."""
+"""A small budget: it ends the share of an adapter, so the next turn matters."""
 
 
 def _config(strategy: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The checker passes a correct history and finds each guarantee broken in one that is wrong in a single place."""
+"""The checker passes a correct history and finds each guarantee that a single wrong event breaks."""
 
 from __future__ import annotations
 
@@ -151,19 +151,19 @@ def asked(step: int, epoch: int, at_s: float, server: str = HERE) -> BatchAsked:
     )
 
 
-def told(at_s: float, **fields: Any) -> dict[str, Any]:
+def answered(at_s: float, **fields: Any) -> dict[str, Any]:
     """The fields of every call."""
     return {"at_s": at_s, "sent_s": at_s - 0.1, "run": RUN, "server": HERE} | fields
 
 
 def sent(number: int, at_s: float, outcome: str = "stored") -> GroupSent:
     """The group of a prompt."""
-    return GroupSent(**told(at_s, outcome=outcome), group_id=f"p{number}", prompt_index=number, policy_version=0)
+    return GroupSent(**answered(at_s, outcome=outcome), group_id=f"p{number}", prompt_index=number, policy_version=0)
 
 
 def wrote(kind: str, value: int, epoch: int, at_s: float, outcome: str = "ok") -> TrainerWrote:
     """A write of a trainer."""
-    return TrainerWrote(**told(at_s, outcome=outcome), kind=kind, value=value, epoch=epoch)
+    return TrainerWrote(**answered(at_s, outcome=outcome), kind=kind, value=value, epoch=epoch)
 
 
 def correct() -> History:
@@ -194,19 +194,19 @@ def correct() -> History:
         for number in (2, 3)
     ]
     return [
-        Attached(**told(1.0), resume_step=0, on_resume="redeliver", world=1, epoch=1),
-        TicketsTaken(**told(2.0), tickets=tickets),
+        Attached(**answered(1.0), resume_step=0, on_resume="redeliver", world=1, epoch=1),
+        TicketsTaken(**answered(2.0), tickets=tickets),
         *(sent(number, 3.0) for number in range(4)),
         sent(1, 3.5, "duplicate"),
-        TicketsTaken(**told(3.6), waiting=WAITING),
-        BatchAsked(**told(3.7), epoch=1, step=0, rank=0, world=1, waiting=WAITING),
+        TicketsTaken(**answered(3.6), waiting=WAITING),
+        BatchAsked(**answered(3.7), epoch=1, step=0, rank=0, world=1, waiting=WAITING),
         asked(0, 1, 4.0),
         wrote("ack", 0, 1, 5.0),
         wrote("publish", 1, 1, 6.0),
         wrote("checkpoint", 1, 1, 7.0),
         asked(1, 1, 8.0),
         wrote("ack", 1, 1, 9.0),
-        Attached(**told(20.0), resume_step=1, on_resume="redeliver", world=1, epoch=2, step=1, generation=1),
+        Attached(**answered(20.0), resume_step=1, on_resume="redeliver", world=1, epoch=2, step=1, generation=1),
         wrote("ack", 2, 1, 20.5, "fenced"),
         asked(1, 2, 21.0, THERE),
         wrote("ack", 1, 2, 22.0),
@@ -216,8 +216,8 @@ def correct() -> History:
         *groups,
         *payloads,
         Drained(at_s=52.0, run=RUN, drained=True),
-        StateSeen(**told(53.0), state=STATE, moment="before"),
-        StateSeen(**told(54.0), state=STATE, moment="after"),
+        StateSeen(**answered(53.0), state=STATE, moment="before"),
+        StateSeen(**answered(54.0), state=STATE, moment="after"),
         Folded(at_s=55.0, run=RUN, groups=COUNTS),
     ]
 
@@ -280,7 +280,7 @@ def changed(number: int, **fields: Any) -> AnyRecord:
 
 
 def retold(history: History, number: int, **groups: Any) -> None:
-    """Let the state seen as `number` tell other counts."""
+    """Change the counts of observed state `number`."""
     replace(history, StateSeen, number, state=STATE | {"groups": COUNTS | {"rejected": {}} | groups})
 
 
@@ -319,7 +319,7 @@ def an_answered_ack_is_not_in_the_ledger(history: History) -> None:
 
 @fault(1)
 def an_answered_attach_is_not_in_the_ledger(history: History) -> None:
-    history.append(Attached(**told(26.0), resume_step=None, on_resume="redeliver", world=1, epoch=3, step=2))
+    history.append(Attached(**answered(26.0), resume_step=None, on_resume="redeliver", world=1, epoch=3, step=2))
 
 
 @fault(1)
@@ -371,7 +371,7 @@ def a_duplicate_replaced_the_first(history: History) -> None:
 
 @fault(3)
 def a_state_loses_a_group(history: History) -> None:
-    history.append(StateSeen(**told(12.0), state=STATE | {"groups": COUNTS | {"in_batches": 1}}))
+    history.append(StateSeen(**answered(12.0), state=STATE | {"groups": COUNTS | {"in_batches": 1}}))
 
 
 @fault(3)
@@ -478,7 +478,7 @@ def the_newest_epoch_is_fenced(history: History) -> None:
 
 @fault(8)
 def an_epoch_is_given_twice(history: History) -> None:
-    history.append(Attached(**told(19.0), resume_step=1, on_resume="redeliver", world=1, epoch=2, step=1))
+    history.append(Attached(**answered(19.0), resume_step=1, on_resume="redeliver", world=1, epoch=2, step=1))
 
 
 @fault(8)
@@ -513,7 +513,7 @@ def a_prompt_is_stored_twice(history: History) -> None:
 
 @fault(9)
 def a_stored_prompt_is_issued_again(history: History) -> None:
-    history.append(TicketsTaken(**told(10.0), tickets=[("t0-1-2", 1, 2)]))
+    history.append(TicketsTaken(**answered(10.0), tickets=[("t0-1-2", 1, 2)]))
 
 
 @fault(9)
@@ -544,13 +544,13 @@ def the_trainer_in_order_is_refused(history: History) -> None:
 
 @fault(10)
 def a_kept_checkpoint_is_refused(history: History) -> None:
-    refused = Attached(**told(19.0, outcome="wrong-step"), resume_step=1, on_resume="redeliver", world=1)
+    refused = Attached(**answered(19.0, outcome="wrong-step"), resume_step=1, on_resume="redeliver", world=1)
     history.append(refused)
 
 
 @fault(10)
 def a_needed_batch_is_gone(history: History) -> None:
-    history.append(BatchAsked(**told(24.0, outcome="gone"), epoch=2, step=1, rank=0, world=1))
+    history.append(BatchAsked(**answered(24.0, outcome="gone"), epoch=2, step=1, rank=0, world=1))
 
 
 @fault(10)
@@ -617,14 +617,14 @@ def test_a_history_with_one_fault_is_told_under_its_guarantee(guarantee: int, ch
 
 
 def test_every_guarantee_is_broken_at_least_once() -> None:
-    """So that none of the checks is one that cannot fail."""
+    """No check passes whatever the history is."""
     assert {guarantee for guarantee, _, _ in FAULTS} == set(range(1, len(GUARANTEES) + 1))
     assert [check.__doc__ and int(check.__doc__.partition(".")[0]) for check in GUARANTEES] == list(range(1, 12))
 
 
 @pytest.mark.parametrize(("outcome", "told_of"), [("ok", False), ("unavailable", False), ("fenced", True)])
 def test_a_checkpoint_may_be_gone_where_a_trainer_that_was_not_fenced_yet_went_on(outcome: str, told_of: bool) -> None:
-    """One checkpoint is kept; a later one, told while another trainer came up, may have dropped it."""
+    """One checkpoint is kept; a later one of another trainer may have dropped it."""
     history = correct()
     history.append(wrote("checkpoint", 2, 1, 18.0, outcome))
     a_kept_checkpoint_is_refused(history)

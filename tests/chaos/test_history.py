@@ -18,7 +18,7 @@ def test_events_of_several_processes_are_merged_by_time(tmp_path: Path) -> None:
 
 
 def test_the_line_that_a_kill_cut_is_left_out(tmp_path: Path) -> None:
-    """Whatever stood before it is kept."""
+    """The lines before it are kept."""
     recorder = Recorder(tmp_path, "a")
     event = Faulted(at_s=1.0, process="p", role="trainer", kind="kill")
     recorder.write(event)

@@ -1,4 +1,4 @@
-"""Figures of a chaos run: what is counted as a takeover, and what makes the run a bad one."""
+"""Figures of a chaos run: takeovers, and the conditions of a failed run."""
 
 from __future__ import annotations
 

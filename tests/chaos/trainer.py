@@ -39,13 +39,13 @@ REATTACHES = 0.03
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where training may resume: the newest checkpoints told to the service, ascending."""
+    """Steps where training may resume: the newest recorded checkpoints, ascending."""
 
     checkpoints: tuple[int, ...] = (0,)
 
 
 class TrainerActor:
-    """Trains one run. `keep` checkpoints stay resumable, all but the oldest of them are kept in mind.
+    """Trains one run. `keep` checkpoints stay resumable, it remembers all but the oldest of them.
 
     The file lags the service by at most one checkpoint, so what it names is always among the kept ones.
     """
@@ -78,11 +78,11 @@ class TrainerActor:
     def train(self) -> int:
         """Train until stopped or fenced; return the exit code."""
         self._attach_until_answered()
-        if self._step == 0:  # the beginning is a checkpoint too, and the first one to be dropped
+        if self._step == 0:  # step 0 is a checkpoint too, and the first to be dropped
             self._write_until_answered("checkpoint", 0)
         while not self._stopping.is_set():
             if not self._train_step() and not self._stopping.is_set():
-                return self._haunt()
+                return self._write_as_zombie()
             if self._rng.random() < REATTACHES:
                 self._attach_until_answered()
         return 0
@@ -102,19 +102,19 @@ class TrainerActor:
         self._world = self._rng.choice((1, 2, 2, 3))
         on_resume: Literal["redeliver", "resample"] = "resample" if self._rng.random() < 0.25 else "redeliver"
         done = observed(self._run, self._client, lambda: self._client.attach(self._world, resume_step, on_resume))
-        told: dict[str, Any] = {"resume_step": resume_step, "on_resume": on_resume, "world": self._world}
+        asked: dict[str, Any] = {"resume_step": resume_step, "on_resume": on_resume, "world": self._world}
         if done.result is None:
-            self._recorder.write(Attached(**done.seen, **told))
+            self._recorder.write(Attached(**done.seen, **asked))
             if done.seen["outcome"] == "wrong-step":  # nothing took effect, and the trainer before has gone on since
                 self._place_file().unlink()
             return False
         got = done.result
-        self._recorder.write(Attached(**done.seen, **told, epoch=got.epoch, step=got.step, generation=got.generation))
+        self._recorder.write(Attached(**done.seen, **asked, epoch=got.epoch, step=got.step, generation=got.generation))
         self._epoch, self._step, self._look_ahead = got.epoch, got.step, got.look_ahead
         return True
 
-    def _haunt(self) -> int:
-        """Go on writing with the epoch that is over."""
+    def _write_as_zombie(self) -> int:
+        """Keep writing with the fenced epoch."""
         for _ in range(ZOMBIE_TRIES):
             self._write("ack", self._epoch, self._step)
             self._write("publish", self._epoch, self._step + 1, next(iter(self._adapters), ""))
@@ -123,7 +123,7 @@ class TrainerActor:
         return FENCED
 
     def _read_place(self) -> Place:
-        """Read the newest file: every attach begins a new one, so that a fenced trainer overwrites none that counts."""
+        """Read the newest file. Every attach begins a new file, so a fenced trainer cannot overwrite a valid one."""
         found = sorted(self._place.parent.glob(f"{self._place.name}-*.json"))
         self._number = int(found[-1].stem.rpartition("-")[2]) if found else 0
         return msgspec.json.decode(found[-1].read_bytes(), type=Place) if found else Place()
@@ -140,7 +140,7 @@ class TrainerActor:
     # ------------------------------------------------------------------ a step
 
     def _train_step(self) -> bool:
-        """Train one step; say False where a newer trainer has the run, or at the end."""
+        """Train one step; return False if a newer trainer has the run, or at the end."""
         step, self._trained = self._step, []
         for rank in range(self._world):
             if not self._fetch(step, rank):
@@ -172,7 +172,7 @@ class TrainerActor:
         return all(self._write_until_answered("publish", version, name) for name, version in versions.items())
 
     def _fetch(self, step: int, rank: int) -> bool:
-        """Ask until the batch is there; say False where it never will be, or at the end."""
+        """Ask until the batch is there; return False if it never will be, or at the end."""
         while not self._stopping.is_set():
             asked = self._ask(self._client, step, rank)
             if asked.body:
@@ -186,7 +186,7 @@ class TrainerActor:
         return False
 
     def _ask_again(self, step: int) -> None:
-        """Ask once more for what was served, of any rank, step and server: the answer must be the same."""
+        """Ask again for a served part, at any rank and server: the body must be the same."""
         if self._rng.random() < 0.3:
             client = self._rng.choice([self._client, *self._each])
             self._ask(client, step, self._rng.randrange(self._world))
@@ -215,7 +215,7 @@ class TrainerActor:
         return asked
 
     def _write_until_answered(self, kind: str, value: int, adapter: str = "") -> bool:
-        """Write until the service decides; say whether it agreed."""
+        """Repeat a write until the service decides; return whether it accepted."""
         while True:
             outcome = self._write(kind, self._epoch, value, adapter)
             if outcome not in UNAVAILABLE:
@@ -237,7 +237,7 @@ class TrainerActor:
 
 
 def read_body(body: bytes) -> Body:
-    """Note what a body holds."""
+    """Summarise a body for the history."""
     batch = read_batch(body)
     meta = batch.meta
     return Body(
