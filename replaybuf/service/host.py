@@ -1,11 +1,11 @@
-"""All runs of one server, and what goes on in the background.
+"""All runs of one server and their background work.
 
-Life: `Service.start` -> requests -> `stop`. Background work runs in one TaskGroup of the lifespan: holding or awaiting
-leases, following the streams, expiring tickets, deleting freed payloads, watching the embedded server. Trouble with
-Redis is waited out and logged; any other fault in the background stops the process.
+Life: `Service.start` -> requests -> `stop`. Background work runs in one TaskGroup: renew or take leases, follow the
+streams, expire tickets, delete freed payloads, watch the embedded server. While Redis is away the jobs wait and log;
+any other fault stops the process.
 
-Each run has one leader, by a lease. The other servers follow: they fold the same streams, answer whatever only reads,
-name the leader to who wants to write, and take over when the lease ends.
+Each run has one leader, by a lease. The other servers follow: they fold the same streams, answer reads, answer writes
+with the leader's address, and take over when the lease ends.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ WATCH_PERIOD_S = 1.0
 PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
 FOLLOW_PERIOD_S = 0.01
-"""What comes in a burst is taken in by one look: 100 of them a second at most."""
+"""A burst of entries is read at once: at most 100 reads per second."""
 REPORT_PERIOD_S = 10.0
 CANCEL_AGAIN_S = 1.0
-TROUBLE_PAUSE_S = 0.5
+OUTAGE_PAUSE_S = 0.5
 
 
 class Service:
-    """The runs of one Redis, as one server sees them: it leads some, and follows those that another server leads.
+    """All runs of one Redis: this server leads some and follows the others.
 
-    `url` is where this server answers, told to the clients of servers that follow it.
+    `url`: address of this server, for clients of its followers. `outage`: why Redis does not answer, or None.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Service:
         self.runs: dict[str, Run] = {}
         self.unreadable = UnreadableRuns()
         self.traffic = Traffic()
-        # Random, not the process id: a container that starts again has the same one as before.
+        # Random: a restarted container has the same process id as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
         self.report: ServerReport | None = None
-        self.trouble: str | None = None
+        self.outage: str | None = None
         self._leadership = Leadership(store, self._holder, url)
         self._embedded = embedded
         self._history_groups = history_groups
@@ -91,7 +91,7 @@ class Service:
     # ------------------------------------------------------------------ runs
 
     async def run(self, name: str) -> Run:
-        """Return a run to look at. Raises `NotFound`, `DataLost` where Redis was emptied under it, and as `_open`."""
+        """Return a run to read. Raises `NotFound`, `DataLost` if Redis lost its data, and what `_open` raises."""
         check_run_name(name)
         run = self.runs.get(name)
         if run is None:
@@ -104,15 +104,15 @@ class Service:
         return run
 
     async def serving(self, name: str) -> Run:
-        """Return a run of which it is sure whether this server leads it. Raises what `run` raises."""
+        """Return a run, after checking a lease that may have ended. Raises what `run` raises."""
         run = await self.run(name)
         if run.journal.leading and run.lease.ended():
-            # We were held up, by a stop of the process or by Redis: another server may lead by now.
+            # The process or Redis stood still: another server may lead now.
             await self._leadership.seek(run)
         return run
 
     async def led(self, name: str) -> Run:
-        """Return a run to change. Raises `NotLeader` naming the server that leads it, and what `run` raises."""
+        """Return a run to change. Raises `NotLeader` with the leader's address, and what `run` raises."""
         run = await self.serving(name)
         run.journal.check_leading()
         return run
@@ -148,9 +148,9 @@ class Service:
         return existing, False
 
     async def _open(self, name: str) -> Run | None:
-        """Return a run, folded from its streams where it is new to this server; None where there is none.
+        """Return a run, loaded from its streams if necessary; None if it does not exist.
 
-        Raises `Unreadable`, `DataLost` or `LedgerGap` where it cannot be read, which is no trouble of the other runs.
+        Raises `Unreadable`, `DataLost` or `LedgerGap` if it cannot be read; other runs are served meanwhile.
         """
         if name in self.runs:
             return self.runs[name]
@@ -183,7 +183,7 @@ class Service:
         await self._discover()
 
     async def stop(self) -> None:
-        """Wake all waiters and give the leases back."""
+        """Wake all waiters and release the leases."""
         for run in self.runs.values():
             await run.close()
         with contextlib.suppress(ServiceUnavailable):
@@ -206,38 +206,38 @@ class Service:
             try:
                 yield
             finally:
-                await ended(running)
+                await cancel_all(running)
 
     async def _repeat(self, job: Callable[[], Awaitable[None]], period_s: float) -> None:
-        """Run `job` every `period_s`; trouble with Redis is told once, waited out, and told when it is over."""
+        """Run `job` every `period_s`. Log the start and the end of a Redis outage once, and wait meanwhile."""
         while True:
             try:
                 await job()
-                if self.trouble:
-                    await self.store.connection.check_writable()  # this job may not have needed Redis
-                    self.trouble = None
-                    logger.info("redis answers again")
+                if self.outage:
+                    await self.store.connection.check_writable()  # the job may not have used Redis
+                    self.outage = None
+                    logger.info("redis is available again")
             except (ServiceUnavailable, NoRoom) as error:
-                if self.trouble is None:
-                    logger.error("waiting for redis: %s", error.detail)
-                self.trouble = error.detail
-                await asyncio.sleep(TROUBLE_PAUSE_S)
+                if self.outage is None:
+                    logger.error("redis is not available: %s", error.detail)
+                self.outage = error.detail
+                await asyncio.sleep(OUTAGE_PAUSE_S)
             await asyncio.sleep(period_s)
 
     async def _work(self, run: Run, work: Callable[[], Awaitable[None] | None]) -> None:
-        """Do something for one run, so that its own trouble is not the others'."""
+        """Do work for one run; its faults must not stop the work for other runs."""
         lost_before = run.journal.lost
         try:
-            if going_on := work():
-                await going_on
+            if awaitable := work():
+                await awaitable
             if lost_before and run.journal.lost is None:
                 logger.warning("redis has the data of the run again run=%s", run.name)
         except NotLeader as error:
             logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
         except (LedgerGap, Unreadable) as error:
-            # The leader trimmed what this follower had not read, or a relaxed Redis forgot what it had: start over.
-            # What cannot be read, perhaps written by a leader of a later release, is told where that fails.
-            logger.warning("run is read anew run=%s: %s", run.name, error.detail)
+            # The leader trimmed what this follower had not read, or a relaxed Redis lost its last second: load the run
+            # again. If that fails too, for example on records of a later release, `unreadable` reports it.
+            logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
             if self.runs.get(run.name) is run:
                 del self.runs[run.name]
             await run.close()
@@ -247,17 +247,17 @@ class Service:
             await run.journal.notify()
 
     async def _hold(self) -> None:
-        """Renew the leases that are ours, take those that ended, then wait for the next one that is due."""
+        """Renew our leases, take those that ended, then wait until the next one is due."""
         won = await self._leadership.renew([run for run in self.runs.values() if run.lease.due(TOGETHER_S)])
         for run in won:
             await self._work(run, functools.partial(self._leadership.seek, run))
             if any(led.journal.leading and led.lease.due() for led in self.runs.values()):
-                break  # what we lead is renewed first; the lease on the others is ours meanwhile
+                break  # renew first; the leases just won stay ours meanwhile
         due_s = min((run.lease.due_in_s() for run in self.runs.values()), default=TICK_S)
         await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
 
     async def _follow(self) -> None:
-        """Take in what is new in the streams: what producers wrote directly, and what the leader decided."""
+        """Read new groups, also those that producers wrote to Redis directly, and new ledger records."""
         self._added.clear()
         known = {name: run.journal.ends for name, run in self.runs.items()}
         if not known:
@@ -267,10 +267,10 @@ class Service:
         added = asyncio.create_task(self._added.wait())
         try:
             await asyncio.wait((news, added), return_when=asyncio.FIRST_COMPLETED)
-            # The streams of a run that was added are not among those that are read: begin anew, with them.
+            # The read does not cover the streams of a run that was added meanwhile: start again with them.
             names = await news if news.done() else []
         finally:
-            await ended([task for task in (news, added) if not task.done()])
+            await cancel_all([task for task in (news, added) if not task.done()])
         for name in names:
             if name in self.runs:
                 await self._work(self.runs[name], self.runs[name].ingest)
@@ -280,12 +280,13 @@ class Service:
             await self._work(run, run.tick)
 
     async def _watch(self) -> None:
-        """See whether Redis kept what it acknowledged; as a follower, what leaders keep beside the streams."""
+        """Check that Redis kept what it acknowledged; on followers, read the leader's tickets and counters."""
         runs = list(self.runs.values())
-        known = [run.journal.ends for run in runs]  # first: what is acknowledged while we ask may not be in the answer
-        for run, before, now in zip(
-            runs, known, await self.store.streams.read_ends([run.name for run in runs]), strict=True
-        ):
+        known = [
+            run.journal.ends for run in runs
+        ]  # first: what is acknowledged during the call may not be in its answer
+        ends = await self.store.streams.read_ends([run.name for run in runs])
+        for run, before, now in zip(runs, known, ends, strict=True):
             await self._work(run, functools.partial(run.journal.check_ends, before, now))
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
         books = await self.store.tickets.read([run.name for run, _ in followed])
@@ -294,26 +295,26 @@ class Service:
         await self._discover()
 
     async def _prepare(self) -> None:
-        """Prepare the next batches, one run at a time: it may take memory and time that nobody waits for."""
+        """Prepare the next batches, one run at a time: nobody waits for them, and they may take much memory."""
         for run in list(self.runs.values()):
             await run.batches.next_batch.work()
 
     async def _discover(self) -> None:
         for name in await self.store.runs.list_names():
             if name not in self.runs:
-                with contextlib.suppress(DataLost, LedgerGap):  # told by `unread`, and tried again
+                with contextlib.suppress(DataLost, LedgerGap):  # `unreadable` reports it, and the next call retries
                     async with self._opening:
                         await self._open(name)
 
     async def _measure(self) -> None:
         before, self.report = self.report, await self.store.connection.report()
-        _tell_durability(before, self.report)
+        _log_durability(before, self.report)
         for run in self.runs.values():
             run.durability = self.report.durability
 
 
-async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks that run for ever until each has ended: a library on their way may swallow a cancellation."""
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks again and again until each has ended: a library may swallow a cancellation."""
     left = set(tasks)
     while left:
         for task in left:
@@ -323,37 +324,30 @@ async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
             logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
 
 
-def _tell_durability(before: ServerReport | None, now: ServerReport) -> None:
-    """Log what is weaker than wanted, at the start and when it changes."""
+def _log_durability(before: ServerReport | None, now: ServerReport) -> None:
+    """Log what is weaker than requested, at the start and after a change."""
     if before and (before.summary, before.reasons) == (now.summary, now.reasons):
         return
     level = logging.WARNING if now.policy.level == "strict" else logging.INFO
     for reason in now.reasons:
-        logger.log(level, "durability is %s, wanted is %s: %s", now.durability, now.policy.level, reason)
+        logger.log(level, "durability is %s, requested is %s: %s", now.durability, now.policy.level, reason)
     if before:
-        logger.log(logging.INFO if not now.reasons else level, "durability is %s now", now.summary)
+        logger.log(logging.INFO if not now.reasons else level, "durability is now %s", now.summary)
 
 
 @contextlib.asynccontextmanager
-async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
-    """Bring a service that answers at `url` up on its Redis, do its background work, take it down in order.
+async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]:
+    """Start a service that answers at `url`, with its Redis and its background work; stop all of it in order.
 
-    Raises `ServiceUnavailable`, `UnsupportedServer`, `Conflict` where Redis or the data folder does not serve, and
-    `Invalid` for options that cannot hold, `MissingExtra` where a tokenizer is named and its library is missing.
+    Raises `ServiceUnavailable`, `UnsupportedServer` or `Conflict` if Redis or the data folder cannot be used, `Invalid`
+    for impossible options, `MissingExtra` for a tokenizer without its library.
     """
-    wanted = WritePolicy(options.durability, options.wait_replicas, options.wait_timeout_s)
-    if not options.redis_url and wanted.replicas:
+    policy = WritePolicy(options.durability, options.wait_replicas, options.wait_timeout_s)
+    if not options.redis_url and policy.replicas:
         raise Invalid(
-            f"wait_replicas is {wanted.replicas}; the embedded Valkey has no replicas: use --redis-url",
+            f"wait_replicas is {policy.replicas}; the embedded Valkey has no replicas; set --redis-url",
             name="wait_replicas",
-            value=wanted.replicas,
-            bound=0,
-        )
-    if options.history_groups < 0:
-        raise Invalid(
-            f"history_groups is {options.history_groups}; at least 0 is needed",
-            name="history_groups",
-            value=options.history_groups,
+            value=policy.replicas,
             bound=0,
         )
     tokenizer = await asyncio.to_thread(Tokenizer, options.tokenizer) if options.tokenizer else None
@@ -363,9 +357,9 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
     store = None
     try:
         if server:
-            store = await Store.open(server.url, wanted, explain_outage=lambda: server.outage)
+            store = await Store.open(server.url, policy, explain_outage=lambda: server.outage)
         else:
-            store = await Store.open(str(options.redis_url), wanted)
+            store = await Store.open(str(options.redis_url), policy)
         service = Service(
             store,
             url=options.advertise_url or url,
@@ -382,7 +376,7 @@ async def opened(options: ServeOptions, url: str) -> AsyncIterator[Service]:
             finally:
                 await service.stop()
                 if watching:
-                    await ended([watching])
+                    await cancel_all([watching])
     finally:
         if store:
             await store.close()

@@ -1,7 +1,7 @@
-"""Which runs this server leads: leases taken, renewed, lost and followed.
+"""Leases of one server: take, renew and lose the lead of runs.
 
-Each run has one leader, by its lease. Renewing is one round trip for all runs. Taking over may take long, so it is done
-for one run at a time, between renewals.
+Renewing takes one round trip for all runs. Taking over may take long, so it is done for one run at a time, between
+renewals.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Leadership:
-    """The leases of the server that `holder` names and that answers at `url`. While a run is asked about, its lease's
-    `seeking` is held: answers are heeded in the order in which Redis gave them.
+    """Leases of the server `holder`, which answers at `url`.
+
+    `run.lease.asking` is held during a request, so answers are applied in the order in which Redis gave them.
     """
 
     def __init__(self, store: Store, holder: str, url: str) -> None:
@@ -28,37 +29,37 @@ class Leadership:
         self._url = url
 
     async def seek(self, run: Run, *, force: bool = False) -> None:
-        """Renew our lease on a run, take it where it is free, or learn who holds it."""
+        """Renew our lease on a run, take a free one, or learn who holds it."""
         async with run.lease.asking:
             if run.journal.leading and not run.lease.due():
-                return  # somebody else has sought it while we waited
+                return  # another task has renewed it while we waited
             asked_s = run.lease.now_s()
             lease = await self._store.runs.take_lease(run.name, self._holder, LEASE_S, force=force)
             if lease.token is not None and not _leads(run, lease):
                 run.journal.follow(self._url)
                 await run.lead(lease.token)
                 logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
-            await self._heed(run, lease, asked_s)
+            await self._apply(run, lease, asked_s)
 
     async def renew(self, runs: Iterable[Run]) -> list[Run]:
-        """Seek many in one round trip; return those whose lease is ours now, and who are to be taken over by `seek`."""
+        """Renew many in one round trip; return runs whose lease we have won, for the caller to `seek` one by one."""
         async with contextlib.AsyncExitStack() as stack:
-            sought = [run for run in runs if not run.lease.asking.locked()]  # the others are sought already
-            if not sought:
+            asked = [run for run in runs if not run.lease.asking.locked()]  # the others are asked for already
+            if not asked:
                 return []
-            for run in sought:
+            for run in asked:
                 await stack.enter_async_context(run.lease.asking)
-            asked_s = [run.lease.now_s() for run in sought]
-            leases = await self._store.runs.take_leases([run.name for run in sought], self._holder, LEASE_S)
+            asked_s = [run.lease.now_s() for run in asked]
+            leases = await self._store.runs.take_leases([run.name for run in asked], self._holder, LEASE_S)
             won = []
-            for run, lease, at_s in zip(sought, leases, asked_s, strict=True):
+            for run, lease, at_s in zip(asked, leases, asked_s, strict=True):
                 if lease.token is None or _leads(run, lease):
-                    await self._heed(run, lease, at_s)
+                    await self._apply(run, lease, at_s)
                 else:
                     won.append(run)
             return won
 
-    async def _heed(self, run: Run, lease: Lease, asked_s: float) -> None:
+    async def _apply(self, run: Run, lease: Lease, asked_s: float) -> None:
         if lease.token is None:
             if run.journal.leading:
                 logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)

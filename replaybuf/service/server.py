@@ -1,4 +1,4 @@
-"""The HTTP server of one service: socket, signals, start and stop in order."""
+"""HTTP server of one service: sockets, signals, orderly start and stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf.program import command_line
-from replaybuf.service.host import Service, opened
+from replaybuf.service.host import Service, run_service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.routes import application
 from replaybuf.service.options import ServeOptions
@@ -32,36 +32,36 @@ logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 5
 STALL_TIMEOUT_S = 60.0
-"""How long a reader may take nothing of an answer before its connection, and the memory behind it, is let go."""
+"""A connection whose client reads nothing for so long is closed, which frees the memory of its response."""
 SOCKET_MODE = 0o600
-"""Only this user connects to a unix socket."""
+"""Only this user can connect to a unix socket."""
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that writes a body may keep the interpreter from the event loop; 5 ms are Python's default."""
+"""Longest time that a thread which writes a body keeps the GIL from the event loop; Python's default is 5 ms."""
 KEPT_BYTES = 256 << 20
 TOP_PAD_BYTES = 16 << 20
-"""Memory is asked of the system in pieces of this size."""
+"""Size of the pieces in which glibc asks the system for memory."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what keeps it from starting, and what breaks it in the background."""
+    """Serve until SIGTERM or SIGINT. Raises what prevents the start, and faults of background work."""
     tokens = Tokens.read(options.tokens_file)
     _check_exposure(options, tokens)
     _check_advertised(options.advertise_url)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
-    for number in SIGNALS:  # until the server takes over, a signal ends the start in order
+    for number in SIGNALS:  # until the server handles signals, one cancels the start
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
     listening = _sockets(options)
     try:
-        async with opened(options, next(iter(listening))) as service:
+        async with run_service(options, next(iter(listening))) as service:
             server = _Server(service, application(service, tokens))
             report = service.report
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
-            # What is there now stays: modules alone make a search through all objects hold the loop for tens of ms.
+            # A collection over all loaded modules would hold the event loop for tens of ms.
             gc.collect()
             gc.freeze()
             for url in listening:
@@ -76,10 +76,10 @@ async def serve(options: ServeOptions) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep `KEPT_BYTES` of freed memory, for the bodies to come; nothing happens without glibc.
+    """Let glibc keep `KEPT_BYTES` of freed memory for later bodies; do nothing without glibc.
 
-    By default a body of 17 MB is given back to the system when it goes and taken anew, page by page, by the next one:
-    a quarter of the time in which a batch is read and written.
+    By default glibc returns a body of 17 MB to the system and the next one faults it in again page by page: a quarter
+    of the time to read and write a batch.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -89,37 +89,37 @@ def keep_freed_memory() -> None:
 
 
 class _Connection(HttpToolsProtocol):
-    """One connection, aborted when its reader takes nothing for `STALL_TIMEOUT_S`."""
+    """One connection, aborted when its client reads nothing for `STALL_TIMEOUT_S`."""
 
     _stalling: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """The reader does not keep up: count from here."""
+        """Start the timer: the client does not keep up."""
         super().pause_writing()
         self._stalling = self.loop.call_later(STALL_TIMEOUT_S, self._abort)
 
     def resume_writing(self) -> None:
-        """It took what was written."""
-        self._go_on()
+        """Stop the timer: the client has read everything."""
+        self._stop_timer()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is there to read."""
-        self._go_on()
+        """Stop the timer."""
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _go_on(self) -> None:
+    def _stop_timer(self) -> None:
         if self._stalling:
             self._stalling.cancel()
             self._stalling = None
 
     def _abort(self) -> None:
-        logger.warning("reader stalled client=%s seconds=%g", self.client, STALL_TIMEOUT_S)
+        logger.warning("client stalled client=%s seconds=%g", self.client, STALL_TIMEOUT_S)
         self.transport.abort()
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that answers its long polls before it waits for open requests to end."""
+    """A uvicorn server that answers long polls at shutdown, before it waits for open requests."""
 
     def __init__(self, service: Service, app: object) -> None:
         config = uvicorn.Config(
@@ -138,7 +138,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End with exit code 0 on a signal: uvicorn's own way raises it again once it has served."""
+        """Exit with code 0 on a signal: uvicorn would raise the signal again."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -168,14 +168,14 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
 
 
 def _check_advertised(url: str | None) -> None:
-    """Raise `Invalid` for what no client could be sent to."""
+    """Raise `Invalid` for an address that clients cannot use."""
     if url is None:
         return
     try:
         addresses_of(url)
     except Invalid as error:
         raise Invalid(
-            f"advertise_url is {url!r}; needed: http://HOST:PORT or unix:/PATH",
+            f"advertise_url is {url!r}; use http://HOST:PORT or unix:/PATH",
             name="advertise_url",
             value=url,
             bound="http://HOST:PORT or unix:/PATH",
@@ -183,13 +183,13 @@ def _check_advertised(url: str | None) -> None:
 
 
 def _sockets(options: ServeOptions) -> dict[str, socket.socket]:
-    """Listen where the options say: sockets by the address that clients take.
+    """Open the listening sockets, by the address for clients.
 
-    Raises `Invalid` where that is nowhere, `ServiceUnavailable` where it is taken.
+    Raises `Invalid` if the options name none, `ServiceUnavailable` if one is in use.
     """
     if not options.tcp and not options.uds:
         raise Invalid(
-            "tcp is off and uds is not set; nobody could connect", name="uds", value=None, bound="a path, or --tcp"
+            "tcp is off and uds is not set; set one of them", name="uds", value=None, bound="a path, or --tcp"
         )
     listening = {}
     if options.tcp:
@@ -208,15 +208,15 @@ def _sockets(options: ServeOptions) -> dict[str, socket.socket]:
 
 
 def _listen_unix(path: Path) -> socket.socket:
-    """Listen at `path`; a socket that a dead process left there is replaced, anything else is refused."""
+    """Listen at `path`. Replace the socket of a dead process; raise `ServiceUnavailable` for anything else there."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and not stat.S_ISSOCK(path.lstat().st_mode):
-            raise OSError(errno.EEXIST, "a file that is no socket is there")
+            raise OSError(errno.EEXIST, "the file is not a socket")
         if path.exists() and _in_use(path):
-            raise OSError(errno.EADDRINUSE, "another process listens there")
+            raise OSError(errno.EADDRINUSE, "another process listens on it")
         path.unlink(missing_ok=True)
-        before = os.umask(0o777 & ~SOCKET_MODE)  # from its first moment on
+        before = os.umask(0o777 & ~SOCKET_MODE)  # before bind: the socket must never be open to others
         try:
             listening.bind(str(path))
         finally:
@@ -228,22 +228,22 @@ def _listen_unix(path: Path) -> socket.socket:
             f"cannot listen on unix:{path}: {error.strerror or error}; choose another --uds",
             name="uds",
             value=str(path),
-            bound="a path of at most 107 bytes where nothing is, or a socket nobody listens on",
+            bound="a free path of at most 107 bytes, or a socket without a listener",
         ) from None
     listening.setblocking(False)
     return listening
 
 
 def _in_use(path: Path) -> bool:
-    """Say whether somebody listens: who is busy or stopped still does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
-        return asking.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+    """Return whether a process listens, also a busy or stopped one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named: asyncio sets TCP_NODELAY only on sockets that say they are TCP.
+    # With the protocol set: asyncio sets TCP_NODELAY only on sockets that report TCP.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,6 +1,6 @@
-"""What this server was asked, how it answered, and how long it took over it itself.
+"""Count calls and measure how long the service works on each.
 
-A caller may ask to wait for a change (`wait_ms`): that time is the caller's wish, not work, and is not counted.
+Time that a call waits for a change on the caller's request (`wait_ms`) is not counted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextvars import ContextVar
 from replaybuf.kernel.histograms import Histogram
 
 TOOK_US = tuple(round(1e6 * s) for s in (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10))
-"""Upper edges of the buckets of the time that calls took, in microseconds."""
+"""Upper edges of the duration buckets, in microseconds."""
 
 
 class Stopwatch:
-    """Runs from the moment it is made, but for what is `waiting`."""
+    """Measures time since its creation, except while `paused`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -27,17 +27,17 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds it has run."""
+        """Measured seconds."""
         return self._clock() - self._begun_s - self._waited_s
 
     @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stand still for so long."""
-        stopped_s = self._clock()
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the body."""
+        paused_s = self._clock()
         try:
             yield
         finally:
-            self._waited_s += self._clock() - stopped_s
+            self._waited_s += self._clock() - paused_s
 
 
 _of_this_call: ContextVar[Stopwatch] = ContextVar("of_this_call")
@@ -52,16 +52,16 @@ def started() -> Stopwatch:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Stop the stopwatch of this call, if there is one, for as long as its caller waits."""
+    """Exclude the time of the body from this call, if one is measured."""
     watch = _of_this_call.get(None)
-    with watch.stopped() if watch else contextlib.nullcontext():
+    with watch.paused() if watch else contextlib.nullcontext():
         yield
 
 
 class Traffic:
-    """Calls since the process started, by run, or "" for none of ours, and by name.
+    """Calls since the process started, by run ("" = unknown run) and name of the call.
 
-    `answered` counts them by status too; `took` tells how long each took until its answer began, in microseconds.
+    `answered`: count by status; `took`: histogram of the time until the answer began, in microseconds.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Traffic:
         self.took: dict[tuple[str, str], Histogram] = {}
 
     def count(self, run: str, call: str, status: int, seconds: float) -> None:
-        """Count a call that is answered."""
+        """Count an answered call."""
         self.answered[run, call, status] += 1
         if (run, call) not in self.took:
             self.took[run, call] = Histogram(TOOK_US)

@@ -48,7 +48,7 @@ def test_help_tells_what_every_command_does() -> None:
             ["serve", "--port", "0", "--redis-url", "redis://me:pass:w@rd@127.0.0.1:1"],
             "Redis at redis://me:***@127.0.0.1:1 cannot",
         ),
-        (["serve", "--advertise-url", "a:8900"], "advertise_url is 'a:8900'; needed: http://HOST:PORT or unix:/PATH"),
+        (["serve", "--advertise-url", "a:8900"], "advertise_url is 'a:8900'; use http://HOST:PORT or unix:/PATH"),
         (["--config", "nowhere.toml", "serve"], "config file nowhere.toml cannot be read"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),

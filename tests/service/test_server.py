@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import Invalid
-from replaybuf.service.host import ended
+from replaybuf.service.host import cancel_all
 from replaybuf.service.http.auth import Tokens
 from tests.conftest import RunClient, ServeProcess, group
 
@@ -144,7 +144,7 @@ def test_who_shows_no_token_is_told_something_else_than_who_shows_an_unknown_one
     with httpx.Client(base_url=guarded[0].url) as http:
         none = http.get("/v1/runs").json()["detail"]
         unknown = http.get("/v1/runs", headers={"Authorization": "Bearer rb_x"}).json()["detail"]
-    assert none.startswith("no token came; needed: Authorization: Bearer TOKEN")
+    assert none.startswith("the token is missing; send the header Authorization: Bearer TOKEN")
     assert unknown.startswith("the token is not in the tokens file, as it was at start; needed:")
 
 
@@ -205,7 +205,7 @@ def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
         async with asyncio.timeout(10):
             task = asyncio.create_task(stubborn(), name="follow")
             await asyncio.sleep(0)
-            await ended([task])
+            await cancel_all([task])
             return task.cancelled()
 
     assert asyncio.run(end())

@@ -77,7 +77,7 @@ def test_a_stopwatch_stands_still_while_it_is_stopped_also_where_that_ends_badly
     now_s = 10.0
     watch = Stopwatch(lambda: now_s)
     now_s = 12.0
-    with pytest.raises(TimeoutError), watch.stopped():
+    with pytest.raises(TimeoutError), watch.paused():
         now_s = 15.0
         raise TimeoutError
     now_s = 15.5

@@ -35,7 +35,7 @@ def test_one_unreadable_run_does_not_keep_the_others_from_being_served(
         client.set(keys.snapshot("bad"), b"RBS2" + b"%020d" % 1 + b"xx")
         own_service.start()
         good, bad = (connect(own_service.url, name) for name in ("good", "bad"))
-        why = "run bad cannot be read: the snapshot has format b'RBS2'; this release reads b'RBS3'"
+        why = "run bad cannot be read: the snapshot has format b'RBS2'; this release reads b'RBS4'"
         assert good.state()["groups"]["live"] == 1
         assert good.post("groups", groups=[group("h")]).status_code == 200
         for answer in (

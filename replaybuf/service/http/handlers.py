@@ -255,7 +255,7 @@ async def get_readyz(request: Request) -> Response:
     service = _service(request)
     report = service.report
     lost = next((run.journal.lost.detail for run in service.runs.values() if run.journal.lost), None)
-    trouble = service.trouble or lost
+    trouble = service.outage or lost
     ready = trouble is None and report is not None
     answer = Readiness(
         status="ready" if ready else "not ready",

@@ -277,7 +277,7 @@ class _RunCollector:
         yield GaugeMetricFamily("replaybuf_redis_replicas", "Replicas connected to Redis", replicas)
         confirmed = store.connection.replicas_confirmed
         yield GaugeMetricFamily("replaybuf_replicas_confirmed", "Replicas that confirmed the last write", confirmed)
-        yield GaugeMetricFamily("replaybuf_redis_up", "1 while Redis answers", self._service.trouble is None)
+        yield GaugeMetricFamily("replaybuf_redis_up", "1 while Redis answers", self._service.outage is None)
         used = report.used_memory_bytes if report else 0
         limit = report.max_memory_bytes if report else 0
         yield GaugeMetricFamily("replaybuf_redis_memory_used_bytes", "Memory Redis uses", used)
