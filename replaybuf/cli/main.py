@@ -34,7 +34,7 @@ COMMANDS = {
     "strategies show": "replaybuf.cli.strategies:show",
     "strategies check": "replaybuf.cli.strategies:check",
     "generate": "replaybuf.cli.generate:generate",
-    "eval": "replaybuf.cli.evaluate:evaluate_command",
+    "eval": "replaybuf.cli.evaluate:evaluate",
     "demo": "replaybuf.lab.demo.command:demo",
     "simulate": "replaybuf.lab.simulate.command:simulate",
 }

@@ -1,12 +1,12 @@
-"""From scored groups to stored ones: append what is ready together, hold what is not published yet.
+"""Delivery of scored groups: append those that are ready together, and hold those of an unpublished version.
 
 ::
 
     put ──► ready ──► append ──► stored | duplicate
-     │        ▲         ├──────► given back (rejected, lost_lineage)
+     │        ▲         ├──────► ticket returned (rejected, lost_lineage)
      │        │         └──────► ready again while the service is away
-     └──► held┘ published
-           └──────────► given back (ticket's life over, version taken back)
+     └──► held┘ after publication
+           └───────────────────► ticket returned (ticket expired, version taken back)
 """
 
 from __future__ import annotations
@@ -18,176 +18,174 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
-from replaybuf.generator.inflight import Flight, Work
+from replaybuf.generator.inflight import InFlight, Job
 from replaybuf.wire.contract import AppendResult, Policy
 
 logger = logging.getLogger(__name__)
 
 APPEND_GROUPS = 64
-"""So many groups go in one append at most."""
+"""Maximum number of groups in one append."""
 ABOVE_PUBLISHED = "version_above_published"
 LOST_LINEAGE = "lost_lineage"
-_EARLY_ANSWER = 0.9
+EARLY_SHARE = 0.9
+"""A long poll answered before this share of its time would be answered at once again."""
 _EARLY_PAUSE_S = 0.2
 _UNKNOWN = -1
 
 
 class Delivery:
-    """Brings groups into the buffer. `ready` and `held` are bounded by the slots of the flight.
+    """Appends groups to the buffer. The slots in flight bound the ready and the held groups.
 
-    `heed` is told the published version whenever an answer has one.
+    `on_published` is called with the published version of every answer.
     """
 
     def __init__(
         self,
-        flight: Flight,
-        heed: Callable[[int], None],
+        inflight: InFlight,
+        on_published: Callable[[int], None],
         *,
         poll_wait_ms: int,
         compress: bool = False,
         adapter: str = "",
     ) -> None:
-        self._flight = flight
-        self._heed = heed
+        self._inflight = inflight
+        self._on_published = on_published
         self._poll_wait_ms = poll_wait_ms
         self._compress = compress
         self._adapter = adapter
         self._published = _UNKNOWN
-        self._ready: deque[Work] = deque()
-        self._held: list[Work] = []
+        self._ready: deque[Job] = deque()
+        self._held: list[Job] = []
 
     @property
     def published(self) -> int | None:
-        """The published version; None where it is not known."""
+        """The published version; None while unknown."""
         return None if self._published == _UNKNOWN else self._published
 
     @property
     def holding(self) -> bool:
-        """Whether groups wait for their version to be published."""
+        """Whether groups wait for the publication of their version."""
         return bool(self._held)
 
     def learn_published(self, version: int) -> None:
-        """Take in what an answer said; within one history versions only grow, and answers overtake each other.
+        """Record the published version of an answer.
 
-        So a rewind is heard of from `follow_policy` alone, whose answers come one after another.
+        Answers overtake each other, and within one history versions only grow. So only `follow_policy`, whose answers
+        come in order, detects a rewind.
         """
         self._published = max(self._published, version)
-        self._heed(self._published)
+        self._on_published(self._published)
 
     def lose_above(self, version: int) -> None:
-        """Mark what is in flight: the same numbers will mean other weights, so versions above this one are lost.
+        """Mark the versions above `version` of all jobs in flight as lost: their numbers will mean other weights.
 
-        What is held is given back with the next answer to `follow_policy`.
+        The next answer to `follow_policy` returns the tickets of held groups.
         """
-        for work in self._flight.works.values():
-            work.rewound_to = version if work.rewound_to is None else min(version, work.rewound_to)
+        for job in self._inflight.jobs.values():
+            job.rewound_to = version if job.rewound_to is None else min(version, job.rewound_to)
 
-    async def put(self, works: Sequence[Work]) -> None:
-        """Queue groups for append; those of a version not published yet are held, not sent in vain."""
-        for work in works:
-            newest = work.scored.policy_version_max
-            if work.rewound_to is not None and newest > work.rewound_to:
-                how = f"holds tokens of version {newest}; those after {work.rewound_to} were taken back"
-                await self._flight.give_back(work, LOST_LINEAGE, how)
+    async def put(self, jobs: Sequence[Job]) -> None:
+        """Queue groups for append; hold those whose version is not published yet."""
+        for job in jobs:
+            newest = job.scored.policy_version_max
+            if job.rewound_to is not None and newest > job.rewound_to:
+                detail = f"holds tokens of version {newest}; versions above {job.rewound_to} were taken back"
+                await self._inflight.return_ticket(job, LOST_LINEAGE, detail)
             else:
-                (self._held if newest > self._published else self._ready).append(work)
-        await self._flight.wake()
+                (self._held if newest > self._published else self._ready).append(job)
+        await self._inflight.notify()
 
     # ------------------------------------------------------------------ append
 
     async def append_ready(self) -> None:
-        """Loop: append what is ready, together. Ends where a stop comes while the service is away."""
-        flight, clock, going, last_s = self._flight, asyncio.get_running_loop().time, True, -math.inf
+        """Loop: append the ready groups together. Ends where a stop comes while the service is away."""
+        inflight, clock, last_s, going = self._inflight, asyncio.get_running_loop().time, -math.inf, True
         while going:
-            await flight.until(lambda: bool(self._ready))
-            await flight.gather(lambda: len(self._ready), lambda: len(flight.works), last_s)
+            await inflight.until(lambda: bool(self._ready))
+            await inflight.gather(lambda: len(self._ready), lambda: len(inflight.jobs), last_s)
             going = await self._append([self._ready.popleft() for _ in range(min(len(self._ready), APPEND_GROUPS))])
             last_s = clock()
 
-    async def _append(self, works: list[Work]) -> bool:
-        """Append groups, however long the service is away; say False where a stop came first."""
-        flight, groups = self._flight, [work.scored for work in works]
+    async def _append(self, jobs: list[Job]) -> bool:
+        """Append groups, however long the service is away; return False where a stop comes first."""
+        inflight, groups = self._inflight, [job.scored for job in jobs]
         try:
-            results = await flight.patiently("append", lambda: flight.client.append(groups, compress=self._compress))
+            results = await inflight.retry("append", lambda: inflight.client.append(groups, compress=self._compress))
         except RunFinished as error:
-            logger.info("%d groups came too late: %s", len(works), error)
-            flight.no_more_tickets = True
-            await flight.forget(works)
+            logger.info("%d groups came too late: %s", len(jobs), error)
+            inflight.no_more_tickets = True
+            await inflight.release(jobs)
             return True
         except (Invalid, Malformed, TooLarge) as error:
-            return await self._append_singly(works, error)
+            return await self._append_singly(jobs, error)
         if results is None:
             return False
-        settled = list(zip(works, results, strict=True))
-        there = [(work, result) for work, result in settled if result.status != "rejected"]
-        for work, result in there:
-            self._count(work, result)
-        await flight.forget([work for work, _ in there])
-        for work, result in settled:
+        settled = list(zip(jobs, results, strict=True))
+        for job, result in settled:
+            self._count(job, result)
+        await inflight.release([job for job, result in settled if result.status != "rejected"])
+        for job, result in settled:
             if result.status == "rejected":
-                await self._refused(work, result)
+                await self._return_rejected(job, result)
         return True
 
-    async def _append_singly(self, works: list[Work], error: ReplaybufError) -> bool:
-        """Find the group that made the service refuse them all."""
-        if len(works) == 1:
-            await self._flight.give_back(works[0], "append_refused", error.detail)
+    async def _append_singly(self, jobs: list[Job], error: ReplaybufError) -> bool:
+        """Append one group at a time, to find the group that made the service reject the whole append."""
+        if len(jobs) == 1:
+            await self._inflight.return_ticket(jobs[0], "append_refused", error.detail)
             return True
-        for work in works:
-            if not await self._append([work]):
+        for job in jobs:
+            if not await self._append([job]):
                 return False
         return True
 
-    def _count(self, work: Work, result: AppendResult) -> None:
-        progress = self._flight.progress
+    def _count(self, job: Job, result: AppendResult) -> None:
+        progress = self._inflight.progress
         if result.status == "stored":
-            progress.stored(work.scored, asyncio.get_running_loop().time() - work.taken_at_s)
-        else:
+            progress.record_stored(job.scored, asyncio.get_running_loop().time() - job.started_at_s)
+        elif result.status == "duplicate":
             progress.duplicates += 1
 
-    async def _refused(self, work: Work, result: AppendResult) -> None:
-        if result.reason == ABOVE_PUBLISHED:
-            # It was published when it was sent, so the run has been rewound: only that lowers a version.
-            how = f"version {work.scored.policy_version_max} is not published any more"
-            await self._flight.give_back(work, LOST_LINEAGE, how)
-        elif result.reason == LOST_LINEAGE:
-            await self._flight.give_back(work, LOST_LINEAGE, result.detail or "")
-        else:
-            await self._flight.give_back(work, f"rejected_{result.reason}", result.detail or "")
+    async def _return_rejected(self, job: Job, result: AppendResult) -> None:
+        reason, detail = f"rejected_{result.reason}", result.detail or ""
+        if result.reason == LOST_LINEAGE:
+            reason = LOST_LINEAGE
+        elif result.reason == ABOVE_PUBLISHED:
+            # The version was published when the group was sent; only a rewind lowers the published version.
+            reason = LOST_LINEAGE
+            detail = f"version {job.scored.policy_version_max} is no longer published"
+        await self._inflight.return_ticket(job, reason, detail)
 
     # ------------------------------------------------------------------ policy
 
     async def follow_policy(self) -> None:
-        """Loop: hear of publications, and release held groups when their version is published.
+        """Loop: learn of publications, and release the held groups of a published version.
 
-        The trainer loads the engines first and announces the version after, so groups of the next version are normal.
+        The trainer loads the engines first and publishes the version afterwards, so groups of the next version are
+        normal.
         """
-        flight, clock = self._flight, asyncio.get_running_loop().time
+        inflight, clock = self._inflight, asyncio.get_running_loop().time
         while True:
-            asked_s, known = clock(), self._published
-            policy = await flight.patiently("policy", self._ask_policy)
+            asked_s, before = clock(), self._published
+            policy = await inflight.retry("policy", self._ask_policy)
             if policy is None:
                 return
-            if policy.version < known:
-                self._rewind(known, policy.version)
+            if policy.version < before:
+                logger.warning("the run was rewound: published version %d, was %d", policy.version, before)
+                self._published = policy.version
+                self.lose_above(policy.version)
             self.learn_published(policy.version)
-            await self._release(clock())
-            if policy.version <= known and clock() - asked_s < _EARLY_ANSWER * self._poll_wait_ms / 1000:
+            await self._release_held(clock())
+            if policy.version <= before and clock() - asked_s < EARLY_SHARE * self._poll_wait_ms / 1000:
                 await asyncio.sleep(_EARLY_PAUSE_S)
 
     async def _ask_policy(self) -> Policy:
-        after = None if self._published == _UNKNOWN else self._published
-        return await self._flight.client.get_policy(after, self._poll_wait_ms, self._adapter)
+        return await self._inflight.client.get_policy(self.published, self._poll_wait_ms, self._adapter)
 
-    def _rewind(self, before: int, version: int) -> None:
-        logger.warning("the run was rewound: the published version fell from %d to %d", before, version)
-        self._published = version
-        self.lose_above(version)
-
-    async def _release(self, now_s: float) -> None:
-        """Pass on the held groups whose version is published now; give back those whose ticket has run out."""
+    async def _release_held(self, now_s: float) -> None:
+        """Queue the held groups whose version is published; return the tickets that have expired."""
         held, self._held = self._held, []
-        late = [w for w in held if w.expires_at_s <= now_s and w.scored.policy_version_max > self._published]
-        for work in late:
-            await self._flight.give_back(work, ABOVE_PUBLISHED, "not published within the ticket's life")
-        await self.put([work for work in held if work not in late])
+        expired = [job for job in held if job.expires_at_s <= now_s and job.scored.policy_version_max > self._published]
+        for job in expired:
+            await self._inflight.return_ticket(job, ABOVE_PUBLISHED, "not published before the ticket expired")
+        await self.put([job for job in held if job not in expired])

@@ -1,35 +1,48 @@
-"""Evaluation: completions of held-out prompts, scored and counted; nothing of it ever reaches the buffer."""
+"""Evaluation: score completions of held-out prompts; none of them reaches the buffer.
+
+`Schedule` evaluates a held-out set while the generator runs, once in so many policy versions. Training groups go on
+meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from replaybuf.errors import EngineFault, EngineUnfit, Invalid, RewardFault
+from replaybuf.errors import EngineFault, EngineUnfit, Invalid, NotFound, RewardFault
 from replaybuf.generator.engines import Engine, Sample, Sampling
+from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
 from replaybuf.generator.environments.episodes import Episodes
-from replaybuf.generator.environments.scoring import Scores, Scoring
+from replaybuf.generator.environments.scoring import Scorer, Scores, Scoring
 from replaybuf.generator.fleet.publication import SUPERSEDED
+from replaybuf.generator.inflight import InFlight
 from replaybuf.generator.prompts import Encoder, Prompt
+from replaybuf.generator.prompts.curriculum import Supply
+from replaybuf.wire.evaluations import EvaluationRequest
+from replaybuf.wire.tokenizer import Tokenizer
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 TRIES = 3
-"""Completions that new weights made too old for a batch are too old for nothing here, but the fleet gives them up."""
+"""Tries per prompt: the fleet gives up completions that are too old for a batch, which do not matter here."""
+_RESULTS_READ = 1000
+_NEVER = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Mean reward over the completions scored.
+    """Mean reward of the scored completions.
 
-    `accuracy` is that mean, `standard_error` of it by the means of the prompts, None for one prompt; `parts` means of
-    the parts of the reward; `n` the number of completions in it, `failed` the prompts that gave none, `versions` the
-    policy versions that sampled them: more than one where weights changed meanwhile.
+    `accuracy`: that mean; `standard_error`: of the mean, from the means of the prompts, None for one prompt; `parts`:
+    means of the parts of the reward; `n`: completions scored; `failed`: prompts without a score; `versions`: policy
+    versions that sampled, several where the weights changed meanwhile.
     """
 
     accuracy: float
@@ -40,54 +53,9 @@ class EvaluationResult:
     versions: tuple[int, ...]
 
 
-async def evaluate(
-    engine: Engine,
-    scorer: Scoring | Episodes,
-    prompts: Iterable[Prompt],
-    tokenizer: Encoder,
-    *,
-    temperature: float,
-    max_tokens: int,
-    samples: int = 1,
-    max_inflight_prompts: int = 32,
-    stop_token_ids: tuple[int, ...] = (),
-) -> EvaluationResult:
-    """Sample `samples` completions of every prompt at `temperature` (0 = greedy) and score them, or play its episodes.
-
-    Raises `Invalid` where there is no prompt, the last fault where no prompt could be scored, `EngineUnfit`.
-    """
-    sampling = Sampling(n=samples, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
-    room = asyncio.Semaphore(max_inflight_prompts)
-
-    async def made(prompt: Prompt) -> tuple[Sample, Scores]:
-        if isinstance(scorer, Episodes):
-            return await scorer.play(engine, prompt, sampling)
-        sample = await engine.generate(prompt.token_ids, sampling)
-        return sample, await scorer.score(prompt, tokenizer.decode(sample.completions))
-
-    async def one(prompt: Prompt) -> tuple[Sample, Scores] | EngineFault | RewardFault:
-        try:
-            async with room:
-                return await _patiently(lambda: made(prompt))
-        except (EngineFault, RewardFault) as fault:
-            return fault
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(prompt)) for prompt in prompts]
-    outcomes = [task.result() for task in running]
-    scored = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
-    faults = [outcome for outcome in outcomes if not isinstance(outcome, tuple)]
-    if not outcomes:
-        raise Invalid("prompts is empty; an evaluation needs at least one", name="prompts", value=0, bound=1)
-    unfit = next((fault for fault in faults if isinstance(fault, EngineUnfit)), None)
-    if unfit is not None or not scored:
-        raise unfit or faults[-1]
-    return _counted(scored, failed=len(faults))
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HeldOut:
-    """A held-out set and how it is asked: `samples` completions per prompt at `temperature`, by `scorer`."""
+    """A held-out set and its sampling: `samples` completions per prompt at `temperature` (0 = greedy)."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -99,47 +67,179 @@ class HeldOut:
     max_inflight_prompts: int = 32
     stop_token_ids: tuple[int, ...] = ()
 
-    async def evaluate(self, engine: Engine) -> dict[str, Any]:
-        """Evaluate, and return the result as the service keeps it. Raises as `evaluate` does."""
+    async def evaluate(self, engine: Engine) -> EvaluationResult:
+        """Sample and score the completions of every prompt, or play its episodes.
+
+        Raises `Invalid` where there is no prompt, `EngineUnfit`, and the last fault where no prompt could be scored.
+        """
+        if not self.prompts:
+            raise Invalid("prompts is empty; an evaluation needs at least one", name="prompts", value=0, bound=1)
+        slots = asyncio.Semaphore(self.max_inflight_prompts)
+
+        async def outcome(prompt: Prompt) -> tuple[Sample, Scores] | EngineFault | RewardFault:
+            try:
+                async with slots:
+                    return await self._score(engine, prompt)
+            except (EngineFault, RewardFault) as fault:
+                return fault
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(outcome(prompt)) for prompt in self.prompts]
+        outcomes = [task.result() for task in running]
+        scored = [each for each in outcomes if isinstance(each, tuple)]
+        faults = [each for each in outcomes if not isinstance(each, tuple)]
+        unfit = next((fault for fault in faults if isinstance(fault, EngineUnfit)), None)
+        if unfit is not None or not scored:
+            raise unfit or faults[-1]
+        return _summary(scored, failed=len(faults))
+
+    async def report(self, engine: Engine, *, adapter: str, producer: str) -> EvaluationRequest:
+        """Evaluate, and return the result in the form that the service records. Raises as `evaluate`."""
         began_s = time.monotonic()
-        result = await evaluate(
-            engine,
-            self.scorer,
-            self.prompts,
-            self.tokenizer,
+        result = await self.evaluate(engine)
+        return EvaluationRequest(
+            name=self.name,
+            adapter=adapter,
+            version=result.versions[0],
+            versions=list(result.versions),
+            reward_mean=result.accuracy,
+            standard_error=result.standard_error,
+            parts=result.parts,
+            rollouts=result.n,
+            failed=result.failed,
+            samples=self.samples,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
-            samples=self.samples,
-            max_inflight_prompts=self.max_inflight_prompts,
+            seconds=time.monotonic() - began_s,
+            producer=producer,
+        )
+
+    async def _score(self, engine: Engine, prompt: Prompt) -> tuple[Sample, Scores]:
+        for _ in range(TRIES - 1):
+            try:
+                return await self._score_once(engine, prompt)
+            except EngineFault as fault:
+                if fault.reason != SUPERSEDED:
+                    raise
+        return await self._score_once(engine, prompt)
+
+    async def _score_once(self, engine: Engine, prompt: Prompt) -> tuple[Sample, Scores]:
+        sampling = Sampling(
+            n=self.samples,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
             stop_token_ids=self.stop_token_ids,
         )
-        return {
-            "name": self.name,
-            "version": result.versions[0],
-            "versions": list(result.versions),
-            "reward_mean": result.accuracy,
-            "standard_error": result.standard_error,
-            "parts": result.parts,
-            "rollouts": result.n,
-            "failed": result.failed,
-            "samples": self.samples,
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "seconds": time.monotonic() - began_s,
-        }
+        if isinstance(self.scorer, Episodes):
+            return await self.scorer.play(engine, prompt, sampling)
+        sample = await engine.generate(prompt.token_ids, sampling)
+        return sample, await self.scorer.score(prompt, self.tokenizer.decode(sample.completions))
 
 
-async def _patiently(make: Callable[[], Awaitable[T]]) -> T:
-    for _ in range(TRIES - 1):
+def open_held_out(
+    prompts: str,
+    environment: str,
+    tokenizer: Tokenizer,
+    *,
+    max_turns: int,
+    reward_timeout_s: float,
+    name: str | None = None,
+    **sampling: Any,
+) -> HeldOut:
+    """Load the prompts of an evaluation and its environment; `sampling`: the other fields of `HeldOut`.
+
+    `name` None: the name of the prompts' file. Raises `Invalid` for an infinite supply of prompts, and where the
+    environment cannot score a prompt.
+    """
+    supply = Supply(prompts, tokenizer)
+    if not supply.finite:
+        raise Invalid(f"prompts {prompts!r} never end; an evaluation needs a finite set", name="prompts", value=prompts)
+    rewards = load_rewards(environment)
+    check_prompts(rewards, supply.known)
+    played = multi_turn(rewards)
+    scorer = (
+        Scorer(rewards, timeout_s=reward_timeout_s)
+        if played is None
+        else Episodes(played, tokenizer, max_turns=max_turns, timeout_s=reward_timeout_s)
+    )
+    return HeldOut(
+        name=name or Path(prompts).stem,
+        prompts=supply.known,
+        scorer=scorer,
+        tokenizer=tokenizer,
+        stop_token_ids=tokenizer.stop_token_ids,
+        **sampling,
+    )
+
+
+class Schedule:
+    """Follower that evaluates at the first version it sees of 0..every-1, every..2*every-1, and so on.
+
+    One evaluation runs at a time; it skips versions that pass meanwhile. It also skips a turn of which the service has
+    a result, from before a restart or from another generator.
+    """
+
+    def __init__(self, held_out: HeldOut, every: int, *, adapter: str = "", producer: str = "") -> None:
+        self.held_out = held_out
+        self._every = every
+        self._adapter = adapter
+        self._producer = producer
+        self._turn = _NEVER
+
+    async def follow(self, inflight: InFlight, engine: Engine, published: Callable[[], int | None]) -> None:
+        """Loop: evaluate when a turn begins. Ends at a stop; raises `EngineUnfit`, and as `InFlight.retry`."""
+        while not inflight.stopping:
+            await inflight.until(lambda: inflight.stopping or self._due(published()))
+            version = published()
+            if inflight.stopping or version is None:
+                return
+            self._turn = version // self._every
+            if not await self._recorded(inflight):
+                await self._evaluate(inflight, engine)
+
+    def _due(self, version: int | None) -> bool:
+        return version is not None and version // self._every != self._turn
+
+    async def _recorded(self, inflight: InFlight) -> bool:
+        """Return whether the service has a result of this turn."""
         try:
-            return await make()
-        except EngineFault as fault:
-            if fault.reason != SUPERSEDED:
-                raise
-    return await make()
+            recorded = await inflight.retry("evaluations", lambda: inflight.client.list_evaluations(_RESULTS_READ))
+        except NotFound:  # an older service without this call
+            return False
+        return any(
+            (result.name, result.adapter) == (self.held_out.name, self._adapter)
+            and result.version // self._every == self._turn
+            for result in recorded or ()
+        )
+
+    async def _evaluate(self, inflight: InFlight, engine: Engine) -> None:
+        try:
+            result = await self.held_out.report(engine, adapter=self._adapter, producer=self._producer)
+        except EngineUnfit:
+            raise
+        except (EngineFault, RewardFault) as fault:
+            inflight.progress.evaluations_failed += 1
+            logger.error("evaluation %s failed: %s", self.held_out.name, fault)
+            return
+        inflight.progress.record_evaluation(result)
+        logger.info("evaluation %s", describe(result))
+        try:
+            await inflight.retry("evaluation", lambda: inflight.client.record_evaluation(result))
+        except NotFound as error:
+            logger.warning("the service does not record evaluation %s: %s", self.held_out.name, error)
 
 
-def _counted(scored: Sequence[tuple[Sample, Scores]], *, failed: int) -> EvaluationResult:
+def describe(result: EvaluationRequest) -> str:
+    """Describe a result in one line."""
+    error = "" if result.standard_error is None else f" ± {result.standard_error:.3f}"
+    versions = ", ".join(str(version) for version in result.versions)
+    return (
+        f"{result.name} at version {versions}: reward {result.reward_mean:.3f}{error} over {result.rollouts} "
+        f"completions, {result.failed} prompts failed, {result.seconds or 0.0:.1f} s"
+    )
+
+
+def _summary(scored: Sequence[tuple[Sample, Scores]], *, failed: int) -> EvaluationResult:
     rewards = np.concatenate([scores.rewards for _, scores in scored])
     by_prompt = np.array([scores.rewards.mean() for _, scores in scored])
     names = set.intersection(*(set(scores.parts) for _, scores in scored))

@@ -1,14 +1,14 @@
-"""Groups that fail one after another: when the next one is tried, and when it is time to give up.
+"""Failures of groups in a row: pauses before the next try, and the point of giving up.
 
-Groups in flight together fail together, by one stall of an engine or of a judge. So failures are counted by waves: one
-counts only where its group began after the last one that counted. Until a group succeeds::
+Groups in flight together fail together, for example when an engine stalls. So failures count by waves: a failure counts
+only where its group started after the last counted failure. Until a group succeeds::
 
-    0 ──failure──► 1 ──failure──► 2 ──► ... ──► FAULTS_IN_A_ROW: broken
-    all slots      one group at a time, after pauses of FIRST_PAUSE_S * 2**(k - 2) from the second on
+    0 ──failure──► 1 ──failure──► 2 ──► ... ──► FAULTS_IN_A_ROW: give up
+    all slots      one group at a time; from the second failure on after pauses of FIRST_PAUSE_S * 2**(k - 2)
     ▲                             │
     └──────── a success ──────────┘
 
-What a server did wrong brings the pauses alone, never the end: it is put aside, and waited for as one that is away.
+A server's failures cause pauses but never the end: the fleet suspends that server and waits for it.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from replaybuf.kernel.tickets import is_forgiven
 logger = logging.getLogger(__name__)
 
 FAULTS_IN_A_ROW = 64
-"""So many groups failing, each begun after the one before had failed, mean that something is broken for good."""
+"""After as many counted failures, something is broken that waiting does not repair."""
 FIRST_PAUSE_S = 0.5
 PAUSE_CEILING_S = 10.0
 SERVER_FAILED = ("engine_timeout", "engine_error", "engine_lost")
-"""Reasons for which a fleet puts servers aside, but not at once."""
+"""Failures of a server that the fleet does not suspend at the first one."""
 
 
-class Setbacks:
-    """Failures since the last success; the caller has the clock, in seconds. Reasons that are forgiven are none."""
+class Failures:
+    """Counts failures since the last success; the caller passes the time, in seconds. Forgiven reasons do not count."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
         self._faults = 0
         self._last_s = -math.inf
 
-    def succeeded(self) -> None:
-        """Take in that a group was made."""
+    def record_success(self) -> None:
+        """Record a finished group."""
         self.in_a_row = self._faults = 0
 
-    def failed(self, reason: str, detail: str, began_s: float, now_s: float) -> None:
-        """Take in that a group failed, which began at `began_s`."""
-        if is_forgiven(reason) or began_s < self._last_s:
+    def record_failure(self, reason: str, detail: str, started_s: float, now_s: float) -> None:
+        """Record a failed group that started at `started_s`."""
+        if is_forgiven(reason) or started_s < self._last_s:
             return
         self._last_s = now_s
         self.in_a_row += 1
-        self._faults += not reason.endswith(SERVER_FAILED)  # a stage's too
+        self._faults += not reason.endswith(SERVER_FAILED)  # `ref_engine_timeout` of a stage counts as well
         if self._pause_s:
-            told = "%d groups in a row failed, so one at a time is tried, the next in %g s: %s"
-            logger.warning(told, self.in_a_row, self._pause_s, detail)
+            message = "%d groups in a row failed; trying one at a time, the next in %g s: %s"
+            logger.warning(message, self.in_a_row, self._pause_s, detail)
 
     def check(self, detail: str) -> None:
-        """Raise `ReplaybufError` where too many failed; `detail` of the last one."""
+        """Raise `ReplaybufError` with the last failure's `detail` after too many failures."""
         if self._faults >= FAULTS_IN_A_ROW:
             raise ReplaybufError(f"{FAULTS_IN_A_ROW} groups in a row failed; the last: {detail}", name="faults")
 
     def rest_s(self, now_s: float) -> float:
-        """Return how long to wait before the next group is tried, 0 or less for not at all."""
+        """Return the time until the next try; 0 or less means now."""
         return self._last_s + self._pause_s - now_s if self.in_a_row else 0.0
 
     @property

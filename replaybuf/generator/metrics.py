@@ -1,50 +1,35 @@
-"""`/metrics` of a generator: all read from its numbers when it is scraped; counters start at 0 with the process."""
+"""`GET /metrics` and `GET /healthz` of a generator, served by its own event loop; an answer means that it is alive.
+
+All values are read from the daemon at each scrape. Counters start at 0 with the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import accumulate
 
+import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.daemon import Daemon
-from replaybuf.generator.fleet import ServerStatus
-from replaybuf.generator.progress import Durations, EvaluationLine, Progress
+from replaybuf.generator.progress import Durations
 
-_COUNTERS: dict[str, tuple[str, Callable[[Progress], float]]] = {
-    "groups_stored": ("Groups stored", lambda progress: progress.groups),
-    "groups_duplicate": ("Groups that somebody had stored before", lambda progress: progress.duplicates),
-    "rollouts": ("Rollouts of stored groups", lambda progress: progress.rollouts),
-    "tokens": ("Completion tokens of stored groups", lambda progress: progress.generated_tokens),
-}
-_GAUGES: dict[str, tuple[str, Callable[[Daemon], float | None]]] = {
-    "groups_inflight": ("Groups from their ticket to the buffer", lambda daemon: daemon.inflight),
-    "groups_generating": ("Those of them in an engine or a reward", lambda daemon: daemon.generating),
-    "groups_limit": ("As many may be generating now", lambda daemon: daemon.limit),
-    "published_version": ("Version the run has published", lambda daemon: daemon.published),
-    "sampled_version": ("Newest version in a stored group", lambda daemon: daemon.progress.sampled_version),
-}
-_DURATIONS: dict[str, tuple[str, Callable[[Progress], Durations]]] = {
-    "reward_seconds": ("Groups by the time scoring took", lambda progress: progress.reward_s),
-    "group_seconds": ("Stored groups by the time from ticket to buffer", lambda progress: progress.group_s),
-}
-_EVALUATIONS: dict[str, tuple[str, Callable[[EvaluationLine], float]]] = {
-    "evaluation_reward_mean": ("Mean reward of the last evaluation", lambda line: line.reward_mean),
-    "evaluation_version": ("Oldest version that sampled it", lambda line: line.version),
-    "evaluation_prompts_failed": ("Prompts of it without a reward", lambda line: line.failed),
-}
-_ENGINE_GAUGES: dict[str, tuple[str, Callable[[ServerStatus], float | None]]] = {
-    "engine_up": ("1 while the engine gets requests", lambda engine: float(engine.fault is None)),
-    "engine_requests": ("Requests of this generator in flight there", lambda engine: engine.requests),
-    "engine_running": ("Rollouts running there, of every client", lambda engine: engine.running),
-    "engine_waiting": ("Rollouts waiting there, of every client", lambda engine: engine.waiting),
-}
+_Samples = Iterable[tuple[tuple[str, ...], float | None]]
+"""Label values after `run`, and the value; None = no sample."""
 
 
 def exposition(run: str, daemon: Daemon | None) -> bytes:
-    """Render all metrics as Prometheus text; before there is a generator only that it is not ready."""
+    """Render all metrics as Prometheus text; `daemon` None: the generator is not ready."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_DaemonCollector(run, daemon))
     return generate_latest(registry)
@@ -56,85 +41,136 @@ class _DaemonCollector(Collector):
         self._daemon = daemon
 
     def collect(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily(_name("ready"), "1 once service, run and engines were found", labels=["run"])
-        ready.add_metric([self._run], float(self._daemon is not None))
-        yield ready
+        ready = float(self._daemon is not None)
+        yield self._gauge("ready", "1 once service, run and engines are ready", (), [((), ready)])
         if self._daemon is not None:
-            yield from self._counted(self._daemon.progress)
-            yield from self._standing(self._daemon)
-            yield from self._engines(self._daemon.engines)
-            yield from self._stage_engines(self._daemon.stages)
+            yield from self._progress(self._daemon)
+            yield from self._engines(self._daemon)
 
-    def _counted(self, progress: Progress) -> Iterator[Metric]:
-        for name, (text, count) in _COUNTERS.items():
-            counter = CounterMetricFamily(_name(name), text, labels=["run"])
-            counter.add_metric([self._run], count(progress))
-            yield counter
-        failed = CounterMetricFamily(_name("groups_failed"), "Tickets given back", labels=["run", "reason"])
-        for reason, number in sorted(progress.given_back.items()):
-            failed.add_metric([self._run, reason], number)
-        yield failed
-        failures = CounterMetricFamily(_name("evaluations_failed"), "Evaluations without a result", labels=["run"])
-        failures.add_metric([self._run], progress.evaluations_failed)
-        yield failures
-        yield from self._evaluated(progress)
-        for name, (text, read) in _DURATIONS.items():
-            durations = read(progress)
-            edges = [*(str(edge) for edge in Durations.EDGES_S), "+Inf"]
-            buckets = list(zip(edges, accumulate(durations.counts), strict=True))
-            histogram = HistogramMetricFamily(_name(name), text, labels=["run"])
-            histogram.add_metric([self._run], buckets, durations.sum_s)
-            yield histogram
+    def _progress(self, daemon: Daemon) -> Iterator[Metric]:
+        progress, waiting = daemon.progress, daemon.waiting
+        for name, text, count in (
+            ("groups_stored", "Groups stored", progress.groups),
+            ("groups_duplicate", "Groups that were already stored", progress.duplicates),
+            ("rollouts", "Rollouts of stored groups", progress.rollouts),
+            ("tokens", "Completion tokens of stored groups", progress.generated_tokens),
+            ("evaluations_failed", "Evaluations without a result", progress.evaluations_failed),
+        ):
+            yield self._counter(name, text, (), [((), count)])
+        returned = [((reason,), number) for reason, number in sorted(progress.given_back.items())]
+        yield self._counter("groups_failed", "Tickets returned", ("reason",), returned)
+        yield self._histogram("reward_seconds", "Groups by the time to score them", progress.reward_s)
+        yield self._histogram("group_seconds", "Stored groups by the time from ticket to append", progress.group_s)
+        for name, text, value in (
+            ("groups_inflight", "Groups from their ticket to their append", daemon.inflight),
+            ("groups_generating", "Groups in an engine or a reward", daemon.generating),
+            ("groups_limit", "Current limit of groups_generating", daemon.limit),
+            ("published_version", "Published version of the run", daemon.published),
+            ("sampled_version", "Newest version in a stored group", progress.sampled_version),
+        ):
+            yield self._gauge(name, text, (), [((), value)])
+        reasons = [] if waiting is None else [((waiting,), 1.0)]
+        yield self._gauge("waiting", "1 for the reason why the generator does less than it could", ("reason",), reasons)
+        last = sorted(progress.evaluations.items())
+        for name, text, field in (
+            ("evaluation_reward_mean", "Mean reward of the last evaluation", "reward_mean"),
+            ("evaluation_version", "Oldest version that sampled the last evaluation", "version"),
+            ("evaluation_prompts_failed", "Prompts without a reward in the last evaluation", "failed"),
+        ):
+            yield self._gauge(name, text, ("name",), [((key,), getattr(result, field)) for key, result in last])
 
-    def _evaluated(self, progress: Progress) -> Iterator[Metric]:
-        for name, (text, tell) in _EVALUATIONS.items():
-            gauge = GaugeMetricFamily(_name(name), text, labels=["run", "name"])
-            for held_out, line in sorted(progress.evaluations.items()):
-                gauge.add_metric([self._run, held_out], tell(line))
-            yield gauge
+    def _engines(self, daemon: Daemon) -> Iterator[Metric]:
+        engines = daemon.engines
+        outcomes = [((e.url, outcome), number) for e in engines for outcome, number in sorted(e.outcomes.items())]
+        yield self._counter("requests", "Ended requests to engines, by outcome", ("engine", "outcome"), outcomes)
+        for name, text, values in (
+            ("engine_up", "1 while the engine gets requests", [float(e.fault is None) for e in engines]),
+            ("engine_requests", "Requests of this generator in flight there", [e.requests for e in engines]),
+            ("engine_running", "Rollouts running there, of every client", [e.running for e in engines]),
+            ("engine_waiting", "Rollouts waiting there, of every client", [e.waiting for e in engines]),
+        ):
+            samples = [((engine.url,), value) for engine, value in zip(engines, values, strict=True)]
+            yield self._gauge(name, text, ("engine",), samples)
+        staged = [(stage, engine) for stage, engines in daemon.stages.items() for engine in engines]
+        up = [((stage, e.url), float(e.fault is None)) for stage, e in staged]
+        outcomes_of_stages = [
+            ((stage, e.url, outcome), number) for stage, e in staged for outcome, number in sorted(e.outcomes.items())
+        ]
+        labels = ("stage", "engine")
+        text = "Ended requests to engines of stages, by outcome"
+        yield self._counter("stage_requests", text, (*labels, "outcome"), outcomes_of_stages)
+        yield self._gauge("stage_engine_up", "1 while the engine of a stage gets requests", labels, up)
 
-    def _standing(self, daemon: Daemon) -> Iterator[Metric]:
-        for name, (text, read) in _GAUGES.items():
-            gauge = GaugeMetricFamily(_name(name), text, labels=["run"])
-            if (value := read(daemon)) is not None:
-                gauge.add_metric([self._run], value)
-            yield gauge
-        waiting = GaugeMetricFamily(
-            _name("waiting"), "1 for what less is going on for than could", labels=["run", "reason"]
-        )
-        if daemon.waiting is not None:
-            waiting.add_metric([self._run, daemon.waiting], 1.0)
-        yield waiting
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+        return self._filled(GaugeMetricFamily(_full(name), text, labels=("run", *labels)), samples)
 
-    def _engines(self, engines: tuple[ServerStatus, ...]) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            _name("requests"), "Requests to engines that ended, by outcome", labels=["run", "engine", "outcome"]
-        )
-        for engine in engines:
-            for outcome, number in sorted(engine.outcomes.items()):
-                requests.add_metric([self._run, engine.url, outcome], number)
-        yield requests
-        for name, (text, read) in _ENGINE_GAUGES.items():
-            gauge = GaugeMetricFamily(_name(name), text, labels=["run", "engine"])
-            for engine in engines:
-                if (value := read(engine)) is not None:
-                    gauge.add_metric([self._run, engine.url], value)
-            yield gauge
+    def _counter(self, name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+        return self._filled(CounterMetricFamily(_full(name), text, labels=("run", *labels)), samples)
 
-    def _stage_engines(self, stages: dict[str, tuple[ServerStatus, ...]]) -> Iterator[Metric]:
-        labels = ["run", "stage", "engine"]
-        requests = CounterMetricFamily(
-            _name("stage_requests"), "Requests to engines of stages that ended", labels=[*labels, "outcome"]
-        )
-        up = GaugeMetricFamily(_name("stage_engine_up"), "1 while the engine of a stage gets requests", labels=labels)
-        for stage, engines in stages.items():
-            for engine in engines:
-                up.add_metric([self._run, stage, engine.url], float(engine.fault is None))
-                for outcome, number in sorted(engine.outcomes.items()):
-                    requests.add_metric([self._run, stage, engine.url, outcome], number)
-        yield requests
-        yield up
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
+        for labels, value in samples:
+            if value is not None:
+                family.add_metric([self._run, *labels], value)
+        return family
+
+    def _histogram(self, name: str, text: str, durations: Durations) -> Metric:
+        edges = [*(str(edge) for edge in Durations.EDGES_S), "+Inf"]
+        histogram = HistogramMetricFamily(_full(name), text, labels=("run",))
+        buckets = list(zip(edges, accumulate(durations.counts), strict=True))
+        histogram.add_metric([self._run], buckets, durations.sum_s)
+        return histogram
 
 
-def _name(name: str) -> str:
+def _full(name: str) -> str:
     return f"replaybuf_generator_{name}"
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the generator handles the signals
+
+
+@contextlib.asynccontextmanager
+async def serve_metrics(host: str, port: int, render: Callable[[], bytes]) -> AsyncIterator[str]:
+    """Serve both calls and yield the address; port 0 takes a free port. Raises `ServiceUnavailable` if it is taken."""
+
+    async def metrics(_: Request) -> Response:
+        return Response(render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def healthz(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    listening = _listen(host, port)
+    server = _Server(
+        uvicorn.Config(
+            Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthz)]),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    address, used_port = listening.getsockname()[:2]
+    try:
+        yield f"http://[{address}]:{used_port}" if ":" in address else f"http://{address}:{used_port}"
+    finally:
+        server.should_exit = True
+        await serving
+        listening.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        cause = error.strerror or error
+        raise ServiceUnavailable(
+            f"cannot listen on {host}:{port}: {cause}; choose another --metrics-port (0 takes a free port)",
+            name="metrics_port",
+            value=port,
+            bound="a free port",
+        ) from None

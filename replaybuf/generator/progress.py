@@ -1,4 +1,4 @@
-"""What a generator has done so far, as one status line in the log and one JSON line in the metrics file."""
+"""Counters of a generator, and its status: one line in the log and one JSON line in the metrics file."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import bisect
 import logging
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from replaybuf.generator.fleet import ServerStatus
+from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)
 
 
-class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The last result of a held-out set: oldest version that sampled it, mean reward, completions, failed prompts."""
+class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Last result of a held-out set: oldest version that sampled it, mean reward, completions, failed prompts."""
 
     version: int
     reward_mean: float
@@ -25,13 +25,13 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
 
 
-class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A generator's numbers at one moment. Counts are since its start, rates and mean since the line before.
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """A generator's numbers at one moment. Counts are since its start; rates and means since the last status.
 
     `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
-    `given_back` tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why less is going on than
-    could, None where nothing is waited for; `engines`: how each server is doing, `stages` those of the stages by
-    column; `evaluations`: last result by held-out set.
+    `given_back`: returned tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why the generator
+    does less than it could; `engines`: status of every server, `stages` those of the stages by column; `evaluations`:
+    last result by held-out set.
     """
 
     time: float
@@ -46,11 +46,11 @@ class StatusLine(msgspec.Struct, frozen=True, kw_only=True):
     given_back: dict[str, int]
     engines: tuple[ServerStatus, ...] = ()
     stages: dict[str, tuple[ServerStatus, ...]] = {}
-    evaluations: dict[str, EvaluationLine] = {}
+    evaluations: dict[str, EvaluationSummary] = {}
 
 
 class Durations:
-    """Durations by bucket: `counts[i]` of those up to `EDGES_S[i]`, above the edge before it; the last of the rest."""
+    """Histogram of durations: `counts[i]` of those in (EDGES_S[i - 1], EDGES_S[i]]; the last of those above."""
 
     EDGES_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
@@ -65,10 +65,10 @@ class Durations:
 
 
 class Progress:
-    """Counts groups that reached the buffer and tickets that did not.
+    """Counts stored groups and returned tickets since the start.
 
-    `reward_s`: how long scoring a group took; `group_s`: from its ticket to the buffer; `sampled_version`: the newest
-    version in a stored group, None before the first.
+    `reward_s`: time to score a group; `group_s`: time from ticket to append; `sampled_version`: newest version in a
+    stored group, None before the first one.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -80,14 +80,14 @@ class Progress:
         self.reward_s = Durations()
         self.group_s = Durations()
         self.sampled_version: int | None = None
-        self.evaluations: dict[str, EvaluationLine] = {}
+        self.evaluations: dict[str, EvaluationSummary] = {}
         self.evaluations_failed = 0
         self._last_s = now_s
         self._last_rollouts = 0
         self._last_tokens = 0
         self._reward_sum = 0.0
 
-    def stored(self, group: Group, took_s: float) -> None:
+    def record_stored(self, group: Group, took_s: float) -> None:
         """Count one stored group, `took_s` seconds after its ticket."""
         self.group_s.add(took_s)
         self.sampled_version = max(self.sampled_version or 0, group.policy_version_max)
@@ -96,21 +96,21 @@ class Progress:
         self.generated_tokens += int(group.completion_lengths.sum())
         self._reward_sum += float(group.rewards.sum())
 
-    def evaluated(self, result: dict[str, Any]) -> None:
-        """Take in what an evaluation came to."""
-        self.evaluations[result["name"]] = msgspec.convert(result, EvaluationLine)
+    def record_evaluation(self, result: EvaluationRequest) -> None:
+        """Keep the result of an evaluation."""
+        self.evaluations[result.name] = msgspec.convert(result, EvaluationSummary, from_attributes=True)
 
-    def line(
+    def status(
         self,
         now_s: float,
         waiting: str | None,
         engines: tuple[ServerStatus, ...] = (),
         stages: dict[str, tuple[ServerStatus, ...]] | None = None,
-    ) -> StatusLine:
-        """Return the numbers, and start the next interval. `now_s` in seconds since the epoch."""
+    ) -> Status:
+        """Return the status, and start the next interval. `now_s` in seconds since the epoch."""
         seconds = max(now_s - self._last_s, 1e-9)
         rollouts, tokens = self.rollouts - self._last_rollouts, self.generated_tokens - self._last_tokens
-        status = StatusLine(
+        status = Status(
             time=now_s,
             groups=self.groups,
             rollouts=self.rollouts,
@@ -130,10 +130,10 @@ class Progress:
         return status
 
 
-def log_status(status: StatusLine) -> None:
+def log_status(status: Status) -> None:
     """Log one status line."""
     logger.info(
-        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, given back %d%s",
+        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, tickets returned %d%s",
         status.groups,
         status.rollouts_per_s,
         status.tokens_per_s,
@@ -143,7 +143,7 @@ def log_status(status: StatusLine) -> None:
     )
 
 
-def append_status(file: Path, status: StatusLine) -> None:
-    """Write one JSON line."""
+def append_status(file: Path, status: Status) -> None:
+    """Append one JSON line to a file."""
     with file.open("ab") as stream:
         stream.write(msgspec.json.encode(status) + b"\n")

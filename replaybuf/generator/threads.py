@@ -1,7 +1,7 @@
-"""Threads for code that is not ours: what hangs there holds up neither the event loop nor the end of the process.
+"""Threads for the user's code: a call that hangs blocks neither the event loop nor the end of the process.
 
-Nor does what it raises end a thread or a task of ours: code that scores code may run `exit()`, and a coroutine may let
-out the `CancelledError` of something that it cancelled itself.
+An exception of that code ends no thread or task either. A reward may call `exit()`, and a coroutine may raise the
+`CancelledError` of something that it cancelled itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A thread that does one job after another; `idle` workers wait for the next.
+    """A daemon thread that runs one job at a time; after each job it adds itself to `idle`.
 
-    Not `concurrent.futures`: its threads are joined at the end of the process, so one that hangs would hold that up.
-    Not a new thread per job: starting one blocks the event loop until the thread runs.
+    Not `concurrent.futures`: it joins its threads at the end of the process, and a job that hangs would block that.
+    Not a new thread per job: the event loop would block until the thread has started.
     """
 
     def __init__(self, idle: list[Worker]) -> None:
@@ -33,14 +33,14 @@ class Worker:
         threading.Thread(target=self._work, name="replaybuf-worker", daemon=True).start()
 
     def do(self, job: Callable[[], T]) -> Future[T]:
-        """Start a job; its result or exception comes through the future. At most one is given at a time."""
+        """Start a job and return the future of its result; wait for it before the next job."""
         promise: Future[T] = Future()
-        promise.set_running_or_notify_cancel()  # from here on it cannot be cancelled, only awaited no longer
+        promise.set_running_or_notify_cancel()  # nothing can cancel a thread
 
         def run() -> None:
             try:
                 promise.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - the boundary of the thread: who awaits the promise judges it
+            except BaseException as error:  # noqa: BLE001 - the boundary of the thread; the future has the error
                 promise.set_exception(_harmless(error))
 
         self._jobs.put(run)
@@ -53,7 +53,7 @@ class Worker:
 
 
 class LoopThread:
-    """A thread with an event loop for coroutines of the user's: what blocks there blocks no other part."""
+    """A daemon thread with its own event loop for the user's coroutines."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -67,30 +67,30 @@ class LoopThread:
         while True:
             try:
                 self._loop.run_forever()
-            except BaseException as error:  # noqa: BLE001 - asyncio lets SystemExit of any task out of the loop
-                logger.warning("a task of the environment ended with %r; the others go on", error)
+            except BaseException as error:  # noqa: BLE001 - asyncio passes SystemExit of any task through the loop
+                logger.warning("a task of the environment ended with %r; the others continue", error)
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await what is not ours; whatever it raises comes as an `Exception`, but for a cancellation that was asked for."""
+    """Await the user's code; raise only an `Exception`, or the cancellation of the current task."""
     try:
         return await work
-    except GeneratorExit:  # the loop is gone
+    except GeneratorExit:  # the loop is closed
         raise
     except BaseException as error:
         harmless = _harmless(error)
-        if harmless is error or (isinstance(error, asyncio.CancelledError) and asked_to_end()):
+        if harmless is error or (isinstance(error, asyncio.CancelledError) and was_cancelled()):
             raise
         raise harmless from error
 
 
-def asked_to_end() -> bool:
-    """Say whether somebody cancelled the task that runs; a `CancelledError` may also come from something within it."""
+def was_cancelled() -> bool:
+    """Return whether the current task was cancelled; a `CancelledError` may also come from code inside it."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _harmless(error: BaseException) -> Exception:
-    """Return an error as it may travel through coroutines: what means something to them or to a loop, as a text."""
-    meant = isinstance(error, StopIteration | concurrent.futures.CancelledError)
-    return error if isinstance(error, Exception) and not meant else RuntimeError(repr(error))
+    """Return an error that may pass through coroutines: one with a meaning for them or the loop becomes a text."""
+    special = isinstance(error, StopIteration | concurrent.futures.CancelledError)
+    return error if isinstance(error, Exception) and not special else RuntimeError(repr(error))

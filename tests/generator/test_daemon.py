@@ -30,17 +30,15 @@ from replaybuf.errors import (
     Unauthorized,
 )
 from replaybuf.generator import daemon as daemon_module
-from replaybuf.generator import failures as setbacks_module
-from replaybuf.generator.daemon import Daemon, DaemonOptions
+from replaybuf.generator import failures as failures_module
+from replaybuf.generator.daemon import Daemon, DaemonOptions, Follower
 from replaybuf.generator.engines import Sampling, VllmEngine, request_seed
 from replaybuf.generator.environments import Environment, Reward, Score
 from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.fleet import Fleet, ServerStatus
 from replaybuf.generator.logprobs import EngineStage, PolicyStage
 from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
-from replaybuf.generator.schedule import Schedule
 from replaybuf.generator.stages import Computed, Rollout, Stage
-from replaybuf.generator.staleness import StalenessBound
 from replaybuf.kernel.tickets import is_forgiven
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
@@ -97,8 +95,7 @@ async def world(
     max_staleness: int | None = None,
     stages: Sequence[Stage] = (),
     prompts: PromptOrder | None = None,
-    schedule: Schedule | None = None,
-    staleness: StalenessBound | None = None,
+    followers: Sequence[Follower] = (),
     serve: bool = True,
     **options: Any,
 ) -> AsyncIterator[World]:
@@ -119,8 +116,7 @@ async def world(
             make_tokenizer(folder),
             DaemonOptions(**given | options),
             stages,
-            schedule,
-            staleness,
+            followers,
         )
         made = World(engine, service, daemon, asyncio.Event())
         try:
@@ -405,8 +401,8 @@ def test_no_ticket_is_taken_while_a_stage_is_away(tmp_path: Path) -> None:
 def test_a_stage_that_fails_every_group_ends_generating_though_the_engine_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setbacks_module, "FAULTS_IN_A_ROW", 5)
-    monkeypatch.setattr(setbacks_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(failures_module, "FAULTS_IN_A_ROW", 5)
+    monkeypatch.setattr(failures_module, "FIRST_PAUSE_S", 0.01)
 
     async def main() -> None:
         async with EngineDouble().up() as judge, reference(judge) as stage:
@@ -625,8 +621,8 @@ def test_no_ticket_is_taken_while_no_engine_is_up(tmp_path: Path, caplog: pytest
 def test_an_engine_that_fails_every_group_ends_it_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setbacks_module, "FAULTS_IN_A_ROW", 5)
-    monkeypatch.setattr(setbacks_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(failures_module, "FAULTS_IN_A_ROW", 5)
+    monkeypatch.setattr(failures_module, "FIRST_PAUSE_S", 0.01)
 
     async def main() -> None:
         engine, service = EngineDouble(), ServiceDouble()
@@ -663,7 +659,7 @@ def test_while_every_group_fails_one_at_a_time_is_tried_and_the_run_goes_on_when
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A judge that is away: of 64 in flight all fail, then few more; once it is back, all slots are used again."""
-    monkeypatch.setattr(setbacks_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(failures_module, "FIRST_PAUSE_S", 0.01)
     back = threading.Event()
 
     def judge(prompt: Prompt, text: str) -> Score:
@@ -685,7 +681,7 @@ def test_while_every_group_fails_one_at_a_time_is_tried_and_the_run_goes_on_when
             assert len(service.returned) < 80
 
     run(main())
-    assert "groups in a row failed, so one at a time is tried, the next in 0.01 s: reward of prompt" in caplog.text
+    assert "groups in a row failed; trying one at a time, the next in 0.01 s: reward of prompt" in caplog.text
 
 
 # ---------------------------------------------------------------------- faults of the reward
@@ -837,7 +833,7 @@ def test_a_redis_that_stays_without_its_data_ends_the_generator_in_the_end(tmp_p
                 await w.run()
         error = the_error(caught)
         assert isinstance(error, DataLost)
-        assert "waited 0.2 s in vain for an operator; 1 groups in flight are given up" in error.detail
+        assert "waited 0.2 s for an operator to restore the data; 1 groups in flight are lost" in error.detail
 
     run(main())
 
@@ -854,8 +850,8 @@ def test_a_service_that_stays_away_ends_the_generator_in_the_end(tmp_path: Path)
                 await w.run()
         error = the_error(caught)
         assert isinstance(error, ServiceUnavailable)
-        assert error.detail.startswith("waited 0.2 s in vain for the service (append); ")
-        assert error.detail.endswith(" groups in flight are given up: restarting") and error.bound == 0.2
+        assert error.detail.startswith("waited 0.2 s for the service (append); ")
+        assert error.detail.endswith(" groups in flight are lost: restarting") and error.bound == 0.2
         assert len(service.faults["groups"]) < 98
 
     run(main())
@@ -990,7 +986,7 @@ def test_a_held_group_is_given_back_when_the_engine_loses_its_version_before_it_
 ) -> None:
     """A fleet still labelled by the last run, or a trainer that died between loading and announcing: its number comes
     again, and means other weights."""
-    monkeypatch.setattr(daemon_module, "_HELD_LOOK_S", 0.01)
+    monkeypatch.setattr(daemon_module, "_HELD_EVERY_S", 0.01)
 
     async def main() -> None:
         engine, service = EngineDouble(version=1), ServiceDouble()

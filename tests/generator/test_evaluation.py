@@ -13,10 +13,16 @@ from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Score, Turn
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scorer
-from replaybuf.generator.evaluation import EvaluationResult, evaluate
+from replaybuf.generator.evaluation import EvaluationResult, HeldOut
 from tests.generator.doubles import TIMEOUT_S, Broken, EngineDouble, Gate, Spelling, make_prompt, make_tokenizer, reply
 from tests.generator.environments.test_episodes import Speaking, scripted
 from tests.generator.turn_environments import Scripted
+
+
+def held_out(scorer: Scorer | Episodes, texts: list[str], folder: Path, **options: Any) -> HeldOut:
+    prompts = [make_prompt(text) for text in texts]
+    given: dict[str, Any] = {"max_tokens": 8} | options
+    return HeldOut(name="words", prompts=prompts, scorer=scorer, tokenizer=make_tokenizer(folder), **given)
 
 
 def run(
@@ -24,20 +30,14 @@ def run(
 ) -> EvaluationResult:
     async def main() -> EvaluationResult:
         async with double.up():
-            engine, tokenizer = VllmEngine(double.url, timeout_s=TIMEOUT_S), make_tokenizer(folder)
+            engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
             scorer: Scorer | Episodes
             if isinstance(environment, Scripted):
-                scorer = Episodes(environment, tokenizer, max_turns=8, timeout_s=TIMEOUT_S)
+                scorer = Episodes(environment, make_tokenizer(folder), max_turns=8, timeout_s=TIMEOUT_S)
             else:
                 scorer = Scorer(environment or Spelling(), timeout_s=TIMEOUT_S)
             try:
-                return await evaluate(
-                    engine,
-                    scorer,
-                    [make_prompt(text) for text in texts],
-                    tokenizer,
-                    **{"temperature": 0.0, "max_tokens": 8} | options,
-                )
+                return await held_out(scorer, texts, folder, **options).evaluate(engine)
             finally:
                 await engine.aclose()
 
@@ -84,11 +84,9 @@ def test_no_more_prompts_are_in_flight_than_allowed(tmp_path: Path) -> None:
         double.always = gate
         async with double.up():
             engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
-            scorer, tokenizer = Scorer(Spelling(), timeout_s=TIMEOUT_S), make_tokenizer(tmp_path)
-            prompts = [make_prompt(text) for text in ("a", "b", "c", "d")]
-            evaluating = asyncio.create_task(
-                evaluate(engine, scorer, prompts, tokenizer, temperature=1, max_tokens=8, max_inflight_prompts=2)
-            )
+            scorer = Scorer(Spelling(), timeout_s=TIMEOUT_S)
+            words = held_out(scorer, ["a", "b", "c", "d"], tmp_path, max_inflight_prompts=2)
+            evaluating = asyncio.create_task(words.evaluate(engine))
             await gate.requests(2)
             assert gate.arrived.locked()
             with pytest.raises(TimeoutError):

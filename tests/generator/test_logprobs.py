@@ -419,8 +419,8 @@ def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
     ("options", "told"),
     [
         ({"ref_engine": "http://a", "ref_model": Path("m")}, "ref_engine and ref_model are both set"),
-        ({"ref_micro_batch": 0}, "ref_micro_batch is 0; at least 1 is needed"),
-        ({"old_micro_batch": 0}, "old_micro_batch is 0; at least 1 is needed"),
+        ({"ref_micro_batch": 0}, "ref_micro_batch is 0; the minimum is 1"),
+        ({"old_micro_batch": 0}, "old_micro_batch is 0; the minimum is 1"),
         ({"teacher_micro_batch": -1}, "teacher_micro_batch is -1"),
         (
             {"ref_engine": "sglang+http://a:1"},

@@ -36,7 +36,7 @@ def test_a_run_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -
             return await wait_for_run(client, TIMEOUT_S)
 
     assert asyncio.run(main()).group_size == 8
-    assert re.search(r"waiting for the run, for \d+ s at most: run 'r' is not known", caplog.text)
+    assert re.search(r"waiting for the run, up to \d+ s: run 'r' is not known", caplog.text)
 
 
 def test_a_run_that_is_waited_for_is_told_once_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,9 +73,9 @@ def test_the_group_size_is_the_callers_or_the_runs(asked: int | None, configured
 @pytest.mark.parametrize(
     ("asked", "configured", "told"),
     [
-        (4, 8, "group size is 4; the run's group_size is 8"),
-        (None, None, "group_size is not given, and the run has none"),
-        (0, None, "group_size is 0; at least 1 is needed"),
+        (4, 8, "group_size is 4; the run's group_size is 8"),
+        (None, None, "group_size is not set"),
+        (0, None, "group_size is 0; the minimum is 1"),
     ],
 )
 def test_a_group_size_that_no_group_could_have_is_refused(asked: int | None, configured: int | None, told: str) -> None:
@@ -88,7 +88,7 @@ def test_what_fits_passes() -> None:
 
 
 def test_a_prompt_that_could_outgrow_a_micro_batch_is_refused_with_what_would_fit() -> None:
-    with pytest.raises(Invalid, match=r"prompt 'abc' .* that makes 13; the run's batch.seq_len is 12") as caught:
+    with pytest.raises(Invalid, match=r"prompt 'abc' .* a rollout has 13; the run's batch.seq_len is 12") as caught:
         fit(facts(batch={"seq_len": 12}), "a", "abc")
     assert (caught.value.name, caught.value.bound) == ("max_tokens", 9)
 

@@ -10,13 +10,13 @@ import pytest
 
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import NoRoom, ServiceUnavailable
-from replaybuf.generator.inflight import Flight
+from replaybuf.generator.inflight import InFlight
 from tests.generator.doubles import TIMEOUT_S
 
 
-def flight() -> Flight:
+def flight() -> InFlight:
     """A flight whose calls are the test's own."""
-    return Flight(cast(AsyncClient, None), patience_s=TIMEOUT_S)
+    return InFlight(cast(AsyncClient, None), patience_s=TIMEOUT_S)
 
 
 def failing(*errors: Exception) -> Callable[[], Awaitable[str]]:
@@ -45,32 +45,30 @@ def test_a_service_without_room_is_told_as_such_until_it_takes_the_groups(caplog
     async def main() -> None:
         made = flight()
         full = [NoRoom("max_tokens_live is 5", retry_after_s=0.05)] * 3
-        appending = asyncio.create_task(made.patiently("append", failing(*full)))
+        appending = asyncio.create_task(made.retry("append", failing(*full)))
         await asyncio.sleep(0)
-        assert made.away == "no_room"
-        assert await made.patiently("policy", failing()) == "answered"
-        assert made.away == "no_room"
+        assert made.retry_reason == "no_room"
+        assert await made.retry("policy", failing()) == "answered"
+        assert made.retry_reason == "no_room"
         assert await appending == "answered"
-        assert made.away is None
+        assert made.retry_reason is None
 
     run(main())
-    assert caplog.text.count("s for room in the service (append), which the trainer makes; 0 groups are in flight") == 3
+    assert caplog.text.count("s for room in the service (append); the trainer makes room; 0 groups are in flight") == 3
     assert "max_tokens_live is 5" in caplog.text
 
 
 def test_of_several_calls_that_are_repeated_the_first_that_began_is_told() -> None:
     async def main() -> None:
         made = flight()
-        away = asyncio.create_task(
-            made.patiently("tickets", failing(*[ServiceUnavailable("x", retry_after_s=0.05)] * 2))
-        )
+        away = asyncio.create_task(made.retry("tickets", failing(*[ServiceUnavailable("x", retry_after_s=0.05)] * 2)))
         await asyncio.sleep(0)
-        full = asyncio.create_task(made.patiently("append", failing(*[NoRoom("x", retry_after_s=0.2)] * 2)))
+        full = asyncio.create_task(made.retry("append", failing(*[NoRoom("x", retry_after_s=0.2)] * 2)))
         await asyncio.sleep(0)
-        assert made.away == "service_away"
+        assert made.retry_reason == "service_away"
         await away
-        assert made.away == "no_room"
+        assert made.retry_reason == "no_room"
         await full
-        assert made.away is None
+        assert made.retry_reason is None
 
     run(main())

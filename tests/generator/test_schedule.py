@@ -15,10 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.environments import Score
 from replaybuf.generator.environments.scoring import Scorer
-from replaybuf.generator.evaluation import HeldOut
+from replaybuf.generator.evaluation import HeldOut, Schedule
 from replaybuf.generator.metrics import exposition
 from replaybuf.generator.preflight import warn_of_overlap
-from replaybuf.generator.schedule import Schedule
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,
@@ -53,7 +52,7 @@ async def evaluating(
         max_tokens=8,
     )
     schedule = Schedule(held_out, every, producer="me")
-    async with world(folder, engine, service, schedule=schedule, report_every_s=0.01) as w:
+    async with world(folder, engine, service, followers=[schedule], report_every_s=0.01) as w:
         w.start()
         yield w
         w.stop.set()

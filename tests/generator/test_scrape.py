@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.environments import Score
-from replaybuf.generator.metrics import exposition
-from replaybuf.generator.scrape import scraped
+from replaybuf.generator.metrics import exposition, serve_metrics
 from tests.generator.doubles import Broken, EngineDouble, ServiceDouble, fail
 from tests.generator.test_daemon import gated, reference, run, world
 
@@ -110,7 +109,7 @@ def test_what_is_waited_for_has_its_reason(tmp_path: Path) -> None:
 def test_metrics_and_liveness_are_served_on_a_free_port() -> None:
     async def main() -> None:
         async with (
-            scraped("127.0.0.1", 0, lambda: exposition("r", None)) as url,
+            serve_metrics("127.0.0.1", 0, lambda: exposition("r", None)) as url,
             httpx.AsyncClient(base_url=url) as http,
         ):
             alive, told = await http.get("/healthz"), await http.get("/metrics")
@@ -118,7 +117,7 @@ def test_metrics_and_liveness_are_served_on_a_free_port() -> None:
             assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
             assert samples(told.content) == {"ready": 0}
             with pytest.raises(ServiceUnavailable, match="choose another --metrics-port"):
-                async with scraped("127.0.0.1", int(url.rpartition(":")[2]), bytes):
+                async with serve_metrics("127.0.0.1", int(url.rpartition(":")[2]), bytes):
                     pass
 
     asyncio.run(main())

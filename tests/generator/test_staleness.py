@@ -22,7 +22,7 @@ NAME = "one-step-off-policy"
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staleness_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(staleness_module, "READ_EVERY_S", 0.01)
 
 
 def strategy(max_staleness: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_a_group_in_flight_is_judged_by_the_bound_that_the_run_has_by_then(
     async def main() -> None:
         gate, engine, service = Gate(), EngineDouble(version=3), ServiceDouble(prompts=1, strategy=strategy(2))
         service.published, engine.always = 3, sampled_by(3, gate)
-        async with world(tmp_path, engine, service, staleness=bound(2), max_staleness=2) as w:
+        async with world(tmp_path, engine, service, followers=[bound(2)], max_staleness=2) as w:
             w.start()
             await gate.requests(1)
             service.config["strategy"] = strategy(then)
@@ -72,14 +72,14 @@ def test_a_strategy_that_is_not_installed_here_bounds_nothing_and_is_told_once(
         service.open = 0
         # The service is away once: the bound is that of before until it answers.
         service.faults["run"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0)])
-        async with world(tmp_path, EngineDouble(), service, staleness=bound(2), max_staleness=2) as w:
+        async with world(tmp_path, EngineDouble(), service, followers=[bound(2)], max_staleness=2) as w:
             w.start()
             fleet = w.daemon._engine
             await until(lambda: fleet.max_staleness is None)
             for _ in range(5):
-                await asyncio.sleep(staleness_module.LOOK_EVERY_S)
+                await asyncio.sleep(staleness_module.READ_EVERY_S)
             w.stop.set()
             await w.end()
 
     run(main())
-    assert caplog.text.count("staleness of groups in flight is not watched") == 1
+    assert caplog.text.count("cannot check the staleness of groups in flight") == 1

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Environment, Score, check_prompts, load_environment, score_of
 from replaybuf.generator.environments.scoring import Scorer
-from replaybuf.generator.evaluation import EvaluationResult, evaluate
+from replaybuf.generator.evaluation import EvaluationResult, HeldOut
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo.folder import Folder
@@ -54,15 +54,16 @@ class Exam:
         return len(self._prompts)
 
     async def hold(self, engine_url: str, *, temperature: float, samples: int) -> EvaluationResult:
-        """Ask the engine for `samples` completions of every problem. Raises as `evaluate` does."""
+        """Ask the engine for `samples` completions of every problem. Raises as `HeldOut.evaluate`."""
         async with aclosing(VllmEngine(engine_url, timeout_s=ENGINE_TIMEOUT_S)) as engine:
             await engine.prepare()
-            return await evaluate(
-                engine,
-                self._scorer,
-                self._prompts,
-                self._tokenizer,
-                temperature=temperature,
+            held_out = HeldOut(
+                name="exam",
+                prompts=self._prompts,
+                scorer=self._scorer,
+                tokenizer=self._tokenizer,
                 max_tokens=self._max_tokens,
+                temperature=temperature,
                 samples=samples,
             )
+            return await held_out.evaluate(engine)

@@ -1,0 +1,74 @@
+"""Makes the scored group of one ticket: prompt, completions, rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from replaybuf.generator.engines import Sample, Sampling, request_seed
+from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.process_rewards import by_text
+from replaybuf.generator.environments.scoring import Scores, Scoring
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.groups import new_group
+from replaybuf.generator.progress import Durations
+from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
+from replaybuf.wire.contract import Ticket
+from replaybuf.wire.group import Group
+
+
+class GroupMaker:
+    """Samples and scores groups. `scoring`: number of groups in a reward; `reward_s`: time to score a group."""
+
+    def __init__(
+        self, engine: Fleet, scorer: Scoring | Episodes, prompts: PromptOrder, tokenizer: Encoder, reward_s: Durations
+    ) -> None:
+        self.scoring = 0
+        self._engine = engine
+        self._scorer = scorer
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._reward_s = reward_s
+
+    async def make(
+        self,
+        ticket: Ticket,
+        sampling: Sampling,
+        *,
+        request_seed_base: int | None,
+        advantage: str,
+        metadata: dict[str, Any],
+        adapter: str,
+    ) -> Group:
+        """Make the group of a ticket. Raises `EngineFault`, `PromptFault`, `RewardFault`."""
+        prompt = self._prompts.at(ticket.prompt_index)
+        if request_seed_base is not None:
+            seed = request_seed(request_seed_base, ticket.prompt_index, ticket.attempt)
+            sampling = dataclasses.replace(sampling, seed=seed)
+        if isinstance(self._scorer, Episodes):
+            sample, scores = await self._scorer.play(self._engine, prompt, sampling, self._engine.check_use)
+        else:
+            sample = await self._engine.generate(prompt.token_ids, sampling)
+            scores = await self._score(self._scorer, prompt, sample)
+        return new_group(
+            ticket,
+            prompt,
+            sample,
+            scores,
+            temperature=sampling.temperature,
+            advantage=advantage,
+            metadata=metadata,
+            adapter=adapter,
+        )
+
+    async def _score(self, scorer: Scoring, prompt: Prompt, sample: Sample) -> Scores:
+        clock = asyncio.get_running_loop().time
+        self.scoring += 1
+        began_s = clock()
+        try:
+            scores = await scorer.score(prompt, self._tokenizer.decode(sample.completions))
+        finally:
+            self.scoring -= 1
+            self._reward_s.add(clock() - began_s)
+        return by_text(prompt, scores, sample.completions, self._tokenizer) if scores.process_rewards else scores

@@ -1,0 +1,182 @@
+"""Options of `replaybuf generate` and `replaybuf eval`. The docstring of each field is its help text."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt
+
+from replaybuf.errors import Invalid
+from replaybuf.generator.engines import Server, open_engine
+from replaybuf.generator.fleet import OnPublish
+from replaybuf.generator.fleet.concurrency import Bounds
+from replaybuf.generator.inflight import PATIENCE_S
+from replaybuf.generator.logprobs import LogprobOptions
+
+LIVE = ("max_inflight_groups", "min_inflight_groups", "temperature", "report_every_s")
+"""Options that SIGHUP changes in a running generator."""
+
+
+def default_producer() -> str:
+    """Return a name for this process: host name and process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Engines, prompts and scoring: the options that both commands have."""
+
+    engines: Annotated[tuple[str, ...], Parameter(name="engine", consume_multiple=True, negative="")]
+    """Address of an inference server: http://HOST:PORT (vLLM's API) or sglang+http://HOST:PORT (SGLang's API); several
+    servers share the work."""
+    environment: str
+    """Environment that scores completions: exact-match, reasoning-gym, verifiers, an installed one, or MODULE:FUNCTION
+    of your own; several with weights: NAME:1.0,MODULE:FUNCTION:0.5."""
+    prompts: str
+    """Prompts: FILE.jsonl of {prompt_id?, prompt | messages | prompt_ids, answer?, metadata?}, FILE.parquet, a datasets
+    folder, reasoning-gym:DATASET, verifiers:TASKSET, MODULE:FUNCTION, or a curriculum of several, FILE.toml."""
+    tokenizer: Path
+    """Model folder with tokenizer.json."""
+    max_tokens: PositiveInt
+    """Maximum length of a completion, in tokens."""
+    max_turns: PositiveInt = 8
+    """Maximum number of turns of a rollout, in an environment with turns."""
+    engine_timeout_s: PositiveFloat = 300.0
+    """Maximum time of one request to an engine, in seconds."""
+    reward_timeout_s: PositiveFloat = 30.0
+    """Maximum time to score the completions of one prompt, in seconds; in an environment with turns, of each call."""
+    start_timeout_s: NonNegativeFloat = 300.0
+    """Time to wait at start for the service, the run and the engines, in seconds."""
+    model: str | None = None
+    """Name of the served model; default: the adapter's name, or else the first model of each engine."""
+    adapter: str = ""
+    """LoRA adapter of the run: its tickets and its published version. Required where a run has adapters."""
+    engine_api_key: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token for the engines; better set in the environment: REPLAYBUF_GENERATE_ENGINE_API_KEY."""
+    token: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token of the service, with the role producer."""
+
+    def open_engines(self, logprobs_mode: str | None = None) -> list[Server]:
+        """Return the clients of all engines. Raises `Invalid` for an address that is not one."""
+        return [
+            open_engine(
+                address,
+                timeout_s=self.engine_timeout_s,
+                model=self.model or self.adapter or None,
+                logprobs_mode=logprobs_mode,
+                api_key=self.engine_api_key,
+            )
+            for address in self.engines
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SamplingOptions):
+    """Options of `replaybuf generate`."""
+
+    url: str
+    """Address of the service; several servers on one Redis: separated by commas."""
+    run: str
+    """Name of the run; the generator waits until the run exists."""
+    group_size: PositiveInt | None = None
+    """Number of rollouts per prompt; default: the run's group_size."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature."""
+    seed: int | None = None
+    """Seed of the order of the prompts; default: the run's seed. All generators of a run need the same seed."""
+    shuffle: bool = True
+    """Shuffle the prompts in every epoch. With --no-shuffle they keep the order of the file."""
+    producer: str = dataclasses.field(default_factory=default_producer)
+    """Name of this generator; default: host name and process id."""
+    max_inflight_groups: PositiveInt = 64
+    """Maximum number of groups from their ticket to their append."""
+    min_inflight_groups: PositiveInt = 1
+    """Minimum number of groups generated at the same time while rollouts queue at the engines. With the same value as
+    the maximum, the generator does not read the engines' queues."""
+    service_patience_s: PositiveFloat = PATIENCE_S
+    """Time to keep groups and retry while the service or its Redis is away, in seconds; after it the generator ends
+    with exit code 1, and its groups are lost."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
+    """Logprobs mode that the engines were started with; recorded in every group. Default: raw_logprobs for vLLM,
+    processed_logprobs for SGLang."""
+    seed_requests: bool = False
+    """Send a seed with every request, derived from seed, prompt index and attempt; recorded in every group."""
+    on_publish: OnPublish = "in-flight"
+    """Effect of new weights on rollouts in flight. drain: each rollout has one version, others are sampled again;
+    in-flight: they continue, with version spans; abort-and-resume: aborted ones continue from their tokens, with
+    version spans; abort: aborted ones are sampled again. The trainer needs the same value."""
+    reward_processes: NonNegativeInt = 0
+    """Number of processes that score, for rewards that compute; a process that is late is killed and restarted.
+    0: score in threads."""
+    eval_prompts: str | None = None
+    """Finite set of held-out prompts to evaluate while generating, in the form of prompts. Default: none."""
+    eval_every: PositiveInt = 10
+    """Number of versions from one evaluation to the next; the first one is at the start."""
+    eval_environment: str | None = None
+    """Environment that scores held-out prompts; default: environment."""
+    eval_samples: PositiveInt = 1
+    """Number of completions per held-out prompt."""
+    eval_temperature: NonNegativeFloat = 0.0
+    """Sampling temperature for held-out prompts; 0 = greedy."""
+    compress: bool = False
+    """Compress token ids and masks with zstd: less network traffic and Redis memory, more CPU time."""
+    metrics_file: Path | None = None
+    """File to which every report appends one JSON line."""
+    report_every_s: PositiveFloat = 10.0
+    """Time between two reports, in seconds."""
+    metrics_host: str = "127.0.0.1"
+    """Address to listen on for metrics_port."""
+    metrics_port: Port | None = None
+    """Port of GET /metrics and GET /healthz; 0 takes a free port and prints it. Default: none."""
+    logprobs: Annotated[LogprobOptions, Parameter(name="*")] = dataclasses.field(default_factory=LogprobOptions)
+    """Additional logprobs of every group."""
+
+    def check(self) -> None:
+        """Raise `Invalid` where options contradict each other."""
+        self.logprobs.check()
+        Bounds(self.min_inflight_groups, self.max_inflight_groups)
+
+    def live_changes(self, new: GenerateOptions) -> dict[str, Any]:
+        """Return the options that differ in `new`, by name. Raises `Invalid` where one of them is not in `LIVE`."""
+        changed: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(new, field.name)
+            if value == getattr(self, field.name):
+                continue
+            if field.name not in LIVE:
+                shown = repr(value) if field.repr else "another value"
+                detail = f"{field.name} is now {shown}; it is read only at the start. SIGHUP changes: {', '.join(LIVE)}"
+                raise Invalid(detail, name=field.name, value=shown, bound=LIVE)
+            changed[field.name] = value
+        return changed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(SamplingOptions):
+    """Options of `replaybuf eval`."""
+
+    samples: PositiveInt = 1
+    """Number of completions per prompt."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 = greedy."""
+    max_inflight_prompts: PositiveInt = 32
+    """Maximum number of prompts in engines and rewards at the same time."""
+    name: str | None = None
+    """Name of the held-out set, under which results are recorded; default: the name of its file."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    url: str | None = None
+    """Address of a service that records the result."""
+    run: str | None = None
+    """Run that the result belongs to."""
+
+    def check(self) -> None:
+        """Raise `Invalid` where only one of `url` and `run` is set."""
+        if (self.url is None) != (self.run is None):
+            missing = "url" if self.url is None else "run"
+            raise Invalid(f"{missing} is missing: url and run belong together", name=missing)
