@@ -423,7 +423,7 @@ class ServiceDouble:
     async def _evaluations(self, request: Request) -> Response:
         if request.method == "GET":
             return JSONResponse({"evaluations": self.evaluations})
-        result = await request.json()
+        result = await request.json() | {"at_s": 0.0, "generation": 0}
         await self.change(evaluations=[*self.evaluations, result])
         return JSONResponse(result)
 

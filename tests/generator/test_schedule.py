@@ -97,7 +97,8 @@ def test_what_was_evaluated_before_a_restart_or_by_another_is_not_evaluated_agai
     async def main() -> None:
         engine, service = EngineDouble(version=12), ServiceDouble()
         service.open, service.published = 1, 12
-        service.evaluations = [{"name": "words", "adapter": "", "version": 10}]
+        recorded = {"name": "words", "version": 10, "versions": [10], "reward_mean": 1.0, "rollouts": 3}
+        service.evaluations = [recorded | {"at_s": 0.0, "generation": 0}]
         async with evaluating(tmp_path, engine, service):
             await service.until(lambda: len(service.groups) == 1)
             await publish(engine, service, 20)
