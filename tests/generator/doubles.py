@@ -77,7 +77,7 @@ class Spelling:
     """Environment: 1 for a completion that holds the prompt's answer, which is the default reply of `EngineDouble`."""
 
     def check(self, prompt: Prompt) -> None:
-        """Take any prompt."""
+        """Accept any prompt."""
 
     def score(self, prompt: Prompt, completion_text: str) -> Score:
         """Compare with the prompt, backwards."""
@@ -91,7 +91,7 @@ class Broken:
         self._score = score
 
     def check(self, prompt: Prompt) -> None:
-        """Take any prompt."""
+        """Accept any prompt."""
 
     def score(self, prompt: Prompt, completion_text: str) -> Any:
         """Do it."""

@@ -1,4 +1,4 @@
-"""What a user's module of prompts may look like; named by MODULE:FUNCTION in tests."""
+"""Prompt functions of a user, named by MODULE:FUNCTION in tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def finite(count: int = 3) -> Iterator[dict[str, Any]]:
 
 
 def endless() -> Iterator[dict[str, Any]]:
-    """Yield rows without end, each another."""
+    """Yield different rows without end."""
     return ({"prompt": f"{chr(97 + number % 26)}>", "prompt_id": f"e{number}"} for number in itertools.count())
 
 
@@ -30,7 +30,7 @@ def numbered() -> _Numbered:
 
 
 def nothing() -> None:
-    """Return what is no iterable."""
+    """Return something that is not iterable."""
 
 
 def broken() -> Iterator[dict[str, Any]]:
@@ -45,5 +45,5 @@ def breaking() -> Iterator[dict[str, Any]]:
 
 
 def unwritable() -> Iterator[dict[str, Any]]:
-    """Yield a row with something that no group can carry."""
+    """Yield a row with metadata that a group cannot hold."""
     yield {"prompt": "abc", "source": object()}

@@ -1,4 +1,4 @@
-"""What a user's module of rewards may look like; named by MODULE:NAME in tests."""
+"""Rewards of a user, named by MODULE:NAME in tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def length(prompt: Prompt, completion: str) -> int:
 
 
 async def waited(prompt: Prompt, completion: str) -> Score:
-    """Reward length after a turn of the loop, with a part; hang or fail where the completion says so."""
+    """Return the length after one iteration of the loop, with a part; hang or raise if the completion is that word."""
     await asyncio.sleep(0)
     if completion == "hang":
         await asyncio.Event().wait()
@@ -29,8 +29,8 @@ async def waited(prompt: Prompt, completion: str) -> Score:
     return Score(float(len(completion)), {"half": len(completion) / 2})
 
 
-def told(prompt: Prompt, completion: str) -> float:
-    """Do what the completion says; print, as users do."""
+def scripted(prompt: Prompt, completion: str) -> float:
+    """Act by the words of the completion; print, as users do."""
     print("printed by a reward")
     if completion == "hang":
         threading.Event().wait()

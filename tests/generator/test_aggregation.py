@@ -1,4 +1,4 @@
-"""Stages of different micro-batch sizes run on whole micro-batches; results return to the batches they came from."""
+"""Windows: stages get whole micro-batches, and results return to their batches."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_the_tail_is_flushed_with_a_shorter_last_micro_batch() -> None:
     assert [list(chunk) for chunk in chunks(tail.samples, 2)] == [[1, 2], [3]]
 
 
-def test_a_stage_that_drops_a_result_is_refused() -> None:
+def test_a_stage_that_drops_a_result_is_rejected() -> None:
     with pytest.raises(Invalid, match="returned 3 results for 4 samples"):
         compute(Window(((1, 2), (3, 4))), 4, lambda samples: samples[1:])
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [4, -1]])
-def test_a_size_below_one_is_refused(sizes: list[int]) -> None:
+def test_a_size_below_one_is_rejected(sizes: list[int]) -> None:
     with pytest.raises(Invalid, match="micro-batch sizes are"):
         window_samples(sizes)
 
@@ -76,7 +76,7 @@ def test_every_batch_leaves_once_whole_and_in_order(sizes: list[int], batches: l
 
 
 @given(SIZES, BATCHES, st.integers(1, 12))
-def test_computing_over_windows_equals_computing_every_sample_alone(
+def test_windows_give_the_results_of_single_samples(
     sizes: list[int], batches: list[list[int]], micro_batch: int
 ) -> None:
     def stage(samples: Sequence[int]) -> list[int]:
@@ -89,9 +89,7 @@ def test_computing_over_windows_equals_computing_every_sample_alone(
 
 
 @given(SIZES, st.integers(1, 8), st.integers(1, 40))
-def test_stages_have_no_partial_micro_batch_where_batch_sizes_divide_the_window(
-    sizes: list[int], batch: int, count: int
-) -> None:
+def test_all_micro_batches_are_whole_if_batch_sizes_divide_the_window(sizes: list[int], batch: int, count: int) -> None:
     whole = windows_of([*sizes, batch], [[0] * batch] * count)[: count * batch // math.lcm(*sizes, batch)]
     for window in whole:
         for size in sizes:
@@ -99,9 +97,7 @@ def test_stages_have_no_partial_micro_batch_where_batch_sizes_divide_the_window(
 
 
 @given(SIZES, BATCHES)
-def test_no_more_is_held_than_the_bound_and_less_than_a_window_where_batches_divide_it(
-    sizes: list[int], batches: list[list[int]]
-) -> None:
+def test_held_samples_stay_below_the_bound(sizes: list[int], batches: list[list[int]]) -> None:
     aggregator: Aggregator[int] = Aggregator(sizes)
     for batch in batches:
         aggregator.add(batch)
@@ -115,10 +111,10 @@ def test_no_more_is_held_than_the_bound_and_less_than_a_window_where_batches_div
 
 
 @given(SIZES, st.integers(1, 30), st.integers(1, 60))
-def test_stages_are_called_as_rarely_as_can_be_where_batches_do_not_divide_a_window(
+def test_stages_get_the_fewest_calls_if_batches_do_not_divide_a_window(
     sizes: list[int], samples: int, count: int
 ) -> None:
-    """Of windows within the bound: only what is left at the end has a shorter last micro-batch."""
+    """Within the bound only the tail has a shorter last micro-batch."""
     windows = windows_of(sizes, [[0] * samples] * count)
     whole = math.lcm(samples, *sizes)
     if whole > MAX_WINDOWS * math.lcm(*sizes):
@@ -144,18 +140,18 @@ def test_batches_that_never_add_up_leave_at_the_bound() -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [0, -1])
-def test_a_micro_batch_below_one_is_refused(micro_batch: int) -> None:
+def test_a_micro_batch_below_one_is_rejected(micro_batch: int) -> None:
     with pytest.raises(Invalid, match=f"micro_batch is {micro_batch}; it must be at least 1"):
         compute(Window(((1, 2),)), micro_batch, list)
 
 
-def test_samples_are_repeated_in_their_place_and_batches_behind_themselves() -> None:
+def test_samples_and_batches_are_repeated() -> None:
     assert repeated("ab", 2) == tuple("aabb")
     assert repeated("ab", 1, 2) == tuple("abab")
     assert repeated("ab", 2, 2) == tuple("aabbaabb")
 
 
-def test_a_window_counts_what_the_stages_see() -> None:
+def test_a_window_counts_repeated_samples() -> None:
     """Micro-batches of 4 and 6 meet at 12; with each sample four times 3 samples make them."""
     aggregator: Aggregator[str] = Aggregator([4, 6], sample_repeat=4)
     assert aggregator.window == 3
@@ -189,13 +185,13 @@ def test_a_window_of_repeated_samples_is_whole_for_every_stage_and_the_least_one
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_step_limit_that_no_batch_reaches_is_refused(limit: int) -> None:
-    """The last step would never come, and what is held would never leave."""
+def test_a_step_limit_below_one_is_rejected(limit: int) -> None:
+    """The held samples would never leave."""
     with pytest.raises(Invalid, match=f"step_limit is {limit}"):
         Aggregator([2], step_limit=limit)
 
 
-def test_the_tail_leaves_at_the_step_limit_and_nothing_is_taken_behind_it() -> None:
+def test_the_tail_leaves_at_the_step_limit() -> None:
     aggregator: Aggregator[int] = Aggregator([8], step_limit=3)
     assert [aggregator.add([n]) for n in range(2)] == [None, None]
     tail = aggregator.add([2])
@@ -205,6 +201,6 @@ def test_the_tail_leaves_at_the_step_limit_and_nothing_is_taken_behind_it() -> N
 
 
 @pytest.mark.parametrize("repeat", [{"sample_repeat": 0}, {"batch_repeat": -1}])
-def test_a_repeat_below_one_is_refused(repeat: dict[str, int]) -> None:
+def test_a_repeat_below_one_is_rejected(repeat: dict[str, int]) -> None:
     with pytest.raises(Invalid, match="must be at least 1"):
         Aggregator[int]([2], sample_repeat=repeat.get("sample_repeat", 1), batch_repeat=repeat.get("batch_repeat", 1))

@@ -715,7 +715,7 @@ def test_a_coroutine_that_lets_out_what_ends_tasks_and_loops_holds_no_slot(
 ) -> None:
     class Raising:
         def check(self, prompt: Prompt) -> None:
-            """Take any prompt."""
+            """Accept any prompt."""
 
         async def score(self, prompt: Prompt, completion_text: str) -> Score:
             if prompt.text == "abc":

@@ -1,4 +1,4 @@
-"""A group joins ticket, prompt, sample and scores."""
+"""Groups from ticket, prompt, sample and scores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_group_of_equal_rewards_is_flagged_and_kept() -> None:
     assert join(0.5, 0.4).metadata == {"env": "e"}
 
 
-def test_advantages_are_the_runs_and_know_the_lengths() -> None:
+def test_advantages_use_the_runs_estimator_and_the_lengths() -> None:
     group = join(1.0, 0.0, advantage="rloo-length")
     assert group.advantages is not None
     assert group.advantages.tolist() == [1.5, -0.75]

@@ -1,4 +1,4 @@
-"""Logprobs of given tokens, by reference, old policy and teacher: servers over real HTTP, or a model in a thread."""
+"""Logprob stages of reference, old policy and teacher, with servers over real HTTP or a model in a thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(main: Awaitable[None]) -> None:
 
 
 async def opened(stack: AsyncExitStack, timeout_s: float = TIMEOUT_S, **options: Any) -> LogprobStage:
-    """Open the one stage that is asked for."""
+    """Open the one configured stage."""
     asked = LogprobOptions(**options)
     (stage,) = await open_stages(asked, stack, policy=(), timeout_s=timeout_s, start_timeout_s=TIMEOUT_S)
     return stage
@@ -87,7 +87,7 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda choices: choices[0]["prompt_logprobs"].pop(), "4 prompt_logprobs for 5 tokens"),
         (lambda choices: choices[0].update(prompt_logprobs=None), "0 prompt_logprobs for 5 tokens"),
@@ -99,20 +99,20 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
     ],
     ids=["one less", "none", "not its own", "a gap", "absent", "above 0", "a choice less"],
 )
-def test_an_answer_that_lacks_a_logprob_is_refused(change: Callable[..., Any], told: str) -> None:
+def test_an_answer_without_a_logprob_is_rejected(change: Callable[..., Any], message: str) -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             stage = await opened(stack, teacher_engine=engine.url)
             engine.script.append(spoilt(change))
             reason, detail = await faults_of(stage.compute(ROLLOUTS))
             assert reason == "engine_bad_answer"
-            assert told in detail
+            assert message in detail
             assert len((await stage.compute(ROLLOUTS)).values) == 2, "the next one is taken"
 
     run(main())
 
 
-def test_tokens_that_nobody_sampled_may_lack_a_logprob() -> None:
+def test_tokens_that_were_not_sampled_need_no_logprob() -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             stage = await opened(stack, ref_engine=engine.url)
@@ -123,7 +123,7 @@ def test_tokens_that_nobody_sampled_may_lack_a_logprob() -> None:
     run(main())
 
 
-def test_another_server_takes_over_where_one_fails() -> None:
+def test_another_server_takes_over_if_one_fails() -> None:
     async def main() -> None:
         async with EngineDouble().up() as one, EngineDouble().up() as other, AsyncExitStack() as stack:
             stage = await opened(stack, ref_engine=f"{one.url}, {other.url}")
@@ -146,7 +146,7 @@ def test_a_server_that_stays_broken_fails_a_micro_batch_after_three_tries() -> N
     run(main())
 
 
-def test_a_server_that_hangs_fails_a_micro_batch_in_time() -> None:
+def test_a_hanging_server_fails_a_micro_batch_within_the_time_limit() -> None:
     async def hang(request: dict[str, Any]) -> Response:
         await asyncio.Event().wait()
         return Response()
@@ -161,7 +161,7 @@ def test_a_server_that_hangs_fails_a_micro_batch_in_time() -> None:
     run(main())
 
 
-def test_a_server_that_died_is_waited_for_before_tickets_are_taken() -> None:
+def test_no_ticket_is_taken_until_a_dead_server_is_back() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
             async with EngineDouble().up() as engine:
@@ -180,7 +180,7 @@ def test_a_server_that_died_is_waited_for_before_tickets_are_taken() -> None:
     run(main())
 
 
-def test_a_server_that_samples_the_policy_is_no_reference() -> None:
+def test_a_server_of_the_policy_cannot_be_the_reference() -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
@@ -195,7 +195,7 @@ def test_a_server_that_samples_the_policy_is_no_reference() -> None:
     run(main())
 
 
-def test_a_name_that_the_server_does_not_serve_is_refused_at_start() -> None:
+def test_an_unknown_served_name_is_rejected_at_start() -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             with pytest.raises(EngineUnfit, match="the requested model is 'base'"):
@@ -204,7 +204,7 @@ def test_a_name_that_the_server_does_not_serve_is_refused_at_start() -> None:
     run(main())
 
 
-def test_a_rollout_may_be_as_long_as_the_context_without_the_token_that_vllm_generates() -> None:
+def test_a_rollout_may_be_one_token_shorter_than_the_context() -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine, AsyncExitStack() as stack:
             assert (await opened(stack, ref_engine=engine.url)).max_tokens == 63
@@ -224,7 +224,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def policy_stage(*engines: EngineDouble, patience_s: float = TIMEOUT_S) -> AsyncIterator[PolicyStage]:
-    """Open a stage that asks these servers, which have the policy's weights."""
+    """Open a stage with these servers of the policy."""
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine.up())
@@ -236,7 +236,7 @@ async def policy_stage(*engines: EngineDouble, patience_s: float = TIMEOUT_S) ->
 
 
 def becomes(engine: EngineDouble, version: int) -> Callable[[dict[str, Any]], Awaitable[None]]:
-    """Script: the usual answer, with other weights loaded before it is given."""
+    """Script: load other weights, then answer as usual."""
 
     async def script(request: dict[str, Any]) -> None:
         engine.version = version
@@ -244,7 +244,7 @@ def becomes(engine: EngineDouble, version: int) -> Callable[[dict[str, Any]], Aw
     return script
 
 
-def test_old_logprobs_tell_the_version_that_computed_them_and_a_sampling_server_may_compute_them() -> None:
+def test_old_logprobs_record_their_version() -> None:
     async def main() -> None:
         async with EngineDouble(version=3).up() as engine, AsyncExitStack() as stack:
             policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
@@ -262,7 +262,7 @@ def test_old_logprobs_tell_the_version_that_computed_them_and_a_sampling_server_
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_micro_batch_during_which_the_version_changed_is_asked_for_again() -> None:
+def test_a_micro_batch_is_repeated_if_the_version_changed() -> None:
     async def main() -> None:
         engine = EngineDouble(version=3)
         async with policy_stage(engine) as stage:
@@ -290,8 +290,8 @@ def test_a_version_that_changes_in_every_try_fails_the_micro_batch() -> None:
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_micro_batch_that_was_cut_off_to_load_weights_is_asked_for_again() -> None:
-    """vLLM 0.31 answers 200 then, and tells of the first token alone."""
+def test_a_micro_batch_that_loading_weights_cut_off_is_repeated() -> None:
+    """vLLM 0.31 then answers 200 with the first token only."""
 
     async def main() -> None:
         engine = EngineDouble(version=3)
@@ -305,8 +305,8 @@ def test_a_micro_batch_that_was_cut_off_to_load_weights_is_asked_for_again() -> 
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_server_with_base_weights_computes_nothing_until_it_has_what_is_published() -> None:
-    """Started anew unnoticed, between two publications."""
+def test_a_server_with_base_weights_waits_for_the_published_version() -> None:
+    """It restarted unnoticed between two publications."""
 
     async def main() -> None:
         engine = EngineDouble(version=3)
@@ -326,7 +326,7 @@ def test_a_server_with_base_weights_computes_nothing_until_it_has_what_is_publis
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_server_that_a_publication_did_not_reach_is_left_to_others() -> None:
+def test_a_server_without_the_published_version_is_not_used() -> None:
     async def main() -> None:
         behind, right = EngineDouble(version=3), EngineDouble(version=4)
         async with policy_stage(behind, right) as stage:
@@ -339,8 +339,8 @@ def test_a_server_that_a_publication_did_not_reach_is_left_to_others() -> None:
 
 
 @pytest.mark.usefixtures("_quick")
-def test_rollouts_of_weights_that_a_server_does_not_have_yet_wait_for_them() -> None:
-    """Servers are loaded one after another, and the version is announced when all have it."""
+def test_rollouts_wait_until_a_server_has_their_weights() -> None:
+    """Servers load one after another; the version is announced when all have it."""
 
     async def main() -> None:
         engine = EngineDouble(version=3)
@@ -356,7 +356,7 @@ def test_rollouts_of_weights_that_a_server_does_not_have_yet_wait_for_them() -> 
 
 
 @pytest.mark.usefixtures("_quick")
-def test_weights_that_do_not_come_fail_the_micro_batch_in_time() -> None:
+def test_a_micro_batch_fails_if_the_weights_do_not_arrive() -> None:
     async def main() -> None:
         engine = EngineDouble(version=3)
         async with policy_stage(engine, patience_s=0.1) as stage:
@@ -369,7 +369,7 @@ def test_weights_that_do_not_come_fail_the_micro_batch_in_time() -> None:
 
 
 @pytest.mark.usefixtures("_quick")
-def test_after_a_rewind_no_server_is_used_that_has_weights_of_before() -> None:
+def test_servers_with_weights_from_before_a_rewind_are_not_used() -> None:
     async def main() -> None:
         engine = EngineDouble(version=5)
         async with policy_stage(engine) as stage:
@@ -385,7 +385,7 @@ def test_after_a_rewind_no_server_is_used_that_has_weights_of_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "told"),
+    ("change", "options", "message"),
     [
         ({"weight_info": False}, {}, "reports no policy version, which old_logprobs need"),
         ({"version": "a-name"}, {}, "labels its weights 'a-name'"),
@@ -394,8 +394,8 @@ def test_after_a_rewind_no_server_is_used_that_has_weights_of_before() -> None:
     ],
     ids=["no version", "no number", "another model", "another name"],
 )
-def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
-    change: dict[str, Any], options: dict[str, Any], told: str
+def test_a_server_that_cannot_have_the_policy_is_rejected_at_start(
+    change: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     async def main() -> None:
         other = EngineDouble()
@@ -406,7 +406,7 @@ def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
             await policy.prepare()
             stack.push_async_callback(policy.aclose)
             asked = LogprobOptions(old_engine=other.url, **options)
-            with pytest.raises(EngineUnfit, match=told):
+            with pytest.raises(EngineUnfit, match=message):
                 await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
 
     run(main())
@@ -416,7 +416,7 @@ def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"ref_engine": "http://a", "ref_model": Path("m")}, "ref_engine and ref_model are both set"),
         ({"ref_micro_batch": 0}, "ref_micro_batch is 0; the minimum is 1"),
@@ -429,8 +429,8 @@ def test_a_server_that_cannot_be_the_policys_is_refused_at_start(
         ({"old_engine": "http://a:1,"}, "old_engine is ''"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(Invalid, match=told):
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
         LogprobOptions(**options).check()
 
 
@@ -460,7 +460,7 @@ class Counting:
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
-    """Models that were loaded by the plug-in."""
+    """Models loaded by the plug-in."""
     made: list[Counting] = []
 
     def load(folder: Path) -> Counting:
@@ -498,7 +498,7 @@ def test_a_model_that_raises_fails_one_micro_batch(models: list[Counting]) -> No
     run(main())
 
 
-def test_a_model_that_hangs_ends_generating(models: list[Counting]) -> None:
+def test_a_hanging_model_ends_generate(models: list[Counting]) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
             stage = await opened(stack, timeout_s=0.1, ref_model=Path("folder"))

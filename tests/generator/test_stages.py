@@ -19,8 +19,8 @@ from tests import builders
 class Sums:
     """Stage: minus the sum of a rollout's completion ids, for each of its tokens; remembers its micro-batches.
 
-    Raises `fault` for a micro-batch that holds the token `fails_at`, and whenever it is waited for. Of each call it
-    takes the next of `versions`, the last one for ever; none where its weights stay.
+    Raises `fault` for a micro-batch that holds the token `fails_at`, and in `wait_ready`. Each call uses
+    the next of `versions`, then the last one; without versions its weights never change.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ def test_stages_compute_in_whole_micro_batches_until_the_tail() -> None:
     assert teacher.seen == [2, 2, 2, 2]
 
 
-def test_a_stage_that_loses_a_rollout_is_refused() -> None:
+def test_a_stage_that_loses_a_rollout_is_rejected() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         run_through([Sums("ref_logprobs", 6, lose=1)], [make_group(n) for n in range(3)])
     (error,) = caught.value.exceptions
@@ -126,7 +126,7 @@ def test_a_stage_that_loses_a_rollout_is_refused() -> None:
     assert (error.value, error.bound) == ([1, 2, 1, 2, 1], [2, 1, 2, 1, 2, 1])
 
 
-def test_a_micro_batch_that_fails_costs_the_groups_it_holds_and_no_others() -> None:
+def test_a_failed_micro_batch_costs_only_its_groups() -> None:
     fault = EngineAway("engine_timeout", "engine http://e gave no answer within 5 s", name="engine", value="http://e")
     reference = Sums("ref_logprobs", 3, fault=fault, fails_at=20)
     teacher = Sums("teacher_logprobs", 2)
@@ -148,14 +148,14 @@ def test_tokens_that_were_not_sampled_get_no_logprobs() -> None:
     assert done.ref_logprobs.tolist() == [-18.0, 0.0, -18.0, -8.0]
 
 
-def test_an_engine_that_only_an_operator_can_help_is_not_a_fault_of_groups() -> None:
+def test_an_unfit_engine_is_not_a_fault_of_groups() -> None:
     unfit = Sums("ref_logprobs", 2, fault=EngineUnfit("engine_unfit", "another model"), fails_at=10)
     with pytest.raises(BaseExceptionGroup) as caught:
         run_all([unfit], [make_group(10)])
     assert isinstance(caught.value.exceptions[0], EngineUnfit)
 
 
-def test_waiting_names_the_stage_that_is_away_until_it_is_back() -> None:
+def test_waiting_names_the_stage_that_cannot_compute() -> None:
     async def main() -> None:
         teacher = Sums("teacher_logprobs", 2, fault=EngineAway("engine_away", "waited 1 s in vain"))
         stages = Stages([Sums("ref_logprobs", 2), teacher], group_size=2)
@@ -169,7 +169,7 @@ def test_waiting_names_the_stage_that_is_away_until_it_is_back() -> None:
     asyncio.run(main())
 
 
-def test_groups_go_through_every_stage_with_micro_batches_of_its_own() -> None:
+def test_every_stage_uses_its_own_micro_batches() -> None:
     reference, teacher = Sums("ref_logprobs", 3), Sums("teacher_logprobs", 2)
     old = Sums("old_logprobs", 4, versions=[7])
     order: list[str] = []
@@ -183,19 +183,19 @@ def test_groups_go_through_every_stage_with_micro_batches_of_its_own() -> None:
         assert group.old_logprobs.tolist() == group.ref_logprobs.tolist()
 
 
-def test_the_version_that_computed_is_in_the_metadata() -> None:
+def test_the_metadata_hold_the_version_of_a_column() -> None:
     (done,) = run_through([Sums("ref_logprobs", 2), Sums("old_logprobs", 2, versions=[7])], [make_group(10)])
     assert done.metadata == {"env": "sums", "old_logprobs": {"model": "policy", "policy_version": 7}}
 
 
-def test_a_stage_is_told_the_newest_of_the_oldest_versions_of_its_groups() -> None:
+def test_the_least_version_is_the_newest_of_the_groups() -> None:
     old = Sums("old_logprobs", 4, versions=[7])
     run_through([old], [make_group(10, 5), make_group(20, 6), make_group(30, 4)])
     assert old.least_versions == [6, 4]
 
 
-def test_what_an_older_version_computed_than_the_rest_of_its_window_is_asked_for_again() -> None:
-    """Else a group of two micro-batches would hold logprobs of two versions."""
+def test_micro_batches_of_an_older_version_are_repeated() -> None:
+    """Otherwise a group of two micro-batches would hold logprobs of two versions."""
     old = Sums("old_logprobs", 1, versions=[5, 6, 5, 6, 6])
     done = run_through([old, Sums("teacher_logprobs", 4)], [make_group(10), make_group(20)])
     assert [group.metadata["old_logprobs"]["policy_version"] for group in done] == [6, 6]
@@ -203,7 +203,7 @@ def test_what_an_older_version_computed_than_the_rest_of_its_window_is_asked_for
     assert all(group.old_logprobs is not None for group in done)
 
 
-def test_weights_that_change_again_and_again_cost_the_groups_that_older_ones_computed() -> None:
+def test_weights_that_keep_changing_cost_the_groups_of_older_versions() -> None:
     old = Sums("old_logprobs", 2, versions=[1, 2, 3, 4])
     done = run_all([old, Sums("teacher_logprobs", 4)], [make_group(10), make_group(20)])
     assert [one.reason if isinstance(one, EngineFault) else "whole" for one in done] == [
@@ -214,7 +214,7 @@ def test_weights_that_change_again_and_again_cost_the_groups_that_older_ones_com
     assert len(old.seen) == 2 + 1 + 1, "each round asks for the older one alone"
 
 
-def test_every_stage_hears_of_publications() -> None:
+def test_every_stage_learns_published_versions() -> None:
     reference, old = Sums("ref_logprobs", 2), Sums("old_logprobs", 2, versions=[7])
     Stages([reference, old], group_size=2).learn_published(7)
     assert reference.published == old.published == [7]

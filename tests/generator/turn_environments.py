@@ -13,7 +13,7 @@ Answers = Callable[[int, Turn], Awaitable[str | Sequence[int] | None]]
 
 
 class Scripted:
-    """Tool environment: answers turn k of an episode by `answers(k, turn)`; remembers turns and closings."""
+    """Tool environment that answers turn k with `answers(k, turn)` and records turns and closings."""
 
     def __init__(self, answers: Answers, score: float | Score | Exception = 1.0) -> None:
         self.answers = answers
@@ -23,7 +23,7 @@ class Scripted:
         self.close_raises: BaseException | None = None
 
     def check(self, prompt: Prompt) -> None:
-        """Take any prompt."""
+        """Accept any prompt."""
 
     def start(self, prompt: Prompt) -> ScriptedEpisode:
         """Begin."""
@@ -58,7 +58,7 @@ class ScriptedEpisode:
 
 
 class Echo(Scripted):
-    """Answers the first turn with its text and a space, ends after the second; scores how many turns there were."""
+    """Answers the first turn with its text and a space, and ends after the second; the score is the number of turns."""
 
     def __init__(self) -> None:
         async def answers(number: int, turn: Turn) -> str | None:

@@ -1,4 +1,4 @@
-"""Adaptive admission: inside the window, as much as the measured speeds ask for."""
+"""Adaptive admission: within the window, by measured speeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def admitted(flow: Flow, *, adaptive: bool = True, max_staleness: int = 8, **vie
 
 @given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20), st.integers(0, 100), st.integers(0, 100))
 @steady
-def test_it_only_ever_narrows_the_window_and_closes_as_the_buffer_fills(
+def test_adaptive_admission_only_narrows_the_window(
     flow: Flow, budget: Budget, max_staleness: int, step: int, live: int, out: int
 ) -> None:
     """0 <= adaptive <= fixed; more live, or more out, never admits more; slower groups never admit less."""
@@ -59,10 +59,8 @@ def test_it_only_ever_narrows_the_window_and_closes_as_the_buffer_fills(
 
 @given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20))
 @steady
-def test_a_trainer_that_waits_for_an_empty_buffer_is_always_given_a_batch(
-    flow: Flow, budget: Budget, max_staleness: int, step: int
-) -> None:
-    """Whatever was measured: no figure can starve the next batch."""
+def test_an_empty_buffer_always_gets_the_next_batch(flow: Flow, budget: Budget, max_staleness: int, step: int) -> None:
+    """No measurement can starve the next batch."""
     view: dict[str, Any] = {
         "budget": budget,
         "step": step,
@@ -75,8 +73,8 @@ def test_a_trainer_that_waits_for_an_empty_buffer_is_always_given_a_batch(
     assert found >= enough
 
 
-def test_the_whole_window_is_open_until_speeds_are_known() -> None:
-    """A restart begins so."""
+def test_the_whole_window_is_open_until_speeds_are_measured() -> None:
+    """As after a restart."""
     assert admitted(Flow(0.0, 10.0), budget=Budget(None, 8, 64)) == 9 * 8
 
 
@@ -84,13 +82,13 @@ def test_the_whole_window_is_open_until_speeds_are_known() -> None:
     ("change", "batches"),
     [({}, 3.5), ({"waited": 0.25}, 4.5), ({"too_stale": 0.125}, 3.0), ({"too_stale": 2.0}, 2.0)],
 )
-def test_it_is_drawn_up_by_waits_and_down_by_waste(change: dict[str, Any], batches: float) -> None:
-    """L = tau, B = 16: two batches in hand, one on its way, half a one for its spread."""
+def test_waits_raise_admission_and_waste_lowers_it(change: dict[str, Any], batches: float) -> None:
+    """L = tau, B = 16: two batches in hand, one in generation, half a batch for its spread."""
     flow = dataclasses.replace(Flow(0.0, 10.0, step_s=40.0, group_s=40.0), **change)
     assert admitted(flow, budget=Budget(None, 16, 64)) == batches * 16
 
 
-def test_the_example_of_the_page_is_right() -> None:
+def test_the_documented_example_is_right() -> None:
     """docs/strategies.md, one-step-off-policy."""
     flow = Flow(0.0, 10.0, step_s=45.0, group_s=40.0)
     view: dict[str, Any] = {"budget": Budget(None, 64, 64), "step": 6, "published_version": 5, "steps_done": 5}
@@ -98,8 +96,8 @@ def test_the_example_of_the_page_is_right() -> None:
     assert admitted(flow, max_staleness=4, adaptive=False, **view) == 256
 
 
-def test_nothing_is_let_in_between_the_last_ack_of_a_version_and_its_successor() -> None:
-    """It would be sampled by the old weights, a version staler at use."""
+def test_nothing_is_admitted_between_the_last_ack_and_the_publication() -> None:
+    """The old weights would sample it, so it would be one version staler at use."""
     flow = Flow(0.0, 10.0, step_s=40.0, group_s=40.0)
     common: dict[str, Any] = {"budget": Budget(None, 16, 64), "step": 6, "version": 6, "groups_live": 40}
     before = admitted(flow, **common, steps_done=5, published_version=5)

@@ -1,4 +1,4 @@
-"""The filters that come with replaybuf: what each drops, by which reason, and how they compose."""
+"""Built-in filters: the groups they drop, the reasons, and their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shown(count: int, **columns: Any) -> Groups:
 
 
 def dropped(groups: Groups, *filters: tuple[str, dict[str, Any]]) -> dict[int, str]:
-    """Ask filters in their order, each about what those before it left: row to reason."""
+    """Apply filters in order, each to the groups that are left; return the reason of each dropped row."""
     found: dict[int, str] = {}
     for name, options in filters:
         left = groups.take(~np.isin(groups.row, list(found)))
@@ -31,15 +31,15 @@ def dropped(groups: Groups, *filters: tuple[str, dict[str, Any]]) -> dict[int, s
     return found
 
 
-def test_groups_whose_rollouts_all_have_one_reward_are_dropped() -> None:
-    """Float rounding is no variance; a larger tolerance drops more."""
+def test_groups_with_equal_rewards_are_dropped() -> None:
+    """Float rounding does not count as variance; a larger tolerance drops more."""
     groups = shown(4, reward_std=[0.0, 1e-7, 0.01, 0.5])
     assert dropped(groups, ("zero-variance", {})) == {1: "zero_variance", 2: "zero_variance"}
     assert set(dropped(groups, ("zero-variance", {"tolerance": 0.1}))) == {1, 2, 3}
 
 
-def test_a_reward_window_keeps_what_is_neither_too_easy_nor_too_hard() -> None:
-    """Both bounds are inside, and 0.8 is 0.8 although rewards are kept as float32."""
+def test_a_reward_window_keeps_groups_of_medium_difficulty() -> None:
+    """Both bounds are inclusive, and 0.8 matches 0.8 although rewards are float32."""
     groups = shown(4, reward_mean=[0.1, 0.2, 0.8, 0.9])
     window = ("reward-window", {"low": 0.2, "high": 0.8})
     assert dropped(groups, window) == {1: "too_hard", 4: "too_easy"}
@@ -47,7 +47,7 @@ def test_a_reward_window_keeps_what_is_neither_too_easy_nor_too_hard() -> None:
 
 
 def test_a_share_of_each_pool_outside_the_window_is_kept() -> None:
-    """The example of docs/strategies.md, and the hard pool beside it; a group is judged alike in any company."""
+    """The example of docs/strategies.md, and the hard pool; the result of a group does not depend on the others."""
     easy = shown(8, reward_mean=[0.9] * 8)
     window = {"low": 0.2, "high": 0.8, "easy_fraction": 0.25}
     assert dropped(easy, ("reward-window", window)) == dict.fromkeys((1, 2, 4, 6, 8), "too_easy")
@@ -60,8 +60,8 @@ def test_a_share_of_each_pool_outside_the_window_is_kept() -> None:
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.9])
 @pytest.mark.parametrize("every", [1, 8, 144])
-def test_the_share_of_a_pool_that_is_kept_is_the_fraction(fraction: float, every: int) -> None:
-    """Also where easy groups come at regular distances. Rows are fixed, so is the verdict: a fair hash would fail it
+def test_the_kept_share_of_a_pool_is_the_fraction(fraction: float, every: int) -> None:
+    """Also if easy groups come at regular distances. Rows are fixed, so is the result: a fair hash would fail it
     with probability 1e-6 per case (4.9 standard deviations of the binomial, both sides).
     """
     count = 20_000
@@ -71,7 +71,7 @@ def test_the_share_of_a_pool_that_is_kept_is_the_fraction(fraction: float, every
     assert abs(kept - fraction * count) < 4.9 * np.sqrt(count * fraction * (1 - fraction))
 
 
-def test_long_and_often_truncated_groups_are_dropped_once_each() -> None:
+def test_long_and_truncated_groups_are_dropped_once() -> None:
     groups = shown(4, longest_tokens=[50, 51, 51, 20], truncated=[0, 2, 0, 1], rollouts=[2, 2, 2, 2])
     both = ("overlong", {"max_tokens": 50, "max_truncated": 0.25})
     assert dropped(groups, both) == {2: "overlong_rollout", 3: "overlong_rollout", 4: "truncated_rollouts"}
@@ -116,13 +116,13 @@ def test_the_first_filter_that_drops_a_group_names_the_reason() -> None:
         ("zero-variance", {"tolerances": 1}, "filter.options"),
     ],
 )
-def test_options_that_drop_nothing_or_everything_are_refused(name: str, options: dict[str, Any], option: str) -> None:
+def test_options_that_drop_nothing_or_everything_are_rejected(name: str, options: dict[str, Any], option: str) -> None:
     with pytest.raises(Invalid) as caught:
         build_filter(name, options)
     assert caught.value.name == option
 
 
-def test_zero_variance_refuses_groups_of_one_rollout_as_it_drops_all_of_them() -> None:
+def test_zero_variance_rejects_runs_with_groups_of_one_rollout() -> None:
     filter_, budget = build_filter("zero-variance", {}), Budget(1000, None, 100)
     with pytest.raises(Invalid, match="group_size is 1; filter zero-variance would drop every group") as caught:
         filter_.check(budget, 1)
@@ -131,6 +131,6 @@ def test_zero_variance_refuses_groups_of_one_rollout_as_it_drops_all_of_them() -
         filter_.check(budget, size)
 
 
-def test_an_unknown_filter_is_refused_with_the_installed_ones() -> None:
+def test_an_unknown_filter_is_an_error_that_lists_installed_ones() -> None:
     with pytest.raises(Invalid, match="filter is 'zero'; installed: overlong, reward-window, zero-variance"):
         build_filter("zero", {})

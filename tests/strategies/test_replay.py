@@ -1,4 +1,4 @@
-"""The strategy `replay`: bounds, orders and their distributions, rules of a batch, rate, admission, reasons."""
+"""The strategy `replay`: bounds, orders, rules of a batch, rate, admission, waiting reasons."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_the_defaults_are_four_uses_within_four_versions() -> None:
         ({"mix": {"a": 0.7, "b": 0.4}}, "mix", "shares that sum to at most 1"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], name: str, bound: str) -> None:
-    """Naming the option, its value and its bound."""
+def test_contradicting_options_are_rejected(options: dict[str, Any], name: str, bound: str) -> None:
+    """The error has the option, its value and its bound."""
     with pytest.raises(Invalid) as caught:
         replay(**options)
     error = caught.value
@@ -108,7 +108,7 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "told"),
+    ("option", "value", "message"),
     [
         ("max_uses", 0, "max_uses: int >= 1 or null (default 4)"),
         ("order", "random", "order: fifo | newest | prioritized | uniform"),
@@ -119,10 +119,10 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
         ("cooldowns", 1, "cooldown: int >= 0 (default 0)"),
     ],
 )
-def test_an_option_out_of_range_is_refused_with_the_ranges(option: str, value: Any, told: str) -> None:
+def test_an_option_out_of_range_is_an_error_with_the_ranges(option: str, value: Any, message: str) -> None:
     with pytest.raises(Invalid) as caught:
         replay(**{option: value})
-    assert told in caught.value.detail
+    assert message in caught.value.detail
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_an_option_out_of_range_is_refused_with_the_ranges(option: str, value: A
         ({"fresh_fraction": 0.5}, Budget(None, 64, 64), 6 * 128 - 1, "fresh_fraction"),
     ],
 )
-def test_a_run_in_which_it_would_wait_for_ever_is_refused(
+def test_a_run_that_would_wait_for_ever_is_rejected(
     options: dict[str, Any], budget: Budget, tokens_live: int | None, name: str
 ) -> None:
-    """What only the run's batch, publications and limits show; with a little more room it is taken."""
+    """Contradictions with the run's batch, publications and limits; a slightly larger bound is accepted."""
     with pytest.raises(Invalid) as caught:
         replay(**options).check(budget, 1, tokens_live)
     assert caught.value.name == f"strategy.options.{name}"
@@ -148,44 +148,44 @@ def test_a_run_in_which_it_would_wait_for_ever_is_refused(
     )
 
 
-def test_what_waits_is_told_with_what_may_be_used_now() -> None:
-    """Rested groups, the beginning of a batch that keeps the rules, the uses that the rate has left."""
+def test_waiting_reports_the_usable_groups() -> None:
+    """Rested groups, a prefix that keeps the rules, or the uses left by the rate."""
 
-    def told(groups: Groups, strategy: Strategy[Any], **fields: Any) -> Waiting:
+    def waiting(groups: Groups, strategy: Strategy[Any], **fields: Any) -> Waiting:
         view = view_of(groups, **fields)
         found = strategy.select(groups, view, view.budget, np.random.default_rng(0))
         assert isinstance(found, Waiting)
         return found
 
     resting = shown(5, last_step=[9, 9, 9, 5, 5], times_sampled=1, tokens=3)
-    assert told(resting, replay(cooldown=2)) == Waiting("reuse_exhausted", 2, 6)
+    assert waiting(resting, replay(cooldown=2)) == Waiting("reuse_exhausted", 2, 6)
     used = shown(5, last_step=[5, 5, 5, 5, -1], times_sampled=[1, 1, 1, 1, 0], tokens=3)
-    assert told(used, replay(fresh_fraction=0.5)) == Waiting("reuse_exhausted", 2, 6)
+    assert waiting(used, replay(fresh_fraction=0.5)) == Waiting("reuse_exhausted", 2, 6)
     of_two = shown(5, prompt_index=[0, 0, 0, 1, 1], tokens=3)
-    assert told(of_two, replay(groups_per_prompt=1)) == Waiting("too_few_groups", 2, 6)
+    assert waiting(of_two, replay(groups_per_prompt=1)) == Waiting("too_few_groups", 2, 6)
     ahead = shown(5, tokens=3)
     rated = replay(samples_per_insert=2, error_buffer=4)
-    assert told(ahead, rated, groups_stored=10, groups_used=21) == Waiting("rate_limited", 3, 9)
+    assert waiting(ahead, rated, groups_stored=10, groups_used=21) == Waiting("rate_limited", 3, 9)
 
 
 # ---------------------------------------------------------------------- orders
 
 
-def test_fifo_is_a_queue_that_a_used_group_joins_anew() -> None:
+def test_a_used_group_rejoins_the_fifo_queue() -> None:
     groups = shown(6, last_step=[9, -1, 8, -1, 9, 8], times_sampled=[1, 0, 1, 0, 1, 1])
     assert select(replay(order="fifo"), groups) == [2, 4, 3, 6]
 
 
-def test_in_a_queue_a_group_stands_where_its_generation_began() -> None:
-    """One that took long is not behind those that were begun later: it would be too stale before its turn."""
+def test_the_fifo_queue_is_ordered_by_policy_version() -> None:
+    """A slow group comes before groups that started later: otherwise it would become too stale."""
     groups = shown(6, policy_version=[5, 5, 3, 4, 3, 5], last_step=[-1, -1, 9, -1, -1, -1])
     assert select(replay(order="fifo"), groups) == [5, 4, 1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(-1, 12), st.integers(0, 12)), max_size=60))
 @steady
-def test_ascending_is_a_stable_sort_by_each_column_in_turn(rows: list[tuple[int, int]]) -> None:
-    """Also where there are more pairs of values than are looked for one by one."""
+def test_ascending_is_a_stable_sort_by_columns(rows: list[tuple[int, int]]) -> None:
+    """Also with more pairs of values than `_PASSES`."""
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [np.empty(0, np.int32)] * 2
     whole = np.concatenate([*ascending(*columns), np.empty(0, np.int64)]).tolist()
     assert whole == sorted(range(len(rows)), key=lambda at: rows[at])
@@ -193,11 +193,11 @@ def test_ascending_is_a_stable_sort_by_each_column_in_turn(rows: list[tuple[int,
     assert one == sorted(range(len(rows)), key=lambda at: rows[at][0])
 
 
-def test_newest_takes_what_was_stored_last() -> None:
+def test_newest_takes_the_last_stored_groups() -> None:
     assert select(replay(order="newest"), shown(9000)) == [9000, 8999, 8998, 8997]
 
 
-def test_uniform_and_prioritized_depend_on_the_generator_alone() -> None:
+def test_random_orders_depend_on_the_generator_only() -> None:
     groups = shown(5000, advantage_abs_mean=np.arange(5000))
     for order in ("uniform", "prioritized"):
         first = select(replay(order=order), groups, seed=1)
@@ -217,12 +217,12 @@ def chi_square(seen: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 
 
 def all_usable(groups: Groups) -> npt.NDArray[np.bool_]:
-    """Let every group be drawn."""
+    """Allow every group."""
     return np.ones(len(groups), bool)
 
 
 def some(groups: Groups) -> npt.NDArray[np.bool_]:
-    """Let two thirds of the groups be drawn."""
+    """Allow two thirds of the groups."""
     return np.asarray(groups.row % 3 != 0)
 
 
@@ -238,7 +238,7 @@ CLASSES = 4
 
 
 def class_sequences(groups: Groups, may: Callable[[Groups], Any], propensity: Propensity | None) -> Counter[Any]:
-    """Draw two groups 6,000 times; count the classes (position modulo 4) that they are of."""
+    """Draw two groups 6,000 times; count their classes (position modulo 4)."""
     found: Counter[Any] = Counter()
     for seed in range(6000):
         first = next(iter(drawn(groups, may, propensity, np.random.default_rng(seed), 2)))[:2]
@@ -269,7 +269,7 @@ def test_groups_are_drawn_in_proportion_to_their_priority(may: Callable[[Groups]
     assert chi_square(np.array(counted), np.array(expected)) < chi_square_bound(CLASSES**2 - 1)
 
 
-def test_groups_of_a_source_are_drawn_in_proportion_to_their_priority_within_its_places() -> None:
+def test_groups_of_a_source_are_drawn_in_proportion_to_their_priority() -> None:
     """A mix, a share of fresh groups and priorities at once: the first place of source a, by the group's class.
 
     False-alarm rate 1e-6 (chi-square, 3 degrees of freedom, 3,000 batches); seeds are fixed.
@@ -289,8 +289,8 @@ def test_groups_of_a_source_are_drawn_in_proportion_to_their_priority_within_its
     assert chi_square(seen, expected) < chi_square_bound(CLASSES - 1)
 
 
-def test_every_group_is_drawn_equally_often_where_the_order_is_uniform() -> None:
-    """Over whole batches, whatever a group's age or reward: 60 groups, batches of 4.
+def test_uniform_draws_every_group_equally_often() -> None:
+    """Over whole batches, for any age and reward: 60 groups, batches of 4.
 
     Counts of groups drawn without replacement vary less than chi-square tells, so the rate of false alarms is below
     1e-6 (59 degrees of freedom).
@@ -303,7 +303,7 @@ def test_every_group_is_drawn_equally_often_where_the_order_is_uniform() -> None
     assert chi_square(seen, np.full(count, float(each))) < chi_square_bound(count - 1)
 
 
-def test_both_ways_draw_a_heavy_group_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_of_drawing_have_the_same_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 of 5,000 groups, 8 of them 60 times as likely: how many of these are drawn, by rejection and by keys.
 
     Without replacement that is far from proportional. False-alarm rate 1e-6 (two samples of 1,500, chi-square).
@@ -333,16 +333,18 @@ def test_both_ways_draw_a_heavy_group_equally_often(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("propensity", [None, Propensity("reward_std", 1.0)])
 @pytest.mark.parametrize("may", [all_usable, some])
-def test_drawing_on_and_on_gives_each_group_once(may: Callable[[Groups], Any], propensity: Propensity | None) -> None:
-    """Only what may be drawn; rejection hands over to keys without losing or repeating one."""
+def test_drawing_everything_returns_each_group_once(
+    may: Callable[[Groups], Any], propensity: Propensity | None
+) -> None:
+    """Only allowed groups; the change from rejection to keys neither loses nor repeats one."""
     groups = shown(5000, reward_std=np.arange(5000) % 7)
     pieces = list(drawn(groups, may, propensity, np.random.default_rng(0), 100))
     assert len(pieces) > 3
     assert sorted(np.concatenate(pieces).tolist()) == np.flatnonzero(may(groups)).tolist()
 
 
-def test_priorities_that_are_none_count_as_0_and_infinity_as_the_largest() -> None:
-    """What learner feedback may hold breaks nothing: the infinite one comes first, the others follow."""
+def test_nan_counts_as_priority_0_and_infinity_as_the_largest() -> None:
+    """Any learner feedback works: the infinite priority comes first."""
     values = np.array([0.0, np.nan, -3.0, np.inf, 1.0, 0.0])
     strategy = replay(order="prioritized", priority="feedback", exponent=1, importance=1)
     assert set(select(strategy, shown(6, priority=values), budget=Budget(None, 2, 64))[:2]) == {4, 5}
@@ -372,8 +374,8 @@ def test_weights_correct_for_the_priority_and_the_largest_is_1() -> None:
     st.integers(0, 9),
 )
 @steady
-def test_a_batch_is_the_beginning_of_the_order_that_fits(tokens: list[int], order: str, seed: int) -> None:
-    """No group is passed over because it is long, unless no batch could hold it."""
+def test_a_batch_is_the_longest_prefix_that_fits(tokens: list[int], order: str, seed: int) -> None:
+    """No group is skipped for its length, unless no batch could hold it."""
     groups = shown(len(tokens), tokens=tokens)
     chosen = select(replay(order=order), groups, seed, budget=Budget(50, None, 64))
     whole = select(replay(order=order), groups, seed, budget=Budget(None, max(1, len(tokens)), 64)) if tokens else []
@@ -398,8 +400,8 @@ def test_a_group_rests_after_a_use() -> None:
 
 @pytest.mark.parametrize("order", ["uniform", "newest", "prioritized", "fifo"])
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.75, 1.0])
-def test_a_share_of_every_batch_was_never_used(order: str, fraction: float) -> None:
-    """Where fresh groups are few, they come; where they are too few, the batch waits."""
+def test_every_batch_has_its_share_of_fresh_groups(order: str, fraction: float) -> None:
+    """If fresh groups are scarce they come first; if there are too few, the batch waits."""
     used = np.arange(40) >= 3
     groups = shown(40, times_sampled=used, last_step=np.where(used, 3, -1))
     chosen = select(replay(order=order, fresh_fraction=fraction), groups)
@@ -409,7 +411,7 @@ def test_a_share_of_every_batch_was_never_used(order: str, fraction: float) -> N
         assert sum(row <= 3 for row in chosen if isinstance(row, int)) >= fraction * 4
 
 
-def test_at_most_so_many_groups_of_a_prompt_come_in_one_batch() -> None:
+def test_groups_per_prompt_limits_a_batch() -> None:
     """Groups without a prompt index are counted as prompts of their own."""
     groups = shown(8, prompt_index=[7, 7, 7, 8, 8, -1, -1, -1])
     assert select(replay(order="fifo", groups_per_prompt=1), groups) == [1, 4, 6, 7]
@@ -417,8 +419,8 @@ def test_at_most_so_many_groups_of_a_prompt_come_in_one_batch() -> None:
     assert select(replay(groups_per_prompt=1), shown(8, prompt_index=[7] * 8)) == "too_few_groups"
 
 
-def test_all_live_groups_of_a_prompt_come_together() -> None:
-    """A prompt that does not fit any more is passed over; one larger than a batch comes alone."""
+def test_prompts_together_keeps_groups_of_a_prompt_in_one_batch() -> None:
+    """A prompt that does not fit is skipped; one larger than a batch comes alone."""
     groups = shown(9, prompt_index=[7, 8, 7, 9, 9, 8, 7, 6, -1])
     together = replay(order="fifo", prompts_together=True)
     assert select(together, groups) == [1, 3, 7, 8]
@@ -429,7 +431,7 @@ def test_all_live_groups_of_a_prompt_come_together() -> None:
 
 @given(st.data())
 @steady
-def test_prompts_come_in_the_order_of_their_first_group_whatever_the_pieces(data: st.DataObject) -> None:
+def test_prompts_come_in_the_order_of_their_first_group(data: st.DataObject) -> None:
     """Against lists: pieces of any size, groups that may not be used, groups without a prompt, one that comes alone."""
     count = data.draw(st.integers(1, 40))
     prompts = data.draw(st.lists(st.integers(-1, 9), min_size=count, max_size=count))
@@ -466,7 +468,7 @@ def test_prompts_come_in_the_order_of_their_first_group_whatever_the_pieces(data
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), st.integers(1, 300))
 @steady
-def test_every_beginning_holds_each_share_within_one_group(shares: list[float], places: int) -> None:
+def test_every_prefix_has_each_share_within_one_group(shares: list[float], places: int) -> None:
     """|x_i - s_i * t| < 1 after every place t, for any shares (Tijdeman 1980)."""
     mix, counts, total = Mix(shares), Counter[int](), sum(shares)
     for place in range(1, places + 1):
@@ -480,7 +482,7 @@ def test_every_beginning_holds_each_share_within_one_group(shares: list[float], 
 @pytest.mark.parametrize("budget", [Budget(None, 64, 64), Budget(645, None, 64)])
 @pytest.mark.parametrize("order", ["uniform", "fifo", "prioritized"])
 def test_sources_get_their_shares_within_one_group(budget: Budget, order: str) -> None:
-    """However unevenly they are stored, in groups or in tokens; what the shares leave goes to other sources."""
+    """For any order of storing, in groups or in tokens; other sources get the rest."""
     sources = np.random.default_rng(0).choice([A, B, C, 0], 1000, p=[0.6, 0.2, 0.1, 0.1])
     chosen = select(replay(order=order, mix={"a": 0.25, "b": 0.5}), shown(1000, source=sources), budget=budget)
     assert len(chosen) == 64
@@ -488,8 +490,8 @@ def test_sources_get_their_shares_within_one_group(budget: Budget, order: str) -
     assert abs(found[A] - 16) < 1 and abs(found[B] - 32) < 1
 
 
-def test_a_source_that_is_short_gives_its_places_to_the_others() -> None:
-    """Waiting for it might never end: while others fill the window no ticket is issued."""
+def test_a_short_source_gives_its_places_to_the_others() -> None:
+    """Waiting for it might never end: no ticket is issued while others fill the window."""
     sources = np.array([A] * 20 + [B] * 1 + [C] * 20)
     chosen = select(
         replay(mix={"a": 0.25, "b": 0.5, "c": 0.25}), shown(41, source=sources), budget=Budget(None, 17, 64)
@@ -498,7 +500,7 @@ def test_a_source_that_is_short_gives_its_places_to_the_others() -> None:
     assert found[B] == 1 and abs(found[A] - found[C]) <= 2
 
 
-def test_groups_of_other_sources_go_where_the_shares_leave_them_nothing() -> None:
+def test_groups_of_other_sources_are_evicted_if_the_shares_sum_to_1() -> None:
     groups = shown(3, source=[A, C, B], policy_version=[10, 10, 1])
     evicted = replay(mix={"a": 0.5, "b": 0.5}).evict(groups, view_of(groups))
     assert (evicted.rows, evicted.reasons) == ((3, 2), ("too_stale", "not_in_mix"))
@@ -508,7 +510,7 @@ def test_groups_of_other_sources_go_where_the_shares_leave_them_nothing() -> Non
 # ---------------------------------------------------------------------- rate
 
 
-def test_a_batch_that_would_run_ahead_of_inserts_waits_rate_limited() -> None:
+def test_a_batch_ahead_of_inserts_is_rate_limited() -> None:
     """S + B - spi * I <= e: with spi = 2, e = 6 and 10 groups stored a batch of 4 may end at 26 uses."""
     strategy, groups = replay(samples_per_insert=2.0, error_buffer=6), shown(10)
     assert len(select(strategy, groups, groups_used=22)) == 4
@@ -519,8 +521,8 @@ def test_a_batch_that_would_run_ahead_of_inserts_waits_rate_limited() -> None:
     assert select(strategy, groups, groups_used=23, budget=by_tokens) == "rate_limited"
 
 
-def test_inserts_stop_on_the_other_side_of_the_band() -> None:
-    """-e <= S - spi * I: with spi = 2, e = 6 and 20 uses at most 13 groups may be stored or on their way."""
+def test_admission_stops_at_the_lower_end_of_the_band() -> None:
+    """-e <= S - spi * I: with spi = 2, e = 6 and 20 uses at most 13 groups may be stored or out."""
     strategy, flow = replay(samples_per_insert=2.0, error_buffer=6), Flow(0.0, 10.0)
     view = view_of(shown(4), groups_stored=9, groups_used=20)
     assert strategy.admit(view, flow) == 4
@@ -528,8 +530,8 @@ def test_inserts_stop_on_the_other_side_of_the_band() -> None:
     assert strategy.admit(dataclasses.replace(view, groups_stored=13), flow) == 0
 
 
-def test_inserts_go_on_where_the_next_batch_lacks_groups() -> None:
-    """Evicted groups took their uses with them: the band alone would close the door for ever."""
+def test_admission_continues_if_the_next_batch_needs_groups() -> None:
+    """Evicted groups take their uses with them: the band alone would stop admission for ever."""
     strategy = replay(samples_per_insert=2.0, error_buffer=6)
     view = view_of(shown(1), groups_stored=500, groups_used=20)
     assert strategy.admit(view, Flow(0.0, 10.0)) == 3
@@ -544,7 +546,7 @@ def test_inserts_go_on_where_the_next_batch_lacks_groups() -> None:
 )
 @steady
 def test_uses_and_inserts_never_block_each_other(spi: float, batch: int, extra: float, used: int, stored: int) -> None:
-    """Wherever the batch is blocked, an insert is let in: 2e >= B + spi."""
+    """If the batch is blocked, an insert is admitted: 2e >= B + spi."""
     limiter = Limiter(spi, (batch + spi) / 2 + extra)
     view = buffer_view(groups_used=used, groups_stored=stored)
     if limiter.blocks(view, batch):
@@ -554,7 +556,7 @@ def test_uses_and_inserts_never_block_each_other(spi: float, batch: int, extra: 
 
 @pytest.mark.parametrize("spi", [1.0, 1.5, 2.5])
 def test_a_closed_loop_keeps_samples_per_insert(spi: float) -> None:
-    """Over 60 steps the uses per stored group are what was asked, within the band."""
+    """Over 60 steps the uses per stored group match the option, within the band."""
     progress = ClosedLoop(replay(samples_per_insert=spi, error_buffer=24, order="fifo")).run(60)
     assert progress.steps == 60
     assert abs(progress.uses.sum() - spi * len(progress.uses)) <= 24 + 16 * spi
@@ -564,7 +566,7 @@ def test_a_closed_loop_keeps_samples_per_insert(spi: float) -> None:
 
 
 def admitted(strategy: Strategy[Any], **fields: Any) -> int:
-    """Ask an empty buffer at step 10 for admission, fields changed."""
+    """Return the admission of an empty buffer at step 10, with these fields."""
     return strategy.admit(view_of(shown(0), **fields), Flow(0.0, 10.0))
 
 
@@ -584,20 +586,20 @@ def admitted(strategy: Strategy[Any], **fields: Any) -> int:
         ({"max_uses": 4, "max_staleness": 0}, 4),
     ],
 )
-def test_a_window_of_batches_is_shared_by_groups_that_serve_several(options: dict[str, Any], groups: int) -> None:
-    """W * B / r: five batches of 4 are open to a group that is started now; each serves r of them."""
+def test_admission_divides_the_window_by_planned_uses(options: dict[str, Any], groups: int) -> None:
+    """W * B / r: a group that starts now may serve r of five batches of 4."""
     assert admitted(replay(**options)) == groups
 
 
-def test_used_groups_count_by_the_uses_they_have_left() -> None:
-    """Four uses each, five batches of 4: 5 groups with 8 of 20 uses behind them leave room for 2 more."""
+def test_used_groups_count_by_their_remaining_uses() -> None:
+    """Four uses each, five batches of 4: 5 groups that used 8 of 20 uses allow 2 more."""
     strategy = replay()
     assert admitted(strategy, groups_live=5, tokens_live=50, uses_live=8) == 2
     assert admitted(strategy, groups_live=5, tokens_live=50, uses_live=8, tickets_out=2) == 0
     assert admitted(strategy, groups_live=5, tokens_live=50) == 0
 
 
-def test_fresh_groups_are_let_in_where_the_next_batch_lacks_them() -> None:
+def test_fresh_groups_are_admitted_if_the_next_batch_needs_them() -> None:
     strategy = replay(fresh_fraction=0.5)
     full = {"groups_live": 50, "tokens_live": 500, "uses_live": 50}
     assert admitted(strategy, **full) == 2
@@ -606,12 +608,12 @@ def test_fresh_groups_are_let_in_where_the_next_batch_lacks_them() -> None:
     assert admitted(strategy, **full, tickets_out=2) == 0
 
 
-def test_nothing_is_let_in_that_the_next_step_may_not_use() -> None:
+def test_nothing_is_admitted_that_the_next_step_cannot_use() -> None:
     assert admitted(replay(), published_version=5) == 0
     assert admitted(replay(), published_version=6) > 0
 
 
-def test_one_use_is_admitted_as_by_the_staleness_window() -> None:
+def test_admission_for_one_use_equals_the_staleness_window() -> None:
     """Counted in tokens: 5 batches of 100 tokens, 10 each."""
     assert admitted(replay(max_uses=1), budget=Budget(100, None, 64)) == 50
     assert admitted(build_strategy("one-step-off-policy", {"max_staleness": 4}), budget=Budget(100, None, 64)) == 50
@@ -639,8 +641,8 @@ def test_one_use_is_admitted_as_by_the_staleness_window() -> None:
         ({"samples_per_insert": 1.0}, {"times_sampled": 3}, Budget(None, 3, 64), "rate_limited"),
     ],
 )
-def test_why_it_waits(options: dict[str, Any], columns: dict[str, Any], budget: Budget, reason: str) -> None:
-    """Reuse is told only where it is what blocks: all groups together would make a batch."""
+def test_waiting_reasons(options: dict[str, Any], columns: dict[str, Any], budget: Budget, reason: str) -> None:
+    """`reuse_exhausted` only if all groups together would make a batch."""
     assert select(replay(**options), shown(3, **columns), budget=budget) == reason
 
 

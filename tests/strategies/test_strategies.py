@@ -1,4 +1,4 @@
-"""The strategies that come with replaybuf, found by their entry points: what they take, in which order."""
+"""Built-in strategies, loaded by entry point: the groups they take, and their order."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ def test_on_policy_takes_groups_in_the_order_they_were_stored() -> None:
     assert (strategy.max_staleness, strategy.max_uses, strategy.look_ahead) == (0, 1, 0)
 
 
-def test_on_policy_takes_no_options() -> None:
+def test_on_policy_has_no_options() -> None:
     with pytest.raises(Invalid, match="valid options: none"):
         build_strategy("on-policy", {"max_staleness": 1})
 
 
 def test_on_policy_admits_nothing_between_a_step_and_its_publication() -> None:
-    """Producers would only generate what is stale before it arrives."""
+    """Such groups would be too stale on arrival."""
     strategy, flow = build_strategy("on-policy", {}), Flow(0.0, 10.0)
     budget = Budget(None, 4, 64)
     assert strategy.admit(buffer_view(step=2, version=2, published_version=1, budget=budget), flow) == 0
     assert strategy.admit(buffer_view(step=2, version=2, published_version=2, budget=budget), flow) == 4
 
 
-def test_one_step_off_policy_is_the_default_with_staleness_1_and_looks_one_step_ahead() -> None:
+def test_one_step_off_policy_defaults() -> None:
     strategy = build_strategy("one-step-off-policy", {})
     assert (strategy.max_staleness, strategy.max_uses, strategy.look_ahead) == (1, 1, 1)
     assert build_strategy("one-step-off-policy", {"max_staleness": 7}).max_staleness == 7
 
 
 @pytest.mark.parametrize("k", [-1, 2**31, 10**30, 1.5, None])
-def test_one_step_off_policy_refuses_a_staleness_that_is_none(k: object) -> None:
+def test_one_step_off_policy_rejects_an_invalid_staleness(k: object) -> None:
     with pytest.raises(Invalid, match=r"valid options: max_staleness: int >= 0 \(default 1\)"):
         build_strategy("one-step-off-policy", {"max_staleness": k})
 
 
-def test_one_step_off_policy_takes_the_oldest_version_first_then_the_order_of_storing() -> None:
-    """What has the least time left goes first, so that a slow prompt is trained before it becomes too stale."""
+def test_one_step_off_policy_takes_the_oldest_version_first() -> None:
+    """Groups with the least time left go first, so that a slow prompt does not become too stale."""
     groups = live_groups([30, 30, 30, 30, 30], versions=[3, 2, 3, 2, 3])
     assert select(build_strategy("one-step-off-policy", {}), groups, Budget(None, 4, 64)) == [2, 4, 1, 3]
 
 
-def test_one_step_off_policy_admits_k_steps_ahead_of_what_is_published() -> None:
-    """Step 2 in training with version 1 published: k = 1 leaves step 2 alone, k = 2 step 3 too."""
+def test_one_step_off_policy_admits_k_steps_ahead() -> None:
+    """Step 2 in training with version 1 published: k = 1 allows step 2, k = 2 also step 3."""
     flow, view = Flow(0.0, 10.0), buffer_view(step=2, version=2, published_version=1, budget=Budget(None, 4, 64))
     admitted = [build_strategy("one-step-off-policy", {"max_staleness": k}).admit(view, flow) for k in range(4)]
     assert admitted == [0, 4, 8, 12]
 
 
 @pytest.mark.parametrize(("k", "evicted"), [(0, (1, 2, 3)), (1, (1, 2)), (2, (1,)), (9, ())])
-def test_one_step_off_policy_evicts_what_is_more_than_k_versions_behind(k: int, evicted: tuple[int, ...]) -> None:
+def test_one_step_off_policy_evicts_groups_more_than_k_versions_behind(k: int, evicted: tuple[int, ...]) -> None:
     groups = live_groups([5] * 4, versions=[1, 2, 3, 4])
     found = build_strategy("one-step-off-policy", {"max_staleness": k}).evict(groups, buffer_view(version=4))
     assert found == Evictions(evicted, ("too_stale",) * len(evicted))
@@ -89,10 +89,10 @@ def test_one_step_off_policy_evicts_what_is_more_than_k_versions_behind(k: int, 
     st.integers(0, 3),
 )
 @steady
-def test_a_built_in_keeps_the_budget_and_chooses_the_same_again(
+def test_a_built_in_keeps_the_budget_and_is_deterministic(
     name: str, drawn: list[tuple[int, int]], tokens: int | None, groups: int | None, seed: int
 ) -> None:
-    """Whole groups, each once, of those it was given; no chance: the generator changes nothing."""
+    """Whole groups, each at most once; the random generator has no effect."""
     if tokens is None and groups is None:
         tokens = 100
     budget = Budget(tokens, groups, 64)
@@ -114,8 +114,8 @@ def test_a_built_in_keeps_the_budget_and_chooses_the_same_again(
 @pytest.mark.parametrize(
     ("batch", "room"), [({"tokens_per_batch": 1000}, 1000), ({"groups_per_batch": 8, "tokens_per_batch": None}, 64)]
 )
-def test_room_for_less_than_a_batch_is_refused_for_every_strategy(name: str, batch: dict[str, Any], room: int) -> None:
-    """One token less than the smallest batch could never be full; with it the run is taken."""
+def test_limits_below_one_batch_are_rejected_for_every_strategy(name: str, batch: dict[str, Any], room: int) -> None:
+    """One token below the smallest batch is rejected; the smallest batch is accepted."""
     for tokens in (room, room - 1):
         config = run_config(
             batch=BatchSpec(**batch),
@@ -138,7 +138,7 @@ def test_a_built_in_is_a_strategy_with_a_docstring_and_frozen_options(name: str)
     assert cls.Options.__struct_config__.frozen and cls.Options.__struct_config__.forbid_unknown_fields
 
 
-def test_a_selection_of_one_group_is_enough_where_it_fills_the_batch() -> None:
+def test_one_group_can_fill_a_batch() -> None:
     chosen = build_strategy("on-policy", {}).select(
         live_groups([100]), buffer_view(), Budget(100, None, 64), np.random.default_rng(0)
     )

@@ -1,4 +1,4 @@
-"""A strategy of a distribution of its own: built, installed into an environment of its own, served from there.
+"""A strategy in a separate distribution: built, installed into a new environment, and served from there.
 
 And what plug-ins do wrong there: their run pauses with the reason, the service and its other runs go on.
 """
@@ -25,21 +25,21 @@ from replaybuf.strategy import Selection, Strategy, Waiting
 
 
 class Raises(Strategy):
-    """Raises when it is asked for a batch."""
+    """Raises in `select`."""
 
     def select(self, groups, buffer, budget, rng):
         raise ZeroDivisionError("of my own making")
 
 
 class Impossible(Strategy):
-    """Selects a group that it was not given."""
+    """Selects an unknown group."""
 
     def select(self, groups, buffer, budget, rng):
         return Selection(groups.row[:1] + 1000) if len(groups) else Waiting("no_groups")
 
 
 class RaisesInEvict(Strategy):
-    """Raises when it is asked what can go."""
+    """Raises in `evict`."""
 
     def evict(self, groups, buffer):
         raise ZeroDivisionError("while cleaning up")
@@ -49,7 +49,7 @@ class RaisesInEvict(Strategy):
 
 
 class Vanishing(Strategy):
-    """Fine, as long as it is installed."""
+    """Works while it is installed."""
 
     def select(self, groups, buffer, budget, rng):
         return Selection(groups.row[:1]) if len(groups) else Waiting("no_groups")
@@ -65,7 +65,7 @@ unimportable = broken_strategies.nowhere:Nothing
 
 
 class Environment:
-    """A Python environment of its own that sees what this one has installed; `python` runs in it."""
+    """A new Python environment that sees the packages of this one; `python` runs in it."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False)
@@ -89,7 +89,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment with the example installed from its wheel, and with a distribution of broken strategies."""
+    """An environment with the wheel of the example and a distribution of broken strategies."""
     folder = tmp_path_factory.mktemp("plugin")
     source = shutil.copytree(EXAMPLE, folder / "source")
     pip = [sys.executable, "-m", "pip"]
@@ -118,10 +118,10 @@ def server(environment: Environment, tmp_path: Path) -> Iterator[ServeProcess]:
 Connect = Callable[[str, str], RunClient]
 
 
-def test_the_example_is_listed_shown_and_chosen_from(
+def test_the_example_is_listed_and_selects_batches(
     environment: Environment, server: ServeProcess, connect: Connect
 ) -> None:
-    """By its wheel alone: the command line knows it, a run takes its options, its order decides the batch."""
+    """With its wheel only: the command line lists it, a run accepts its options, its order makes the batch."""
     shown = environment.run("-m", "replaybuf", "strategies", "show", "near-target")
     assert "replaybuf-near-target 0.1.0" in shown
     assert "target" in shown and ">= 0 and <= 1" in shown
@@ -142,16 +142,16 @@ def test_the_example_is_listed_shown_and_chosen_from(
     assert refused.status_code == 422 and "target" in refused.json()["detail"]
 
 
-def test_the_examples_own_tests_and_the_contract_suite_pass_where_it_is_installed(environment: Environment) -> None:
-    """As its README tells to run them; the sources are out of the way, the wheel is what is tested."""
+def test_the_tests_of_the_example_pass(environment: Environment) -> None:
+    """As in its README, without the sources: the wheel is tested."""
     tests = environment.folder.parent / "source" / "tests"
     assert "passed" in environment.run("-m", "pytest", "-p", "no:cacheprovider", ".", cwd=tests)
     checked = environment.run("-m", "replaybuf", "strategies", "check", "replaybuf_near_target:NearTarget", cwd=tests)
     assert all(line.startswith("ok") for line in checked.splitlines())
 
 
-def test_a_strategy_that_does_not_import_is_refused_when_it_is_named(server: ServeProcess, connect: Connect) -> None:
-    """No run is made; the message names the plug-in and the cause."""
+def test_a_strategy_that_does_not_import_is_rejected(server: ServeProcess, connect: Connect) -> None:
+    """No run is created; the message names the plug-in and the cause."""
     refused = connect(server.url, "r").put(strategy={"name": "unimportable"}, batch={"groups_per_batch": 1})
     assert refused.status_code == 422
     assert "broken_strategies.nowhere:Nothing" in refused.json()["detail"]
@@ -165,10 +165,10 @@ def test_a_strategy_that_does_not_import_is_refused_when_it_is_named(server: Ser
         ("impossible", "strategy 'impossible' broke the rule 'selects only groups that are stored'"),
     ],
 )
-def test_a_run_whose_strategy_breaks_its_contract_pauses_and_others_go_on(
+def test_a_strategy_that_breaks_its_contract_pauses_only_its_run(
     server: ServeProcess, connect: Connect, name: str, reason: str
 ) -> None:
-    """The trainer is told paused, the state says why; a run beside it is trained as before."""
+    """The trainer gets `paused`, the state has the reason; another run goes on."""
     broken, sound = connect(server.url, name), connect(server.url, f"beside-{name}")
     broken.put(strategy={"name": name}, batch={"groups_per_batch": 1})
     sound.put(strategy={"name": "near-target"}, batch={"groups_per_batch": 1})
@@ -185,8 +185,8 @@ def test_a_run_whose_strategy_breaks_its_contract_pauses_and_others_go_on(
     broken.train(broken.attach(), range(1))
 
 
-def test_a_strategy_that_raises_in_evict_loses_nothing_and_stops_nobody(server: ServeProcess, connect: Connect) -> None:
-    """What producers append is stored all the same; the run is paused with what its strategy did."""
+def test_a_strategy_that_raises_in_evict_loses_no_group(server: ServeProcess, connect: Connect) -> None:
+    """Appends are still stored; the run is paused with the error."""
     broken, sound = connect(server.url, "evict"), connect(server.url, "beside-evict")
     broken.put(strategy={"name": "raises-in-evict"}, batch={"groups_per_batch": 1})
     sound.put(batch={"groups_per_batch": 1})
@@ -200,10 +200,10 @@ def test_a_strategy_that_raises_in_evict_loses_nothing_and_stops_nobody(server: 
     sound.train(sound.attach(), range(2))
 
 
-def test_a_strategy_that_is_gone_after_a_restart_pauses_its_run_and_others_go_on(
+def test_a_missing_strategy_after_a_restart_pauses_only_its_run(
     environment: Environment, server: ServeProcess, connect: Connect
 ) -> None:
-    """The service starts, the run tells what is missing, and goes on once the strategy is back."""
+    """The service starts, the run reports the missing strategy, and continues once it is back."""
     gone, sound = connect(server.url, "gone"), connect(server.url, "beside-gone")
     gone.put(strategy={"name": "vanishing"}, batch={"groups_per_batch": 1})
     sound.put(batch={"groups_per_batch": 1})

@@ -1,4 +1,4 @@
-"""verifiers passes the contract of plays that the double of its process passes; and what of verifiers can be played."""
+"""Plays on verifiers: the contract that its double passes, and features of verifiers."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ NO = "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
 class TestVerifiers(PlayContract):
     """verifiers 0.4."""
 
-    def test_the_prompt_tells_the_tools(self, table: Table) -> None:
+    def test_the_prompt_holds_the_tools(self, table: Table) -> None:
         """As the model's chat template writes them."""
         text = table.tokenizer.decode([table.prompts()[0].token_ids])[0]
         assert '"name": "calculator_add", "description": "Add two numbers."' in text
         assert text.endswith("2+3\nassistant\n")
 
-    def test_a_renderer_that_writes_otherwise_than_the_chat_template_is_refused(self, tmp_path: Path) -> None:
-        """One that is not named; and a model of which none is known."""
+    def test_a_default_renderer_that_differs_from_the_chat_template_is_rejected(self, tmp_path: Path) -> None:
+        """Also a model type without a default renderer."""
         table = Table(tmp_path)
         write_qwen(tmp_path, template=TEMPLATE.replace("# Tools", "# Instruments"))
         with pytest.raises(Invalid, match=r"renderer qwen3 differs from the chat template .* name one.*glm-4\.5"):
@@ -100,12 +100,12 @@ class TestVerifiers(PlayContract):
         with pytest.raises(Invalid, match=r"model_type .unheard_of. of .* has no default renderer"):
             other.prompts()
 
-    @pytest.mark.parametrize(("wrong", "told"), [("raises", "no box left"), ("greets", "it opens with more than")])
-    def test_what_does_not_open_as_its_prompt_is_refused_when_it_is_read(
-        self, table: Table, wrong: str, told: str
+    @pytest.mark.parametrize(("wrong", "message"), [("raises", "no box left"), ("greets", "it opens with more than")])
+    def test_a_play_that_does_not_open_like_its_prompt_is_rejected(
+        self, table: Table, wrong: str, message: str
     ) -> None:
-        """By the first task."""
-        with pytest.raises(Invalid, match=f"taskset unready cannot be played: .*{told}"):
+        """When the first task is read."""
+        with pytest.raises(Invalid, match=f"taskset unready cannot be played: .*{message}"):
             table.prompts("verifiers:unready", wrong=wrong)
 
     def test_a_harness_of_the_taskset_is_used(self, table: Table) -> None:
@@ -117,7 +117,7 @@ class TestVerifiers(PlayContract):
 
 
 def test_tools_of_a_rollout_hooks_and_turns_of_a_user_are_played(folder: Path, table: Table) -> None:
-    """A call that a hook forbids is not made; a user's turn keeps thoughts only where the renderer is told to."""
+    """A hook forbids a call; turns of a user keep their reasoning only with that renderer option."""
     (folder / "own_tools.py").write_text(OWN_TOOLS)
     (folder / "talk.py").write_text(TALK)
     (folder / "policed.py").write_text(POLICED)

@@ -1,4 +1,4 @@
-"""verifiers passes the contract that the double of its process passes, and what is out of reach is seen."""
+"""Tasksets on verifiers: the contract that its double passes, and unsupported tasksets."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ def write(
     (folder / f"{name}.py").write_text(MODULE.format(task=task, data=data))
 
 
-def test_what_can_be_neither_replied_to_nor_played_is_refused_by_name(folder: Path) -> None:
-    """All in one process, which outlives every refusal."""
+def test_an_unsupported_taskset_is_rejected_by_name(folder: Path) -> None:
+    """All in one process, which survives every rejection."""
     for name, (_, task) in NEEDY.items():
         write(folder, name, task=task)
     made = Verifiers()
-    for name, (told, _) in NEEDY.items():
+    for name, (message, _) in NEEDY.items():
         options: dict[str, list[str]] = {"words": []} if name == "empty" else {}
-        with pytest.raises(Invalid, match=f"taskset {name} {told}"):
+        with pytest.raises(Invalid, match=f"taskset {name} {message}"):
             made.check(make_prompt(verifiers={"taskset": name, "options": options, "task": {}}))
 
 
-def test_a_row_that_no_reply_can_answer_is_named(folder: Path) -> None:
-    """A user who opens is refused where prompts are read, an image by the environment."""
+def test_a_row_without_a_possible_reply_is_named(folder: Path) -> None:
+    """A user who opens is rejected when prompts are read, an image by the environment."""
     write(folder, "opened_by_a_user", data="WordData(prompt=None, answer='x')")
     write(folder, "in_an_image", data="WordData(prompt=word, answer='x', image='python:3.11')")
     with pytest.raises(Invalid, match=r"prompts verifiers:opened_by_a_user, row 1: has no prompt: its user opens"):

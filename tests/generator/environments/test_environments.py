@@ -1,4 +1,4 @@
-"""What completions are worth in the built-in environments, and what a prompt must bring for them."""
+"""Built-in environments: rewards of completions, and checks of prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_exact_match_needs_an_answer() -> None:
         check_prompts(ExactMatch(), [make_prompt()])
 
 
-def test_reasoning_gym_scores_by_the_dataset_with_partial_credit() -> None:
+def test_reasoning_gym_scores_with_partial_credit() -> None:
     environment, prompt = ReasoningGym(), make_prompt("sun>", reasoning_gym=TASK)
     scores = [environment.score(prompt, completion).reward for completion in ("nus", "nsu", "")]
     assert scores[0] == 1.0
@@ -37,7 +37,7 @@ def test_reasoning_gym_scores_by_the_dataset_with_partial_credit() -> None:
     assert scores[2] == 0.0
 
 
-def test_a_prompt_may_ask_for_all_or_nothing() -> None:
+def test_a_prompt_can_switch_partial_credit_off() -> None:
     environment, prompt = ReasoningGym(), make_prompt("sun>", reasoning_gym=TASK | {"partial_credit": False})
     assert [environment.score(prompt, completion).reward for completion in ("nus", "nsu")] == [1.0, 0.0]
 
@@ -58,27 +58,27 @@ def test_reasoning_gym_makes_an_entry_from_the_answer() -> None:
         ({"reasoning_gym": TASK | {"config": {"min_word_len": -1}}}, "cannot create"),
     ],
 )
-def test_a_prompt_that_reasoning_gym_cannot_score_is_refused(metadata: dict[str, Any], message: str) -> None:
+def test_prompts_that_reasoning_gym_cannot_score_are_rejected(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(Invalid, match=message):
         ReasoningGym().check(make_prompt(**metadata))
 
 
-def test_without_reasoning_gym_the_install_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_reasoning_gym_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[demo\]'"):
         ReasoningGym()
 
 
-def test_environments_are_found_by_their_entry_point() -> None:
+def test_environments_are_loaded_by_entry_point() -> None:
     assert isinstance(load_environment("exact-match"), ExactMatch)
 
 
-def test_an_unknown_environment_is_refused_with_the_installed_ones() -> None:
+def test_an_unknown_environment_is_an_error_that_lists_installed_ones() -> None:
     with pytest.raises(Invalid, match=r"environment is 'chess'; installed: .*exact-match"):
         load_environment("chess")
 
 
-def test_the_demos_prompts_are_scored(tmp_path: Path) -> None:
+def test_demo_prompts_can_be_scored(tmp_path: Path) -> None:
     check_prompts(ReasoningGym(), [make_prompt("sun>", answer="nus", reasoning_gym=TASK)])
 
 
@@ -91,7 +91,7 @@ def test_the_demos_prompts_are_scored(tmp_path: Path) -> None:
         (f"{HERE}:Strict:2, exact-match:1e-3", [("Strict", 2.0), ("exact-match", 1e-3)]),
     ],
 )
-def test_rewards_are_named_with_their_weights(text: str, expected: list[tuple[str, float]]) -> None:
+def test_rewards_are_parsed_with_their_weights(text: str, expected: list[tuple[str, float]]) -> None:
     assert [(reward.name, reward.weight) for reward in load_rewards(text)] == expected
 
 
@@ -108,7 +108,7 @@ def test_rewards_are_named_with_their_weights(text: str, expected: list[tuple[st
         ("exact-match,", "environment is ''"),
     ],
 )
-def test_a_reward_that_is_none_is_refused_with_its_name(text: str, message: str) -> None:
+def test_an_invalid_reward_is_named_in_the_error(text: str, message: str) -> None:
     with pytest.raises(Invalid) as caught:
         load_rewards(text)
     assert message in caught.value.detail

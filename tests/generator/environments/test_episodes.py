@@ -1,4 +1,4 @@
-"""Rollouts of several turns: an engine over real HTTP, a scripted tool environment, tokens as they came."""
+"""Rollouts of several turns, with an engine over real HTTP and a scripted tool environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = "tests.generator.turn_environments"
 
 
 class Speaking(EngineDouble):
-    """Says the given texts, one after another, whatever it is asked; the version rises by `rises` with each."""
+    """Engine that returns the given texts in order; the version rises by `rises` with each."""
 
     def __init__(
         self, *texts: str, rises: int = 0, finish_reason: str = "stop", encode: Callable[[str], list[int]] = ids
@@ -83,7 +83,7 @@ def scripted(*answers: str | Sequence[int] | None, **options: Any) -> Scripted:
     return Scripted(answer, **options)
 
 
-def test_turns_and_answers_are_one_completion_in_which_answers_are_masked(tmp_path: Path) -> None:
+def test_turns_and_answers_form_one_completion_with_answers_masked(tmp_path: Path) -> None:
     engine, environment = Speaking("call", "done"), scripted(" two ")
     sample, scores = play(tmp_path, engine, environment)
     assert sample.completion_ids.tolist() == ids("call two done")
@@ -108,19 +108,19 @@ def test_answers_may_be_token_ids(tmp_path: Path) -> None:
     assert sample.completion_ids.tolist() == [*ids("a"), 7, 8, 9, *ids("b")]
 
 
-def test_every_turn_has_the_version_that_sampled_it_and_an_answer_that_of_the_turn_before(tmp_path: Path) -> None:
+def test_an_answer_has_the_version_of_the_turn_before_it(tmp_path: Path) -> None:
     sample, _ = play(tmp_path, Speaking("one", "two", "six", rises=1), scripted(" x ", " y "))
     assert sample.version_spans.tolist() == [[0, 3, 0, 6], [0, 4, 6, 12], [0, 5, 12, 15]]
     assert sample.policy_version == 3
 
 
-def test_a_version_that_falls_between_turns_gives_the_group_up(tmp_path: Path) -> None:
+def test_a_version_that_falls_between_turns_fails_the_group(tmp_path: Path) -> None:
     with pytest.raises(EngineFault) as caught:
         play(tmp_path, Speaking("one", "two", rises=-1), scripted(" x "))
     assert caught.value.reason == "superseded"
 
 
-def test_the_rollouts_of_a_group_are_episodes_of_their_own(tmp_path: Path) -> None:
+def test_each_rollout_of_a_group_has_its_own_episode(tmp_path: Path) -> None:
     async def answer(number: int, turn: Turn) -> str | None:
         return None if turn.text in ("stop", "end") else " go "
 
@@ -140,7 +140,7 @@ def test_a_rollout_ends_at_the_turn_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "text"), [(8, "a xyz b"), (7, "a xyz b"), (6, "a"), (5, "a")])
-def test_a_rollout_ends_where_an_answer_leaves_no_room_for_a_turn(tmp_path: Path, max_tokens: int, text: str) -> None:
+def test_a_rollout_ends_if_an_answer_leaves_no_space_for_a_turn(tmp_path: Path, max_tokens: int, text: str) -> None:
     sample, _ = play(tmp_path, Speaking("a", "b"), scripted(" xyz "), max_tokens=max_tokens)
     assert sample.completion_ids.tolist() == ids(text)
     assert sample.finish_reasons == (("stop",) if text != "a" else ("length",))
@@ -153,7 +153,7 @@ def test_a_turn_that_was_cut_off_is_not_answered(tmp_path: Path) -> None:
     assert scores.rewards.tolist() == [1.0], "it is scored all the same"
 
 
-def test_an_episode_that_can_is_given_the_turn_that_was_cut_off(tmp_path: Path) -> None:
+def test_cut_off_receives_the_turn_that_was_cut_off(tmp_path: Path) -> None:
     cut_off: list[Turn] = []
 
     class Heeding(Scripted):
@@ -199,7 +199,7 @@ async def _fault(number: int, turn: Turn) -> str:
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason", "told"),
+    ("environment", "reason", "message"),
     [
         (Scripted(_raise), "environment_raised", "raised ConnectionError('sandbox is gone')"),
         (Scripted(_hang), "environment_timeout", "did not answer within 0.3 s"),
@@ -223,16 +223,16 @@ async def _fault(number: int, turn: Turn) -> str:
         "nan",
     ],
 )
-def test_what_an_environment_does_wrong_is_a_fault_of_the_group_and_closes_it(
-    tmp_path: Path, environment: Scripted, reason: str, told: str
+def test_faults_of_an_environment_fail_the_group_and_close_the_episode(
+    tmp_path: Path, environment: Scripted, reason: str, message: str
 ) -> None:
     with pytest.raises(RewardFault) as caught:
         play(tmp_path, Speaking("a", "b"), environment, timeout_s=0.3 if reason.endswith("timeout") else TIMEOUT_S)
     assert caught.value.reason == reason
-    assert told in caught.value.detail
+    assert message in caught.value.detail
 
 
-def test_an_environment_of_several_turns_is_found_by_name_and_stands_alone() -> None:
+def test_a_multi_turn_environment_must_be_the_only_reward() -> None:
     (one,) = load_rewards(f"{HERE}:Echo")
     assert isinstance(multi_turn([one]), Scripted)
     assert multi_turn(load_rewards("exact-match")) is None
@@ -244,7 +244,7 @@ def test_an_environment_of_several_turns_is_found_by_name_and_stands_alone() -> 
 
 
 @pytest.mark.parametrize("error", [OSError("busy"), SystemExit("busy"), asyncio.CancelledError("busy")], ids=repr)
-def test_an_episode_that_does_not_close_costs_nothing(
+def test_a_failing_close_does_not_lose_the_rollout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     environment = scripted()

@@ -1,4 +1,4 @@
-"""Process rewards: from what an environment says of stretches of a completion to advantages per token."""
+"""Process rewards: from stretches of a completion to advantages per token."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def scores(*given: Sequence[tuple[int, float]]) -> Scores:
     return Scores(np.zeros(len(given)), {}, tuple(tuple(one) for one in given))
 
 
-def test_a_stretch_ends_with_the_token_of_its_last_character_and_the_last_one_with_the_completion(
+def test_a_stretch_ends_with_the_token_of_its_last_character(
     tmp_path: Path,
 ) -> None:
-    """The end of sequence belongs to the stretch after which the policy stopped."""
+    """The last stretch includes the end-of-sequence token."""
     completions = [[*ids("ab cd"), END], ids("abc"), ids("a")]
     counted = by_text(
         make_prompt(), scores([(2, 1.0), (5, 0.0)], [(1, 0.5)], []), completions, make_tokenizer(tmp_path)
@@ -48,7 +48,7 @@ def test_a_stretch_ends_with_the_token_of_its_last_character_and_the_last_one_wi
 
 
 @pytest.mark.parametrize("end", [0, 4])
-def test_a_stretch_that_ends_outside_the_text_is_a_fault_of_the_reward(tmp_path: Path, end: int) -> None:
+def test_an_end_outside_the_text_is_a_reward_fault(tmp_path: Path, end: int) -> None:
     with pytest.raises(
         RewardFault, match=rf"has a process reward that ends at {end}; the completion has 3 characters"
     ) as caught:
@@ -56,14 +56,14 @@ def test_a_stretch_that_ends_outside_the_text_is_a_fault_of_the_reward(tmp_path:
     assert caught.value.reason == "reward_bad_end"
 
 
-def test_a_turn_that_was_not_taken_is_a_fault_of_the_reward() -> None:
+def test_the_number_of_a_missing_turn_is_a_reward_fault() -> None:
     assert by_turn(make_prompt(), scores([(2, 1.0), (1, 0.0)]), [[3, 9]]).process_rewards == (((9, 1.0), (3, 0.0)),)
     with pytest.raises(RewardFault, match="has a process reward that ends at 3; the completion has 2 turns"):
         by_turn(make_prompt(), scores([(3, 1.0)]), [[3, 9]])
 
 
 def stored(tmp_path: Path, environment: Environment, **options: Any) -> Group:
-    """Generate one group of four rollouts `cba`; return it as the service got it."""
+    """Generate one group of four rollouts `cba`; return the appended group."""
     made: list[Group] = []
 
     async def main() -> None:
@@ -78,12 +78,12 @@ def stored(tmp_path: Path, environment: Environment, **options: Any) -> Group:
 
 
 def graded() -> Environment:
-    """Give the first two rollouts a good first stretch, and every one a bad second."""
+    """Return an environment: the first stretch of the first two rollouts is good, every second stretch is bad."""
     good = iter([True, True, False, False])
     return Broken(lambda prompt, text: Score(1.0, process_rewards=((1, float(next(good))), (3, 0.0))))
 
 
-def test_a_run_with_process_advantages_stores_one_per_token(tmp_path: Path) -> None:
+def test_the_estimator_process_stores_advantages_per_token(tmp_path: Path) -> None:
     """Rewards 1, 0, 1, 0, 0, 0, 0, 0: mean 1/4, deviation 0.433; the mean over its tokens is the rollout's own."""
     group = stored(tmp_path, graded(), advantage="process")
     high, low = 0.75 / 0.4330127, -0.25 / 0.4330127
@@ -94,7 +94,7 @@ def test_a_run_with_process_advantages_stores_one_per_token(tmp_path: Path) -> N
     assert "zero_variance" not in group.metadata, "rewards are equal, process rewards are not"
 
 
-def test_another_estimator_passes_process_rewards_over(tmp_path: Path) -> None:
+def test_other_estimators_ignore_process_rewards(tmp_path: Path) -> None:
     group = stored(tmp_path, graded())
     assert group.token_advantages is None and group.advantages is not None and not group.advantages.any()
 
@@ -109,7 +109,7 @@ def test_the_stretches_of_an_episode_are_its_turns(tmp_path: Path) -> None:
     assert scored.process_rewards == (((3, 0.25), (7, 0.75)),)
 
 
-def test_process_rewards_of_several_rewards_count_by_weight() -> None:
+def test_process_rewards_of_several_rewards_are_weighted() -> None:
     async def main() -> None:
         halves = Broken(lambda prompt, text: Score(1.0, process_rewards=((len(text) // 2, 1.0), (len(text), 0.0))))
         whole = Broken(lambda prompt, text: Score(0.0))

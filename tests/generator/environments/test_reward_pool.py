@@ -1,4 +1,4 @@
-"""A reward in a process of its own: what hangs is killed, what dies is replaced, and the next group is scored."""
+"""Rewards in worker processes: hanging ones are killed, dead ones replaced, and the next group is scored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = make_prompt("cab", answer="bac", level=2)
 def pooled(
     main: Callable[[RewardPool], Awaitable[None]],
     *,
-    environment: str = f"{HERE}:told",
+    environment: str = f"{HERE}:scripted",
     processes: int = 1,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
@@ -50,16 +50,16 @@ def test_a_process_scores_the_whole_prompt_with_several_rewards() -> None:
         scores = await pool.score(PROMPT, ["bac", "x"])
         assert scores.rewards.tolist() == [2.5, 0.5]
         assert {name: part.tolist() for name, part in scores.parts.items()} == {
-            "told": [1.0, 0.0],
+            "scripted": [1.0, 0.0],
             "waited": [3.0, 1.0],
             "waited.half": [1.5, 0.5],
         }
         assert await pid(pool) != os.getpid()
 
-    pooled(main, environment=f"{HERE}:told,{HERE}:waited:0.5")
+    pooled(main, environment=f"{HERE}:scripted,{HERE}:waited:0.5")
 
 
-def test_process_rewards_come_from_a_process_too() -> None:
+def test_worker_processes_return_process_rewards() -> None:
     async def main(pool: RewardPool) -> None:
         assert (await pool.score(PROMPT, ["abcd", "ab"])).process_rewards == (
             ((2, 1.0), (4, 0.0)),
@@ -69,7 +69,7 @@ def test_process_rewards_come_from_a_process_too() -> None:
     pooled(main, environment=f"{HERE}:halves")
 
 
-def test_what_hangs_dies_or_is_no_number_costs_its_own_group() -> None:
+def test_a_reward_that_hangs_exits_or_is_nan_costs_only_its_group() -> None:
     async def main(pool: RewardPool) -> None:
         assert (await fault(pool, "nan")).reason == "reward_not_finite"
         first = await pid(pool)
@@ -89,7 +89,7 @@ def test_what_hangs_dies_or_is_no_number_costs_its_own_group() -> None:
     pooled(main, timeout_s=2.0)
 
 
-def test_a_job_that_is_cancelled_leaves_no_answer_for_the_next() -> None:
+def test_the_answer_of_a_cancelled_job_is_dropped() -> None:
     async def main(pool: RewardPool) -> None:
         before = await pid(pool)
         job = asyncio.ensure_future(pool.score(PROMPT, ["hang"]))
@@ -114,7 +114,7 @@ def test_groups_are_scored_side_by_side() -> None:
     pooled(main, processes=2)
 
 
-def test_an_environment_that_does_not_build_is_told_at_start() -> None:
+def test_an_environment_that_does_not_build_is_an_error_at_start() -> None:
     async def main(pool: RewardPool) -> None:
         raise RuntimeError("entered")
 
@@ -122,10 +122,10 @@ def test_an_environment_that_does_not_build_is_told_at_start() -> None:
         pooled(main, environment=f"{HERE}:Broken")
 
 
-def test_a_process_whose_generator_is_gone_ends_in_the_middle_of_a_score() -> None:
+def test_a_worker_ends_with_its_generator_in_the_middle_of_a_score() -> None:
     async def main() -> None:
         worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", f"{HERE}:told"),
+            *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", f"{HERE}:scripted"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

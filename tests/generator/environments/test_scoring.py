@@ -1,4 +1,4 @@
-"""A reward that raises, hangs or is no number costs its own group, with a reason, and never holds anything up."""
+"""A reward that raises, hangs or is not a number costs one group, with a reason, and blocks nothing."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def score(environment: Any, *completions: str, timeout_s: float = TIMEOUT_S) -> 
     return asyncio.run(Scorer(environment, timeout_s=timeout_s).score(PROMPT, completions))
 
 
-def test_scores_come_back_as_columns_with_their_parts() -> None:
+def test_scores_are_returned_as_columns_with_parts() -> None:
     scores = score(Spelling(), "cba", "c")
     assert scores.rewards.tolist() == [1.0, 0.0]
     assert {name: part.tolist() for name, part in scores.parts.items()} == {"length": [3.0, 1.0]}
 
 
-def test_an_environment_may_give_numbers() -> None:
-    """Of a class as of a function, where there is nothing beside the reward."""
+def test_an_environment_may_return_numbers() -> None:
+    """For a reward without parts."""
     assert score(Broken(lambda prompt, text: len(text)), "cba", "c").rewards.tolist() == [3.0, 1.0]
 
 
@@ -49,7 +49,7 @@ def raising(error: BaseException) -> Callable[[Prompt, str], Score]:
 
 
 class Panic(BaseException):
-    """What extensions raise that were not written in Python."""
+    """An error of an extension that was not written in Python."""
 
 
 RAISED = [
@@ -66,12 +66,12 @@ def test_a_reward_that_raises_is_a_fault_with_its_error(error: BaseException) ->
 
 
 @pytest.mark.parametrize("error", RAISED, ids=repr)
-def test_a_coroutine_that_raises_costs_its_own_group_alone(error: BaseException) -> None:
-    """It ends neither the loop that all coroutines share nor, in silence, the task that waits for it."""
+def test_a_coroutine_that_raises_costs_only_its_group(error: BaseException) -> None:
+    """The loop that all coroutines share goes on, and the waiting task gets the error."""
 
     class Raising:
         def check(self, prompt: Prompt) -> None:
-            """Take any prompt."""
+            """Accept any prompt."""
 
         async def score(self, prompt: Prompt, completion_text: str) -> Score:
             await begun.wait() if completion_text == "other" else begun.set()
@@ -97,7 +97,7 @@ def test_a_coroutine_that_raises_costs_its_own_group_alone(error: BaseException)
     asyncio.run(main())
 
 
-def test_scoring_that_is_cancelled_is_no_fault() -> None:
+def test_cancelled_scoring_is_not_a_fault() -> None:
     async def main() -> None:
         scoring = asyncio.create_task(Scorer(load_rewards(f"{HERE}:waited"), timeout_s=60.0).score(PROMPT, ["hang"]))
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ def test_a_reward_that_is_not_finite_is_a_fault(value: float) -> None:
 
 
 @pytest.mark.parametrize("made", [None, "high", Score("high"), Score(0.0, {"part": "high"})])  # type: ignore[arg-type,dict-item]
-def test_a_reward_that_is_no_number_is_a_fault(made: Any) -> None:
+def test_a_reward_of_another_type_is_a_fault(made: Any) -> None:
     assert fault(Broken(lambda prompt, text: made)).reason == "reward_raised"
 
 
@@ -123,7 +123,7 @@ def test_completions_with_different_parts_are_a_fault() -> None:
     assert fault(Broken(lambda prompt, text: Score(0.0, {text: 1.0}))).reason == "reward_parts_differ"
 
 
-def test_a_reward_that_hangs_is_left_behind_after_the_bound() -> None:
+def test_a_hanging_reward_is_left_behind_after_the_time_limit() -> None:
     released, ended = threading.Event(), threading.Event()
 
     def hang(prompt: Prompt, text: str) -> Score:
@@ -146,8 +146,8 @@ def test_a_reward_that_hangs_is_left_behind_after_the_bound() -> None:
     asyncio.run(main())
 
 
-def test_while_many_scorings_hang_no_further_one_is_begun() -> None:
-    """Each is a failure with a reason, and the next one is begun as soon as they have ended."""
+def test_no_scoring_starts_while_too_many_hang() -> None:
+    """Each is a fault with a reason; scoring starts again after they ended."""
     released = threading.Event()
     begun: list[str] = []
 
@@ -198,7 +198,7 @@ def test_rewards_are_added_by_weight_and_recorded_by_name() -> None:
     }
 
 
-def test_one_reward_without_a_weight_is_itself() -> None:
+def test_a_single_reward_without_weight_stays_as_it_is() -> None:
     scores = score(load_rewards(f"{HERE}:waited"), "abc")
     assert (scores.rewards.tolist(), list(scores.parts)) == ([3.0], ["half"])
 
@@ -208,7 +208,7 @@ def test_a_coroutine_that_raises_is_a_fault_with_its_error() -> None:
         score(load_rewards(f"{HERE}:waited"), "abc", "raise")
 
 
-def test_a_coroutine_that_hangs_is_cancelled_and_holds_nothing() -> None:
+def test_a_hanging_coroutine_is_cancelled_and_blocks_nothing() -> None:
     async def main() -> None:
         scorer = Scorer(load_rewards(f"{HERE}:length,{HERE}:waited"), timeout_s=0.1)
         for _ in range(MAX_STUCK + 1):

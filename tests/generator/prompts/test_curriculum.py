@@ -1,4 +1,4 @@
-"""Weights decide by prompt index alone, so generators agree; changes behind what was given out are taken live."""
+"""Curricula: weights depend on the prompt index only, and later stages may change while running."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def write(folder: Path, *more: str) -> Path:
 
 
 def stage(start: int, **weights: float) -> str:
-    told = ", ".join(f"{name} = {weight}" for name, weight in weights.items())
-    return f"[[stages]]\nfrom_prompt_index = {start}\nweights = {{ {told} }}\n"
+    shares = ", ".join(f"{name} = {weight}" for name, weight in weights.items())
+    return f"[[stages]]\nfrom_prompt_index = {start}\nweights = {{ {shares} }}\n"
 
 
 def take(prompt: Prompt) -> None:
-    """Take any prompt."""
+    """Accept any prompt."""
 
 
 def ordered(folder: Path, file: Path) -> PromptOrder:
@@ -100,7 +100,7 @@ def test_the_choice_is_the_same_in_every_release() -> None:
         ({"a": 1, "b": 1e-6}, r"weight 1e-06 of 'b' is a share below 1/1000"),
     ],
 )
-def test_weights_that_are_none_are_refused(weights: dict[str, float], message: str) -> None:
+def test_invalid_weights_are_rejected(weights: dict[str, float], message: str) -> None:
     with pytest.raises(Invalid, match=message):
         Schedule(stages(weights), NAMES, seed=0)
 
@@ -111,14 +111,14 @@ def test_stages_start_at_0_and_rise(starts: tuple[int, ...]) -> None:
         Schedule(stages({"a": 1}, {"a": 2}, starts=starts), NAMES, seed=0)
 
 
-def test_without_stages_sources_weigh_the_same_and_groups_record_it(tmp_path: Path) -> None:
+def test_without_stages_all_sources_have_the_same_weight(tmp_path: Path) -> None:
     order = ordered(tmp_path, write(tmp_path))
     assert sources(order, range(1000)) == {"a": 500, "b": 500}
     recorded = order.at(0).recorded
     assert recorded["curriculum"] == {"from_prompt_index": 0, "weights": {"a": 1.0, "b": 1.0}}
 
 
-def test_a_source_gives_each_prompt_once_per_epoch_of_its_own(tmp_path: Path) -> None:
+def test_a_source_uses_each_prompt_once_per_epoch(tmp_path: Path) -> None:
     order = ordered(tmp_path, write(tmp_path, stage(0, a=9, b=1)))
     texts = [prompt.text for prompt in map(order.at, range(200)) if prompt.recorded["source"] == "b"]
     assert all(sorted(texts[n : n + 3]) == ["b", "bb", "bbb"] for n in range(0, len(texts) - 2, 3))
@@ -144,7 +144,7 @@ def test_weights_change_while_running_and_generators_agree(tmp_path: Path) -> No
         (["{"], "mix.toml: "),
     ],
 )
-def test_a_change_of_what_was_given_out_is_not_taken(
+def test_a_change_of_earlier_stages_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: list[str], message: str
 ) -> None:
     order = ordered(tmp_path, write(tmp_path, stage(0, a=1)))
@@ -154,7 +154,7 @@ def test_a_change_of_what_was_given_out_is_not_taken(
     assert [message in record.message for record in caplog.records] == [True], "said once"
 
 
-def test_a_file_that_is_gone_for_a_moment_changes_nothing(tmp_path: Path) -> None:
+def test_a_missing_file_changes_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, stage(0, a=1))
     order = ordered(tmp_path, file)
     file.unlink()
@@ -171,7 +171,7 @@ def test_a_file_that_is_gone_for_a_moment_changes_nothing(tmp_path: Path) -> Non
         (SOURCES + stage(3, a=1), "must start at 0"),
     ],
 )
-def test_a_curriculum_that_is_none_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_curriculum_is_named_in_the_error(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "mix.toml"
     file.write_text(text)
     with pytest.raises(Invalid, match=r"curriculum .*mix\.toml: ") as caught:
@@ -179,7 +179,7 @@ def test_a_curriculum_that_is_none_is_refused_with_its_name(tmp_path: Path, text
     assert message in caught.value.detail
 
 
-def test_one_prompt_id_in_two_sources_is_refused(tmp_path: Path) -> None:
+def test_one_prompt_id_in_two_sources_is_rejected(tmp_path: Path) -> None:
     file = write(tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"prompt_id": "x", "prompt": "abc"}\n')

@@ -1,4 +1,4 @@
-"""Prompts come from a file, in an order that the ticket's index alone decides; what is wrong in the file is named."""
+"""Prompts of a file, their order by ticket, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def ids(prompts: Prompts, indexes: range) -> list[str]:
     return [prompts.at(index).prompt_id for index in indexes]
 
 
-def test_a_prompt_keeps_what_its_line_says(tmp_path: Path) -> None:
+def test_a_prompt_has_the_fields_of_its_line(tmp_path: Path) -> None:
     (prompt,) = read(tmp_path, {"prompt_id": "x", "prompt": "cab", "answer": "bac", "metadata": {"level": 3}})
     assert (prompt.prompt_id, prompt.text, prompt.answer, prompt.metadata) == ("x", "cab", "bac", {"level": 3})
     assert prompt.token_ids.tolist() == [2, 0, 1]
 
 
-def test_a_prompt_without_an_id_is_called_after_its_content_wherever_it_stands(tmp_path: Path) -> None:
+def test_the_default_id_depends_on_the_content_only(tmp_path: Path) -> None:
     a, b = {"prompt": "a", "answer": "x"}, {"prompt": "b"}
     first = [prompt.prompt_id for prompt in read(tmp_path, a, "", b)]
     assert first == [prompt.prompt_id for prompt in read(tmp_path, b, a)][::-1]
@@ -49,16 +49,16 @@ def test_a_prompt_without_an_id_is_called_after_its_content_wherever_it_stands(t
     assert all(prompt_id.startswith("words/") for prompt_id in first)
 
 
-def test_the_same_content_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+def test_duplicate_content_is_rejected_with_both_lines(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"line 3: .* is already used in .*words\.jsonl, line 1"):
         read(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "metadata": {"level": 1}})
 
 
-def test_a_number_is_an_answer_too(tmp_path: Path) -> None:
+def test_an_answer_may_be_a_number(tmp_path: Path) -> None:
     assert [p.answer for p in read(tmp_path, {"prompt": "a", "answer": 42})] == ["42"]
 
 
-def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     (prompt,) = read(tmp_path, {"prompt_ids": [2, 0, 1]})
     assert (prompt.token_ids.tolist(), prompt.text) == ([2, 0, 1], "cab")
 
@@ -114,30 +114,30 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
         ({"prompt_id": "", "prompt": "a"}, "prompt_id is empty"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: dict[str, Any] | str, message: str) -> None:
+def test_an_invalid_line_is_named_in_the_error(tmp_path: Path, line: dict[str, Any] | str, message: str) -> None:
     with pytest.raises(Invalid, match=r"words\.jsonl, line 2: ") as caught:
         read(tmp_path, {"prompt_id": "first", "prompt": "a"}, line)
     assert message in caught.value.detail
 
 
-def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="holds no prompt"):
         read(tmp_path, "")
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_prompts_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"gone\.jsonl: No such file"):
         read_prompts(tmp_path / "gone.jsonl", make_tokenizer(tmp_path))
 
 
-def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_every_prompt_once_in_another_order() -> None:
     prompts = make_prompts(50, seed=1)
     first, second = ids(prompts, range(50)), ids(prompts, range(50, 100))
     assert Counter(first) == Counter(second) == Counter(p.prompt_id for p in prompts)
     assert first != second
 
 
-def test_the_order_depends_on_seed_and_index_alone() -> None:
+def test_the_order_depends_on_seed_and_index_only() -> None:
     far = range(995, 1005)
     assert ids(make_prompts(10, seed=7), far) == ids(make_prompts(10, seed=7), far)
     assert ids(make_prompts(10, seed=7), range(10)) != ids(make_prompts(10, seed=8), range(10))

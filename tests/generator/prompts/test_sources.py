@@ -1,4 +1,4 @@
-"""Every source gives the same kind of prompts, and what is wrong in one is named with its row."""
+"""Sources of prompts, and errors that name the row."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write what `datasets.Dataset.save_to_disk` writes, as far as it is read."""
+    """Write a folder like `datasets.Dataset.save_to_disk`."""
     import pyarrow
 
     folder.mkdir(parents=True)
@@ -97,18 +97,18 @@ def test_every_file_format_gives_the_same_prompts(tmp_path: Path, kind: str) -> 
     assert [prompt.prompt_id for prompt in prompts] == expected
 
 
-def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_column_is_named_with_the_existing_ones(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"x\.parquet, row 1: has no column 'problem'; it has level, question, solution"):
         opened(write_parquet(tmp_path / "x.parquet", ROWS), columns={"prompt": "problem"})
 
 
-def test_an_empty_prompt_in_a_table_is_named_with_its_row(tmp_path: Path) -> None:
+def test_an_empty_prompt_is_named_with_its_row(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"x\.parquet, row 2: prompt is empty"):
         opened(write_parquet(tmp_path / "x.parquet", [{"prompt": "a"}, {"prompt": ""}]))
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
-def test_a_broken_table_is_named(tmp_path: Path, name: str) -> None:
+def test_a_broken_table_is_named_in_the_error(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_bytes(b"no table at all")
     if name == "x.arrow":
@@ -117,46 +117,46 @@ def test_a_broken_table_is_named(tmp_path: Path, name: str) -> None:
         opened(file if name == "x.parquet" else tmp_path)
 
 
-def test_a_folder_of_splits_asks_for_one(tmp_path: Path) -> None:
+def test_a_folder_of_splits_is_an_error_that_lists_them(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(Invalid, match=r"holds the splits train, test; name one"):
         opened(tmp_path)
 
 
-def test_a_folder_without_a_dataset_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_dataset_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"holds neither state\.json"):
         opened(tmp_path)
 
 
-def test_without_pyarrow_the_install_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_error_has_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[prompts\]'"):
         opened(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("state.json", "{}", "missing required field `_data_files`"),
         ("state.json", "{", "truncated"),
         ("dataset_dict.json", '{"splits": []}', "length >= 1"),
     ],
 )
-def test_a_broken_datasets_folder_is_named(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_a_broken_datasets_folder_is_named_in_the_error(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(Invalid, match=f"{name}: .*{told}"):
+    with pytest.raises(Invalid, match=f"{name}: .*{message}"):
         opened(tmp_path)
 
 
-def test_a_blank_text_is_no_chat(tmp_path: Path) -> None:
-    """The template would make a prompt of it that asks for nothing."""
+def test_a_blank_text_does_not_become_a_chat(tmp_path: Path) -> None:
+    """The template would turn it into a prompt without a question."""
     with pytest.raises(Invalid, match="only white space"):
         source = Source(prompts=str(write_lines(tmp_path / "x.jsonl", [{"prompt": " "}])), name="s", chat=True)
         open_source(source, Tokenizer(write_tokenizer(tmp_path / "model", chat_template="x")))
 
 
 @pytest.mark.parametrize("options", [{"size": "x"}, {"size": 0}, {"size": 2, "seed": "x"}, {"seed": 1.5}])
-def test_a_reasoning_gym_of_a_wrong_size_or_seed_is_refused(options: dict[str, Any]) -> None:
+def test_a_wrong_size_or_seed_of_reasoning_gym_is_rejected(options: dict[str, Any]) -> None:
     source = Source(prompts="reasoning-gym:chain_sum", options=options)
     with pytest.raises(Invalid, match="must be a whole number"):
         found = open_source(source, Letters())
@@ -164,7 +164,7 @@ def test_a_reasoning_gym_of_a_wrong_size_or_seed_is_refused(options: dict[str, A
         found.first_prompts()
 
 
-def test_a_text_becomes_a_chat_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_chat_turns_a_text_into_messages(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role[0] }}>{{ m.content }} {% endfor %}"
     tokenizer = Tokenizer(write_tokenizer(tmp_path / "model", chat_template=template))
     source = Source(
@@ -174,7 +174,7 @@ def test_a_text_becomes_a_chat_where_that_is_asked_for(tmp_path: Path) -> None:
     assert prompt.text == "s>be u>cab "
 
 
-def test_a_function_gives_rows() -> None:
+def test_a_function_returns_rows() -> None:
     prompts = opened(f"{HERE}:finite", options={"count": 2})
     assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("a", {"level": 0}), ("ab", {"level": 1})]
 
@@ -189,27 +189,27 @@ def test_a_function_gives_rows() -> None:
         ("unwritable", "row 1: metadata does not encode: Encoding objects of type object"),
     ],
 )
-def test_a_function_that_gives_no_rows_is_refused(name: str, message: str) -> None:
+def test_a_function_without_rows_is_rejected(name: str, message: str) -> None:
     with pytest.raises(Invalid) as caught:
         opened(f"{HERE}:{name}")
     assert message in caught.value.detail
 
 
-def test_a_module_beside_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     (tmp_path / "my_prompts_here.py").write_text("def rows():\n    return [{'prompt': 'abc'}]\n")
     assert [prompt.text for prompt in opened("my_prompts_here:rows")] == ["abc"]
 
 
-def test_an_endless_iterator_gives_the_same_row_for_a_number_in_any_order() -> None:
+def test_an_endless_iterator_returns_the_same_row_for_a_number() -> None:
     numbers = [5, 2, 5000, 4999, 3, 5001]
     assert [endless(f"{HERE}:endless", endless=True).at(n).prompt_id for n in numbers] == [f"e{n}" for n in numbers]
     one = endless(f"{HERE}:endless", endless=True)
     assert [one.at(number).prompt_id for number in numbers] == [f"e{number}" for number in numbers]
 
 
-def test_an_endless_source_that_ends_costs_the_tickets_beyond_its_end() -> None:
+def test_tickets_beyond_the_end_of_an_endless_source_fail() -> None:
     source = endless(f"{HERE}:finite", endless=True)
     assert source.at(2).text == "abc"
     with pytest.raises(PromptFault, match="ended after 3 rows") as caught:
@@ -220,7 +220,7 @@ def test_an_endless_source_that_ends_costs_the_tickets_beyond_its_end() -> None:
 
 
 @pytest.mark.parametrize(("number", "reason"), [(20, "prompt_raised"), (21, "prompt_invalid")])
-def test_a_wrong_row_of_an_endless_source_costs_its_own_ticket(number: int, reason: str) -> None:
+def test_a_wrong_row_of_an_endless_source_costs_one_ticket(number: int, reason: str) -> None:
     source = endless(f"{HERE}:numbered", endless=True)
     assert len(source.first_prompts()) == TRIED_ROWS
     with pytest.raises(PromptFault) as caught:
@@ -229,7 +229,7 @@ def test_a_wrong_row_of_an_endless_source_costs_its_own_ticket(number: int, reas
     assert source.at(22).prompt_id == "n22"
 
 
-def test_a_file_is_not_endless(tmp_path: Path) -> None:
+def test_a_file_cannot_be_endless(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="is finite"):
         opened(tmp_path / "x.jsonl", endless=True)
 
@@ -247,12 +247,12 @@ def test_reasoning_gym_makes_tasks_that_its_environment_scores() -> None:
     assert [source.at(n).text for n in range(5)] != [other.at(n).text for n in range(5)]
 
 
-def test_a_reasoning_gym_of_some_size_is_finite() -> None:
+def test_reasoning_gym_with_a_size_is_finite() -> None:
     pytest.importorskip("reasoning_gym")
     assert len(opened("reasoning-gym:chain_sum", options={"size": 5})) == 5
 
 
-def test_an_unknown_reasoning_gym_is_refused() -> None:
+def test_an_unknown_reasoning_gym_dataset_is_rejected() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(Invalid, match="cannot create reasoning-gym dataset 'no_such'"):
         endless("reasoning-gym:no_such").first_prompts()

@@ -1,4 +1,4 @@
-"""What plays of a taskset must come to, whoever plays them: the double of the process, or the process with verifiers.
+"""Contract of plays, for the double of the process and for the process with verifiers.
 
 Subclass `PlayContract` with a fixture `python`, which names the interpreter.
 """
@@ -39,7 +39,7 @@ RIGHT = "it is 5<|im_end|>"
 
 
 class Table:
-    """A model folder, and what is played with it."""
+    """A model folder, and plays with it."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer(write_qwen(folder))
@@ -55,7 +55,7 @@ class Table:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def speaking(self, *texts: str, finish_reason: str = "stop") -> Speaking:
-        """Make an engine that says these texts."""
+        """Make an engine that returns these texts."""
         engine = Speaking(*texts, finish_reason=finish_reason, encode=self.ids)
         engine.max_model_len = 1 << 16
         return engine
@@ -98,17 +98,17 @@ class Table:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Table:
-    """A model folder of its own."""
+    """A new model folder."""
     return Table(tmp_path / "qwen")
 
 
 class PlayContract(OnProcess):
-    """Needs the taskset `sums`: at most three turns, with a calculator. No step but a hanging one takes `bound_s`."""
+    """Needs the taskset `sums`: at most three turns, with a calculator. Only a hanging step takes `bound_s`."""
 
     bound_s = 4.0
 
-    def test_what_a_tool_answers_is_part_of_the_completion_and_masked(self, table: Table) -> None:
-        """Token by token what was sampled and answered; rewards, weights and metrics by their names."""
+    def test_tool_answers_are_masked_parts_of_the_completion(self, table: Table) -> None:
+        """Tokens are those sampled and answered; rewards, weights and metrics have their names."""
         (prompt, _) = table.prompts()
         assert prompt.prompt_id.startswith("sums/")
         engine = table.speaking(CALL, RIGHT)
@@ -130,14 +130,14 @@ class PlayContract(OnProcess):
         }
         assert scores.rewards.tolist() == [3.0]
 
-    def test_the_rollouts_of_a_group_are_plays_of_their_own(self, table: Table) -> None:
-        """One is over while another calls a tool."""
+    def test_each_rollout_of_a_group_has_its_own_play(self, table: Table) -> None:
+        """One ends while another calls a tool."""
         sample, scores = table.played(RIGHT, CALL, "no<|im_end|>", n=2)
         assert sample.metadata["turns"] == [1, 2]
         assert scores.rewards.tolist() == [3.0, 1.0]
 
     def test_a_turn_that_was_cut_off_ends_a_play_and_is_scored(self, table: Table) -> None:
-        """With its text, and without a further turn, also where it calls a tool."""
+        """With its text and without a further turn, even if it calls a tool."""
         sample, scores = table.played("so it is 5", finish_reason="length")
         assert (sample.finish_reasons, sample.completion_ids.tolist()) == (("length",), table.ids("so it is 5"))
         assert (scores.rewards.tolist(), scores.parts["metrics.turns"].tolist()) == ([3.0], [1.0])
@@ -145,10 +145,10 @@ class PlayContract(OnProcess):
         assert (scores.rewards.tolist(), scores.parts["metrics.turns"].tolist()) == ([1.0], [1.0])
 
     @pytest.mark.parametrize(("max_turns", "max_tokens", "reason"), [(1, 1000, "max_turns"), (8, 80, "length")])
-    def test_a_play_at_a_bound_of_the_generator_is_scored_as_it_is(
+    def test_a_play_at_a_generator_bound_is_scored(
         self, table: Table, max_turns: int, max_tokens: int, reason: str
     ) -> None:
-        """The answer that no turn follows is left out."""
+        """An answer without a following turn is dropped."""
         sample, scores = table.played(CALL, max_turns=max_turns, max_tokens=max_tokens)
         assert sample.completion_ids.tolist() == table.ids(CALL)
         assert sample.finish_reasons == (reason,)
@@ -160,29 +160,29 @@ class PlayContract(OnProcess):
         assert sample.completion_ids.tolist() == table.ids(CALL + GIVEN + CALL + GIVEN + CALL)
         assert (sample.metadata["turns"], scores.rewards.tolist()) == ([3], [1.0])
 
-    def test_a_prompt_that_does_not_extend_the_tokens_so_far_is_a_fault(self, table: Table) -> None:
-        """What follows the end of a turn is lost when the conversation is rendered."""
+    def test_a_play_that_changes_earlier_tokens_is_a_fault(self, table: Table) -> None:
+        """Tokens after the end of a turn are lost when the conversation is rendered."""
         fault = table.fault(CALL + "and more")
         assert fault.reason == "environment_rewritten"
         assert "tokens that differ from its first" in fault.detail or "it already has" in fault.detail
 
-    def test_a_tool_that_hangs_costs_its_own_group(self, table: Table) -> None:
+    def test_a_hanging_tool_costs_only_its_group(self, table: Table) -> None:
         """Its play is cancelled; the process goes on."""
         table.played(RIGHT)  # so that the bound is that of the tool alone
         fault = table.fault(HANGS, timeout_s=self.bound_s)
         assert (fault.reason, "did not answer within" in fault.detail) == ("environment_timeout", True)
         assert table.played(RIGHT)[1].rewards.tolist() == [3.0]
 
-    def test_a_reward_that_raises_costs_its_own_group(self, table: Table) -> None:
-        """With what it raised."""
+    def test_a_raising_reward_costs_only_its_group(self, table: Table) -> None:
+        """The fault holds the error."""
         fault = table.fault("raise<|im_end|>")
         assert fault.reason == "environment_raised"
         assert "no parse" in fault.detail
 
-    def test_plays_are_lost_with_their_process_and_the_next_one_has_another(
+    def test_plays_are_lost_with_their_process_and_the_next_one_starts_another(
         self, table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It ends itself; it is held up, and killed, while another play goes on in it."""
+        """It exits; later it is blocked, and killed while another play goes on in it."""
         fault = table.fault("exit<|im_end|>")
         assert (fault.reason, "ended over it" in fault.detail) == ("environment_raised", True)
         table.played(RIGHT)
@@ -210,8 +210,8 @@ class PlayContract(OnProcess):
         assert asyncio.run(main()) == ["environment_raised", "environment_timeout"]
         assert table.played(RIGHT)[1].rewards.tolist() == [3.0]
 
-    def test_a_task_of_one_reply_is_an_episode_of_one_turn_beside_others(self, table: Table) -> None:
-        """Where prompts are of several tasksets."""
+    def test_a_task_with_one_reply_is_an_episode_of_one_turn(self, table: Table) -> None:
+        """For prompts of several tasksets."""
         word, sum_of_two = table.prompts("verifiers:backwards")[0], table.prompts()[0]
         rewards = load_rewards("verifiers")
         check_prompts(rewards, [word])
@@ -233,8 +233,8 @@ class PlayContract(OnProcess):
         sample, scores = asyncio.run(main())
         assert (sample.metadata["turns"], scores.rewards.tolist()) == ([1], [3.0])
 
-    def test_plays_stand_alone_and_have_a_renderer_that_is_known(self, table: Table) -> None:
-        """Not beside another reward; an unknown renderer, and one for a task that is not played, are refused."""
+    def test_plays_must_be_the_only_reward_with_a_known_renderer(self, table: Table) -> None:
+        """Rejected: another reward beside it, an unknown renderer, and a renderer for a task that is not played."""
         rewards = load_rewards("verifiers")
         check_prompts(rewards, table.prompts())
         with pytest.raises(Invalid, match="environment 'verifiers' plays turns; it must be the only one"):
@@ -244,7 +244,7 @@ class PlayContract(OnProcess):
         with pytest.raises(Invalid, match="backwards has the option renderer, but its tasks are not played"):
             table.prompts("verifiers:backwards", renderer="qwen3")
 
-    def test_generate_stores_what_was_played(self, table: Table, tmp_path: Path, run: RunClient) -> None:
+    def test_generate_stores_played_groups(self, table: Table, tmp_path: Path, run: RunClient) -> None:
         """From tickets to groups, through the command."""
         batch = {"groups_per_batch": 3, "tokens_per_batch": 1 << 14, "seq_len": 2048}
         assert run.put(batch=batch, group_size=4, tickets={"prompts": 2}).status_code == 201

@@ -1,4 +1,4 @@
-"""What a taskset must come to, whoever answers for it: the double of the process, or the process with verifiers.
+"""Contract of tasksets, for the double of the process and for the process with verifiers.
 
 Subclass `TasksetContract`, or `OnProcess` for other tests, with a fixture `python`, which names the interpreter.
 """
@@ -55,8 +55,8 @@ class OnProcess:
 class TasksetContract(OnProcess):
     """Tasks that take one reply."""
 
-    def test_tasks_are_prompts_whose_ids_outlive_a_new_order(self) -> None:
-        """Also: chat messages, answer, place, and a process that is asked for blocks of rows."""
+    def test_prompt_ids_of_tasks_do_not_depend_on_their_order(self) -> None:
+        """Also: chat messages, answer, place, and rows that are read in blocks."""
         prompts = opened(words=["cab", "fed"])
         assert [(prompt.text, prompt.answer) for prompt in prompts] == [("say>cab", "bac"), ("say>fed", "def")]
         assert prompts[1].where == "prompts verifiers:backwards, row 2"
@@ -66,7 +66,7 @@ class TasksetContract(OnProcess):
         many = opened(words=["a" * length for length in range(1, 300)])
         assert [len(prompt.text) for prompt in many] == list(range(5, 304))
 
-    def test_a_taskset_that_never_ends_gives_any_row_by_its_number(self) -> None:
+    def test_an_infinite_taskset_returns_any_row_by_number(self) -> None:
         """Forward, back and forward again."""
         found = open_source(Source(prompts="verifiers:endless_words", name="s"), Letters())
         assert isinstance(found, Endless)
@@ -77,15 +77,15 @@ class TasksetContract(OnProcess):
         ("prompts", "options", "named"),
         [("verifiers:absent", {}, "taskset 'absent' does not load"), (WORD, {"wrods": []}, "wrods")],
     )
-    def test_a_taskset_that_does_not_load_is_refused_by_name(
+    def test_a_taskset_that_does_not_load_is_named_in_the_error(
         self, prompts: str, options: dict[str, object], named: str
     ) -> None:
-        """Unknown, and with an option that it does not have."""
+        """An unknown taskset, and an unknown option."""
         with pytest.raises(Invalid, match=named):
             opened(prompts, **options)
 
-    def test_a_reply_is_scored_by_all_rewards_with_their_weights(self) -> None:
-        """Reasoning is apart from what was said; metrics are parts that count for nothing."""
+    def test_a_reply_is_scored_with_all_weighted_rewards(self) -> None:
+        """Reasoning is split from content; metrics are parts that do not count."""
         (prompt, _) = opened()
         made = Verifiers()
         made.check(prompt)
@@ -100,8 +100,8 @@ class TasksetContract(OnProcess):
         assert (wrong.reward, wrong.parts["correct"]) == (1.0, 0.0)
         assert (thoughtful.reward, thoughtful.parts["metrics.thought"]) == (3.0, 4.0)
 
-    def test_what_a_reward_does_costs_its_own_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It raises, is no number, waits (is given up), ends the process, holds it up (another takes over)."""
+    def test_a_faulty_reward_costs_only_its_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It raises, is not a number, waits (cancelled), ends the process, or blocks it (another one starts)."""
         (prompt, _) = opened()
         made = Verifiers()
         made.check(prompt)
@@ -116,7 +116,7 @@ class TasksetContract(OnProcess):
             return caught.value.reason
 
         async def begun(what: str) -> asyncio.Task[float]:
-            """Return once the reward runs: cancelled before that, it would be no case of its own."""
+            """Return once the reward runs."""
             sign = tmp_path / what
             task = asyncio.create_task(correct(f"{what} {sign}"))
             async with asyncio.timeout(8 * TIMEOUT_S):
@@ -146,14 +146,14 @@ class TasksetContract(OnProcess):
 
         asyncio.run(main())
 
-    def test_what_can_be_neither_replied_to_nor_played_is_refused_by_name(self) -> None:
-        """Where the environment checks the prompts, at start."""
+    def test_an_unsupported_taskset_is_rejected_by_name(self) -> None:
+        """The environment checks prompts at start."""
         prompt = opened("verifiers:contained")[0]
         with pytest.raises(Invalid, match=r"taskset contained needs a container \(NEEDS_CONTAINER\)"):
             Verifiers().check(prompt)
 
-    def test_generate_stores_what_the_taskset_says(self, tmp_path: Path, run: RunClient) -> None:
-        """Two epochs of it, beside another reward, which compares with the answer in a task's data."""
+    def test_generate_stores_scores_of_the_taskset(self, tmp_path: Path, run: RunClient) -> None:
+        """Two epochs, with a second reward that compares with the answer of the task."""
         put(run, tickets={"prompts": 4})
         write_tokenizer(tmp_path / "model", chat_template="{{ messages[1].content }}")  # the engine spells it backwards
         groups = generated(tmp_path, run, prompts=WORD, environment="verifiers:0.5,exact-match")

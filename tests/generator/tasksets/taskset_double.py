@@ -1,7 +1,7 @@
-"""A process that answers as one with verifiers does, for the tasksets of `modules`, without verifiers.
+"""Double of the process with verifiers, for the tasksets of `modules`.
 
-Run in place of the interpreter that has verifiers. `backwards` and `endless_words` take a reply, `sums` is played, and
-`contained` is out of reach.
+It replaces the interpreter that has verifiers. `backwards` and `endless_words` take a reply, `sums` is played, and
+`contained` is unsupported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 
 class Words:
-    """The tasksets, as far as tests tell."""
+    """The tasksets with one reply."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         if name not in ("backwards", "endless_words", "contained") or options.keys() - {"words"}:
@@ -36,7 +36,7 @@ class Words:
         self._words = options.get("words", ["cab", "fed"])
 
     def describe(self) -> Described:
-        """Refuse the one that needs a container."""
+        """Describe `contained` as unfit."""
         unfit = "needs a container (NEEDS_CONTAINER)" if self._name == "contained" else None
         return Described(infinite=self.infinite, plays=None, unfit=unfit)
 
@@ -47,7 +47,7 @@ class Words:
         return [_row(f"hash-of-{word}", word) for word in self._words[first : first + count]]
 
     async def score(self, data: dict[str, Any], reply: str) -> Scored:
-        """Do what the reply asks for, as `tests/generator/tasksets/modules/backwards.py`."""
+        """Act by the words of the reply, as `tests/generator/tasksets/modules/backwards.py`."""
         thought, said = split_reasoning(reply)
         correct = float(said == data["answer"])
         match said.split():
@@ -74,7 +74,7 @@ class Words:
         return Scored(reward=2 * correct + 1, rewards={"correct": correct, "kept": 1.0}, metrics=metrics)
 
     async def begin(self, data: dict[str, Any], rendering: Rendering, prompt_ids: list[int]) -> Play:
-        """There is none."""
+        """Raise: its tasks take one reply."""
         raise Unfit("takes a reply")
 
 
@@ -88,7 +88,7 @@ class Sums:
         return Described(infinite=False, plays="has tools", unfit=None)
 
     async def rows(self, first: int, count: int, rendering: Rendering | None) -> list[TaskRow]:
-        """Make two tasks, rendered by the model's chat template; tools stand nowhere."""
+        """Make two tasks, rendered with the model's chat template and without tools."""
         rows = []
         for a, b in ((2, 3), (4, 5))[first : first + count]:
             messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{a}+{b}"}]

@@ -1,4 +1,4 @@
-"""Plays of a taskset over a double of their process; `make test-verifiers` has the same on verifiers itself."""
+"""Plays on a double of their process; `make test-verifiers` runs the same contract on verifiers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TestDouble(PlayContract):
 
     bound_s = 3.0
 
-    def test_a_play_that_nobody_waits_for_is_cancelled(self, table: Table, tmp_path: Path) -> None:
-        """Not only what waits for it."""
+    def test_a_play_is_cancelled_when_its_rollout_times_out(self, table: Table, tmp_path: Path) -> None:
+        """The play itself is cancelled, not only the waiting rollout."""
         cancelled = tmp_path / "cancelled"
         table.played("so<|im_end|>")
         assert (

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers over a double of their process; `make test-verifiers` has the same on verifiers itself."""
+"""Tasksets on a double of their process; `make test-verifiers` runs the same contract on verifiers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.generator.tasksets.taskset_contract import TasksetContract, opened
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stand in for an interpreter that has verifiers: whatever it is to run, it runs the double."""
+    """Return a script that replaces the interpreter and always runs the double."""
     script = tmp_path_factory.mktemp("double") / "python"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} {taskset_double.__file__}\n")
     script.chmod(0o755)
@@ -36,15 +36,15 @@ class TestDouble(TasksetContract):
 
 @pytest.fixture
 def closed() -> Iterator[None]:
-    """No process before, and none after."""
+    """Close the process before and after the test."""
     PROCESS.close()
     yield
     PROCESS.close()
 
 
 @pytest.mark.usefixtures("closed")
-def test_without_verifiers_the_install_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the generator's own interpreter the extra, in another one the packages."""
+def test_without_verifiers_the_error_has_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra for the generator's own interpreter, the packages for another one."""
     (tmp_path / "verifiers.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv(PYTHON, raising=False)
@@ -57,7 +57,9 @@ def test_without_verifiers_the_install_command_is_told(tmp_path: Path, monkeypat
 
 @pytest.mark.usefixtures("closed")
 @pytest.mark.parametrize("name", ["absent", "broken"])
-def test_an_interpreter_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_unusable_interpreter_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / "broken").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "broken").chmod(0o755)
     monkeypatch.setenv(PYTHON, str(tmp_path / name))
@@ -66,19 +68,19 @@ def test_an_interpreter_that_is_none_is_named(tmp_path: Path, monkeypatch: pytes
     assert caught.value.name == PYTHON
 
 
-def test_a_prompt_from_elsewhere_is_refused() -> None:
+def test_prompts_of_other_sources_are_rejected() -> None:
     with pytest.raises(Invalid, match=r"verifiers needs prompts from verifiers:TASKSET"):
         Verifiers().check(make_prompt())
     with pytest.raises(Invalid, match=r"metadata\.verifiers: .*`task`"):
         Verifiers().check(make_prompt(verifiers={"taskset": "x"}))
 
 
-def test_a_taskset_named_as_an_environment_is_told_where_it_goes() -> None:
+def test_a_taskset_as_an_environment_is_an_error_with_the_right_options() -> None:
     with pytest.raises(Invalid, match="--prompts verifiers:gsm8k --environment verifiers"):
         load_rewards("verifiers:gsm8k")
 
 
-def test_a_task_that_needs_more_than_its_prompt_is_refused() -> None:
+def test_a_task_that_needs_a_container_is_rejected() -> None:
     task = {"taskset": "x", "task": {}, "needs": ["image"]}
     with pytest.raises(Invalid, match=r"its task has image"):
         Verifiers().check(make_prompt(verifiers=task))
@@ -104,5 +106,5 @@ def test_the_process_ends_with_its_generator_in_the_middle_of_a_score(python: Pa
         ("a <think> b", None, "a <think> b"),
     ],
 )
-def test_reasoning_is_what_stands_before_the_closing_tag(reply: str, thought: str | None, said: str) -> None:
+def test_reasoning_ends_at_the_closing_tag(reply: str, thought: str | None, said: str) -> None:
     assert split_reasoning(reply) == (thought, said)
