@@ -1,10 +1,10 @@
-"""All benchmarks that suit a short run, one after the other: what `make bench` does.
+"""Run the short benchmarks one after the other, as `make bench` does.
 
     python benchmarks
     python benchmarks --only selection --repeats 21
 
-Alone a benchmark takes its own options and, without any, its own defaults; all together they take short ones, under
-six minutes on two cores. `soak.py` takes hours and runs by itself.
+With `--only` a benchmark takes its own options, or its own defaults. Without it, all benchmarks get short options and
+take under six minutes on two cores. `soak.py` takes hours and is not included.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SHORT = {
     "file_queue": ["--steps", "25"],
     "generator": ["--rollouts", "4000", "--repeats", "2"],
 }
-"""Benchmarks by the name of their file, and the options that make them short."""
+"""Benchmarks by file name, and the options that make them short."""
 TIMEOUT_S = 600.0
 ALONE_TIMEOUT_S = 4 * 3600.0
 
 
 def main() -> int:
-    """Run them; say at the end which failed."""
+    """Run the benchmarks; report at the end which failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SHORT, help="run this one; further options go to it")
+    parser.add_argument("--only", choices=SHORT, help="run this benchmark; it gets all further options")
     given, options = parser.parse_known_args()
     if options and not given.only:
         parser.error(f"options of one benchmark need --only: {' '.join(options)}")
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def run(name: str, options: list[str], timeout_s: float) -> bool:
-    """Run one in a process of its own; say whether it succeeded."""
+    """Run one benchmark in a process; return whether it succeeded."""
     command = [sys.executable, str(Path(__file__).parent / f"{name}.py"), *options]
     print(f"== {name} {' '.join(options)}".rstrip(), flush=True)
     started_s = time.monotonic()

@@ -1,9 +1,9 @@
-"""The least that asks an engine: the same requests for completions as the generator's, answers read and dropped.
+"""Client that sends the generator's requests to an engine and drops the answers.
 
     python benchmarks/bare_client.py http://127.0.0.1:8000 /v1/completions --client aiohttp --requests 1000
 
-Prints the processor time of one request, in seconds. `aiohttp` is what the generator uses; `httpx` has one client per
-connection, as a pool of many costs it more. With `--tokenizer` answers are decoded too: JSON, and token ids to text.
+Prints the processor time of one request in seconds. The generator uses `aiohttp`. `httpx` has one client per
+connection, because a pool of many costs more. `--tokenizer` also decodes answers: JSON, and token ids to text.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def body(group_size: int, tokens: int) -> bytes:
 
 
 def dropped(answer: bytes) -> int:
-    """Use nothing of an answer."""
+    """Ignore an answer."""
     return len(answer)
 
 
 def decoding(tokenizer: Path, path: str) -> Use:
-    """Decode an answer as the generator does, and the texts of its completions."""
+    """Decode an answer and its texts as the generator does."""
     texts, shape = Tokenizer(tokenizer), _Completion if path == COMPLETIONS else _Tokens
 
     def decoded(answer: bytes) -> list[str]:
@@ -51,7 +51,7 @@ def decoding(tokenizer: Path, path: str) -> Use:
 
 
 async def by_aiohttp(url: str, content: bytes, use: Use, requests: int, inflight: int) -> float:
-    """Ask through one session."""
+    """Send requests through one session."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
 
@@ -63,7 +63,7 @@ async def by_aiohttp(url: str, content: bytes, use: Use, requests: int, inflight
 
 
 async def by_httpx(url: str, content: bytes, use: Use, requests: int, inflight: int) -> float:
-    """Ask through one client per connection."""
+    """Send requests through one client per connection."""
     idle: list[httpx.AsyncClient] = []
 
     async def ask(url: str, content: bytes) -> bytes:
@@ -82,7 +82,7 @@ CLIENTS = {"aiohttp": by_aiohttp, "httpx": by_httpx}
 
 
 async def spent_s(ask: Ask, url: str, content: bytes, use: Use, requests: int, inflight: int) -> float:
-    """Return the processor seconds per request, from a warm start on."""
+    """Return the processor seconds per request after the warm-up."""
 
     async def several(count: int) -> None:
         for _ in range(count):
@@ -98,7 +98,7 @@ async def spent_s(ask: Ask, url: str, content: bytes, use: Use, requests: int, i
 
 
 def main() -> None:
-    """Ask, and print what one request cost."""
+    """Send the requests and print the cost of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine")
     parser.add_argument("path")

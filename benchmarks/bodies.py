@@ -1,11 +1,10 @@
-"""The body of a batch of 512 rollouts against lists in msgspec, the form in which prime-rl sent batches: both ways.
+"""Encode and decode the body of a batch of 512 rollouts, against msgspec with Python lists.
 
     python benchmarks/bodies.py --rounds 9
 
-64 groups of 8 rollouts of 2,048 tokens, the ones of `frames.py`. Lists: one struct of Python lists per rollout, encoded
-from numpy, decoded to numpy arrays per rollout. Body: packed into rows of 16,384 tokens for one rank, written from the
-columns of the groups, read into arrays per row; it holds positions and an advantage per token beside what the lists
-hold. Processor time of the thread.
+The batch has 64 groups of 8 rollouts of 2,048 tokens, those of `frames.py`. Lists, the format of prime-rl: one struct
+of Python lists per rollout, encoded from numpy and decoded to numpy. Body: packed into rows of 16,384 tokens for one
+rank, with positions and an advantage per token in addition. Times are processor time of the thread.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def main() -> None:
     groups = [grpo_like_group(rng)] * GROUPS
     body, lists = one_rank_body(groups, 7, SEQ_LEN), [encode_lists(group) for group in groups]
     packages = ["numpy", "msgspec"]
-    told = Measured("bodies", reference=LISTS, packages=packages, settings=vars(given) | {"groups": GROUPS})
+    results = Measured("bodies", reference=LISTS, packages=packages, settings=vars(given) | {"groups": GROUPS})
     ways: dict[str, dict[str, Callable[[], object]]] = {
         "encode": {
             LISTS: lambda: [encode_lists(group) for group in groups],
@@ -50,10 +49,10 @@ def main() -> None:
                 call()
                 if number:  # the first round warms up
                     took[side].append((time.thread_time() - begun) * 1e3)
-        told.take(what, took, unit="ms", ratio="reference / it")
+        results.record(what, took, unit="ms", ratio="reference / it")
     sizes = {LISTS: [sum(map(len, lists)) / 1e6], BODY: [len(body) / 1e6]}
-    told.take("size", sizes, unit="MB")
-    told.save()
+    results.record("size", sizes, unit="MB")
+    results.save()
 
 
 if __name__ == "__main__":

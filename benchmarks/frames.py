@@ -1,11 +1,11 @@
-"""Frames against msgspec with Python lists, the encoding that prime-rl uses, measured in turns in the same run.
+"""Encode and decode frames, against msgspec with Python lists.
 
     python benchmarks/frames.py --rounds 41
 
-Groups of 8 rollouts of 2,048 tokens and of 16 of 8,192 (256 of them prompt): what a frame costs beside its bytes does
-not grow with them, and what lists cost does. The reference writes one msgspec struct of lists per rollout
-(ids and masks of prompt and completion, logprobs, advantage, reward; prime-rl's own has a temperature per token beside)
-and reads it back to numpy arrays. Times are processor time of the thread; zstd is timed on single columns beside.
+Groups have 8 rollouts of 2,048 tokens, or 16 of 8,192 (256 of them prompt): the fixed cost of a frame does not grow
+with them, the cost of lists does. The reference, the encoding of prime-rl without its temperature per token, writes
+one msgspec struct of lists per rollout (ids and masks of prompt and completion, logprobs, advantage, reward) and reads
+it back to numpy. Times are processor time of the thread. zstd is timed on single columns.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from replaybuf.wire.group import Group
 
 PROMPT_TOKENS = 256
 SHAPES = ((8, 2048), (16, 8192))
-"""Rollouts of a group, tokens of each."""
+"""Rollouts of a group, and tokens per rollout."""
 VOCABULARY = 151_936
 PHRASES, PHRASE_TOKENS, IN_PHRASES = 400, 12, 0.6
 LISTS, FRAME = "lists", "frame"
 FASTER = {"encode": 40, "decode": 200}
-"""How many times faster than lists a frame is wanted to be."""
+"""Targets: times faster than lists."""
 SIZE = 0.7
-"""Of the bytes of lists, at most."""
+"""Target: share of the bytes of lists."""
 
 Ids = npt.NDArray[np.int32]
 Timed = tuple[Callable[[], object], int]
-"""A call, and how often it is made in a round."""
+"""A call, and its number per round."""
 
 
 class Sample(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -65,27 +65,27 @@ _decode_lists = msgspec.msgpack.Decoder(Samples).decode
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=41)
     given = parser.parse_args()
     packages = ["numpy", "msgspec", "crc32c", "zstandard", "safetensors"]
-    told = Measured("frames", reference=LISTS, packages=packages, settings=vars(given))
+    results = Measured("frames", reference=LISTS, packages=packages, settings=vars(given))
     for rollouts, tokens in SHAPES:
         group, of = grpo_like_group(np.random.default_rng(0), rollouts, tokens), f"{rollouts} x {tokens:,} tokens"
         for what, calls in cases(group).items():
             wanted = {FRAME: [Target("ratio", "at least", FASTER[what])]}
             took = measure(calls, given.rounds)
-            told.take(f"{what}, {of}", took, unit="us", ratio="reference / it", targets=wanted)
-        told.take(f"size, {of}", sizes(group), unit="bytes", targets={FRAME: [Target("ratio", "at most", SIZE)]})
-    take_zstd(told, grpo_like_group(np.random.default_rng(0), *SHAPES[0]), given.rounds)
-    told.save()
+            results.record(f"{what}, {of}", took, unit="us", ratio="reference / it", targets=wanted)
+        results.record(f"size, {of}", sizes(group), unit="bytes", targets={FRAME: [Target("ratio", "at most", SIZE)]})
+    record_zstd(results, grpo_like_group(np.random.default_rng(0), *SHAPES[0]), given.rounds)
+    results.save()
 
 
 def grpo_like_group(rng: np.random.Generator, rollouts: int = SHAPES[0][0], tokens: int = SHAPES[0][1]) -> Group:
-    """Make up a group of so many rollouts of so many tokens each.
+    """Make a group of rollouts with one prompt.
 
-    One prompt for all rollouts, completions of common ids (Zipf) and phrases that come again.
+    Completions have common ids (Zipf) and repeated phrases.
     """
     completion_tokens = tokens - PROMPT_TOKENS
     shares = 1 / np.arange(1, VOCABULARY + 1) ** 1.1
@@ -125,7 +125,7 @@ def grpo_like_group(rng: np.random.Generator, rollouts: int = SHAPES[0][0], toke
 
 
 def encode_lists(group: Group) -> bytes:
-    """Encode as the reference does, from numpy."""
+    """Encode from numpy as the reference does."""
     p, c = int(group.prompt_lengths[0]), int(group.completion_lengths[0])
     mask = np.zeros(p, np.bool_)
     advantages = group.rewards if group.advantages is None else group.advantages
@@ -148,7 +148,7 @@ def encode_lists(group: Group) -> bytes:
 
 
 def decode_lists(raw: bytes) -> list[tuple[npt.NDArray[np.generic], ...]]:
-    """Decode as the reference does, to numpy."""
+    """Decode to numpy as the reference does."""
     return [
         (
             np.array(sample.prompt_ids, np.int32),
@@ -162,7 +162,7 @@ def decode_lists(raw: bytes) -> list[tuple[npt.NDArray[np.generic], ...]]:
 
 
 def cases(group: Group) -> dict[str, dict[str, Timed]]:
-    """Name what is measured, side by side, with how often in a round."""
+    """Return the measured calls by name, with their number per round."""
     frame, packed, lists = encode_frame(group), encode_frame(group, compress=True), encode_lists(group)
     tensors = {
         name: value
@@ -189,7 +189,7 @@ def cases(group: Group) -> dict[str, dict[str, Timed]]:
 
 
 def measure(calls: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Time each call once per round, in microseconds; the first round, which warms caches, is not counted."""
+    """Time each call once per round in microseconds; the first round warms the caches and is dropped."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, (call, times) in calls.items():
@@ -202,7 +202,7 @@ def measure(calls: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
 
 
 def sizes(group: Group) -> dict[str, list[int]]:
-    """Bytes of the group in each form."""
+    """Return the bytes of the group in each form."""
     return {
         LISTS: [len(encode_lists(group))],
         FRAME: [len(encode_frame(group))],
@@ -210,8 +210,8 @@ def sizes(group: Group) -> dict[str, list[int]]:
     }
 
 
-def take_zstd(told: Measured, group: Group, rounds: int) -> None:
-    """Take ratio and speed of zstd on each column, at the level of the encoder; speeds are of the raw column."""
+def record_zstd(results: Measured, group: Group, rounds: int) -> None:
+    """Record ratio and speed of zstd on each column, at the level of the encoder."""
     ids = np.concatenate([group.prompt_ids, group.completion_ids])
     noise = np.random.default_rng(1).integers(0, VOCABULARY, len(ids), dtype=np.int32)
     columns: dict[str, npt.NDArray[np.generic]] = {
@@ -230,8 +230,8 @@ def take_zstd(told: Measured, group: Group, rounds: int) -> None:
             "out": (lambda d=decompressor, p=packed: d.decompress(p), 4),
         }
         rates = {way: [column.nbytes / us / 1e3 for us in took] for way, took in measure(ways, rounds).items()}
-        told.take(f"zstd, {name}", {"raw": [column.nbytes], "zstd": [len(packed)]}, unit="bytes", reference="raw")
-        told.take(f"zstd, {name}: speed", rates, unit="GB/s")
+        results.record(f"zstd, {name}", {"raw": [column.nbytes], "zstd": [len(packed)]}, unit="bytes", reference="raw")
+        results.record(f"zstd, {name}: speed", rates, unit="GB/s")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""What generating costs the generator itself: its processor time per stored rollout, with an engine that costs nothing.
+"""Measure the generator's processor time per stored rollout, with an engine that answers at once.
 
     python benchmarks/generator.py --rollouts 16000 --repeats 5
 
-`replaybuf generate` as a process takes tickets of a `replaybuf serve`, asks a server that answers at once with 8
-rollouts of 256 tokens (`null_engine.py`), decodes and scores them (exact-match) and appends groups; all over HTTP, each
-a process of its own, groups durably stored (`appendfsync always`). Counted is the processor time, user and system, of
-all threads of the generator, per rollout that the service has stored, from a warm start on; the figure per second is
-its inverse: what one generator does where it has a core to itself. Sides: the two calls of vLLM. The floor is a client
-that asks the engine for the same completions and drops the answers (`bare_client.py`), by aiohttp and by httpx; and one
-that decodes JSON and texts, which nobody is spared.
+`replaybuf generate` takes tickets of a `replaybuf serve`, asks `null_engine.py` for 8 rollouts of 256 tokens, decodes
+and scores them (exact-match) and appends groups durably (`appendfsync always`), all over HTTP. The figure is user and
+system time of all threads per stored rollout after a warm start; rollouts per second of one core are its inverse.
+Sides are the two calls of vLLM. References are clients that ask the engine for the same completions and drop the
+answers (`bare_client.py`), by aiohttp and by httpx, and one that decodes JSON and texts.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ FLOORS = {
     "bare httpx": (TOKENS, "httpx", False),
 }
 WANTED = 2000.0
-"""Rollouts of 256 tokens per second of processor time."""
+"""Target: rollouts of 256 tokens per second of processor time."""
 NULL_ENGINE, BARE_CLIENT = (Path(__file__).parent / f"{name}.py" for name in ("null_engine", "bare_client"))
 WARM_ROLLOUTS = 2000
 POLL_S = 0.05
@@ -50,7 +48,7 @@ STOP_S = 30.0
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=16_000, help="of one measurement")
     parser.add_argument("--repeats", type=int, default=5)
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--inflight", type=int, default=64, help="groups at the same time")
     given = parser.parse_args()
     packages = ["aiohttp", "httpx", "msgspec", "numpy", "tokenizers", "uvloop"]
-    told = Measured("generator", reference="bare aiohttp", packages=packages, settings=vars(given))
+    results = Measured("generator", reference="bare aiohttp", packages=packages, settings=vars(given))
     cost: dict[str, list[float]] = defaultdict(list)
     rate: dict[str, list[float]] = defaultdict(list)
     wall: dict[str, list[float]] = defaultdict(list)
@@ -73,17 +71,17 @@ def main() -> None:
                 wall[side].append(rollouts / took_s)
             for floor, how in FLOORS.items():
                 cost[floor].append(floor_us(Path(name), *how, given))
-    told.take("processor time of the generator per rollout", cost, unit="us")
+    results.record("processor time of the generator per rollout", cost, unit="us")
     wanted = {side: [Target("median", "at least", WANTED)] for side in SIDES}
-    told.take("rollouts per second of its processor time", rate, unit="1/s", targets=wanted)
-    told.take("rollouts stored per second by the clock, all processes on this machine", wall, unit="1/s")
-    told.save()
+    results.record("rollouts per second of its processor time", rate, unit="1/s", targets=wanted)
+    results.record("rollouts stored per second by the clock, all processes on this machine", wall, unit="1/s")
+    results.save()
 
 
 def measure(
     folder: Path, served: Served, run: str, options: tuple[str, ...], given: argparse.Namespace
 ) -> tuple[float, float, int]:
-    """Generate for a run of its own; return seconds of processor and clock, and the rollouts stored."""
+    """Generate for a new run; return seconds of processor and clock, and the rollouts stored."""
     with Client(served.url, run) as client, contextlib.ExitStack() as stack:
         room = 1 << 30
         client.put_run(
@@ -104,7 +102,7 @@ def measure(
 
 
 def floor_us(folder: Path, path: str, client: str, decodes: bool, given: argparse.Namespace) -> float:
-    """Return the microseconds of processor per rollout that asking the engine alone costs a client."""
+    """Return the microseconds of processor per rollout that the bare client needs."""
     with null_engine(given, SIDES[path]) as url:
         options = {"client": client, "requests": given.rollouts // given.group_size, "inflight": given.inflight}
         options |= {"group-size": given.group_size, "tokens": given.tokens}
@@ -146,7 +144,7 @@ def write_model(folder: Path) -> None:
 
 @contextlib.contextmanager
 def process(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run Python with these arguments; ended by a signal at the end."""
+    """Run Python with these arguments; stop it by a signal at the end."""
     started = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         yield started
@@ -163,7 +161,7 @@ def process(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def null_engine(given: argparse.Namespace, options: tuple[str, ...]) -> Iterator[str]:
-    """Run an engine that answers at once; yields its address."""
+    """Run an engine that answers at once; yield its address."""
     sizes = ("--rollouts", str(given.group_size), "--tokens", str(given.tokens))
     with process([str(NULL_ENGINE), *sizes, *options]) as engine:
         yield listening(engine)
@@ -178,17 +176,17 @@ def listening(engine: subprocess.Popen[str]) -> str:
 
 
 def reach(client: Client, generator: subprocess.Popen[str], groups: int) -> int:
-    """Wait until so many groups are stored; return how many are."""
+    """Wait until this many groups are stored; return their number."""
     ends_s = time.monotonic() + TIMEOUT_S
     while (stored := client.get_run().groups.stored) < groups:
         if generator.poll() is not None or time.monotonic() > ends_s:
-            raise RuntimeError(f"{stored} of {groups} groups are stored, and no more come")
+            raise RuntimeError(f"{stored} of {groups} groups are stored, and no more arrive")
         time.sleep(POLL_S)
     return stored
 
 
 def spent_s(watched: psutil.Process) -> float:
-    """Return the processor seconds, user and system, of all threads."""
+    """Return user and system seconds of all threads."""
     times = watched.cpu_times()
     return float(times.user + times.system)
 

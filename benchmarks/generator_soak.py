@@ -1,11 +1,10 @@
-"""Memory over an hour's worth of work: a generator, its service and Redis, while a trainer uses what is generated.
+"""Measure memory of generator, service and Redis over an hour's worth of rollouts.
 
     python benchmarks/generator_soak.py                    # 108,000 rollouts of 256 tokens
 
-An hour of a fleet that samples 30 rollouts, 7,680 tokens, a second: 108,000 rollouts, as fast as this machine goes,
-with the engine, service and generator of `generator.py`. The trainer fetches, acks and checkpoints, keeping the newest
-checkpoint alone, so what is stored stays bounded. Memory is read at ten points; the line through all but the first two
-tells what grows. A tokenizer, 1,000 prompts and histories that fill up once are there by then.
+A fleet that samples 30 rollouts a second makes 108,000 in an hour; here they come as fast as the machine allows, with
+the engine, service and generator of `generator.py`. The trainer fetches, acks and keeps the newest checkpoint, so
+stored data stays bounded. Memory is read at ten points. A line through all but the first two shows what grows.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MOST_GROWTH_MB = 5.0
 
 
 class Trainer(threading.Thread):
-    """Uses every batch and trains nothing; `fault` is what ended it, None where `stop` did."""
+    """Uses every batch and trains nothing. `fault` is the error that ended it, None after `stop`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="trainer", daemon=True)
@@ -48,7 +47,7 @@ class Trainer(threading.Thread):
         self._epoch = self._client.attach(resume_step=0).epoch
 
     def run(self) -> None:
-        """Fetch, ack and checkpoint, one batch after another."""
+        """Fetch, ack and checkpoint one batch after another."""
         try:
             with self._client as client:
                 while not self.stop.is_set():
@@ -56,12 +55,12 @@ class Trainer(threading.Thread):
                         client.ack(self.steps, self._epoch)
                         self.steps += 1
                         client.checkpoint(self.steps, self._epoch, keep=1)
-        except Exception as error:  # noqa: BLE001 - told by whoever waits for groups
+        except Exception as error:  # noqa: BLE001 - reported by the waiting loop
             self.fault = error
 
 
 def main() -> None:
-    """Run, and print the memory at each point and what it grew by."""
+    """Run; print the memory at each point and its growth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=3600 * ROLLOUTS_PER_S)
     parser.add_argument("--group-size", type=int, default=8)
@@ -71,19 +70,19 @@ def main() -> None:
     parser.add_argument("--call", choices=SIDES, default=TOKENS)
     given = parser.parse_args()
     packages = ["aiohttp", "httpx", "msgspec", "numpy", "tokenizers", "uvloop"]
-    told = Measured("generator_soak", reference="", packages=packages, settings=vars(given))
+    results = Measured("generator_soak", reference="", packages=packages, settings=vars(given))
     with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as name, Served(Path(name) / "data") as served:
         write_model(Path(name))
         at, memory = soak(Path(name), served, given)
-    told.take("resident memory at ten points", memory, unit="MB")
+    results.record("resident memory at ten points", memory, unit="MB")
     grew = {side: [growth(at, values)] for side, values in memory.items()}
     wanted = {"generator": [Target("median", "at most", MOST_GROWTH_MB)]}
-    told.take("growth over the run, by the line through the last eight", grew, unit="MB", targets=wanted)
-    told.save()
+    results.record("growth over the run, by the line through the last eight", grew, unit="MB", targets=wanted)
+    results.save()
 
 
 def soak(folder: Path, served: Served, given: argparse.Namespace) -> tuple[list[int], dict[str, list[float]]]:
-    """Generate and train; return the rollouts stored at each point, and the memory there in MB by process."""
+    """Generate and train; return the rollouts stored at each point, and the memory in MB by process."""
     at: list[int] = []
     memory: dict[str, list[float]] = defaultdict(list)
     with Client(served.url, RUN) as client, null_engine(given, SIDES[given.call]) as url:
@@ -113,7 +112,7 @@ def soak(folder: Path, served: Served, given: argparse.Namespace) -> tuple[list[
 
 
 def growth(at: list[int], memory: list[float]) -> float:
-    """Return by how much a line through the points behind the warm-up rises over the whole run."""
+    """Return the rise of a line through the points after the warm-up."""
     slope, _ = np.polyfit(at[WARM_SAMPLES:], memory[WARM_SAMPLES:], 1)
     return float(slope) * at[-1]
 

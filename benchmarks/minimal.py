@@ -1,9 +1,8 @@
-"""The least that brings groups from producers to a trainer through Redis and HTTP: the reference of `path.py`.
+"""The hand-written path from producers to a trainer through Redis and HTTP: the reference of `path.py`.
 
-What one writes by hand in an hour: a producer SETs a payload and XADDs its key, the server XREADs keys, MGETs payloads
-and answers them one after another, the trainer makes arrays of the bytes. Or the server puts them into the arrays of a
-micro-batch and answers those, so that the trainer has nothing left to do. Nothing is checked, deduplicated, decided,
-written down, packed, or served again the same; whatever dies, dies.
+A producer SETs a payload and XADDs its key. The server XREADs keys, MGETs payloads and answers them one after another,
+and the trainer makes arrays of the bytes. Or the server lays them out as the arrays of a micro-batch. Nothing is
+checked, deduplicated, decided, recorded, packed or recovered.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LAID_OUT = (
     ("advantages", np.float32),
     ("cu_seqlens", np.int32),
 )
-"""What `lay_out` makes, in its order."""
+"""Arrays of `lay_out`, in order."""
 KEYS_AT_ONCE = 64
 """Payloads of one MGET: some 8 MB."""
 
@@ -48,7 +47,7 @@ _SIZES = struct.Struct(f"<{len(COLUMNS)}I")
 
 
 def to_bytes(group: Group) -> bytes:
-    """Write a group: the bytes of each column, then the columns."""
+    """Write a group: the sizes of its columns, then the columns."""
     arrays = [getattr(group, name) for name, _ in COLUMNS]
     return b"".join([_SIZES.pack(*(array.nbytes for array in arrays)), *arrays])
 
@@ -67,7 +66,7 @@ def read_groups(body: bytes) -> Iterator[Arrays]:
 
 
 def lay_out(groups: Sequence[Arrays]) -> Arrays:
-    """Put all rollouts one behind another, in the arrays of a micro-batch that a trainer needs."""
+    """Put all rollouts one after another into the arrays of a micro-batch."""
     ids, positions, masks, logprobs, advantages, lengths = [], [], [], [], [], []
     for group in groups:
         prompts = [0, *itertools.accumulate(group["prompt_lengths"].tolist())]
@@ -81,19 +80,19 @@ def lay_out(groups: Sequence[Arrays]) -> Arrays:
             logprobs += [np.zeros(p, np.float32), group["inference_logprobs"][span]]
             advantages += [np.zeros(p, np.float32), np.full(c, advantage, np.float32)]
             lengths.append(p + c)
-    told = {"input_ids": ids, "position_ids": positions, "loss_mask": masks, "inference_logprobs": logprobs}
-    laid_out = {name: np.concatenate(parts) for name, parts in (told | {"advantages": advantages}).items()}
+    arrays = {"input_ids": ids, "position_ids": positions, "loss_mask": masks, "inference_logprobs": logprobs}
+    laid_out = {name: np.concatenate(parts) for name, parts in (arrays | {"advantages": advantages}).items()}
     return laid_out | {"cu_seqlens": np.cumsum([0, *lengths], dtype=np.int32)}
 
 
 def arrays_to_bytes(arrays: Arrays) -> bytes:
-    """Write arrays one after another, behind their sizes."""
+    """Write arrays one after another, after their sizes."""
     sizes = [array.nbytes for array in arrays.values()]
     return b"".join([struct.pack(f"<{len(sizes)}Q", *sizes), *arrays.values()])
 
 
 def arrays_from_bytes(body: bytes) -> Arrays:
-    """Read them as views."""
+    """Read the arrays as views."""
     at = struct.calcsize(f"<{len(LAID_OUT)}Q")
     arrays = {}
     sizes = struct.unpack_from(f"<{len(LAID_OUT)}Q", body)
@@ -104,7 +103,7 @@ def arrays_from_bytes(body: bytes) -> Arrays:
 
 
 async def append(client: aioredis.Redis, stream: str, groups: Sequence[Group]) -> None:
-    """Store groups, each by SET and XADD, all in one pipeline."""
+    """Store groups by SET and XADD in one pipeline."""
     pipe = client.pipeline(transaction=False)
     for group in groups:
         key = f"{stream}:{group.group_id}"

@@ -1,8 +1,8 @@
-"""An inference server that samples nothing: it answers every request for completions at once with the same ones.
+"""Inference server that answers every request at once with the same completions.
 
     python benchmarks/null_engine.py --rollouts 8 --tokens 256
 
-Shapes of vLLM 0.32, both calls; prints "listening on http://127.0.0.1:PORT".
+It has both calls of vLLM 0.32 and prints "listening on http://127.0.0.1:PORT".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCABULARY = 1000
 
 
 def answers(rollouts: int, tokens: int, *, offers_tokens: bool) -> dict[bytes, bytes]:
-    """Build the whole answer to each request by its method and path."""
+    """Build the whole answer to each request by method and path."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCABULARY, (rollouts, tokens)).tolist()
     logprobs = (-rng.exponential(1.0, (rollouts, tokens))).tolist()
@@ -82,11 +82,11 @@ class NullEngine(asyncio.Protocol):
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the way back."""
+        """Store the transport."""
         self._transport: Any = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer every request that is complete."""
+        """Answer every complete request."""
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = self._buffer[:end].lower()
@@ -100,7 +100,7 @@ class NullEngine(asyncio.Protocol):
 
 
 async def serve(by_name: dict[bytes, bytes]) -> None:
-    """Serve on a free port until the process is ended."""
+    """Serve on a free port until the process ends."""
     absent = _response(b"404 Not Found", {})
     server = await asyncio.get_running_loop().create_server(lambda: NullEngine(by_name, absent), "127.0.0.1", 0)
     print(f"listening on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)

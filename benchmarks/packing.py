@@ -1,11 +1,10 @@
-"""Packing against naive first-fit, first-fit decreasing and the lower bound: rows, unused share, balance, time.
+"""Compare packing with first fit, first-fit decreasing and the lower bound: rows, unused share, balance, time.
 
     python benchmarks/packing.py --rollouts 512 4096 65536 --ranks 1 8 64 256 512 4096 --repeats 9
 
-Lengths are lognormal (median 665 tokens, sigma 0.9), cut to 16..8192, seq_len 8192. Rows are those of all batches,
-before their number is rounded up to a multiple of the ranks. Balance is by estimated cost: of the costliest rank over
-the mean of the ranks, and the same slot by slot. Times are processor time: other work on the machine does not count,
-but still slows caches and clock down.
+Lengths are lognormal (median 665 tokens, sigma 0.9), cut to 16..8192; seq_len is 8192. Rows are those of all batches
+before rounding up to a multiple of the ranks. Balance is the cost of the most expensive rank over the mean, in total
+and slot by slot. Times are processor time; other work on the machine still slows caches and clock.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ FIRST_FIT, DECREASING, PACK = "naive first fit", "first-fit decreasing", "pack"
 UNUSED_PERCENT = {512: 1.2, 4096: 0.5}
 """Share of the rows that may stay empty, by rollouts."""
 MANY = 4096
-"""Rollouts at which packing has to be 10 times as fast as naive first fit, and under 3 ms."""
+"""Rollouts with the targets 10 times the speed of naive first fit, and under 3 ms."""
 TIMED_RANKS = (1, 8, 256)
-"""World sizes that each have to: one has rows of its own making, few are dealt, of many each has a row or two."""
+"""World sizes with these targets: one rank, few ranks, and so many that each has one or two rows."""
 EVEN_ROLLOUTS, EVEN_RANKS, EVEN = 512, 8, 1.005
-"""Cost of the costliest rank over the mean: so even at so many rollouts over so many ranks."""
+"""Target for the cost of the most expensive rank over the mean, by rollouts and ranks."""
 TOTAL, SLOTS = "costliest rank over the mean", "costliest rank of a slot over the mean"
 ROWS, FILLERS, TIME = "micro-batches per rank", "empty filler micro-batches", "time to pack"
 FIGURES = {TOTAL: "", SLOTS: "", ROWS: "", FILLERS: "", TIME: "ms"}
-"""What is told of each world size, and its unit."""
+"""Figures of each world size, and their units."""
 
 Lengths = npt.NDArray[np.int32]
 
@@ -45,7 +44,7 @@ def lognormal_lengths(count: int, seed: int) -> Lengths:
 
 
 def first_fit(sizes: list[int]) -> int:
-    """Count the rows of the naive method: look through all rows, from the first, for each rollout."""
+    """Count the rows of the naive method: search all rows from the first for each rollout."""
     rooms: list[int] = []
     for size in sizes:
         for at, room in enumerate(rooms):
@@ -58,7 +57,7 @@ def first_fit(sizes: list[int]) -> int:
 
 
 def processor_ms(work: Callable[[], object], repeats: int) -> list[float]:
-    """Time a call, in ms of processor time."""
+    """Time a call in ms of processor time."""
     taken = []
     for _ in range(repeats):
         start = time.process_time()
@@ -67,8 +66,8 @@ def processor_ms(work: Callable[[], object], repeats: int) -> list[float]:
     return taken
 
 
-def take_rows(told: Measured, batches: list[Lengths]) -> None:
-    """Compare the rows before they are rounded up to a multiple of the ranks, and what stays empty in them."""
+def record_rows(results: Measured, batches: list[Lengths]) -> None:
+    """Compare the rows before rounding up, and their unused share."""
     count = len(batches[0])
     grids = [pack(lengths, SEQ_LEN, 1) for lengths in batches]
     rows = sum(len(grid[0]) for grid in grids)
@@ -80,19 +79,19 @@ def take_rows(told: Measured, batches: list[Lengths]) -> None:
     least = sum(-(-int(lengths.sum()) // SEQ_LEN) for lengths in batches)
     unused = [100 * padding_fraction(lengths, grid, SEQ_LEN) for lengths, grid in zip(batches, grids, strict=True)]
     named = f"{count} rollouts, {len(batches)} batches"
-    told.take(f"{named}: rows", sides, reference=DECREASING, targets={PACK: [Target("ratio", "at most", 1.0)]})
-    told.take(
+    results.record(f"{named}: rows", sides, reference=DECREASING, targets={PACK: [Target("ratio", "at most", 1.0)]})
+    results.record(
         f"{named}: rows and their lower bound, tokens / seq_len",
         {"lower bound": [least], PACK: [rows]},
         reference="lower bound",
         targets={PACK: [Target("ratio", "at most", 1.01)]},
     )
     wanted = [Target("median", "at most", UNUSED_PERCENT[count])] if count in UNUSED_PERCENT else []
-    told.take(f"{named}: unused share of the rows", {PACK: unused}, unit="%", targets={PACK: wanted})
+    results.record(f"{named}: unused share of the rows", {PACK: unused}, unit="%", targets={PACK: wanted})
 
 
-def take_times(told: Measured, lengths: Lengths, repeats: int) -> None:
-    """Compare the time that packing one batch takes, for each of some world sizes."""
+def record_times(results: Measured, lengths: Lengths, repeats: int) -> None:
+    """Compare the time to pack one batch for some world sizes."""
     count, sizes = len(lengths), lengths.tolist()
     sides = {
         FIRST_FIT: processor_ms(lambda: first_fit(sizes), 1 if count > 10_000 else 3),
@@ -104,7 +103,7 @@ def take_times(told: Measured, lengths: Lengths, repeats: int) -> None:
         name: processor_ms(lambda ranks=ranks: pack(lengths, SEQ_LEN, ranks), repeats)  # type: ignore[misc]
         for name, ranks in packed.items()
     }
-    told.take(
+    results.record(
         f"{count} rollouts: time to pack one batch",
         sides,
         unit="ms",
@@ -113,18 +112,18 @@ def take_times(told: Measured, lengths: Lengths, repeats: int) -> None:
     )
 
 
-def take_balance(told: Measured, batches: list[Lengths], worlds: list[int], repeats: int) -> None:
-    """Tell how even the ranks of each world size are, in total and slot by slot, and what packing for them takes."""
+def record_balance(results: Measured, batches: list[Lengths], worlds: list[int], repeats: int) -> None:
+    """Record how even the ranks of each world size are, and the time to pack for them."""
     count = len(batches[0])
     found = {ranks: balance(batches if ranks < 100 else batches[:2], ranks, repeats) for ranks in worlds}
     even = {f"{EVEN_RANKS} ranks": [Target("median", "at most", EVEN)]} if count == EVEN_ROLLOUTS else {}
     for what, unit in FIGURES.items():
         sides = {f"{ranks} ranks": figures[what] for ranks, figures in found.items()}
-        told.take(f"{count} rollouts: {what}", sides, unit=unit, targets=even if what == TOTAL else {})
+        results.record(f"{count} rollouts: {what}", sides, unit=unit, targets=even if what == TOTAL else {})
 
 
 def balance(batches: list[Lengths], ranks: int, repeats: int) -> dict[str, list[float]]:
-    """Return the figures of each batch; the first five are packed so many times for the time."""
+    """Return the figures of each batch; the first five are repeated for their time."""
     found: dict[str, list[float]] = {name: [] for name in FIGURES}
     for number, lengths in enumerate(batches):
         costs = rollout_costs(lengths)
@@ -139,20 +138,20 @@ def balance(batches: list[Lengths], ranks: int, repeats: int) -> dict[str, list[
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, nargs="+", default=[512, 4096, 65536])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 256, 512, 4096])
     parser.add_argument("--repeats", type=int, default=9)
     given = parser.parse_args()
-    told = Measured("packing", reference=FIRST_FIT, packages=["numpy"], settings=vars(given) | {"seq_len": SEQ_LEN})
+    results = Measured("packing", reference=FIRST_FIT, packages=["numpy"], settings=vars(given) | {"seq_len": SEQ_LEN})
     for count in given.rollouts:
         seeds = 1 if count > 10_000 else 8 if count > 1_000 else 30
         batches = [lognormal_lengths(count, seed) for seed in range(seeds)]
-        take_rows(told, batches)
-        take_times(told, batches[0], given.repeats)
-        take_balance(told, batches, given.ranks, min(given.repeats, 3 if count > 10_000 else 9))
-    told.save()
+        record_rows(results, batches)
+        record_times(results, batches[0], given.repeats)
+        record_balance(results, batches, given.ranks, min(given.repeats, 3 if count > 10_000 else 9))
+    results.save()
 
 
 if __name__ == "__main__":

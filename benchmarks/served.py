@@ -1,4 +1,4 @@
-"""A `replaybuf serve` of its own for benchmarks: started on a scratch folder, measured, stopped."""
+"""A private `replaybuf serve` for benchmarks, in a scratch folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STOP_TIMEOUT_S = 60.0
 
 
 class Served:
-    """One `replaybuf serve` with an embedded Valkey in `folder`; `kill` leaves the Valkey to the next one.
+    """One `replaybuf serve` with a private Valkey in `folder`; `kill` leaves the Valkey to the next one.
 
-    `options` are further words of its command line.
+    `options` are appended to its command line.
     """
 
     def __init__(self, folder: Path, *options: str) -> None:
@@ -48,7 +48,7 @@ class Served:
                 continue
 
     def start(self) -> Served:
-        """Start, wait until it says where it listens, and note in `started_s` how long that took."""
+        """Start, wait until it listens, and record in `started_s` how long that took."""
         command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(self.folder)]
         command += self.options
         begun = time.monotonic()
@@ -65,19 +65,19 @@ class Served:
         raise RuntimeError(f"serve ended: {(self.folder.parent / 'serve.log').read_text()}")
 
     def kill(self) -> None:
-        """Kill the service alone."""
+        """Kill the service only."""
         if self._process:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
 
     @property
     def redis_url(self) -> str:
-        """Address of its Valkey."""
+        """Return the address of its Valkey."""
         return f"unix://{self.folder}/valkey.sock"
 
     @property
     def redis_pid(self) -> int:
-        """Process id of its Valkey."""
+        """Return the process id of its Valkey."""
         with self.redis() as client:
             return int(client.info("server")["process_id"])
 
@@ -87,18 +87,18 @@ class Served:
 
     @property
     def rss_bytes(self) -> int:
-        """Resident memory of the service, without its Valkey."""
+        """Return the resident memory of the service, without its Valkey."""
         return int(self._running().memory_info().rss)
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of CPU, user and system, that the service took so far, without its Valkey."""
+        """Return the user and system seconds of the service, without its Valkey."""
         times = self._running().cpu_times()
         return float(times.user + times.system)
 
     @property
     def pid(self) -> int:
-        """Process id of the service."""
+        """Return the process id of the service."""
         return int(self._running().pid)
 
     def _running(self) -> psutil.Process:

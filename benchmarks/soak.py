@@ -1,11 +1,11 @@
-"""A long run in bounded memory: a real `serve`, tickets, groups, batches, acks, versions, checkpoints; and rewinds.
+"""Measure memory and streams over a long run with tickets, batches, checkpoints and rewinds.
 
     python benchmarks/soak.py --groups 1000000            # every group used once, by tickets
     python benchmarks/soak.py --groups 300000 --rewinds   # own ids, staleness up to 3, three checkpoints, rewinds
 
-Groups are tiny (2 rollouts of 5 tokens): what grows is what the buffer keeps of a group, not its tokens. Producer and
-trainer are two threads of one process, Valkey and service are two more processes. Every so many groups a
-line tells Redis' memory, the service's resident memory and the lengths of streams and tables.
+Groups are tiny (2 rollouts of 5 tokens), so the bookkeeping of a group is what grows. Producer and trainer are threads
+of this process; Valkey and service are two more processes. Each line prints the memory of Redis and of the service,
+and the lengths of streams and tables.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RUN = "soak"
 BODY_GROUPS = 500
 KEEP_CHECKPOINTS = 3
 REWIND_STEPS = 20
-"""With --rewinds: every so many steps the trainer comes back two steps earlier."""
+"""With --rewinds: steps between two rewinds by two steps."""
 RETRY_S = 30.0
 
 
 def main() -> None:
-    """Run the soak and print the table of what was there over time."""
+    """Run the soak and print the table over time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--groups-per-batch", type=int, default=1_000)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 class Soak:
-    """One run from its first group to its last; `work` takes a step after the other."""
+    """One run from its first group to its last."""
 
     def __init__(self, server: Served, options: Any) -> None:
         self.server = server
@@ -61,7 +61,7 @@ class Soak:
         self.lines: list[list[str]] = []
 
     def work(self) -> None:
-        """Produce and train until all groups are through."""
+        """Produce and train until all groups are used."""
         staleness = 3 if self.options.rewinds else 1
         strategy = {"name": "one-step-off-policy", "options": {"max_staleness": staleness}}
         self.client.put_run({"strategy": strategy, "batch": {"groups_per_batch": self.batch, "tokens_per_batch": None}})
@@ -88,10 +88,10 @@ class Soak:
         print(f"{rate:,.0f} groups/s; a step of {self.batch} groups {statistics.median(self.step_s):.2f} s (median)")
 
     def produce(self) -> None:
-        """Fill the pool: by tickets, as they are given; with own ids, to two batches."""
+        """Fill the pool: by tickets, or with own ids to two batches."""
         with Client(self.server.url, RUN, retry_for_s=RETRY_S) as client:
             while self.sent < self.options.groups and not self.stop:
-                state = client.get_run()  # the client checks groups against the published version it was told last
+                state = client.get_run()  # updates the published version that the client checks groups against
                 plain = plain_group(state.published_version)
                 if not self.options.rewinds:
                     tickets = client.take_tickets("soak", BODY_GROUPS, wait_ms=1000).tickets
@@ -106,7 +106,7 @@ class Soak:
                     self.send(client, made)
 
     def send(self, client: Client, groups: list[Group]) -> None:
-        """Append groups; what a rewind overtook is made anew."""
+        """Append groups; make those of a rewound version again."""
         results = client.append(groups)
         refused = [result for result in results if result.status != "stored"]
         if refused and not self.options.rewinds:
@@ -114,7 +114,7 @@ class Soak:
         self.sent += len(results)
 
     def train(self, trainer: Attachment, step: int) -> tuple[Attachment, int]:
-        """Take one step, or come back two steps earlier."""
+        """Take one step, or return two steps."""
         self.client.ack(step, trainer.epoch)
         self.client.publish_policy(step + 1, trainer.epoch)
         self.client.checkpoint(step + 1, trainer.epoch, keep=KEEP_CHECKPOINTS)
@@ -125,7 +125,7 @@ class Soak:
         return trainer, step + 1
 
     def sample(self, elapsed_s: float) -> None:
-        """Print what is there now."""
+        """Print the current state."""
         with self.server.redis() as client:
             memory = client.info("memory")["used_memory"]
             row = {

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make one token per role, once: hashes for serve, each token in the folder of whoever shows it. Run by compose.
+# Make one token per role, once: hashes for serve, each token in the folder of its container. Compose runs this script.
 set -eu
 umask 077
 secrets=${1:-/secrets}
@@ -11,6 +11,6 @@ for role in operator producer trainer reader; do
     mv "$file.new" "$file"
   fi
 done
-# Prometheus runs as a user of its own; only its container mounts this folder.
+# Prometheus runs as another user; only its container mounts this folder.
 chmod 0755 "$secrets/reader"
 chmod 0444 "$secrets/reader/token"

@@ -1,4 +1,4 @@
-"""The benchmarks run, and tell what they measured in a form that can be compared."""
+"""`make bench`: short runs save machine, spread, ratios and targets as JSON."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def bench(*options: str, results: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_benchmark_writes_down_machine_spread_and_ratio_to_its_reference(tmp_path: Path) -> None:
+def test_a_benchmark_saves_machine_spread_and_ratio_to_its_reference(tmp_path: Path) -> None:
     done = bench("--only", "selection", "--groups", "3000", "--repeats", "2", results=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "selection.json").read_text())
-    assert told["machine"]["cpus"] == os.cpu_count() and told["machine"]["packages"]["numpy"]
-    assert told["settings"]["groups"] == 3000
-    uniform = {figure["side"]: figure for figure in told["figures"] if figure["what"] == "replay, uniform"}
+    result = json.loads((tmp_path / "selection.json").read_text())
+    assert result["machine"]["cpus"] == os.cpu_count() and result["machine"]["packages"]["numpy"]
+    assert result["settings"]["groups"] == 3000
+    uniform = {figure["side"]: figure for figure in result["figures"] if figure["what"] == "replay, uniform"}
     ours, plain = uniform["columns"], uniform["list of dicts"]
     assert ours["least"] <= ours["median"] <= ours["largest"] and ours["repeats"] == 2
     assert ours["reference"] == "list of dicts" and ours["ratio"] == plain["median"] / ours["median"]
     assert plain["ratio"] == 1
 
 
-def test_a_benchmark_says_of_each_target_whether_it_was_met(tmp_path: Path) -> None:
+def test_a_benchmark_saves_whether_each_target_was_met(tmp_path: Path) -> None:
     options = ("--rollouts", "512", "--ranks", "8", "--repeats", "1")
     done = bench("--only", "packing", *options, results=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "packing.json").read_text())
-    judged = {figure["what"]: (figure, *figure["targets"]) for figure in told["figures"] if figure["targets"]}
+    result = json.loads((tmp_path / "packing.json").read_text())
+    judged = {figure["what"]: (figure, *figure["targets"]) for figure in result["figures"] if figure["targets"]}
     rows, of_rows = judged["512 rollouts, 30 batches: rows"]
     assert of_rows == {"target": {"of": "ratio", "wanted": "at most", "bound": 1.0}, "met": rows["ratio"] <= 1.0}
     even, of_even = judged["512 rollouts: costliest rank over the mean"]
@@ -49,6 +49,6 @@ def test_a_benchmark_says_of_each_target_whether_it_was_met(tmp_path: Path) -> N
     assert "(target: median at most 1.005, " in done.stdout
 
 
-def test_options_of_a_benchmark_need_its_name(tmp_path: Path) -> None:
+def test_options_without_a_benchmark_name_are_an_error(tmp_path: Path) -> None:
     done = bench("--repeats", "2", results=tmp_path)
     assert done.returncode == 2 and "--repeats 2" in done.stderr and "--only" in done.stderr

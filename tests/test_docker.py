@@ -1,4 +1,4 @@
-"""docker/: what can be checked without an engine, against the real command line, service, Valkey and metrics."""
+"""docker/: compose file, images, alerts and dashboard, checked without a container engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OURS = ("replaybuf:0.1.0", "replaybuf-trainer:0.1.0")
 
 
 def words(value: str | list[str] | None) -> list[str]:
-    """Split a command as compose does: a string by the rules of a shell, a list as it is."""
+    """Split a command as compose does: a string like a shell, a list not at all."""
     return shlex.split(value) if isinstance(value, str) else list(value or [])
 
 
@@ -46,7 +46,7 @@ def words(value: str | list[str] | None) -> list[str]:
 
 
 def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
-    """Valkey, tokens, service, Prometheus, Grafana; generator and trainer come with the profile `train`."""
+    """Generator and trainer are in the profile `train`."""
     plain = {name for name, service in SERVICES.items() if "profiles" not in service}
     assert plain == {"valkey", "init", "serve", "prometheus", "grafana"}
     assert {name for name, s in SERVICES.items() if s.get("profiles") == ["train"]} == {"generator", "trainer"}
@@ -54,7 +54,7 @@ def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if service["image"] in OURS])
 def test_every_option_in_compose_exists_in_the_command_line(name: str) -> None:
-    """Flags, and options set by environment."""
+    """This covers flags and options set by environment variables."""
     service = SERVICES[name]
     if "entrypoint" in service:
         script = "\n".join(words(service["entrypoint"]))
@@ -69,14 +69,14 @@ def test_every_option_in_compose_exists_in_the_command_line(name: str) -> None:
 
 
 def test_images_are_pinned_and_ports_are_published_on_loopback_only() -> None:
-    """No `latest`; nobody outside this machine reaches anything before an operator decides so."""
+    """No image is `latest`; other machines can connect only after an operator allows it."""
     for service in SERVICES.values():
         assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
         assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
 def test_our_containers_run_hardened() -> None:
-    """Read-only root, no capabilities, no new privileges."""
+    """The root is read-only; there are no capabilities and no new privileges."""
     for service in SERVICES.values():
         if service["image"] in OURS:
             assert service["read_only"] and service["cap_drop"] == ["ALL"]
@@ -84,7 +84,7 @@ def test_our_containers_run_hardened() -> None:
 
 
 def test_mounted_files_exist_and_named_volumes_are_declared() -> None:
-    """A missing file would become an empty folder."""
+    """Docker makes an empty folder of a missing file."""
     for service in SERVICES.values():
         for mount in service.get("volumes", []):
             source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", mount).split(":")[0]
@@ -94,7 +94,7 @@ def test_mounted_files_exist_and_named_volumes_are_declared() -> None:
 
 
 def test_every_variable_is_explained_with_its_default() -> None:
-    """The table at the head of the file."""
+    """The table at the top of the file has all variables."""
     head = COMPOSE_TEXT.partition("\nname:")[0]
     explained = set(re.findall(r"^# \| ([A-Z_]+) ", head, re.MULTILINE))
     assert explained == set(re.findall(r"\$\{([A-Z_]+):-", COMPOSE_TEXT))
@@ -102,7 +102,7 @@ def test_every_variable_is_explained_with_its_default() -> None:
 
 
 def test_each_container_mounts_only_the_token_it_shows() -> None:
-    """All of them are seen by the one that makes them alone."""
+    """Only `init`, which makes the tokens, mounts all of them."""
     mounted = {
         name: {mount.split(":")[0] for mount in service.get("volumes", []) if "token" in mount}
         for name, service in SERVICES.items()
@@ -118,7 +118,7 @@ def test_each_container_mounts_only_the_token_it_shows() -> None:
 
 
 def test_compose_itself_accepts_the_file() -> None:
-    """Where the plug-in is installed."""
+    """Runs if docker compose is installed."""
     docker = shutil.which("docker")
     known = docker and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0
     if not docker or not known:
@@ -129,7 +129,7 @@ def test_compose_itself_accepts_the_file() -> None:
 
 
 async def report_of(url: str) -> ServerReport:
-    """Ask a server how it persists."""
+    """Read the durability of a server."""
     store = await Store.open(url)
     try:
         return await store.connection.report()
@@ -138,7 +138,7 @@ async def report_of(url: str) -> ServerReport:
 
 
 def test_valkey_is_strict_with_the_options_of_compose(tmp_path: Path) -> None:
-    """A real Valkey takes them, and the service calls it strict."""
+    """A real Valkey accepts the options, and the service reports `strict`."""
     command = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", SERVICES["valkey"]["command"])
     name, *options = shlex.split(command)
     assert name == "valkey-server"
@@ -158,7 +158,7 @@ def test_valkey_is_strict_with_the_options_of_compose(tmp_path: Path) -> None:
 
 
 def test_init_makes_one_token_per_role_once_and_they_work(tmp_path: Path) -> None:
-    """The second start changes nothing; the reader's token, which Prometheus shows, opens /metrics."""
+    """A second start changes nothing; the reader token of Prometheus opens /metrics."""
     for folder in ("serve", "operator", "producer", "trainer", "reader"):
         (tmp_path / folder).mkdir()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -182,7 +182,7 @@ def test_init_makes_one_token_per_role_once_and_they_work(tmp_path: Path) -> Non
 
 
 def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
-    """Address, port and file agree with compose."""
+    """Address, port and token file agree with compose."""
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["serve:8900"]}]
@@ -197,7 +197,7 @@ def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """List every query of dashboard and alerts with its title."""
+    """Return every query of dashboard and alerts with its title."""
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
             yield panel["title"], target["expr"]
@@ -208,7 +208,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def exposed(run: RunClient) -> dict[str, set[str]]:
-    """Metrics of a real service that stored, used, dropped and rejected something: sample name to label names."""
+    """Return the label names of each sample of a service that stored, used, dropped and rejected groups."""
     run.put(batch={"groups_per_batch": 1})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
@@ -217,7 +217,7 @@ def exposed(run: RunClient) -> dict[str, set[str]]:
 
 
 def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[str]]) -> None:
-    """In the dashboard and in the alerts."""
+    """This covers dashboard and alerts."""
     seen = set()
     for title, query in queries():
         metrics = re.findall(r"\b(replaybuf_\w+)(?:\{([^}]*)\})?", query)
@@ -236,7 +236,7 @@ def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[
 
 
 def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
-    """Without `le`, or of anything but buckets, Prometheus answers nothing."""
+    """Prometheus needs buckets and the label `le`."""
     found = [query for _, query in queries() if "histogram_quantile" in query]
     assert found
     for query in found:
@@ -246,7 +246,7 @@ def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
 
 
 def test_the_dashboard_shows_the_buffer_at_a_glance() -> None:
-    """One dashboard, its queries go to the provisioned source, its panels do not overlap."""
+    """Its queries use the provisioned source, and its panels do not overlap."""
     assert DASHBOARD["title"] == "replaybuf: buffer at a glance"
     assert [path.name for path in (DOCKER / "grafana" / "dashboards").iterdir()] == ["buffer.json"]
     sources = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
@@ -259,7 +259,7 @@ def test_the_dashboard_shows_the_buffer_at_a_glance() -> None:
 
 
 def test_grafana_finds_what_is_provisioned() -> None:
-    """The folder of dashboards is mounted where the provider and the home page look."""
+    """The provider and the home page find the mounted folder of dashboards."""
     (provider,) = yaml.safe_load((DOCKER / "grafana/provisioning/dashboards/replaybuf.yaml").read_text())["providers"]
     folder = provider["options"]["path"]
     grafana = SERVICES["grafana"]
@@ -273,7 +273,7 @@ def test_grafana_finds_what_is_provisioned() -> None:
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_runs_as_nobody_special(dockerfile: Path) -> None:
-    """uid 10001 in the last stage, and the command line as entry point."""
+    """The last stage has uid 10001 and the command line as entry point."""
     last = dockerfile.read_text().rpartition("\nFROM ")[2]
     assert re.findall(r"^USER (.+)$", last, re.MULTILINE) == ["10001:10001"]
     assert 'ENTRYPOINT ["replaybuf"]' in last
@@ -281,7 +281,7 @@ def test_an_image_runs_as_nobody_special(dockerfile: Path) -> None:
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_copies_what_exists_and_what_its_context_lets_through(dockerfile: Path) -> None:
-    """And that is all the build back end needs."""
+    """The build back end needs nothing else."""
     ignore = Path(f"{dockerfile}.dockerignore").read_text().split()
     assert ignore[0] == "*"
     copied = set()
@@ -298,7 +298,7 @@ def test_an_image_copies_what_exists_and_what_its_context_lets_through(dockerfil
 
 
 def test_the_core_image_has_no_torch() -> None:
-    """Neither its own dependencies nor its extra ask for it."""
+    """Neither the dependencies nor the extra `generate` require torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extra,) = re.findall(r"'\.\[(\w+)\]'", (DOCKER / "Dockerfile").read_text())
     wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
@@ -306,7 +306,7 @@ def test_the_core_image_has_no_torch() -> None:
 
 
 def test_the_health_check_of_the_image_tells_a_service_from_none(service: ServeProcess) -> None:
-    """The very command of the Dockerfile."""
+    """The test runs the command of the Dockerfile."""
     found = re.search(r"^HEALTHCHECK [^\n]*\\\n\s*CMD (\[.*\])$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
     assert found
     _, *arguments = json.loads(found[1])

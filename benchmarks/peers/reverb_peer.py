@@ -1,11 +1,11 @@
-"""Reverb: insert and sample of the groups of `path.py`, in a table of a server in a process of its own.
+"""Insert and sample the groups of `path.py` with Reverb, whose server is another process.
 
     python -m venv /tmp/rv && /tmp/rv/bin/pip install -r benchmarks/peers/reverb.txt
     PYTHONPATH=. /tmp/rv/bin/python benchmarks/peers/reverb_peer.py --rounds 5
 
-A batch of 64 groups of 8 rollouts, about a million tokens: one item per group (its columns as tensors), inserted by one
-writer and sampled by the same process, first in first out, once each. M tokens per second of both, one after the other.
-Nothing is durable there; to be read beside `stored` and `delivered` of `path.py`.
+A batch has 64 groups of 8 rollouts, about a million tokens. Each group is one item (its columns as tensors), inserted
+by one writer and sampled once by the same process, first in, first out. Prints M tokens per second of both. Nothing is
+durable there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     groups = [random_group(rng, n, rollouts=ROLLOUTS, mean_tokens=MEAN_TOKENS) for n in range(GROUPS)]
     tokens = sum(group.tokens for group in groups)
     columns = [[getattr(group, name) for name in COLUMNS] + [group.completion_mask] for group in groups]
-    told = Measured(
+    results = Measured(
         "peer_reverb", reference="insert", packages=["dm-reverb", "tensorflow"], settings={"tokens": tokens}
     )
     here, there = mp.get_context("spawn").Pipe()
@@ -62,12 +62,12 @@ def main() -> None:
             put.append(tokens / (stored - begun) / 1e6)
             got.append(tokens / (ended - stored) / 1e6)
             both.append(tokens / (ended - begun) / 1e6)
-    told.take("a batch", {"insert": put, "sample": got, "insert, then sample": both}, unit="M tokens/s")
-    told.save()
+    results.record("a batch", {"insert": put, "sample": got, "insert, then sample": both}, unit="M tokens/s")
+    results.save()
 
 
 def serve(port: Connection) -> None:
-    """Serve until killed; tell the port."""
+    """Serve until killed; send the port."""
     server = reverb.Server(tables=[reverb.Table.queue("groups", max_size=GROUPS)])
     port.send(server.port)
     server.wait()
