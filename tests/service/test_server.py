@@ -145,7 +145,7 @@ def test_who_shows_no_token_is_told_something_else_than_who_shows_an_unknown_one
         none = http.get("/v1/runs").json()["detail"]
         unknown = http.get("/v1/runs", headers={"Authorization": "Bearer rb_x"}).json()["detail"]
     assert none.startswith("the token is missing; send the header Authorization: Bearer TOKEN")
-    assert unknown.startswith("the token is not in the tokens file, as it was at start; needed:")
+    assert unknown.startswith("the token was not in the tokens file when the service started; send")
 
 
 def test_health_is_open_and_metrics_need_a_reader(guarded: tuple[ServeProcess, dict[str, str]]) -> None:

@@ -1,6 +1,5 @@
-"""`replaybuf simulate`: a run with a virtual clock, through the code that the service decides with.
+"""`replaybuf simulate`: strategies on a virtual clock, with the decisions of the service.
 
-`workload` says what producers and trainer are like, `recording` reads that off a real run, `virtual` is the buffer (the
-fold, the book of tickets and the selector of the service, fed with records that no store holds), `loop` moves the
+`workload` draws groups, `recording` reads them from a real run, `virtual` is the run without a store, `loop` moves the
 clock, `figures` adds up, `report` and `picture` show, `command` is the command line.
 """

@@ -25,122 +25,94 @@ DEFAULT_GROUPS_PER_BATCH = 64
 MOST_STEPS = 10_000_000
 
 
-def simulate(
-    *,
-    strategy: Annotated[list[str], Parameter(negative="")] = [],  # noqa: B006 cyclopts never changes it
-    option: Annotated[list[str], Parameter(negative="")] = [],  # noqa: B006
-    steps: int = 1000,
-    seed: int = 0,
-    config_run: Path | None = None,
-    from_: Annotated[str | None, Parameter(name="--from")] = None,
-    run: str | None = None,
-    token: str | None = None,
-    save_recording: Path | None = None,
-    report_dir: Path | None = None,
-    workload: Annotated[Workload | None, Parameter(name="*")] = None,
-) -> None:
-    """Study strategies with a virtual clock: what the trainer would wait for, how stale, how much for nothing.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What to simulate, and where the report goes."""
 
-    The decisions are made by the code of the service; only time and groups are made up, or read off a recorded run.
+    strategy: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """Strategy to study, NAME or NAME:KEY=VALUE,KEY=VALUE; repeat it to compare several. Default: the run's."""
+    option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
+    """Option KEY=VALUE of every strategy; repeat it for several options."""
+    steps: int = 1000
+    """Number of training steps."""
+    seed: int = 0
+    """Seed of lengths, rewards and failures; all strategies get the same ones."""
+    config_run: Path | None = None
+    """JSON file with the run configuration, as PUT /v1/runs/NAME takes it."""
+    from_: Annotated[str | None, Parameter(name="--from")] = None
+    """Learn workload and configuration from a recorded run: address of its service, or a saved file."""
+    run: str | None = None
+    """Name of the recorded run, if --from is an address."""
+    token: str | None = None
+    """Bearer token with the role reader, if --from is an address."""
+    save_recording: Path | None = None
+    """File to save the recorded run to, for later studies without its service."""
+    report_dir: Path | None = None
+    """Folder for report.json and report.png."""
+    workload: Annotated[Workload, Parameter(name="*")] = dataclasses.field(default_factory=Workload)
+    """Speeds and shape of the work."""
 
-    Parameters
-    ----------
-    strategy
-        Strategy to study, NAME or NAME:KEY=VALUE,KEY=VALUE; several are shown side by side. By default that of the
-        run's configuration.
-    option
-        Option KEY=VALUE for every strategy named.
-    steps
-        Training steps to simulate.
-    seed
-        Decides lengths, rewards and failures, the same ones for every strategy.
-    config_run
-        JSON file with the configuration of the run, as PUT /v1/runs/NAME takes it.
-    from_
-        Learn workload and configuration from a recorded run: address of its service, or a file saved before.
-    run
-        Name of the recorded run, where --from is an address.
-    token
-        Bearer token with the role reader, for that service.
-    save_recording
-        File to keep the recorded run in, for later studies without its service.
-    report_dir
-        Folder for report.json and report.png.
-    workload
-        Speeds and shape of the work.
+
+def simulate(options: Annotated[SimulateOptions, Parameter(name="*")] = SimulateOptions()) -> None:
+    """Compare strategies on a virtual clock: how long the trainer waits, how stale groups get, what is wasted.
+
+    The decisions are made by the code of the service. Times and groups are drawn, or read from a recorded run.
     """
     console = Console()
-    if from_ is None:
-        for name, given in (("--run", run), ("--save-recording", save_recording)):
+    if options.from_ is None:
+        for name, given in (("--run", options.run), ("--save-recording", options.save_recording)):
             if given is not None:
-                raise Invalid(
-                    f"{name} is {str(given)!r} without --from; it is of a recorded run", name=name, value=given
-                )
-    if report_dir:
-        _make(report_dir)
-    recording = _recording(from_, run, token)
-    if recording and save_recording:
-        save(recording, save_recording)
-    study = study_of(
-        strategy,
-        option,
-        steps=steps,
-        seed=seed,
-        config=_run_config(config_run, recording),
-        recording=recording,
-        workload=workload or Workload(),
-    )
-    print_study(console, study, _write(study, report_dir, console) if report_dir else [])
+                raise Invalid(f"{name} is {str(given)!r}; it needs --from", name=name, value=str(given), bound="--from")
+    if options.report_dir:
+        _make(options.report_dir)
+    recording = _recording(options)
+    if recording and options.save_recording:
+        save(recording, options.save_recording)
+    study = run_study(options, _run_config(options.config_run, recording), recording)
+    print_study(console, study, _write(study, options.report_dir, console) if options.report_dir else [])
 
 
-def study_of(
-    strategies: list[str],
-    options: list[str],
-    *,
-    steps: int,
-    seed: int,
-    config: RunConfig,
-    recording: Recording | None,
-    workload: Workload,
-) -> Study:
-    """Run every strategy. Raises `Invalid` for what cannot be, before the first one begins; `StrategyFault`."""
+def run_study(options: SimulateOptions, config: RunConfig, recording: Recording | None = None) -> Study:
+    """Simulate every strategy. Raises `Invalid` before the first one starts, `StrategyFault`."""
+    steps, seed = options.steps, options.seed
     for name, value, low in (("steps", steps, 1), ("seed", seed, 0)):
         if not low <= value <= MOST_STEPS:
             raise Invalid(
                 f"{name} is {value}; it must be in {low}..{MOST_STEPS}", name=name, value=value, bound=[low, MOST_STEPS]
             )
-    known = derive(recording, workload) if recording else workload
-    changes = option_pairs(options)
-    specs = [_spec(text, changes) for text in strategies]
+    workload = derive(recording, options.workload) if recording else options.workload
+    changes = option_pairs(list(options.option))
+    specs = [_spec(text, changes) for text in options.strategy]
     specs = specs or [StrategySpec(name=config.strategy.name, options=config.strategy.options | changes)]
     configs = [msgspec.structs.replace(config, strategy=spec, max_steps=None) for spec in specs]
     for one in configs:
         resolve_config(one)
-    check_workload(known)
+    check_workload(workload)
     if recording is None:
-        check_prompts(known, config)
+        check_prompts(workload, config)
     runs = []
     for one in configs:
-        supply = RecordedSupply(recording, known, one, seed) if recording else Supply(known, one, seed)
+        supply = RecordedSupply(recording, workload, one, seed) if recording else Supply(workload, one, seed)
         runs.append(run_simulation(one, supply, steps))
     return Study(
         seed=seed,
         steps=steps,
-        workload=dataclasses.asdict(known),
+        workload=dataclasses.asdict(workload),
         config=msgspec.to_builtins(config),
         recorded=recording.run if recording else None,
         runs=runs,
     )
 
 
-def _recording(source: str | None, run: str | None, token: str | None) -> Recording | None:
+def _recording(options: SimulateOptions) -> Recording | None:
+    source = options.from_
     if source is None:
         return None
     if "://" not in source:
         return read_file(Path(source))
-    if run is None:
+    if options.run is None:
         raise Invalid(f"--from {source} needs --run with the name of the run", name="run", value=None, bound="a name")
-    return read_service(source, run, token)
+    return read_service(source, options.run, options.token)
 
 
 def _run_config(path: Path | None, recording: Recording | None) -> RunConfig:
@@ -162,7 +134,6 @@ def _spec(text: str, options: dict[str, Any]) -> StrategySpec:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of the report, before anything is simulated. Raises `Invalid`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -172,11 +143,12 @@ def _make(folder: Path) -> None:
 
 
 def _write(study: Study, folder: Path, console: Console) -> list[str]:
+    """Write the report files; return their paths. Without matplotlib there is no picture."""
     report, picture = folder / "report.json", folder / "report.png"
     report.write_bytes(msgspec.json.format(msgspec.json.encode(study)) + b"\n")
     try:
         draw(study, picture)
-    except MissingExtra as error:  # the figures stand without their picture
+    except MissingExtra as error:
         console.print(error.detail, highlight=False, markup=False, soft_wrap=True)
         return [str(report)]
     return [str(report), str(picture)]

@@ -1,4 +1,4 @@
-"""What a simulation measures: added up while the clock runs, told as one struct per strategy at the end."""
+"""Measurements of a simulation: a meter that adds up, and the figures of one strategy at the end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from replaybuf.wire.ledger import BatchRecord
 from replaybuf.wire.run_status import Coverage
 
 SERIES_POINTS = 400
-"""Points kept of a curve over time."""
+"""Maximum number of points of a curve over time."""
 BINS = np.logspace(0, np.log10(2**24), 97)
-"""Edges of the histograms of lengths, in tokens."""
+"""Edges of the length histograms, in tokens."""
 _QUANTILES = (50, 90, 99)
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Tokens per rollout of groups, each counted once: groups, mean, quantiles, and groups per bin of `BINS`."""
+    """Mean tokens per rollout, one value per group: number of groups, mean, quantiles, groups per bin of `BINS`."""
 
     groups: int
     mean: float
@@ -32,14 +32,14 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 class Waste(msgspec.Struct, frozen=True):
-    """Generated for nothing: groups and their tokens."""
+    """Groups that no batch used, and their tokens."""
 
     groups: int
     tokens: int
 
 
 class Series(msgspec.Struct, frozen=True):
-    """The buffer over time: seconds; groups and tokens live; tickets out. Lists of equal length."""
+    """Curves over time, of equal length: seconds; live groups and tokens; tickets out."""
 
     t_s: list[float]
     groups: list[int]
@@ -48,7 +48,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """Means over the batches that were packed (a sample): unused share of rows, cost of the costliest rank / mean."""
+    """Means over a sample of packed batches: unused share of the rows, cost of the costliest rank over the mean."""
 
     batches: int
     unused_share: float
@@ -58,12 +58,12 @@ class Packing(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """One simulated run.
 
-    - `options`: all; `changed_options`: those that are not as by default
-    - `ended`: `steps` where all were done, `finished` where the prompts ran out, else what it waited for in vain
-    - `seconds`: virtual; `train_share`, `publish_share`, `wait_share` of them, and `wait_by_reason` as shares too
-    - `idle_share`: of the producers' slots; `staleness`: uses by staleness; `uses`: groups by how often they were used
-    - `tokens_live_max`: most tokens that were ever live; `held_groups`: groups that the door had no room for at first
-    - `waste`: by reason, of `generated_groups` and `generated_tokens`; `waste_share` of these tokens
+    - `options`: all of them; `changed_options`: those that differ from their defaults
+    - `ended`: `steps` after all steps, `finished` without further prompts, else the reason of the last wait
+    - `seconds`: virtual; `train_share`, `publish_share`, `wait_share`, `wait_by_reason`: shares of them
+    - `idle_share`: of the producers' slots; `staleness`: uses by staleness; `uses`: groups by number of uses
+    - `tokens_live_max`: maximum of live tokens; `held_groups`: groups for which there was no room at first
+    - `waste`: by reason, of `generated_groups` and `generated_tokens`; `waste_share`: of these tokens
     """
 
     strategy: str
@@ -104,18 +104,18 @@ class Figures(msgspec.Struct, frozen=True):
 
     @property
     def length_bias(self) -> float:
-        """Mean length of what was used over mean length of what was generated: below 1, long ones were lost."""
+        """Mean length of used groups over that of generated ones; below 1, long groups were lost."""
         return self.used_lengths.mean / self.generated_lengths.mean if self.generated_lengths.mean else 1.0
 
     @property
     def uses_mean(self) -> float:
-        """Mean uses of the groups that were used at all."""
+        """Mean uses of the used groups."""
         used = sum(self.uses.values())
         return sum(times * groups for times, groups in self.uses.items()) / used if used else 0.0
 
 
 class Meter:
-    """Adds up what happens. Times in virtual seconds, tokens of whole groups, `held` by prompt index."""
+    """Adds up events. Times in virtual seconds, tokens of whole groups; `held`: prompt indexes."""
 
     def __init__(self) -> None:
         self.train_s = 0.0
@@ -135,33 +135,33 @@ class Meter:
         self._packed: list[tuple[float, float]] = []
 
     def generated(self, tokens: int, rollouts: int) -> None:
-        """Take in a group that was generated to its end, whatever becomes of it."""
+        """Count a generated group, used or not."""
         self.generated_groups += 1
         self.generated_tokens += tokens
         self._generated.append(tokens / rollouts)
 
     def wasted_group(self, reason: str, tokens: int, rollouts: int) -> None:
-        """Take in a group that no batch will use."""
+        """Count a group that no batch will use."""
         self.wasted[reason].append(tokens)
         self._dropped.append(tokens / rollouts)
 
     def batch(self, record: BatchRecord, rollouts_per_group: int) -> None:
-        """Take in a batch."""
+        """Count a batch."""
         self.used_tokens += record.tokens
         for group in record.groups:
             if group.times_sampled == 1:
                 self._used.append(group.tokens / rollouts_per_group)
 
     def packed(self, unused_share: float, imbalance: float) -> None:
-        """Take in how one batch was packed."""
+        """Record the packing of one batch."""
         self._packed.append((unused_share, imbalance))
 
     def buffer(self, now_s: float, groups: int, tokens: int, tickets_out: int) -> None:
-        """Take in what the buffer holds now."""
+        """Record what the buffer holds now."""
         self._points.append((now_s, groups, tokens, tickets_out))
 
     def lengths(self) -> tuple[Lengths, Lengths, Lengths]:
-        """Summarise the lengths of what was generated, used and dropped."""
+        """Summarise the lengths of generated, used and dropped groups."""
         return _lengths(self._generated), _lengths(self._used), _lengths(self._dropped)
 
     def packing(self) -> Packing:
@@ -172,18 +172,18 @@ class Meter:
         return Packing(len(self._packed), unused, imbalance)
 
     def series(self) -> Series:
-        """Thin the curve out to `SERIES_POINTS`."""
+        """Return at most `SERIES_POINTS` points of the curves."""
         every = max(1, -(-len(self._points) // SERIES_POINTS))
         columns = list(zip(*self._points[::every], strict=True)) or [(), (), (), ()]
         return Series(*(list(column) for column in columns))
 
     def live(self) -> tuple[float, int]:
-        """Return mean and maximum of the live groups, over the points taken in."""
+        """Return mean and maximum of the live groups over the recorded points."""
         live = [point[1] for point in self._points]
         return (float(np.mean(live)), max(live)) if live else (0.0, 0)
 
     def waste(self) -> dict[str, Waste]:
-        """Sum the waste by reason."""
+        """Return the waste by reason."""
         return {reason: Waste(len(tokens), sum(tokens)) for reason, tokens in sorted(self.wasted.items())}
 
 

@@ -1,11 +1,11 @@
-"""The clock: producers, trainer and the deadlines of tickets as events in one heap.
+"""Event loop of a simulation: producers, trainer and ticket deadlines as events in one heap.
 
-At one moment things happen in this order: what was generated comes in, the trainer's step or publication ends, tickets
-expire, the trainer asks for its batch, free slots ask for tickets. What is generated comes in at the nearest round
-(every `Workload.round_s`), so that a fleet of thousands of slots costs a few decisions per step.
+Order of events at one time: groups arrive, the trainer's step or publication ends, tickets expire, the trainer requests
+its batch, free slots request tickets. Groups arrive at the nearest round (every `Workload.round_s`), so thousands of
+slots cost a few decisions per step.
 
-A slot:     ticket ─► generating ─► group in, or ticket given back, or nobody hears of it ─► free
-The trainer: asking ─► training (a prefetch at its start) ─► ack ─► publishing, where a version is due ─► asking
+Slot:    ticket -> generate -> group stored, or ticket given back, or lost -> free
+Trainer: request -> train (a prefetch at its start) -> ack -> publish if a version is due -> request
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from replaybuf.wire.ledger import BatchRecord
 logger = logging.getLogger(__name__)
 
 ROUNDS_PER_STEP = 10
-_LOOKS_PER_STEP = 10
+_SAMPLES_PER_STEP = 10
 PACKED_BATCHES = 8
-"""Batches of a simulation that are packed, spread evenly."""
+"""Number of batches that are packed, spread evenly over the simulation."""
 _FRUITLESS = 20
-"""Batches' worth of groups generated without one batch, after which a simulation gives up."""
+"""A simulation ends after so many batches' worth of groups without a batch."""
 
 _ENDED, _TRAINED, _PUBLISHED, _EXPIRES = range(4)
 
 
-class Flight(NamedTuple):
-    """A ticket, the version that its group was begun with, and how it goes."""
+class Generation(NamedTuple):
+    """A ticket, the policy version at its start, and the attempt."""
 
     ticket: Ticket
     version: int
@@ -56,7 +56,7 @@ class Flight(NamedTuple):
 
 
 class Simulation:
-    """One run of `steps` steps through one strategy. `run` is the buffer, `meter` what was measured."""
+    """One run of `steps` steps with one strategy; `meter` measures it."""
 
     def __init__(self, config: RunConfig, supply: Supply, steps: int) -> None:
         self.run = VirtualRun(config, supply.workload.ranks)
@@ -65,19 +65,19 @@ class Simulation:
         self._supply = supply
         self._workload = supply.workload
         self._steps = steps
-        a_step_s = self._a_step_s()
-        self._round_s = self._workload.round_s or a_step_s / ROUNDS_PER_STEP
-        self._look_every_s, self._look_at_s = a_step_s / _LOOKS_PER_STEP, 0.0
+        step_s = self._step_s()
+        self._round_s = self._workload.round_s or step_s / ROUNDS_PER_STEP
+        self._sample_every_s, self._sample_at_s = step_s / _SAMPLES_PER_STEP, 0.0
         self._events: list[tuple[float, int, int, Any]] = []
         self._serial = itertools.count()
         self._free = self._workload.slots
         self._training: BatchRecord | None = None
         self._ready: dict[int, BatchRecord] = {}
         self._asking = True
-        self._told: tuple[str, float] | None = None
+        self._last_wait: tuple[str, float] | None = None
         self._group_size = len(supply.lengths(0, 1))
         self._attempts: dict[int, int] = {}
-        self._held: list[Flight] = []
+        self._held: list[Generation] = []
         self._fruitless = 0
         self._most_fruitless = _FRUITLESS * (self._groups_per_batch() + self._workload.slots)
 
@@ -87,8 +87,8 @@ class Simulation:
         batch = self.run.config.batch
         return batch.groups_per_batch or math.ceil((batch.tokens_per_batch or 0) / self._supply.tokens_per_group)
 
-    def _a_step_s(self) -> float:
-        """Estimate how long a step takes: the slower of trainer and producers."""
+    def _step_s(self) -> float:
+        """Estimate the time of a step: that of trainer or producers, whichever is slower."""
         w, groups = self._workload, self._groups_per_batch()
         trains = w.train_s + w.train_token_s * groups * self._supply.tokens_per_group + w.publish_s
         return max(trains, groups * self._supply.duration_s / w.slots)
@@ -96,34 +96,31 @@ class Simulation:
     # ------------------------------------------------------------------ the clock
 
     def simulate(self) -> Figures:
-        """Run to the end of the last step, or until nothing more can come.
-
-        Raises `StrategyFault` where the strategy breaks its contract: a served run would be paused.
-        """
+        """Run to the end of the last step, or until nothing more can happen. Raises `StrategyFault`."""
         self._act()
         while self.ended is None:
             if not self._events:
-                self.ended = self._told[0] if self._told else "no_producers"
+                self.ended = self._last_wait[0] if self._last_wait else "no_producers"
                 break
             self._advance()
-        self._book_wait(None)
+        self._account_wait(None)
         return self._figures()
 
     def _advance(self) -> None:
-        """Go to the next moment at which something happens, and let it happen."""
+        """Go to the time of the next events and process them."""
         now = self._events[0][0]
         self.meter.idle_slot_s += self._free * (now - self.run.now_s)
         self.run.now_s = now
-        if now >= self._look_at_s:
-            self._look_at_s = now + self._look_every_s
-            self._look()
-        ended: list[Flight] = []
+        if now >= self._sample_at_s:
+            self._sample_at_s = now + self._sample_every_s
+            self._sample()
+        ended: list[Generation] = []
         while self._events and self._events[0][0] == now:
             _, kind, _, what = heapq.heappop(self._events)
             if kind == _ENDED:
                 ended.append(what)
             else:
-                self._take_in(ended)
+                self._finish(ended)
                 ended = []
                 if kind == _TRAINED:
                     self._trained()
@@ -131,21 +128,21 @@ class Simulation:
                     self._published()
                 else:
                     self.run.expire_tickets()
-        self._take_in(ended)
+        self._finish(ended)
         if self.run.state.step >= self._steps and self._asking:
             self.ended = "steps"
         else:
             self._act()
 
     def _act(self) -> None:
-        """Let whoever waits ask again."""
+        """Let everybody who waits ask again."""
         if self._asking:
             self._ask()
-        while self._come_again() and self._asking:
+        while self._retry_held() and self._asking:
             self._ask()
         if self._free and self.ended is None:
             self._start(self.run.take_tickets(self._free))
-        self._note_evictions()
+        self._count_evicted()
 
     def _later(self, seconds: float, kind: int, what: Any = None) -> None:
         heapq.heappush(self._events, (self.run.now_s + seconds, kind, next(self._serial), what))
@@ -158,18 +155,18 @@ class Simulation:
         for ticket in tickets:
             attempt = self._supply.attempt(ticket.prompt_index, ticket.attempt)
             ends_s = self._end_s(attempt.duration_s)
-            heapq.heappush(self._events, (ends_s, _ENDED, next(self._serial), Flight(ticket, version, attempt)))
+            heapq.heappush(self._events, (ends_s, _ENDED, next(self._serial), Generation(ticket, version, attempt)))
             if attempt.fate == "lost" or ends_s - now >= ttl_s:
                 self._later(ttl_s, _EXPIRES)
         self._free -= len(tickets)
 
     def _end_s(self, duration_s: float) -> float:
-        """Return the round nearest to the end of what begins now, so that no length is favoured; never this moment."""
+        """Return the round nearest to now + `duration_s`, so that no length is favoured, but later than now."""
         now, each = self.run.now_s, self._round_s
         return max(round((now + duration_s) / each), math.floor(now / each) + 1) * each
 
-    def _take_in(self, flights: list[Flight]) -> None:
-        """Store what was generated; give back the tickets of what failed or may not enter."""
+    def _finish(self, flights: list[Generation]) -> None:
+        """Store generated groups; give back the tickets of failed and rejected ones."""
         if not flights:
             return
         self._free += len(flights)
@@ -190,18 +187,18 @@ class Simulation:
             meter.wasted_group(reason, attempt.tokens, self._group_size)
             if reason != "lost":
                 run.return_ticket(flight.ticket, reason)
-        self._come_in(arrived)
+        self._store(arrived)
 
-    def _come_again(self) -> bool:
-        """Let what the door had no room for ask again; say whether any of it came in."""
+    def _retry_held(self) -> bool:
+        """Retry groups for which there was no room; return whether any was stored."""
         held, self._held = self._held, []
         self._free += len(held)
-        self._come_in(held)
+        self._store(held)
         return len(self._held) < len(held)
 
-    def _come_in(self, flights: list[Flight]) -> None:
-        """Store what the door has room for; the rest occupies its slots until there is some."""
-        new: dict[int, Flight] = {}
+    def _store(self, flights: list[Generation]) -> None:
+        """Store groups as far as there is room; the others occupy their slots until then."""
+        new: dict[int, Generation] = {}
         for flight in flights:
             prompt = flight.attempt.prompt_index
             if prompt in new or self.run.has_group(prompt):
@@ -220,7 +217,7 @@ class Simulation:
         if fits:
             self._append(flights[:fits], entries[:fits])
 
-    def _append(self, flights: list[Flight], entries: npt.NDArray[Any]) -> None:
+    def _append(self, flights: list[Generation], entries: npt.NDArray[Any]) -> None:
         entries["policy_version"] = [flight.version for flight in flights]
         entries["policy_version_max"] = self.run.published_version
         entries["staleness_at_write"] = self.run.published_version - entries["policy_version"]
@@ -229,7 +226,7 @@ class Simulation:
         self.run.append(entries)
         self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_totals().tokens)
 
-    def _note_evictions(self) -> None:
+    def _count_evicted(self) -> None:
         for reason, tokens, rollouts in self.run.take_evicted():
             for size, count in zip(tokens.tolist(), rollouts.tolist(), strict=True):
                 self.meter.wasted_group(reason, size, count)
@@ -237,10 +234,10 @@ class Simulation:
     # ------------------------------------------------------------------ trainer
 
     def _ask(self) -> None:
-        """Ask for the batch of the next unacked step; train it where it is there."""
+        """Request the batch of the next unacked step; train it if there is one."""
         step = self.run.state.step
         outcome = self._ready.pop(step, None) or self._assemble(step)
-        self._book_wait(outcome)
+        self._account_wait(outcome)
         if isinstance(outcome, WaitingAnswer):
             if outcome.reason == "finished":
                 self.ended = "finished"
@@ -284,22 +281,22 @@ class Simulation:
         self.run.publish()
         self._asking = True
 
-    def _book_wait(self, outcome: object) -> None:
-        """Book the time since the trainer was last told to wait under the reason it was told then."""
+    def _account_wait(self, outcome: object) -> None:
+        """Count the time since the last waiting answer under its reason."""
         now = self.run.now_s
-        if self._told:
-            reason, since_s = self._told
+        if self._last_wait:
+            reason, since_s = self._last_wait
             self.meter.waited_s[reason] += now - since_s
-        self._told = (outcome.reason, now) if isinstance(outcome, WaitingAnswer) else None
+        self._last_wait = (outcome.reason, now) if isinstance(outcome, WaitingAnswer) else None
 
     # ------------------------------------------------------------------ measuring
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         live = self.run.state.live_totals()
         self.meter.buffer(self.run.now_s, live.groups, live.tokens, self.run.book.out)
 
     def _pack(self, record: BatchRecord) -> None:
-        """Pack a batch as the service would for the trainer's ranks."""
+        """Pack a batch for the trainer's ranks, as the service does."""
         prompts = [group.prompt_index for group in record.groups if group.prompt_index is not None]
         lengths = np.concatenate([self._supply.lengths(p, self._attempts.get(p, 1)) for p in prompts])
         seq_len, ranks = self.run.selector.inputs.seq_len, self._workload.ranks
@@ -352,17 +349,16 @@ class Simulation:
 
 
 def _changed(options: StrategyOptions) -> dict[str, Any]:
-    """Return the options that are not as by default."""
+    """Return the options that differ from their defaults."""
     fields = msgspec.structs.fields(options)
     defaults = {f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory() for f in fields}
     return {name: value for name, default in defaults.items() if (value := getattr(options, name)) != default}
 
 
 def simulate(config: RunConfig, supply: Supply, steps: int) -> Figures:
-    """Simulate `steps` steps. Raises `Invalid` for the configuration, `StrategyFault` naming the step.
+    """Simulate `steps` steps. Raises `Invalid` for the configuration, `StrategyFault` with the step.
 
-    The bound on the time of plug-ins is not kept: the clock is virtual, and a busy host would end a study. Where one
-    answer took longer the log says so.
+    Plug-ins have no time limit here: a busy host must not end a study. A call above the limit is logged.
     """
     with unbounded() as slowest:
         simulation = Simulation(config, supply, steps)

@@ -1,4 +1,4 @@
-"""A study's picture: where the trainer's time went, what became of the groups, staleness, buffer, lengths."""
+"""Draw a study: the trainer's time, use of groups, staleness, buffer, lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WASTE_COLOURS = (RED, ORANGE, QUIET, "#7a5ea8")
 
 
 def draw(study: Study, path: Path) -> None:
-    """Write the picture as PNG, 1800 x 1200 pixels. Raises `MissingExtra` where matplotlib is not installed."""
+    """Write the picture as PNG, 1800 x 1200 pixels. Raises `MissingExtra` without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # an optional dependency, and slow to import
         from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def _colour(number: int) -> str:
 
 
 def _stacked(axis: Any, runs: Sequence[Figures], layers: Sequence[tuple[str, str, list[float]]]) -> None:
-    """Draw one bar per run out of layers (label, colour, share of each run); the run's colour marks its place."""
+    """Draw one bar per run of layers (label, colour, share of each run); tick labels have the run's colour."""
     at, below = np.arange(len(runs)), np.zeros(len(runs))
     for label, colour, shares in layers:
         axis.bar(at, shares, 0.6, bottom=below, color=colour, label=label)
@@ -78,7 +78,7 @@ def _groups(axis: Any, runs: Sequence[Figures]) -> None:
         r: [run.waste[r].tokens / run.generated_tokens if r in run.waste else 0.0 for run in runs] for r in reasons
     }
     used = [1 - run.waste_share for run in runs]
-    wasted = [(r, (RED, ORANGE, QUIET, "#7a5ea8")[n % 4], shares[r]) for n, r in enumerate(reasons)]
+    wasted = [(r, WASTE_COLOURS[n % len(WASTE_COLOURS)], shares[r]) for n, r in enumerate(reasons)]
     _stacked(axis, runs, [("used or live", GREEN, used), *wasted])
 
 

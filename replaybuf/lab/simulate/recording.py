@@ -1,7 +1,7 @@
-"""A real run as the simulator's input: what its groups were like and how fast its parts went, without any payload.
+"""A recorded run as input of the simulator: sizes of its groups and times of its ledger, without payloads.
 
-Read from a service over HTTP (the pages of `GET groups` and `GET ledger`) or from a file that was saved before. What
-the ledger does not say is estimated, see `derive`; the workload that comes out is told with the report.
+Read from a service over HTTP (pages of `GET groups` and `GET ledger`) or from a saved file. `derive` estimates what the
+ledger does not hold; the report names the resulting workload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COPIED = ("tokens", "longest_tokens", "reward_mean", "reward_std", "advantage_a
 
 
 class RecordedGroup(msgspec.Struct, frozen=True):
-    """What `GET groups` says of one group; tokens, seconds since the epoch."""
+    """One group as `GET groups` reports it."""
 
     number: int
     policy_version: int
@@ -45,7 +45,7 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """A run's configuration, counts of its tickets, groups in the order of storing, ledger records."""
+    """Configuration, ticket counts, groups in the order they were stored, ledger records."""
 
     run: str
     config: RunConfig
@@ -55,7 +55,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def read_service(url: str, run: str, token: str | None) -> Recording:
-    """Read a run from a service. Raises what the client raises, `NotFound` where it has too few groups."""
+    """Read a run from a service. Raises what the client raises, `NotFound` if the run has too few groups."""
     with Client(url, run, token=token) as client:
         status = client.get_run()
         raw: dict[str, Any] = {
@@ -68,7 +68,7 @@ def read_service(url: str, run: str, token: str | None) -> Recording:
     try:
         return _checked(msgspec.convert(raw, Recording))
     except msgspec.ValidationError as error:
-        raise Malformed(f"run {run} at {url} is not told as this release reads it: {error}", name="from") from error
+        raise Malformed(f"run {run} at {url} does not fit this release: {error}", name="from") from error
 
 
 def _pages(client: Client, kind: str) -> Iterator[dict[str, Any]]:
@@ -85,7 +85,7 @@ def _pages(client: Client, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def read_file(path: Path) -> Recording:
-    """Read a saved recording. Raises `Invalid` where the file is none."""
+    """Read a saved recording. Raises `Invalid` if the file is not a recording."""
     try:
         return _checked(msgspec.json.decode(path.read_bytes(), type=Recording))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -93,7 +93,7 @@ def read_file(path: Path) -> Recording:
 
 
 def save(recording: Recording, path: Path) -> None:
-    """Write a recording as JSON. Raises `Invalid` where `path` cannot be written."""
+    """Write a recording as JSON. Raises `Invalid` if `path` cannot be written."""
     try:
         path.write_bytes(msgspec.json.encode(recording))
     except OSError as error:
@@ -116,22 +116,22 @@ def _checked(recording: Recording) -> Recording:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Times:
-    """When things happened, by step or version, since the last rewind; seconds since the epoch."""
+    """Times since the last rewind, by step or version; seconds since the epoch."""
 
     batches: dict[int, tuple[float, int]]
     acks: dict[int, float]
     published: dict[int, float]
 
 
-def derive(recording: Recording, known: Workload) -> Workload:
-    """Read speeds and failures off a recording; fields of `known` that differ from the defaults are kept as given.
+def derive(recording: Recording, workload: Workload) -> Workload:
+    """Estimate speeds and failures from a recording; fields that were given explicitly are kept.
 
-    - A step trained from its batch (or the publication before, if later) to its ack: fitted to train_s +
-      train_token_s · tokens by least squares, both at least 0. publish_s: the median from ack to publication.
-    - A group was begun while its policy version was the published one: its latency is taken from the middle of that
-      time. token_s = median latency / mean longest rollout.
-    - Producers are often made to wait, so their rate is that of the busier quarter of the run; slots = rate · latency
-      (Little's law).
+    - A step trains from its batch (or the publication before it, if later) to its ack: fit train_s + train_token_s ·
+      tokens by least squares, both at least 0. publish_s is the median from ack to publication.
+    - A group starts while its policy version is published: its latency counts from the middle of that time.
+      token_s = median latency / mean longest rollout.
+    - Producers often wait, so their rate is that of the busier quarter of the run; slots = rate · latency (Little's
+      law).
     """
     times = _times(recording.records)
     train_s, train_token_s = _training(times)
@@ -155,11 +155,9 @@ def derive(recording: Recording, known: Workload) -> Workload:
         "lost_rate": min(0.09, tickets.get("expired", 0) / issued),
         "train_s": train_s,
         "train_token_s": train_token_s,
-        "publish_s": float(np.median(publishing)) if publishing else known.publish_s,
+        "publish_s": float(np.median(publishing)) if publishing else workload.publish_s,
     }
-    default = Workload()
-    given = {name for name in found if getattr(known, name) != getattr(default, name)}
-    return dataclasses.replace(known, **{name: value for name, value in found.items() if name not in given})
+    return dataclasses.replace(workload, **{name: value for name, value in found.items() if name not in workload.given})
 
 
 def _times(records: list[dict[str, Any]]) -> _Times:
@@ -177,7 +175,7 @@ def _times(records: list[dict[str, Any]]) -> _Times:
 
 
 def _training(times: _Times) -> tuple[float, float]:
-    """Fit seconds per step and per token. Raises `NotFound` where no step was trained."""
+    """Fit seconds per step and per token. Raises `NotFound` if no step was trained."""
     samples = []
     for step, done_s in times.acks.items():
         if step in times.batches:
@@ -204,14 +202,14 @@ def _latency_s(groups: list[RecordedGroup], times: _Times, first_s: float) -> fl
 
 
 def _busy_rate(arrivals: npt.NDArray[np.float64]) -> float:
-    """Groups per second in the busier quarter of the time, over windows of a fiftieth of all groups."""
+    """Return groups per second in the busier quarter of the time, over windows of a fiftieth of all groups."""
     window = max(4, len(arrivals) // 50)
     spans = np.maximum(arrivals[window:] - arrivals[:-window], 1e-3)
     return float(np.percentile(window / spans, _BUSY_PERCENTILE))
 
 
 class RecordedSupply(Supply):
-    """The groups of a recording, over and over in the order of their prompts, with the speeds of a workload."""
+    """Groups of a recording, repeated in the order of their prompts, with the speeds of a workload."""
 
     def __init__(self, recording: Recording, workload: Workload, config: RunConfig, seed: int) -> None:
         super().__init__(workload, config, seed)
@@ -224,20 +222,12 @@ class RecordedSupply(Supply):
         }
         self._sizes = np.array([max(1, group.group_size) for group in groups])
         self._entries = np.zeros(len(groups), ENTRY)
-        for name in (
-            "tokens",
-            "longest_tokens",
-            "reward_mean",
-            "reward_std",
-            "advantage_abs_mean",
-            "truncated",
-            "source",
-        ):
+        for name in _COPIED:
             self._entries[name] = [getattr(group, name) for group in groups]
         self._group_size = int(np.bincount(self._sizes).argmax()) or DEFAULT_GROUP_SIZE
 
     def feedback(self, step: int) -> dict[str, Any] | None:
-        """Return what the trainer sent with the ack of a step of the recorded run."""
+        """Return the recorded feedback of a step."""
         return self._feedback.get(step)
 
     def _draw(self, block: int, number: int) -> Block:
@@ -248,7 +238,7 @@ class RecordedSupply(Supply):
 
 
 def _spread(tokens: npt.NDArray[np.int32], longest: npt.NDArray[np.int32], rollouts: int) -> npt.NDArray[np.int32]:
-    """Make up lengths [n, rollouts] with these sums and maxima: the longest one, and the rest evenly."""
+    """Return lengths [n, rollouts] with these sums and maxima: the longest rollout, and the rest evenly."""
     lengths = np.empty((len(tokens), rollouts), np.int32)
     if rollouts == 1:
         lengths[:, 0] = tokens

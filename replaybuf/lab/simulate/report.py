@@ -1,4 +1,4 @@
-"""A study as `report.json`, and as a table with one column per strategy."""
+"""Show a study: the struct of `report.json`, and a table with one column per strategy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from replaybuf.lab.simulate.figures import Figures, Lengths
 from replaybuf.lab.simulate.workload import Workload
 
 _SHOWN = 0.0005
-"""Shares below this are not worth a line."""
+"""Smaller shares get no line."""
 
 
 class Study(msgspec.Struct, frozen=True):
-    """One workload through one or more strategies. `recorded`: the run that the workload was read from, or null."""
+    """One workload with one or more strategies; `recorded`: name of the recorded run, or null."""
 
     seed: int
     steps: int
@@ -30,7 +30,7 @@ class Study(msgspec.Struct, frozen=True):
 
 
 def title_of(figures: Figures) -> str:
-    """Name a strategy with the options that are not as by default."""
+    """Return the name of a strategy with the options that differ from their defaults."""
     options = "\n".join(f"{name}={value}" for name, value in figures.changed_options.items())
     return f"{figures.strategy}\n{options}" if options else figures.strategy
 
@@ -41,7 +41,7 @@ def percent(share: float) -> str:
 
 
 def rows(runs: Sequence[Figures]) -> list[tuple[str, list[str]]]:
-    """Tabulate runs: the name of each figure and its text for every run."""
+    """Return the table: the name of each figure and its text for every run."""
     table: list[tuple[str, Callable[[Figures], str]]] = [
         ("ended", lambda f: f.ended),
         ("steps, virtual hours", lambda f: f"{f.steps:,} in {f.seconds / 3600:,.1f} h"),
@@ -54,14 +54,14 @@ def rows(runs: Sequence[Figures]) -> list[tuple[str, list[str]]]:
         ("staleness mean", lambda f: f"{f.staleness_mean:.2f}"),
         ("staleness at use", _staleness),
         ("uses per used group", lambda f: f"{f.uses_mean:.2f}"),
-        ("generated for nothing", lambda f: f"{percent(f.waste_share)} of tokens"),
+        ("wasted", lambda f: f"{percent(f.waste_share)} of tokens"),
         *(_waste_row(reason) for reason in sorted({reason for f in runs for reason in f.waste})),
         ("groups live", lambda f: f"mean {f.live_mean:,.0f}, max {f.live_max:,}"),
         (
             "tokens live",
             lambda f: f"max {f.tokens_live_max:,}{f'; {f.held_groups:,} groups held' * bool(f.held_groups)}",
         ),
-        ("prompts used", lambda f: f"{percent(f.coverage.share)} of those ended"),
+        ("prompts used", lambda f: f"{percent(f.coverage.share)} of finished ones"),
         ("length: generated", lambda f: _length(f.generated_lengths)),
         ("length: used", lambda f: _length(f.used_lengths)),
         ("length: dropped", lambda f: _length(f.dropped_lengths)),
@@ -98,11 +98,11 @@ def _length(lengths: Lengths) -> str:
 
 
 def print_study(console: Console, study: Study, paths: Sequence[str]) -> None:
-    """Print what was assumed, the table, and where the files lie."""
+    """Print the workload, the table and the paths of the files."""
     defaults = dataclasses.asdict(Workload())
     changed = [f"{k} {_figure(v)}" for k, v in study.workload.items() if study.recorded or v != defaults[k]]
     origin = f"recorded run {study.recorded}" if study.recorded else "synthetic workload"
-    console.print(Text(f"{origin}, seed {study.seed}: {', '.join(changed) or 'all by default'}", style="dim"))
+    console.print(Text(f"{origin}, seed {study.seed}: {', '.join(changed) or 'all defaults'}", style="dim"))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", style="dim", no_wrap=True)
     for figures in study.runs:

@@ -1,7 +1,7 @@
-"""What producers and trainer are like: speeds, lengths, failures, difficulty; and the groups that follow from it.
+"""Workload of a simulation: speeds, lengths, failures, difficulty, and the groups drawn from them.
 
-Everything that chance decides about a group is a function of (seed, prompt index, attempt) alone, so strategies that
-are compared meet the same prompts, lengths, rewards and failures, whatever order they generate them in.
+A group is a function of (seed, prompt index, attempt) alone. So all strategies of a study get the same prompts,
+lengths, rewards and failures, in whatever order they generate them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,14 +24,14 @@ from replaybuf.wire.config import MAX_RANKS, RunConfig
 Lengths = npt.NDArray[np.int32]
 
 DEFAULT_GROUP_SIZE = 8
-"""Rollouts per group where the run's configuration names no size."""
+"""Rollouts per group if the run configuration has no group_size."""
 
 BLOCK = 1024
 """Prompts drawn at a time."""
 
 LONGEST_S = 366 * 86400.0
 _BYTES_PER_TOKEN = 9
-"""Of a frame: id, logprob and mask of a token; its header is small beside them."""
+"""Id, logprob and mask of a token in a frame; the header is small."""
 _COMMON, _FIRST_ATTEMPT = 0, 1
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -42,83 +42,68 @@ Tokens = Annotated[int, Meta(ge=1, le=2**24)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Speeds of producers and trainer, and what the groups are like.
+    """Speeds of producers and trainer, and the shape of groups. The docstring of each field is its help text.
 
-    A group occupies one slot for group_s + token_s · (tokens of its longest completion); a step takes
-    train_s + train_token_s · (tokens of its batch), publishing its weights publish_s more.
-
-    Parameters
-    ----------
-    slots
-        Groups that all producers together generate at the same time.
-    group_s
-        Seconds that a group takes besides its tokens: prompt, reward, append.
-    token_s
-        Seconds per token of the longest completion of a group.
-    prompt_tokens
-        Tokens of a prompt.
-    length_mean
-        Mean tokens of a completion before the cap, log-normal.
-    length_sigma
-        Standard deviation of the logarithm of the tokens of a completion.
-    length_shared
-        Share of that variance that the completions of one prompt have in common, 0 to 1.
-    length_max
-        Most tokens of a completion; longer ones are cut there.
-    failure_rate
-        Share of attempts that end without a group, their ticket given back.
-    lost_rate
-        Share of attempts that nobody hears of again: their ticket expires after tickets.ttl_s of the run.
-    timeout_s
-        Longest time that an attempt may take; then its ticket is given back. No bound by default.
-    solved_mean
-        Mean share of completions that are right.
-    solved_spread
-        How much prompts differ in that: 0 not at all, 1 each is always or never solved (Beta distribution).
-    train_s
-        Seconds of a training step besides its tokens.
-    train_token_s
-        Seconds of training per token of the batch.
-    publish_s
-        Seconds from the end of a step until its weights are loaded and announced.
-    ranks
-        Data-parallel ranks that batches are packed for.
-    prefetch
-        The trainer asks once for the next batch while it trains, as the reference trainer does.
-    checkpoint_steps
-        Steps between checkpoints.
-    round_s
-        What ends within this time comes in together; 1/10 of a step by default.
+    A group occupies one slot for group_s + token_s * (tokens of its longest completion). A step takes
+    train_s + train_token_s * (tokens of its batch), and publish_s more to publish its weights.
     """
 
     slots: Count = 64
+    """Groups that all producers together generate at the same time."""
     group_s: Seconds = 1.0
+    """Seconds per group besides its tokens: prompt, reward, append."""
     token_s: Seconds = 0.02
+    """Seconds per token of the longest completion of a group."""
     prompt_tokens: Tokens = 128
+    """Tokens of a prompt."""
     length_mean: Annotated[float, Meta(ge=1, le=2**24)] = 1000.0
+    """Mean tokens of a completion before length_max, log-normal."""
     length_sigma: Annotated[float, Meta(ge=0, le=4)] = 0.8
+    """Standard deviation of the logarithm of the tokens of a completion."""
     length_shared: Share = 0.5
+    """Share of that variance that the completions of one prompt have in common, 0 to 1."""
     length_max: Tokens = 3900
+    """Maximum tokens of a completion; longer ones are truncated."""
     failure_rate: Share = 0.0
+    """Share of attempts that fail; the producer gives the ticket back."""
     lost_rate: Share = 0.0
+    """Share of attempts that are lost; their ticket expires after tickets.ttl_s of the run."""
     timeout_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+    """Maximum seconds of an attempt; then the producer gives the ticket back. Default: no bound."""
     solved_mean: Share = 0.5
+    """Mean share of correct completions."""
     solved_spread: Share = 0.5
+    """How much prompts differ in that share: 0 not at all, 1 each is always or never solved (Beta distribution)."""
     train_s: Seconds = 40.0
+    """Seconds per training step besides its tokens."""
     train_token_s: Seconds = 0.0
+    """Seconds of training per token of the batch."""
     publish_s: Seconds = 5.0
+    """Seconds from the end of a step until the engines have its weights."""
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 8
+    """Data-parallel ranks that batches are packed for."""
     prefetch: bool = True
+    """The trainer requests the next batch once while it trains, as the reference trainer does."""
     checkpoint_steps: Count = 10
+    """Steps between checkpoints."""
     round_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
+    """Groups that end within this time arrive together. Default: 1/10 of a step."""
+
+    given: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, **given: Any) -> Workload:
+        """Remember which fields are given: a recording must not replace them, even if they equal the default."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "given", frozenset(given))
+        return self
 
 
 def check_workload(workload: Workload) -> None:
-    """Refuse, with the reason, speeds and rates that cannot be. Raises `Invalid`."""
+    """Raise `Invalid` for impossible speeds and rates."""
     values = dataclasses.asdict(workload)
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise Invalid(f"{name} is {value}; a finite number is needed", name=name, value=value, bound="finite")
+            raise Invalid(f"{name} is {value}; it must be finite", name=name, value=value, bound="finite")
     try:
         msgspec.convert(values, Workload)
     except msgspec.ValidationError as error:
@@ -143,11 +128,11 @@ def check_workload(workload: Workload) -> None:
 
 
 def check_prompts(workload: Workload, config: RunConfig) -> None:
-    """Refuse made-up prompts that no rollout would fit behind. Raises `Invalid`."""
+    """Raise `Invalid` if no rollout fits behind the prompts."""
     if config.batch.overlong == "reject" and workload.prompt_tokens >= config.batch.seq_len:
         raise Invalid(
-            f"prompt_tokens is {workload.prompt_tokens}; batch.seq_len is {config.batch.seq_len}, so that every group "
-            "would be refused as overlong",
+            f"prompt_tokens is {workload.prompt_tokens}; batch.seq_len is {config.batch.seq_len}, so every group "
+            "would be rejected as overlong",
             name="prompt_tokens",
             value=workload.prompt_tokens,
             bound=config.batch.seq_len,
@@ -155,7 +140,7 @@ def check_prompts(workload: Workload, config: RunConfig) -> None:
 
 
 class Attempt(NamedTuple):
-    """One try at a group, as it will go: `fate` is `stored`, `failed`, `timeout` or `lost`."""
+    """One attempt at a group; `fate` is `stored`, `failed`, `timeout` or `lost`."""
 
     prompt_index: int
     number: int
@@ -164,7 +149,7 @@ class Attempt(NamedTuple):
     tokens: int
     longest_tokens: int
     entry: bytes
-    """One `ENTRY`; versions and arrival are still to be filled in."""
+    """One `ENTRY` without versions and arrival."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +161,7 @@ class Block:
 
 
 class Supply:
-    """The groups of a workload, drawn when they are asked for."""
+    """Groups of a workload, drawn on demand."""
 
     def __init__(self, workload: Workload, config: RunConfig, seed: int) -> None:
         self.workload = workload
@@ -187,11 +172,11 @@ class Supply:
         self._blocks: dict[tuple[int, int], Block] = {}
 
     def attempt(self, prompt_index: int, number: int) -> Attempt:
-        """Say how attempt `number` (from 1) at a prompt goes."""
+        """Return attempt `number` (from 1) at a prompt."""
         return self._block(prompt_index // BLOCK, number).attempts[prompt_index % BLOCK]
 
     def entries(self, attempts: list[Attempt]) -> npt.NDArray[Any]:
-        """Return the index entries of these attempts, `ENTRY` [n]; versions and arrival are still to be filled in."""
+        """Return the index entries of these attempts, `ENTRY` [n], without versions and arrival."""
         return np.frombuffer(bytearray(b"".join(attempt.entry for attempt in attempts)), ENTRY)
 
     def lengths(self, prompt_index: int, number: int) -> Lengths:
@@ -200,17 +185,17 @@ class Supply:
         return rows
 
     def feedback(self, step: int) -> dict[str, Any] | None:
-        """Return what the trainer is known to have sent with the ack of a step; None where nothing is."""
+        """Return the recorded feedback of a step; None if there is none."""
         return None
 
     @property
     def tokens_per_group(self) -> float:
-        """Mean tokens of a group, by the first prompts."""
+        """Mean tokens of a group, over the first prompts."""
         return float(np.mean([attempt.tokens for attempt in self._block(0, _FIRST_ATTEMPT).attempts]))
 
     @property
     def duration_s(self) -> float:
-        """Mean seconds that a group occupies its slot, by the first prompts."""
+        """Mean seconds that a group occupies its slot, over the first prompts."""
         return float(np.mean([attempt.duration_s for attempt in self._block(0, _FIRST_ATTEMPT).attempts]))
 
     def _block(self, block: int, number: int) -> Block:
@@ -224,7 +209,7 @@ class Supply:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, block, stream])))
 
     def _draw(self, block: int, number: int) -> Block:
-        """Draw a block: what prompts have in common from one stream, what an attempt adds from its own."""
+        """Draw a block: one stream for the prompts, one more for each attempt."""
         w, size = self.workload, self._group_size
         common, own = self._rng(block, _COMMON), self._rng(block, number)
         of_prompt = common.standard_normal((BLOCK, 1))
@@ -250,7 +235,7 @@ class Supply:
         longest: Lengths,
         rng: np.random.Generator,
     ) -> Block:
-        """Fill in what follows from the lengths, and draw how the attempts end. `longest`: of the completions."""
+        """Fill in sizes and durations, and draw the fates; `longest`: tokens of the longest completions."""
         w = self.workload
         if self._config.batch.overlong == "truncate":
             lengths = np.minimum(lengths, self._config.batch.seq_len)
@@ -280,7 +265,7 @@ class Supply:
         return Block([Attempt(*values) for values in zip(*columns, strict=True)], lengths)
 
     def _score(self, right: int) -> tuple[float, float, float]:
-        """Return reward mean, reward deviation and mean |advantage| of a group with so many right rollouts."""
+        """Return reward mean, reward deviation and mean |advantage| of a group with so many correct rollouts."""
         if right not in self._scores:
             rewards = np.repeat([1.0, 0.0], [right, self._group_size - right])
             spread = float(np.abs(advantages(self._config.advantage, rewards)).mean())
@@ -289,7 +274,7 @@ class Supply:
 
 
 def _solved(rng: np.random.Generator, w: Workload) -> npt.NDArray[np.float64]:
-    """Draw for each prompt of a block how likely a completion is right: Beta with variance mean·(1-mean)·spread."""
+    """Draw the share of correct completions of each prompt: Beta with variance mean·(1-mean)·spread."""
     mean, spread = w.solved_mean, w.solved_spread
     if spread == 0 or mean in (0, 1):
         return np.full(BLOCK, mean)

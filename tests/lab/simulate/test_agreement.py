@@ -10,7 +10,7 @@ import pytest
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid, NotFound
-from replaybuf.lab.simulate.command import study_of
+from replaybuf.lab.simulate.command import SimulateOptions, run_study
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import simulate
 from replaybuf.lab.simulate.recording import Recording, derive, read_file, read_service, save
@@ -83,11 +83,10 @@ def recorded_run_is_understood(url: str, name: str, w: Workload, path: Path) -> 
     assert found.train_s == pytest.approx(w.train_s, abs=0.1)
     assert found.publish_s == pytest.approx(w.publish_s, abs=0.05)
     assert w.slots / 3 <= found.slots <= 3 * w.slots
-    assert derive(recording, Workload(slots=5, train_s=9.0)).train_s == 9.0, "what is given is not estimated"
-    study = study_of([], [], steps=STEPS, seed=0, config=recording.config, recording=recording, workload=Workload())
+    study = run_study(SimulateOptions(steps=STEPS), recording.config, recording)
     assert study.recorded == name and study.runs[0].steps == STEPS
     short = msgspec.structs.replace(run, batch=msgspec.structs.replace(run.batch, seq_len=SHORT_ROWS))
-    again = study_of([], [], steps=4, seed=0, config=short, recording=recording, workload=Workload())
+    again = run_study(SimulateOptions(steps=4), short, recording)
     assert again.runs[0].steps == 4, "recorded lengths count, not the prompts of a made-up workload"
     assert study.runs[0].generated_lengths.mean == pytest.approx(recorded_length(recording), rel=0.2)
 

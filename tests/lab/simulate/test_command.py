@@ -33,7 +33,7 @@ def test_several_strategies_are_shown_side_by_side(
     main(["simulate", *strategies, "--config-run", str(run_config), "--report-dir", str(folder), *SMALL])
     shown = capsys.readouterr().out
     assert "on-policy" in shown and "max_staleness=3" in shown, "options that are not as by default"
-    for row in ("trainer waits", "staleness mean", "producers idle", "generated for nothing", "length bias"):
+    for row in ("trainer waits", "staleness mean", "producers idle", "wasted", "length bias"):
         assert row in shown
     study = msgspec.json.decode((folder / "report.json").read_bytes(), type=Study)
     assert [(run.strategy, run.options, run.steps) for run in study.runs] == [

@@ -66,7 +66,7 @@ def test_truncation_by_rule_cuts_rollouts_to_a_row() -> None:
         ("train_s", -1.0, r"train_s is -1.0; needed: float >= 0"),
         ("failure_rate", 1.5, r"failure_rate is 1.5; needed: float <= 1"),
         ("timeout_s", 0.0, r"timeout_s is 0.0; needed: float > 0"),
-        ("length_sigma", float("nan"), r"length_sigma is nan; a finite number is needed"),
+        ("length_sigma", float("nan"), r"length_sigma is nan; it must be finite"),
         ("ranks", 5000, r"ranks is 5000; needed: int <= 4096"),
     ],
 )

@@ -1,0 +1,63 @@
+"""Recordings as input of studies: which options they replace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replaybuf.cli.main import main
+from replaybuf.lab.simulate.recording import RecordedGroup, Recording, derive, save
+from replaybuf.lab.simulate.workload import Workload
+from replaybuf.wire.ledger import AckRecord, BatchRecord, PolicyRecord
+from tests.lab.simulate.workloads import config
+
+DEFAULTS = Workload()
+
+
+def record(struct: Any, **fields: Any) -> dict[str, Any]:
+    """Build a ledger record as `GET ledger` reports it."""
+    return {"type": struct.__struct_config__.tag} | fields
+
+
+@pytest.fixture
+def recording() -> Recording:
+    """Build a run of 4 steps of 2 s, 4 groups each, which generates one group per 0.5 s."""
+    groups = [
+        RecordedGroup(
+            number=n + 1,
+            policy_version=n // 4,
+            tokens=400,
+            arrival_s=0.5 * n,
+            group_size=4,
+            longest_tokens=100,
+            prompt_index=n,
+        )
+        for n in range(16)
+    ]
+    records = []
+    for step in range(4):
+        records.append(record(BatchRecord, step=step, at_s=2.0 * step + 1, tokens=1600))
+        records.append(record(AckRecord, step=step, at_s=2.0 * step + 2))
+        records.append(record(PolicyRecord, version=step + 1, at_s=2.0 * step + 2.5))
+    return Recording(run="recorded", config=config(), tickets={"issued": 16}, groups=groups, records=records)
+
+
+def test_a_recording_replaces_only_options_that_were_not_given(recording: Recording) -> None:
+    """An option counts as given even if its value is the default."""
+    learned = derive(recording, Workload())
+    assert learned.slots != DEFAULTS.slots and learned.train_s != DEFAULTS.train_s
+    given = derive(recording, Workload(slots=DEFAULTS.slots, train_s=9.0))
+    assert (given.slots, given.train_s, given.publish_s) == (DEFAULTS.slots, 9.0, learned.publish_s)
+
+
+def test_an_option_equal_to_its_default_counts_on_the_command_line(recording: Recording, tmp_path: Path) -> None:
+    saved, report = tmp_path / "recording.json", tmp_path / "report"
+    save(recording, saved)
+    given = ["--slots", str(DEFAULTS.slots), "--steps", "2", "--report-dir", str(report)]
+    main(["simulate", "--from", str(saved), *given])
+    workload = json.loads((report / "report.json").read_bytes())["workload"]
+    assert workload["slots"] == DEFAULTS.slots
+    assert workload["train_s"] != DEFAULTS.train_s, "the recording gives the others"
