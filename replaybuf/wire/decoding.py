@@ -1,4 +1,4 @@
-"""Strict decoding of what others wrote, with errors that name the field, what it holds and what it may hold."""
+"""Decode JSON strictly, with errors that name the field, its value and the bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import msgspec.inspect
+import msgspec.inspect as inspect
 
 from replaybuf.errors import Invalid, Malformed
 
@@ -16,121 +16,94 @@ T = TypeVar("T")
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _RANGE = re.compile(r"Expected `\w+` ([<>]=? \S+)")
-"""What msgspec says of a number outside its bound."""
+"""msgspec's message for a number outside its bound."""
+_BOUND = re.compile(r"[<>]=? |matching regex|Invalid enum")
+"""Parts of msgspec's messages for values of the right type outside their bound."""
+_STEP = re.compile(r"\[\.{3}\]|\[\d+\]|[^.\[\]]+")
+"""One step of msgspec's path to a value."""
 _ANY_KEY = "[...]"
-"""What msgspec says in place of the key of a map."""
+"""msgspec's step for any key of a map; only in a map with one entry is the key known."""
 
 
 def decode_json(body: bytes, shape: type[T]) -> T:
     """Decode a JSON body strictly.
 
-    Raises `Malformed` where it is not JSON or has another shape, `Invalid` where a number or text is outside its bound.
-    NaN and infinities are taken as what they are (outside the JSON standard, but what Python's encoder writes), so that
-    the check that follows can name them.
+    Raises `Malformed` if it is not JSON or has another shape, `Invalid` if a number or text is outside its bound.
+    Accepts NaN and infinities, which Python's encoder writes, so that a later check can name them.
     """
     try:
         return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
-        raise _explained(error, _loads(body), shape) from None  # what follows the fault may not even be JSON
+        raise _explain(error, _loads(body), shape) from None  # the rest of the body may not even be JSON
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = _loads(body)
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
-        raise _explained(error, value, shape) from None
+        raise _explain(error, value, shape) from None
 
 
 def _loads(body: bytes) -> Any:
-    """Parse JSON as Python does. Raises `Malformed`, also for half a surrogate pair, which no UTF-8 text can hold."""
+    """Parse JSON as Python does. Raises `Malformed`, also for half a surrogate pair, which UTF-8 cannot encode."""
     try:
         value = json.loads(body.decode())
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"body is not JSON: {error}", name="body", value=_excerpt(body), bound="JSON") from None
+        excerpt = body[:80].decode("utf-8", "replace")
+        raise Malformed(f"body is not JSON: {error}", name="body", value=excerpt, bound="JSON") from None
     return value
 
 
-def _explained(error: msgspec.ValidationError, body: Any, shape: type) -> Invalid | Malformed:
+def _explain(error: msgspec.ValidationError, body: Any, shape: type) -> Invalid | Malformed:
     message, _, path = str(error).partition(" - at `$")
-    value, name, trail = body, "", list[str | int]()
-    key: str | int
-    for part in re.findall(r"\[\.{3}\]|\[\d+\]|[^.\[\]]+", path.rstrip("`")):
-        if part == _ANY_KEY and isinstance(value, dict):
-            key = _key_at_fault(error, body, trail, value, shape)
-        else:
-            key = int(part[1:-1]) if part.startswith("[") else part
-        name += f"[{key}]" if isinstance(key, int) else f".{key}"
-        trail.append(key)
-        value = _inside(value, key)
+    name, value, kinds = "", body, _alternatives(inspect.type_info(shape))
+    for step in _STEP.findall(path.rstrip("`")):
+        if step == _ANY_KEY and isinstance(value, dict) and len(value) == 1:
+            (step,) = value
+        name += step if step.startswith("[") else f".{step}"
+        value = _inside(value, step)
+        kinds = [part for kind in kinds for part in _kinds_inside(kind, step)]
     name = name.lstrip(".") or "body"
     shown = value if isinstance(value, str | int | float | None) else type(value).__name__
-    kind = Invalid if re.search(r"[<>]=? |matching regex|Invalid enum", message) else Malformed
-    if valid := _valid(message, shape, trail):
+    subject = name if name == "body" or _ANY_KEY in name or isinstance(value, dict | list) else f"{name} is {shown!r}"
+    if valid := _valid_words(message, kinds):
         message = f"{message}; valid: {', '.join(valid)}"
-    told = name if name == "body" or isinstance(value, dict | list) else f"{name} is {shown!r}"
-    if range_ := _RANGE.fullmatch(message):
-        return kind(f"{told}; it must be {range_[1]}", name=name, value=shown, bound=range_[1])
-    return kind(f"{told}: {message}", name=name, value=shown, bound=message)
+    error_type = Invalid if _BOUND.search(message) else Malformed
+    if bounds := _RANGE.fullmatch(message):
+        return error_type(f"{subject}; it must be {bounds[1]}", name=name, value=shown, bound=bounds[1])
+    return error_type(f"{subject}: {message}", name=name, value=shown, bound=message)
 
 
-def _valid(message: str, shape: type, trail: Sequence[str | int]) -> list[str]:
-    """List the fields of the object at `trail`, or the words that may stand there, where the fault is another one."""
-    kinds = _kinds(msgspec.inspect.type_info(shape))
-    for key in trail:
-        kinds = [part for kind in kinds for part in _kinds_inside(kind, key)]
+def _inside(value: Any, step: str) -> Any:
+    if isinstance(value, dict):
+        return value.get(step)
+    index = int(step[1:-1]) if step[1:-1].isdigit() else -1
+    in_list = isinstance(value, list) and 0 <= index < len(value)
+    return value[index] if in_list else None  # of a field given twice, JSON keeps the last
+
+
+def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else [kind]
+
+
+def _kinds_inside(kind: inspect.Type, step: str) -> Sequence[inspect.Type]:
+    """Return the types allowed at `step` of a struct, a map or a list."""
+    match kind:
+        case inspect.StructType():
+            return [part for field in kind.fields if field.encode_name == step for part in _alternatives(field.type)]
+        case inspect.DictType():
+            return _alternatives(kind.value_type)
+        case inspect.ListType() | inspect.VarTupleType():
+            return _alternatives(kind.item_type)
+    return []
+
+
+def _valid_words(message: str, kinds: Sequence[inspect.Type]) -> list[str]:
+    """List the allowed fields for an unknown field, or the allowed words for an unknown word."""
     if message.startswith("Object contains unknown field"):
-        structs = [kind for kind in kinds if isinstance(kind, msgspec.inspect.StructType)]
+        structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
         return [field.encode_name for struct in structs for field in struct.fields]
     if message.startswith("Invalid enum value"):
-        return [str(word) for kind in kinds if isinstance(kind, msgspec.inspect.LiteralType) for word in kind.values]
+        return [str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values]
     return []
-
-
-def _kinds(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
-    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind]
-
-
-def _kinds_inside(kind: msgspec.inspect.Type, key: str | int) -> Sequence[msgspec.inspect.Type]:
-    """Return what may stand at `key` of an object, a map or a list."""
-    match kind:
-        case msgspec.inspect.StructType():
-            return [part for field in kind.fields if field.encode_name == key for part in _kinds(field.type)]
-        case msgspec.inspect.DictType():
-            return _kinds(kind.value_type)
-        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
-            return _kinds(kind.item_type)
-    return []
-
-
-def _key_at_fault(
-    error: msgspec.ValidationError, body: Any, trail: Sequence[str | int], found: dict[str, Any], shape: type
-) -> str:
-    """Name the key of the map at `trail` whose value does not fit: the one that, alone, gives the same error."""
-    for key, value in found.items():
-        try:
-            msgspec.convert(_replaced(body, trail, {key: value}), shape)
-        except msgspec.ValidationError as alone:
-            if str(alone) == str(error):
-                return key
-    return _ANY_KEY
-
-
-def _replaced(body: Any, trail: Sequence[str | int], value: Any) -> Any:
-    """Return `body` with another value at `trail`."""
-    if not trail:
-        return value
-    copy = body.copy()
-    copy[trail[0]] = _replaced(body[trail[0]], trail[1:], value)
-    return copy
-
-
-def _inside(value: Any, key: str | int) -> Any:
-    if isinstance(value, dict):
-        return value.get(key)
-    in_list = isinstance(value, list) and isinstance(key, int) and key < len(value)
-    return value[key] if in_list else None  # a name given twice: JSON keeps the last
-
-
-def _excerpt(body: bytes) -> str:
-    return body[:80].decode("utf-8", "replace")

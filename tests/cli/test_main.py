@@ -43,7 +43,7 @@ def test_help_tells_what_every_command_does() -> None:
         (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
         (["serve", "--host", "0.0.0.0"], f"Make one: {sys.executable} -m replaybuf token new --role"),
         (["serve", "--port", "0", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
-        (["serve", "--port", "0", "--redis-url", "http://x"], "redis_url is 'http://x'; needed: redis://HOST:PORT/DB"),
+        (["serve", "--port", "0", "--redis-url", "http://x"], "redis_url is 'http://x'; use redis://HOST:PORT/DB"),
         (
             ["serve", "--port", "0", "--redis-url", "redis://me:pass:w@rd@127.0.0.1:1"],
             "Redis at redis://me:***@127.0.0.1:1 cannot",
