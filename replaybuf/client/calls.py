@@ -30,7 +30,8 @@ from replaybuf.wire.contract import (
 )
 from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
-from replaybuf.wire.group import Group, GroupLimits, check_group
+from replaybuf.wire.group import Group
+from replaybuf.wire.group_check import GroupLimits, check_group
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 from replaybuf.wire.run_status import RunFacts, RunStatus

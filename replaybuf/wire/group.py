@@ -1,13 +1,12 @@
 """A group: the rollouts of one prompt, scored together. The atomic unit of the buffer.
 
-Two forms with the same fields: `GroupJson` is the wire form (lists, one object per rollout), `Group` the form in
-memory (numpy columns over all rollouts, in rollout order). Shapes: n rollouts, P prompt tokens and C completion tokens
-in total; `completion_ids[C]` holds the completions one after another, `completion_lengths[n]` where each one ends.
+Two forms with the same fields: `GroupJson` is the JSON form (lists, one object per rollout), `Group` the form in memory
+(numpy columns over all rollouts, in rollout order). Shapes: n rollouts, P prompt tokens and C completion tokens in
+total; `completion_ids` [C] holds all completions in order, `completion_lengths` [n] the length of each.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,24 +15,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import GroupRejected, Invalid
-from replaybuf.wire.metadata import check_metadata
-
-LOGPROB_TOLERANCE = 1e-3
-"""A logprob may exceed 0 by this much (nats): engines round."""
-LARGEST_PROMPT_INDEX = 2**53 - 1
-LARGEST_SCORE = float(np.finfo(np.float32).max)
-"""Rewards and advantages travel to the trainer as float32; what is beyond its range would arrive as infinity."""
+from replaybuf.errors import GroupRejected
 
 OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "old_logprobs", "teacher_logprobs"]
-"""Logprobs, float32 [C] in nats, that a group may carry beside those its tokens were sampled with.
+"""Logprobs, float32 [C] in nats, that a group may have besides those of sampling.
 
-`old_logprobs`: by one version of the policy, the proximal policy of decoupled PPO (Fu et al. 2025, AReaL).
+`old_logprobs`: of one policy version, the proximal policy of decoupled PPO (Fu et al. 2025, AReaL).
 """
 OPTIONAL_LOGPROBS: tuple[OptionalLogprobs, ...] = get_args(OptionalLogprobs)
 LOGPROBS = ("inference_logprobs", *OPTIONAL_LOGPROBS)
 OPTIONAL_PER_TOKEN = (*OPTIONAL_LOGPROBS, "token_advantages")
-"""Columns with a value per completion token that a group may lack."""
+"""Optional columns with a value per completion token."""
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -44,12 +36,12 @@ TokenIds: TypeAlias = Sequence[int] | Int32s
 
 
 def hash_name(name: str) -> int:
-    """Number a name (of a source: environment, data set; of an adapter), the same on any machine; 0 = no name."""
+    """Return a 31-bit number for the name of an adapter or source, the same on any machine; 0 = no name."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF if name else 0
 
 
 class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One sampled completion on the wire. Lists over completion tokens have equal length; logprobs in nats."""
+    """One sampled completion in JSON. Lists over completion tokens have equal length; logprobs in nats."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -68,7 +60,7 @@ class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GroupJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One group on the wire, as `POST /v1/runs/{run}/groups` takes it."""
+    """One group in JSON, the body of `POST /v1/runs/{run}/groups`."""
 
     prompt_id: str
     policy_version: int
@@ -88,7 +80,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     - `completion_mask` bool [C]: False = token not sampled by the policy (tool or environment text)
     - `inference_logprobs`, `ref_logprobs`, `old_logprobs`, `teacher_logprobs` float32 [C], nats
     - `rewards`, `advantages` float64 [n]; `reward_parts` float64 [n] by name
-    - `token_advantages` float32 [C]: train on these, where they are there, instead of one for the whole rollout
+    - `token_advantages` float32 [C]: replace the advantage of the whole rollout
     - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
     - `temperatures` float32 [n], `finish_reasons` one per rollout
     """
@@ -119,7 +111,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def rollouts(self) -> int:
-        """Count the rollouts."""
+        """The number of rollouts."""
         return len(self.prompt_lengths)
 
     @property
@@ -129,7 +121,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def sampled_lengths(self) -> Int32s:
-        """Tokens per rollout that the policy sampled, int32 [n]: mostly all of its completion."""
+        """Tokens per rollout that the policy sampled, int32 [n]."""
         if self.completion_mask.all():
             return self.completion_lengths
         ends = np.cumsum(self.completion_lengths, dtype=np.int64).tolist()
@@ -149,47 +141,28 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def policy_version_max(self) -> int:
-        """Newest version that sampled a token of this group."""
+        """The newest version that sampled a token of this group."""
         return int(self.version_spans[:, 1].max()) if len(self.version_spans) else self.policy_version
 
 
-class Rejection(msgspec.Struct, frozen=True):
-    """Why a group was refused at the door: a `reason` to count by and a sentence with name, value and bound."""
-
-    reason: str
-    detail: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupLimits:
-    """What the door checks a group against; None = no bound. `adapters`: those of the run, empty = it has none."""
-
-    published_version: int | None = None
-    adapters: frozenset[str] = frozenset()
-    group_size: int | None = None
-    vocab_size: int | None = None
-    seq_len: int | None = None
-    tokens_per_batch: int | None = None
-
-
 def group_from_json(wire: GroupJson) -> Group:
-    """Turn the wire form into columns.
+    """Convert the JSON form to columns.
 
-    Raises `GroupRejected` where the lists of a rollout disagree in length or a number does not fit its column;
-    everything else is left to `check_group`.
+    Raises `GroupRejected` if the lists of a rollout differ in length or a number does not fit its column. All other
+    checks are in `check_group`.
     """
     rollouts = wire.rollouts
     for number, rollout in enumerate(rollouts):
         _check_lengths(number, rollout)
     has_advantage = [rollout.advantage is not None for rollout in rollouts]
     if any(has_advantage) and not all(has_advantage):
-        raise _refused("partial_advantages", "advantage", "missing for some rollouts", "given for all rollouts or none")
+        raise _rejected("partial_advantages", "advantage", _SOME, _ALL_OR_NONE)
     optional: dict[str, Any] = {
         name: _optional(name, [getattr(rollout, name) for rollout in rollouts]) for name in OPTIONAL_PER_TOKEN
     }
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
     if any(len(rollout.rewards) != len(names) for rollout in rollouts):
-        raise _refused("length_mismatch", "rewards", "different names per rollout", "the same names in every rollout")
+        raise _rejected("length_mismatch", "rewards", "different names per rollout", "the same names in every rollout")
     return Group(
         group_id=wire.group_id,
         prompt_id=wire.prompt_id,
@@ -215,7 +188,7 @@ def group_from_json(wire: GroupJson) -> Group:
 
 
 def group_to_json(group: Group) -> GroupJson:
-    """Turn columns into the wire form (Python lists)."""
+    """Convert columns to the JSON form (Python lists)."""
     prompt_ends = np.cumsum(group.prompt_lengths).tolist()
     ends = np.cumsum(group.completion_lengths).tolist()
     rollouts = []
@@ -223,7 +196,7 @@ def group_to_json(group: Group) -> GroupJson:
         prompt = slice(prompt_ends[number] - int(group.prompt_lengths[number]), prompt_ends[number])
         completion = slice(ends[number] - int(group.completion_lengths[number]), ends[number])
         spans = group.version_spans[group.version_spans[:, 0] == number, 1:].tolist()
-        optional: dict[str, Any] = {name: _listed(getattr(group, name), completion) for name in OPTIONAL_PER_TOKEN}
+        optional: dict[str, Any] = {name: _to_list(getattr(group, name), completion) for name in OPTIONAL_PER_TOKEN}
         rollouts.append(
             RolloutJson(
                 prompt_ids=group.prompt_ids[prompt].tolist(),
@@ -251,151 +224,14 @@ def group_to_json(group: Group) -> GroupJson:
     )
 
 
-def _listed(column: Float32s | None, completion: slice) -> list[float] | None:
+def _to_list(column: Float32s | None, completion: slice) -> list[float] | None:
     return None if column is None else column[completion].tolist()
 
 
-def check_group(group: Group, bounds: GroupLimits) -> Rejection | None:
-    """Say why `group` may not enter a run with these bounds, or None. All rollouts are judged together."""
-    return (
-        _check_size(group, bounds)
-        or _check_tokens(group, bounds)
-        or _check_numbers(group)
-        or _check_spans(group)
-        or _check_published(group, bounds)
-        or check_room(group.tokens, int(group.lengths.max()), bounds)
-        or _check_metadata(group)
-    )
+_SOME, _ALL_OR_NONE = "missing for some rollouts", "given for all rollouts or none"
 
 
-def _check_size(group: Group, bounds: GroupLimits) -> Rejection | None:
-    if group.adapter not in (bounds.adapters or {""}):
-        return Rejection("unknown_adapter", f"adapter is {group.adapter!r}; the run has {sorted(bounds.adapters)}")
-    if group.prompt_index is not None and not 0 <= group.prompt_index <= LARGEST_PROMPT_INDEX:
-        return Rejection(
-            "bad_prompt_index", f"prompt_index is {group.prompt_index}; it must be in 0..{LARGEST_PROMPT_INDEX}"
-        )
-    if not group.rollouts:
-        return Rejection("no_rollouts", "rollouts is empty; a group has at least one")
-    if bounds.group_size is not None and group.rollouts != bounds.group_size:
-        return Rejection("wrong_group_size", f"rollouts is {group.rollouts}; group_size is {bounds.group_size}")
-    if int(group.prompt_lengths.min()) < 1:
-        return Rejection("empty_prompt", "a rollout has 0 prompt tokens; at least 1 is needed")
-    if int(group.completion_lengths.min()) < 1:
-        return Rejection("empty_completion", "a rollout has 0 completion tokens; at least 1 is needed")
-    return None
-
-
-def check_room(tokens: int, longest: int, bounds: GroupLimits) -> Rejection | None:
-    """Return why a group of so many tokens, with a longest rollout of so many, is too large; None if it is not."""
-    if bounds.seq_len is not None and longest > bounds.seq_len:
-        return Rejection("overlong", f"a rollout has {longest} tokens; seq_len is {bounds.seq_len}")
-    if bounds.tokens_per_batch is not None and tokens > bounds.tokens_per_batch:
-        return Rejection("over_budget", f"the group has {tokens} tokens; tokens_per_batch is {bounds.tokens_per_batch}")
-    return None
-
-
-def _check_tokens(group: Group, bounds: GroupLimits) -> Rejection | None:
-    for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0:
-            return Rejection("token_out_of_range", f"{name} holds {low}; token ids start at 0")
-        if bounds.vocab_size is not None and high >= bounds.vocab_size:
-            return Rejection("token_out_of_range", f"{name} holds {high}; vocab_size is {bounds.vocab_size}")
-    return None
-
-
-def _check_numbers(group: Group) -> Rejection | None:
-    for name in LOGPROBS:
-        column: Float32s | None = getattr(group, name)
-        if column is None:
-            continue
-        highest = column.max()
-        if not (np.isfinite(highest) and np.isfinite(column.min())):  # NaN is both, where there is one
-            return Rejection("non_finite_logprobs", f"{name} holds NaN or infinity; finite values are needed")
-        if highest > np.float32(LOGPROB_TOLERANCE):
-            return Rejection("positive_logprobs", f"{name} holds {highest:.6g}; at most {LOGPROB_TOLERANCE} is allowed")
-    for name, values in [("reward", group.rewards), *((f"rewards.{k}", v) for k, v in group.reward_parts.items())]:
-        if not (np.abs(values) <= LARGEST_SCORE).all():
-            return Rejection("non_finite_rewards", f"{name} holds NaN, infinity or a value beyond float32")
-    for name, given in (("advantage", group.advantages), ("token_advantages", group.token_advantages)):
-        if given is not None and not (np.abs(given) <= LARGEST_SCORE).all():
-            return Rejection("non_finite_advantages", f"{name} holds NaN, infinity or a value beyond float32")
-    if not (np.isfinite(group.temperatures).all() and (group.temperatures >= 0).all()):
-        return Rejection("bad_temperature", "temperature holds a negative or non-finite value; 0 or more is needed")
-    return None
-
-
-def _check_spans(group: Group) -> Rejection | None:
-    spans = group.version_spans
-    if not len(spans):
-        return Rejection("bad_version_spans", "version_spans is empty; they cover each completion once")
-    if not (_one_span_each(group) or _cover_once(group)):
-        return Rejection(
-            "bad_version_spans", "version_spans do not cover each completion once, from token 0 to its end"
-        )
-    oldest = int(spans[:, 1].min())
-    if oldest < 0 or oldest != group.policy_version:
-        return Rejection(
-            "bad_version_spans",
-            f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}",
-        )
-    return None
-
-
-def _one_span_each(group: Group) -> bool:
-    """Say whether each rollout has one span over all of it, in order.
-
-    Most groups are so, and a few numbers are compared in a tenth of the time that `_cover_once` takes.
-    """
-    if len(group.version_spans) != group.rollouts:
-        return False
-    rollouts, _, starts, ends = group.version_spans.T.tolist()
-    return (
-        rollouts == list(range(group.rollouts))
-        and not any(starts)
-        and all(ends)
-        and ends == group.completion_lengths.tolist()
-    )
-
-
-def _cover_once(group: Group) -> bool:
-    """Say whether the spans, in whatever order, cover each completion once, from token 0 to its end."""
-    spans = group.version_spans
-    order = np.lexsort((spans[:, 2], spans[:, 0]))
-    spans = spans[order]
-    starts_rollout = np.ones(len(spans), np.bool_)
-    np.not_equal(spans[1:, 0], spans[:-1, 0], out=starts_rollout[1:])
-    ends_rollout = np.append(starts_rollout[1:], True)
-    expected_start = np.zeros(len(spans), np.int32)
-    np.copyto(expected_start[1:], spans[:-1, 3], where=~starts_rollout[1:])
-    return (
-        np.array_equal(spans[starts_rollout, 0], np.arange(group.rollouts))
-        and bool((spans[:, 2] == expected_start).all())
-        and bool((spans[:, 3] > spans[:, 2]).all())
-        and np.array_equal(spans[ends_rollout, 3], group.completion_lengths)
-    )
-
-
-def _check_published(group: Group, bounds: GroupLimits) -> Rejection | None:
-    if bounds.published_version is not None and group.policy_version_max > bounds.published_version:
-        return Rejection(
-            "version_above_published",
-            f"the newest policy version is {group.policy_version_max}; "
-            f"the published version is {bounds.published_version}",
-        )
-    return None
-
-
-def _check_metadata(group: Group) -> Rejection | None:
-    try:
-        check_metadata("metadata", group.metadata)
-    except Invalid as error:
-        return Rejection("bad_metadata", error.detail)
-    return None
-
-
-def _refused(reason: str, name: str, value: object, bound: str) -> GroupRejected:
+def _rejected(reason: str, name: str, value: object, bound: str) -> GroupRejected:
     return GroupRejected(reason, f"{name}: {value}; needed: {bound}", name=name, value=str(value), bound=bound)
 
 
@@ -404,7 +240,7 @@ def _check_lengths(number: int, rollout: RolloutJson) -> None:
     for name in ("completion_mask", "inference_logprobs", *OPTIONAL_PER_TOKEN):
         values = getattr(rollout, name)
         if values is not None and len(values) != expected:
-            raise _refused(
+            raise _rejected(
                 "length_mismatch",
                 f"rollouts[{number}].{name}",
                 f"{len(values)} values",
@@ -417,11 +253,11 @@ def _ids(name: str, lists: Sequence[list[int]]) -> Int32s:
     try:
         return np.array(flat, np.int32)
     except OverflowError:
-        raise _refused("token_out_of_range", name, max(flat, key=abs), "a 32-bit token id") from None
+        raise _rejected("token_out_of_range", name, max(flat, key=abs), "a 32-bit token id") from None
 
 
 def _flat(lists: Sequence[list[float]]) -> Float32s:
-    with np.errstate(over="ignore"):  # what overflows float32 becomes infinite and is refused as such
+    with np.errstate(over="ignore"):  # an overflow becomes infinity, which `check_group` rejects
         return np.array([value for values in lists for value in values], np.float32)
 
 
@@ -430,7 +266,7 @@ def _optional(name: str, lists: Sequence[list[float] | None]) -> Float32s | None
     if not present:
         return None
     if len(present) != len(lists):
-        raise _refused("length_mismatch", name, "missing for some rollouts", "given for all rollouts or none")
+        raise _rejected("length_mismatch", name, _SOME, _ALL_OR_NONE)
     return _flat(present)
 
 
@@ -438,7 +274,7 @@ def _mask(rollouts: Sequence[RolloutJson]) -> Bools:
     masks = [r.completion_mask if r.completion_mask is not None else [1] * len(r.completion_ids) for r in rollouts]
     flat = [bit for mask in masks for bit in mask]
     if any(bit not in (0, 1) for bit in flat):
-        raise _refused("bad_mask", "completion_mask", "a value other than 0 and 1", "0 or 1")
+        raise _rejected("bad_mask", "completion_mask", "a value other than 0 and 1", "0 or 1")
     return np.array(flat, np.bool_)
 
 
@@ -446,44 +282,15 @@ def _spans(wire: GroupJson) -> Int32s:
     spans = [
         (number, *span)
         for number, rollout in enumerate(wire.rollouts)
-        for span in (
-            rollout.version_spans
-            if rollout.version_spans is not None
-            else [(wire.policy_version, 0, len(rollout.completion_ids))]
-        )
+        for span in _spans_of(rollout, wire.policy_version)
     ]
     try:
         return np.array(spans, np.int32).reshape(-1, 4)
     except OverflowError:
-        raise _refused("bad_version_spans", "version_spans", "a number above 2^31", "a 32-bit number") from None
+        raise _rejected("bad_version_spans", "version_spans", "a number above 2^31", "a 32-bit number") from None
 
 
-def truncate(group: Group, seq_len: int) -> Group:
-    """Cut completions so that no rollout is longer than `seq_len` tokens; the same group where none is.
-
-    At least one completion token stays, so a prompt of `seq_len` tokens or more still makes its rollout too long.
-    A group whose version spans are wrong stays as it is: it is to be refused, not mended.
-    """
-    room = np.maximum(seq_len - group.prompt_lengths, 1)
-    lengths = np.minimum(group.completion_lengths, room).astype(np.int32)
-    if np.array_equal(lengths, group.completion_lengths) or _check_spans(group):
-        return group
-    starts = np.cumsum(group.completion_lengths) - group.completion_lengths
-    keep = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)])
-    cut = lengths < group.completion_lengths
-    spans = group.version_spans.copy()
-    ends = lengths[spans[:, 0]]
-    spans[:, 3] = np.minimum(spans[:, 3], ends)
-    spans = spans[spans[:, 2] < spans[:, 3]]
-    columns: dict[str, Any] = {name: getattr(group, name) for name in OPTIONAL_PER_TOKEN}
-    return msgspec.structs.replace(
-        group,
-        policy_version=int(spans[:, 1].min()) if len(spans) else group.policy_version,
-        completion_ids=group.completion_ids[keep],
-        completion_lengths=lengths,
-        completion_mask=group.completion_mask[keep],
-        inference_logprobs=group.inference_logprobs[keep],
-        version_spans=spans,
-        finish_reasons=tuple("length" if c else r for c, r in zip(cut.tolist(), group.finish_reasons, strict=True)),
-        **{name: None if column is None else column[keep] for name, column in columns.items()},
-    )
+def _spans_of(rollout: RolloutJson, policy_version: int) -> list[tuple[int, int, int]]:
+    if rollout.version_spans is None:
+        return [(policy_version, 0, len(rollout.completion_ids))]
+    return rollout.version_spans

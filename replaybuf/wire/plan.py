@@ -13,7 +13,8 @@ import msgspec
 from replaybuf.errors import BrokenFrame
 from replaybuf.wire.batch import BatchGroup, BatchMeta, Segment, encode_batch
 from replaybuf.wire.frame import decode_frame, stored_checksum
-from replaybuf.wire.group import Group, truncate
+from replaybuf.wire.group import Group
+from replaybuf.wire.group_check import truncate
 
 MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
 
@@ -39,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `meta`: what the body says about itself
     - `rows`: of each micro-batch its rollouts in order, as pairs: position in `groups`, number in that group
     - `groups`: the groups of this rank, in the order of `meta.group_ids`
-    - `seq_len`: rollouts that are longer are cut to so many tokens (`replaybuf.wire.group.truncate`)
+    - `seq_len`: rollouts that are longer are cut to so many tokens (`replaybuf.wire.group_check.truncate`)
     - `release`: of replaybuf that planned; another one may lay the same tokens out in other bytes
     """
 

@@ -22,7 +22,8 @@ from replaybuf.service.http.requests import decode_groups
 from replaybuf.store.entries import EntryStrings, default_prompt, encode_strings, read_chunk, read_stored
 from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
 from replaybuf.wire.frame import MEDIA_TYPE, checksum, decode_frame, encode_frame, is_compressed, split_frames
-from replaybuf.wire.group import Group, GroupLimits, check_group, group_from_json, group_to_json, truncate
+from replaybuf.wire.group import Group, group_from_json, group_to_json
+from replaybuf.wire.group_check import GroupLimits, check_group, truncate
 from tests.builders import batch_meta, group, rollout, wire_group
 
 CORPUS = Path(__file__).parent / "corpus"

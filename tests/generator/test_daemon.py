@@ -41,7 +41,8 @@ from replaybuf.generator.prompts import Prompt, PromptOrder, Prompts
 from replaybuf.generator.stages import Computed, Rollout, Stage
 from replaybuf.kernel.tickets import is_forgiven
 from replaybuf.wire.frame import encode_frame
-from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
+from replaybuf.wire.group import Group, OptionalLogprobs
+from replaybuf.wire.group_check import GroupLimits, check_group
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,

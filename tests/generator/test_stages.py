@@ -12,7 +12,8 @@ import pytest
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.stages import Computed, Rollout, Stage, Stages
-from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
+from replaybuf.wire.group import Group, OptionalLogprobs
+from replaybuf.wire.group_check import GroupLimits, check_group
 from tests import builders
 
 

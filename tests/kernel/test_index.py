@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, encode_entry
 from replaybuf.kernel.strategy import Groups
-from replaybuf.wire.group import Group, GroupLimits, Rejection, check_group, group_from_json
+from replaybuf.wire.group import Group, group_from_json
+from replaybuf.wire.group_check import GroupLimits, Rejection, check_group
 from tests.builders import group, groups, rollout, steady, wire_group
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]

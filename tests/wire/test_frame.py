@@ -23,7 +23,8 @@ from replaybuf.wire.frame import (
     split_frames,
     stored_checksum,
 )
-from replaybuf.wire.group import Group, GroupLimits, check_group
+from replaybuf.wire.group import Group
+from replaybuf.wire.group_check import GroupLimits, check_group
 from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
 
 PREFIX = struct.Struct("<4sIQII")

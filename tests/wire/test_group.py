@@ -12,18 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import GroupRejected
-from replaybuf.wire.group import (
-    LOGPROB_TOLERANCE,
-    Group,
-    GroupJson,
-    GroupLimits,
-    Rejection,
-    RolloutJson,
-    check_group,
-    group_from_json,
-    group_to_json,
-    truncate,
-)
+from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json, group_to_json
+from replaybuf.wire.group_check import LOGPROB_TOLERANCE, GroupLimits, Rejection, check_group, truncate
 from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, steady, wire_group, wire_groups
 
 NAN, INF = math.nan, math.inf

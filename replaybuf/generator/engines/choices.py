@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from replaybuf.generator.engines.protocol import ABORTED
-from replaybuf.wire.group import LOGPROB_TOLERANCE, Float32s, Int32s
+from replaybuf.wire.group import Float32s, Int32s
+from replaybuf.wire.group_check import LOGPROB_TOLERANCE
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 ABSENT_LOGPROB = -9999.0

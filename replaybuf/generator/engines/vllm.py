@@ -14,7 +14,8 @@ from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, To
 from replaybuf.generator.engines.connection import METHOD_NOT_ALLOWED, NOT_FOUND
 from replaybuf.generator.engines.http import UNCHANGED_DISTRIBUTION, Answer, HttpEngine
 from replaybuf.generator.engines.protocol import ABORTED, Sampling
-from replaybuf.wire.group import LOGPROB_TOLERANCE, Float32s, Int32s
+from replaybuf.wire.group import Float32s, Int32s
+from replaybuf.wire.group_check import LOGPROB_TOLERANCE
 
 COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"

@@ -33,7 +33,7 @@ from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange, prompt_key
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
-from replaybuf.wire.group import GroupLimits, Rejection, check_room
+from replaybuf.wire.group_check import GroupLimits, Rejection, check_token_limits
 from replaybuf.wire.ledger import AnyRecord, BatchRecord, EvictRecord
 
 EPOCH = 1
@@ -98,7 +98,7 @@ class VirtualRun:
 
     def rejection(self, tokens: int, longest_tokens: int) -> Rejection | None:
         """Return why the service would reject a group of this size."""
-        return check_room(tokens, longest_tokens, self._bounds)
+        return check_token_limits(tokens, longest_tokens, self._bounds)
 
     def has_group(self, prompt_index: int) -> bool:
         """Return whether the group of a prompt is stored: another one is a duplicate."""

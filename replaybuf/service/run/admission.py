@@ -12,7 +12,8 @@ from replaybuf.kernel.tickets import TicketBook, parse_ticket, prompt_key
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup
 from replaybuf.wire.frame import encode_frame, is_compressed, stored_checksum
-from replaybuf.wire.group import Group, GroupLimits, check_group, truncate
+from replaybuf.wire.group import Group
+from replaybuf.wire.group_check import GroupLimits, check_group, truncate
 
 
 class Incoming(msgspec.Struct, frozen=True):

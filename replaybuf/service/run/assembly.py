@@ -25,7 +25,8 @@ from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
-from replaybuf.wire.group import Group, hash_name, truncate
+from replaybuf.wire.group import Group, hash_name
+from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
 
