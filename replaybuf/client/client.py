@@ -1,19 +1,19 @@
-"""Clients of the HTTP contract, for producers and trainers: `Client` (blocking) and `AsyncClient`.
+"""`Client` (blocking) and `AsyncClient`: the calls of a run for producers and trainers.
 
-What is asked and what an answer means stands in `calls`, without I/O; the two clients only carry requests and
-wait. Their methods are the calls of `RunCalls`, with the same names, arguments, results and errors.
+Their methods are those of `replaybuf.client.calls.RunCalls`, with the same arguments, results and errors; the clients
+send the requests and wait.
 
-Every call raises the errors of `replaybuf.errors` that the service answered with, `ServiceUnavailable` naming address
-and cause where it cannot be reached in time, and `Malformed` where the answer is not what the contract says. With
-`retry_for_s` > 0 the calls that may be repeated without harm are repeated on `ServiceUnavailable` and `NoRoom`, with
-growing pauses, for at most that long; on `NotLeader`, which says that nothing was done, every call is.
+Every call raises the error of `replaybuf.errors` that the service answered, `ServiceUnavailable` with address and cause
+if the service cannot be reached in time, and `Malformed` if the answer does not fit the contract. With
+`retry_for_s` > 0, calls that may be repeated are retried on `ServiceUnavailable` and `NoRoom`, with growing pauses, for
+at most that time. On `NotLeader`, where nothing was done, every call is retried.
 
-A `url` may name several servers of the same Redis, comma-separated. What one of them does not serve goes to the next,
-or to the leader that `NotLeader` names if it is one of them: at once the first time round, then after a pause. The
-address that served last is asked first. No address but these is ever sent anything, least of all the bearer token.
-`unix:/PATH` is the address of a service on this machine that listens on a unix socket.
+`url` may name several servers of one Redis, comma-separated. If one does not serve a call, the next one gets it, or the
+leader that `NotLeader` names: at once in the first round, then after a pause. The server that served last is tried
+first. No other address ever receives anything, in particular not the bearer token. `unix:/PATH` is the unix socket of a
+service on this machine.
 
-Batch bodies come as they are: `compress` asks for zstd, which saves network and costs both sides time.
+`compress` requests batch bodies in zstd: that saves network and costs both sides time.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Below the 5 s after which uvicorn closes an idle connection: a request must not meet a connection being closed.
+# Below the 5 s after which uvicorn closes an idle connection, so that no request is sent on a closing one.
 _KEEPALIVE_S = 2.0
 _LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE_S)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses between repetitions: `first_s`, then each `factor` times the one before, at most `ceiling_s` seconds.
+    """Pauses between retries: `first_s`, then `factor` times the last one, at most `ceiling_s` seconds.
 
-    Each is shortened by up to half at random, so that many clients do not return at once.
+    Each is shortened at random by up to half, so that many clients do not return at once.
     """
 
     first_s: float = 0.1
@@ -59,7 +59,7 @@ class Backoff:
     ceiling_s: float = 5.0
 
     def pauses_s(self) -> Iterator[float]:
-        """Yield one pause after the other, in seconds."""
+        """Yield the pauses, in seconds."""
         pause_s = self.first_s
         while True:
             yield pause_s * random.uniform(0.5, 1.0)
@@ -67,7 +67,7 @@ class Backoff:
 
 
 class Patience:
-    """How long one request is repeated: until `for_s` seconds have passed since this object was made."""
+    """Retry budget of one request: `for_s` seconds from now."""
 
     def __init__(self, for_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -75,9 +75,9 @@ class Patience:
         self._pauses_s = Backoff().pauses_s()
 
     def pause_s(self, error: ReplaybufError, *, elsewhere: bool = False) -> float:
-        """Return the pause before the next try; raises `error` where it would end too late or cannot help.
+        """Return the pause before the next try. Raises `error` if the budget is used up or a retry cannot help.
 
-        `elsewhere`: the next try goes to a server that has not failed yet; there is no pause before it.
+        `elsewhere`: the next try goes to a server that has not failed yet, without a pause.
         """
         if isinstance(error, UnsupportedServer):
             raise error
@@ -87,8 +87,8 @@ class Patience:
         return pause_s
 
 
-class _Line:
-    """What both clients share: addresses, headers, timeouts, and the reading of errors. `address` is asked first."""
+class _Servers:
+    """The servers of a run for both clients: addresses, headers, timeouts, errors. `address` is tried first."""
 
     def __init__(
         self, url: str, run: str, token: str | None, timeout_s: float, retry_for_s: float, compress: bool
@@ -96,13 +96,13 @@ class _Line:
         self._path = f"/v1/runs/{check_run_name(run)}"
         self.addresses = addresses_of(url)
         self.address = self.addresses[0]
-        # Said either way: httpx asks for zstd by itself where the library for it is installed.
+        # Always set: httpx requests zstd by default if that library is installed.
         self.headers = {"accept-encoding": "zstd, identity;q=0.5" if compress else "identity"} | authorization(token)
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 
-    def message(self, request: HttpRequest, address: str) -> dict[str, Any]:
-        """Turn a request into the arguments of `httpx.Client.request`."""
+    def arguments(self, request: HttpRequest, address: str) -> dict[str, Any]:
+        """Return the arguments of `httpx.Client.request`."""
         headers = {"content-type": request.media_type} if request.content else {}
         if request.accept is not None:
             headers["accept"] = request.accept
@@ -116,7 +116,7 @@ class _Line:
         }
 
     def unreachable(self, request: HttpRequest, address: str, error: httpx.TransportError) -> ServiceUnavailable:
-        """Name address and cause of a failed request."""
+        """Return the error of a request that got no answer, with address and cause."""
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
@@ -124,36 +124,36 @@ class _Line:
         return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=address + self._path)
 
     def checked(self, request: HttpRequest, reply: httpx.Response) -> httpx.Response:
-        """Return `reply` if it is an answer; raises the error that it describes."""
+        """Return `reply` if it is an answer. Raises the error that it describes."""
         if reply.is_success or reply.status_code in request.answers:
             return reply
         raise error_of(reply)
 
-    def leave(self, address: str, error: ServiceUnavailable) -> None:
-        """Ask another server from now on: the leader that `error` names, or the next one."""
+    def switch(self, address: str, error: ServiceUnavailable) -> None:
+        """Try another server first from now on: the leader that `error` names, or the next one."""
         named = str(error.value).rstrip("/") if isinstance(error, NotLeader) else None
         if named in self.addresses:
             self.address = named
-        elif self.address == address:  # else another thread has left it already
+        elif self.address == address:  # else another thread has switched already
             self.address = self.addresses[(self.addresses.index(address) + 1) % len(self.addresses)]
 
 
 class _Tries:
-    """The tries of one request: `address` is where the next one goes."""
+    """The tries of one request; `address` is the server of the next one."""
 
-    def __init__(self, line: _Line, request: HttpRequest) -> None:
-        self.address = line.address
-        self._line = line
+    def __init__(self, servers: _Servers, request: HttpRequest) -> None:
+        self.address = servers.address
+        self._servers = servers
         self._repeatable = request.repeatable
-        self._patience = Patience(line.retry_for_s)
+        self._patience = Patience(servers.retry_for_s)
         self._failed: set[str] = set()
 
     def pause_s(self, error: NoRoom | ServiceUnavailable) -> float:
-        """Return the pause before the next try, and choose its address. Raises `error` where there is none."""
+        """Choose the server of the next try; return the pause before it. Raises `error` if there is no next try."""
         if isinstance(error, ServiceUnavailable):
-            self._line.leave(self.address, error)
+            self._servers.switch(self.address, error)
             self._failed.add(self.address)
-            self.address = self._line.address
+            self.address = self._servers.address
         if not self._repeatable and not isinstance(error, NotLeader):
             raise error
         elsewhere = isinstance(error, ServiceUnavailable) and self.address not in self._failed
@@ -169,12 +169,12 @@ def _blocking(call: Callable[Concatenate[RunCalls, P], Exchange[T]]) -> Callable
     def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._drive(call(self._calls, *args, **kwargs))
 
-    _tell_result(method, call)
+    _show_result(method, call)
     return method
 
 
-def _tell_result(method: Callable[..., Any], call: Callable[..., Exchange[Any]]) -> None:
-    """Let `help` and editors show what the method returns, and not that it is made of an exchange."""
+def _show_result(method: Callable[..., Any], call: Callable[..., Exchange[Any]]) -> None:
+    """Show the result in `help` and editors instead of the exchange."""
     signature = inspect.signature(call)
     result = str(signature.return_annotation).removeprefix("Exchange[").removesuffix("]")
     method.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
@@ -189,15 +189,17 @@ def _awaiting(
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._drive(call(self._calls, *args, **kwargs))
 
-    _tell_result(method, call)
+    _show_result(method, call)
     return method
 
 
 class Client:
-    """Blocking client of one run; see the module docstring for errors. Threads may share it.
+    """Blocking client of one run. Threads may share it. See the module docstring for errors.
 
-    `url` is one address or several, comma-separated; `timeout_s` bounds every wait for the service, beside the
-    `wait_ms` of a call; `retry_for_s` bounds repetition; `compress` asks for zstd bodies.
+    - `url`: one address, or several with commas between
+    - `timeout_s`: maximum wait for the service, in addition to the `wait_ms` of a call
+    - `retry_for_s`: maximum time of retries
+    - `compress`: request batch bodies in zstd
     """
 
     def __init__(
@@ -209,15 +211,15 @@ class Client:
         retry_for_s: float = 0.0,
         compress: bool = False,
     ) -> None:
-        self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
+        self._servers = _Servers(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        mounts, verify = mounts_of(self._line.addresses, _KEEPALIVE_S), needs_certificates(self._line.addresses)
-        self._http = httpx.Client(headers=self._line.headers, limits=_LIMITS, mounts=mounts, verify=verify)
+        mounts, verify = mounts_of(self._servers.addresses, _KEEPALIVE_S), needs_certificates(self._servers.addresses)
+        self._http = httpx.Client(headers=self._servers.headers, limits=_LIMITS, mounts=mounts, verify=verify)
 
     @property
     def address(self) -> str:
-        """Address of the server that is asked first: the one that served last."""
-        return self._line.address
+        """Address of the server that is tried first: the one that served last."""
+        return self._servers.address
 
     def close(self) -> None:
         """Close the connections."""
@@ -261,7 +263,7 @@ class Client:
             return result
 
     def _send(self, request: HttpRequest) -> httpx.Response:
-        tries = _Tries(self._line, request)
+        tries = _Tries(self._servers, request)
         while True:
             try:
                 return self._try(request, tries.address)
@@ -272,14 +274,14 @@ class Client:
 
     def _try(self, request: HttpRequest, address: str) -> httpx.Response:
         try:
-            reply = self._http.request(**self._line.message(request, address))
+            reply = self._http.request(**self._servers.arguments(request, address))
         except httpx.TransportError as error:
-            raise self._line.unreachable(request, address, error) from error
-        return self._line.checked(request, reply)
+            raise self._servers.unreachable(request, address, error) from error
+        return self._servers.checked(request, reply)
 
 
 class AsyncClient:
-    """Client of one run for asyncio, with the methods of `Client` as coroutines. One event loop owns it."""
+    """Client of one run for asyncio: the methods of `Client` as coroutines. It belongs to one event loop."""
 
     def __init__(
         self,
@@ -290,18 +292,18 @@ class AsyncClient:
         retry_for_s: float = 0.0,
         compress: bool = False,
     ) -> None:
-        self._line = _Line(url, run, token, timeout_s, retry_for_s, compress)
+        self._servers = _Servers(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        verify = needs_certificates(self._line.addresses)
+        verify = needs_certificates(self._servers.addresses)
         mounts = unix_mounts(
-            self._line.addresses, lambda path: httpx.AsyncHTTPTransport(uds=path, limits=_LIMITS, verify=False)
+            self._servers.addresses, lambda path: httpx.AsyncHTTPTransport(uds=path, limits=_LIMITS, verify=False)
         )
-        self._http = httpx.AsyncClient(headers=self._line.headers, limits=_LIMITS, mounts=mounts, verify=verify)
+        self._http = httpx.AsyncClient(headers=self._servers.headers, limits=_LIMITS, mounts=mounts, verify=verify)
 
     @property
     def address(self) -> str:
-        """Address of the server that is asked first: the one that served last."""
-        return self._line.address
+        """Address of the server that is tried first: the one that served last."""
+        return self._servers.address
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -345,7 +347,7 @@ class AsyncClient:
             return result
 
     async def _send(self, request: HttpRequest) -> httpx.Response:
-        tries = _Tries(self._line, request)
+        tries = _Tries(self._servers, request)
         while True:
             try:
                 return await self._try(request, tries.address)
@@ -356,11 +358,11 @@ class AsyncClient:
 
     async def _try(self, request: HttpRequest, address: str) -> httpx.Response:
         try:
-            reply = await self._http.request(**self._line.message(request, address))
+            reply = await self._http.request(**self._servers.arguments(request, address))
         except httpx.TransportError as error:
-            raise self._line.unreachable(request, address, error) from error
-        return self._line.checked(request, reply)
+            raise self._servers.unreachable(request, address, error) from error
+        return self._servers.checked(request, reply)
 
 
 def _log_pause(pause_s: float, error: ReplaybufError) -> None:
-    logger.warning("waiting %.1f s to repeat a call: %s", pause_s, error)
+    logger.warning("retrying a call in %.1f s: %s", pause_s, error)

@@ -1,10 +1,10 @@
-"""Direct mode: a rank asks the service for the plan of its body only, and fetches the frames from Redis itself.
+"""Direct mode: a rank requests only the plan of its body from the service, and fetches the frames from Redis.
 
-For clusters where one HTTP process is too little to send all bodies. The body is built by the function with which the
-service builds it, from frames checked by the plan's checksums, so it has the same bytes. Whatever stands in the way
-(Redis away, a frame missing or broken, a service of another release) is logged, and that body comes over HTTP.
+For clusters where one HTTP process cannot send all bodies. The function of the service builds the body, from frames
+that fit the checksums of the plan, so the bytes are the same. If that fails (Redis unavailable, a frame missing or
+broken, a service of another release), the reason is logged and the body comes over HTTP.
 
-Redis is only read, and only with GET on payload keys (`rb:p:*`): let the operator give a user that may do no more.
+Redis is only read, with GET on payload keys (`rb:p:*`): ask the operator for a user with no other rights.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
-REST_S = 30.0
-"""How long bodies come over HTTP, without asking Redis first, after it could not be reached."""
+HTTP_ONLY_S = 30.0
+"""How long bodies come over HTTP after Redis could not be reached."""
 
 Body: TypeAlias = bytes | memoryview
 
 
 class DirectBodies:
-    """Fetches bodies of the run of `client` past the service; one thread uses it. Close it after use.
+    """Fetches bodies of the run of `client` from Redis, for one thread. Close it after use.
 
-    `built` counts bodies built from Redis, `fallbacks` those that came over HTTP instead.
+    `built` counts bodies built from Redis, `fallbacks` those that came over HTTP.
     """
 
     def __init__(self, client: Client, redis_url: str) -> None:
         self.built = 0
         self.fallbacks = 0
         self._client = client
-        self._rests_until_s = 0.0
+        self._http_until_s = 0.0
         try:
             self._redis = redis.Redis.from_url(
                 redis_url,
@@ -57,16 +57,16 @@ class DirectBodies:
                 retry=Retry(NoBackoff(), 0),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
             )
-        except ValueError as error:  # the URL itself is not told: it may hold a password
-            raise Invalid(f"redis_url is none: {error}", name="redis_url") from None
+        except ValueError as error:  # without the URL: it may hold a password
+            raise Invalid(f"redis_url is not a Redis URL: {error}", name="redis_url") from None
 
     def close(self) -> None:
         """Close the connections to Redis; the client stays open."""
         self._redis.close()
 
     def fetch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Body | WaitingAnswer:
-        """Return the body of one rank's part of a batch, as `Client.fetch_batch` does, with the same errors."""
-        if time.monotonic() >= self._rests_until_s:
+        """Return the batch body of one rank, with the same result and errors as `Client.fetch_batch`."""
+        if time.monotonic() >= self._http_until_s:
             try:
                 plan = self._client.fetch_plan(step, epoch, dp_rank, wait_ms=wait_ms)
                 if isinstance(plan, WaitingAnswer):
@@ -75,8 +75,10 @@ class DirectBodies:
             except Malformed as error:
                 logger.warning("body of step %d rank %d comes over HTTP: %s", step, dp_rank, error.detail)
             except (RedisError, OSError) as error:
-                self._rests_until_s = time.monotonic() + REST_S
-                logger.warning("bodies come over HTTP for %.0f s: Redis: %s", REST_S, error or type(error).__name__)
+                self._http_until_s = time.monotonic() + HTTP_ONLY_S
+                logger.warning(
+                    "bodies come over HTTP for %.0f s: Redis: %s", HTTP_ONLY_S, error or type(error).__name__
+                )
             else:
                 self.built += 1
                 return built
@@ -87,12 +89,12 @@ class DirectBodies:
     def build(self, plan: Plan) -> memoryview:
         """Fetch the frames of a plan and build its body.
 
-        Raises `BrokenFrame` where a frame is missing or is not the one that was planned, `Malformed` for the plan of
-        another release, and redis-py's errors.
+        Raises `BrokenFrame` for a missing frame or another one than planned, `Malformed` for a plan of another release,
+        and redis-py's errors.
         """
         if plan.release != __version__:
             raise Malformed(
-                f"the service is replaybuf {plan.release}, this is {__version__}; bodies may differ",
+                f"the service has release {plan.release} and this client {__version__}; their bodies may differ",
                 name="release",
                 value=plan.release,
                 bound=__version__,

@@ -52,7 +52,7 @@ def test_help_tells_what_every_command_does() -> None:
         (["--config", "nowhere.toml", "serve"], "config file nowhere.toml cannot be read"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),
-        (["status", "--token", "s\u00e9cret "], "token has a character that no token has"),
+        (["status", "--token", "s\u00e9cret "], "token has an invalid character"),
         (["simulate", "--run", "x"], "--run is 'x' without --from"),
         (["simulate", "--save-recording", "x"], "--save-recording is 'x' without --from"),
         (["simulate", "--steps", "1", "--report-dir", "/dev/null/x"], "report folder /dev/null/x cannot be made"),
@@ -190,7 +190,7 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
 
 @pytest.mark.parametrize(
     ("answered", "message"),
-    [(200, "something else than the contract says: JSON is malformed"), (404, "answered with status 404: '<p>hi</p>'")],
+    [(200, "does not fit the contract: JSON is malformed"), (404, "returned status 404: '<p>hi</p>'")],
 )
 def test_status_of_what_is_no_service_tells_what_it_answered(answered: int, message: str) -> None:
     """Here a web server with a page of its own."""

@@ -73,12 +73,12 @@ class Service:
 
     def client(self, url: str = "http://buffer:8900", **options: Any) -> Client:
         made = Client(url, "r", **options)
-        made._http = httpx.Client(transport=httpx.MockTransport(self), headers=made._line.headers)
+        made._http = httpx.Client(transport=httpx.MockTransport(self), headers=made._servers.headers)
         return made
 
     def async_client(self, url: str = "http://buffer:8900", **options: Any) -> AsyncClient:
         made = AsyncClient(url, "r", **options)
-        made._http = httpx.AsyncClient(transport=httpx.MockTransport(self), headers=made._line.headers)
+        made._http = httpx.AsyncClient(transport=httpx.MockTransport(self), headers=made._servers.headers)
         return made
 
     @property

@@ -46,12 +46,16 @@ class Call:
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     roles: frozenset[str]
-    summary: str
     body: Any = None
     result: Any = None
     answers: tuple[str, ...] = ("200",)
     query: tuple[Number | Text, ...] | None = ()
     media_types: tuple[str, ...] = ("application/json",)
+
+    @property
+    def summary(self) -> str:
+        """The first line of the handler's docstring."""
+        return (self.handler.__doc__ or "").partition("\n")[0].rstrip(".")
 
     @property
     def template(self) -> str:
@@ -68,71 +72,57 @@ _BOTH = _READER | _TRAINER
 _ALL = _BOTH | _PRODUCER
 _CHANGED = ("200", "409")
 
-# One row per call: method, path, handler, roles, summary; then body, result, statuses, query, media types.
+# One row per call: method, path, handler, roles; then body, result, statuses, query, media types.
 # fmt: off
 RUN_CALLS = (
-    Call("PUT", _R, handlers.put_run, _OPERATOR, "Create a run",
-         RunConfig, RunStatus, ("200", "201", "409"), (IF_ABSENT,)),
-    Call("GET", "/v1/runs", handlers.get_runs, _BOTH, "List runs with their state", result=RunList),
-    Call("GET", _R, handlers.get_run, _ALL, "State of a run", result=RunStatus),
-    Call("PATCH", _R, handlers.patch_run, _OPERATOR, "Change strategy, filters, limits or state",
-         ConfigPatch, RunStatus, _CHANGED),
+    Call("PUT", _R, handlers.put_run, _OPERATOR, RunConfig, RunStatus, ("200", "201", "409"), (IF_ABSENT,)),
+    Call("GET", "/v1/runs", handlers.get_runs, _BOTH, result=RunList),
+    Call("GET", _R, handlers.get_run, _ALL, result=RunStatus),
+    Call("PATCH", _R, handlers.patch_run, _OPERATOR, ConfigPatch, RunStatus, _CHANGED),
 )
 PRODUCER_CALLS = (
-    Call("POST", f"{_R}/tickets", handlers.post_tickets, _PRODUCER, "Take tickets for groups",
-         contract.TicketRequest, contract.Tickets),
-    Call("DELETE", f"{_R}/tickets/{{ticket:path}}", handlers.delete_ticket, _PRODUCER, "Return a ticket",
+    Call("POST", f"{_R}/tickets", handlers.post_tickets, _PRODUCER, contract.TicketRequest, contract.Tickets),
+    Call("DELETE", f"{_R}/tickets/{{ticket:path}}", handlers.delete_ticket, _PRODUCER,
          result=contract.ReturnedTicket, query=(REASON,)),
-    Call("POST", f"{_R}/groups", handlers.post_groups, _PRODUCER, "Append groups",
+    Call("POST", f"{_R}/groups", handlers.post_groups, _PRODUCER,
          contract.GroupsRequest, contract.AppendResults, ("200", "413", "422", "429")),
-    Call("POST", f"{_R}/evaluations", handlers.post_evaluation, _PRODUCER, "Record the result of an evaluation",
+    Call("POST", f"{_R}/evaluations", handlers.post_evaluation, _PRODUCER,
          evaluations.EvaluationRequest, evaluations.Evaluation),
 )
 TRAINER_CALLS = (
-    Call("POST", f"{_R}/attach", handlers.post_attach, _TRAINER, "Attach a trainer",
+    Call("POST", f"{_R}/attach", handlers.post_attach, _TRAINER,
          contract.AttachRequest, contract.Attachment, _CHANGED),
     Call("GET", f"{_R}/batches/{{step}}", handlers.get_batch, _TRAINER,
-         "Batch of a step for one rank, as safetensors or as a plan",
          None, Plan, ("200", "202", "304", "406", "409", "410"), (EPOCH, DP_RANK, WAIT_MS),
          (sending.MEDIA_TYPE, PLAN_TYPE)),
-    Call("POST", f"{_R}/batches/{{step}}/ack", handlers.post_ack, _TRAINER, "Count a step as trained",
+    Call("POST", f"{_R}/batches/{{step}}/ack", handlers.post_ack, _TRAINER,
          contract.AckRequest, contract.AckedStep, _CHANGED),
-    Call("POST", f"{_R}/policy", handlers.post_policy, _TRAINER, "Publish a version",
-         contract.PolicyRequest, contract.Policy, _CHANGED),
-    Call("GET", f"{_R}/policy", handlers.get_policy, _ALL, "Published policy",
+    Call("POST", f"{_R}/policy", handlers.post_policy, _TRAINER, contract.PolicyRequest, contract.Policy, _CHANGED),
+    Call("GET", f"{_R}/policy", handlers.get_policy, _ALL,
          result=contract.Policy, query=(NEWER_THAN, WAIT_MS, ADAPTER)),
-    Call("POST", f"{_R}/checkpoints", handlers.post_checkpoint, _TRAINER, "Record a checkpoint",
+    Call("POST", f"{_R}/checkpoints", handlers.post_checkpoint, _TRAINER,
          contract.CheckpointRequest, contract.Checkpoints, _CHANGED),
 )
 BROWSE_CALLS = (
-    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, "Browse groups",
-         result=contract.GroupPage, query=(STATE, LIMIT, AFTER)),
-    Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER, "One group with its rollouts",
+    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, result=contract.GroupPage, query=(STATE, LIMIT, AFTER)),
+    Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER,
          None, contract.StoredGroup, ("200", "404", "410")),
-    Call("GET", f"{_R}/batches/{{step}}/record", handlers.get_record, _BOTH, "Groups and packing of a batch",
+    Call("GET", f"{_R}/batches/{{step}}/record", handlers.get_record, _BOTH,
          None, contract.StepRecord, ("200", "404", "410"), (GENERATION,)),
-    Call("GET", f"{_R}/ledger", handlers.get_ledger, _BOTH, "Ledger records",
-         result=contract.LedgerPage, query=(AFTER, LIMIT)),
-    Call("GET", f"{_R}/evaluations", handlers.get_evaluations, _ALL, "Results of evaluations",
-         result=evaluations.Evaluations, query=(LIMIT,)),
-    Call("GET", f"{_R}/failed-prompts", handlers.get_failed_prompts, _ALL, "Prompts that failed, with the reason",
+    Call("GET", f"{_R}/ledger", handlers.get_ledger, _BOTH, result=contract.LedgerPage, query=(AFTER, LIMIT)),
+    Call("GET", f"{_R}/evaluations", handlers.get_evaluations, _ALL, result=evaluations.Evaluations, query=(LIMIT,)),
+    Call("GET", f"{_R}/failed-prompts", handlers.get_failed_prompts, _ALL,
          result=contract.FailedPrompts, query=(LIMIT,)),
-    Call("GET", f"{_R}/dead-letters", handlers.get_dead_letters, _READER, "Stored groups that turned out unusable",
-         result=contract.DeadLetters),
-    Call("DELETE", f"{_R}/dead-letters", handlers.delete_dead_letters, _OPERATOR, "Delete the bytes of dead letters",
-         result=contract.PurgedDeadLetters),
-    Call("GET", "/metrics", handlers.get_metrics, _READER, "Prometheus text",
-         query=None, media_types=("text/plain",)),
+    Call("GET", f"{_R}/dead-letters", handlers.get_dead_letters, _READER, result=contract.DeadLetters),
+    Call("DELETE", f"{_R}/dead-letters", handlers.delete_dead_letters, _OPERATOR, result=contract.PurgedDeadLetters),
+    Call("GET", "/metrics", handlers.get_metrics, _READER, query=None, media_types=("text/plain",)),
 )
 CALLS = (*RUN_CALLS, *PRODUCER_CALLS, *TRAINER_CALLS, *BROWSE_CALLS)
 
 OPEN_CALLS = (
-    Call("GET", "/healthz", handlers.get_healthz, _OPERATOR, "Whether the process answers",
-         result=contract.Health, query=None),
-    Call("GET", "/readyz", handlers.get_readyz, _OPERATOR, "Whether Redis answers",
-         None, contract.Readiness, ("200", "503"), None),
-    Call("GET", "/openapi.json", handlers.get_openapi, _OPERATOR, "This description", query=None),
-    Call("GET", "/", handlers.get_console, _OPERATOR, "A page that shows every run",
-         query=None, media_types=("text/html",)),
+    Call("GET", "/healthz", handlers.get_healthz, _OPERATOR, result=contract.Health, query=None),
+    Call("GET", "/readyz", handlers.get_readyz, _OPERATOR, None, contract.Readiness, ("200", "503"), None),
+    Call("GET", "/openapi.json", handlers.get_openapi, _OPERATOR, query=None),
+    Call("GET", "/", handlers.get_console, _OPERATOR, query=None, media_types=("text/html",)),
 )
 """Calls that need no token."""

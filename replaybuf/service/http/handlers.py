@@ -84,23 +84,27 @@ async def _led(request: Request) -> Run:
 
 
 async def put_run(request: Request) -> Response:
+    """Create a run, or return the one that exists."""
     config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
     run, created = await _service(request).create(request.path_params["run"], config, if_absent=if_absent)
     return json_response(run.describe(), 201 if created else 200)
 
 
 async def get_runs(request: Request) -> Response:
+    """List the runs with their status."""
     service = _service(request)
     runs = [run.describe() for _, run in sorted(service.runs.items())]
     return json_response(RunList(runs=runs, unreadable=service.unreadable.reasons))
 
 
 async def get_run(request: Request) -> Response:
+    """Return the status of a run."""
     run = await _run(request)
     return json_response(run.describe())
 
 
 async def patch_run(request: Request) -> Response:
+    """Change strategy, filters, limits or state of a run."""
     patch = await read_patch(request)
     run = await _led(request)
     await run.patch(patch)
@@ -111,6 +115,7 @@ async def patch_run(request: Request) -> Response:
 
 
 async def post_tickets(request: Request) -> Response:
+    """Issue tickets for groups."""
     run = await _led(request)
     body = await read_json(request, TicketRequest)
     gone = functools.partial(_is_gone, request)
@@ -133,6 +138,7 @@ def _is_gone(request: Request) -> bool:
 
 
 async def delete_ticket(request: Request) -> Response:
+    """Give a ticket back."""
     run = await _led(request)
     ticket = request.path_params["ticket"]
     await run.tickets.give_back(ticket, text(request, REASON) or "")
@@ -140,12 +146,14 @@ async def delete_ticket(request: Request) -> Response:
 
 
 async def post_groups(request: Request) -> Response:
+    """Append groups."""
     run = await _led(request)
     groups = await read_groups(request, run.journal.config.limits.max_group_bytes)
     return json_response(AppendResults(results=await run.appends.append(groups)))
 
 
 async def post_evaluation(request: Request) -> Response:
+    """Record the result of an evaluation."""
     run = await _led(request)
     return json_response(await record_evaluation(run, await read_json(request, EvaluationRequest)))
 
@@ -154,23 +162,27 @@ async def post_evaluation(request: Request) -> Response:
 
 
 async def get_policy(request: Request) -> Response:
+    """Return the published policy."""
     run = await _run(request)
     after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
     return json_response(await run.session.policy_after(after, wait_s(request), adapter))
 
 
 async def post_policy(request: Request) -> Response:
+    """Publish a version."""
     run = await _led(request)
     body = await read_json(request, PolicyRequest)
     return json_response(await run.session.publish(body.version, body.epoch, body.weights_uri, body.adapter))
 
 
 async def post_attach(request: Request) -> Response:
+    """Attach a trainer and fence older epochs."""
     run = await _led(request)
     return json_response(await run.session.attach(await read_json(request, AttachRequest)))
 
 
 async def get_batch(request: Request) -> Response:
+    """Return the batch of a step for one rank, as safetensors or as a plan."""
     run = await _serving(request)
     step, epoch, rank = number(request, STEP), number(request, EPOCH), number(request, DP_RANK)
     as_body = not sending.wants_plan(request)
@@ -181,12 +193,14 @@ async def get_batch(request: Request) -> Response:
 
 
 async def post_ack(request: Request) -> Response:
+    """Count a step as trained."""
     run = await _led(request)
     body = await read_json(request, AckRequest)
     return json_response(await run.session.ack(number(request, STEP), body.epoch, body.feedback))
 
 
 async def post_checkpoint(request: Request) -> Response:
+    """Record a checkpoint."""
     run = await _led(request)
     body = await read_json(request, CheckpointRequest)
     keep = 1 if body.keep is None else body.keep
@@ -197,28 +211,33 @@ async def post_checkpoint(request: Request) -> Response:
 
 
 async def get_groups(request: Request) -> Response:
+    """List groups."""
     run = await _run(request)
     after, limit = page(request)
     return json_response(await list_groups(run, text(request, STATE), after, limit))
 
 
 async def get_group(request: Request) -> Response:
+    """Return one group with its rollouts."""
     run = await _run(request)
     return json_response(await describe_group(run, request.path_params["group_id"], _service(request).tokenizer))
 
 
 async def get_record(request: Request) -> Response:
+    """Return the groups and the packing of a batch."""
     run = await _run(request)
     generation = optional_number(request, GENERATION)
     return json_response(await run.batches.record(number(request, STEP), generation))
 
 
 async def get_evaluations(request: Request) -> Response:
+    """List results of evaluations."""
     run = await _run(request)
     return json_response(await list_evaluations(run, number(request, LIMIT)))
 
 
 async def get_ledger(request: Request) -> Response:
+    """List ledger records."""
     run = await _run(request)
     after, limit = page(request)
     records = [{"entry": n} | msgspec.to_builtins(record) async for n, record in run.journal.records(after, limit)]
@@ -226,16 +245,19 @@ async def get_ledger(request: Request) -> Response:
 
 
 async def get_failed_prompts(request: Request) -> Response:
+    """List prompts that failed, with the reason."""
     run = await _run(request)
     return json_response(list_failed_prompts(run, number(request, LIMIT)))
 
 
 async def get_dead_letters(request: Request) -> Response:
+    """List stored groups that turned out unusable."""
     run = await _run(request)
     return json_response(await describe_dead_letters(run))
 
 
 async def delete_dead_letters(request: Request) -> Response:
+    """Delete the bytes of dead letters."""
     run = await _led(request)
     return json_response(PurgedDeadLetters(purged=await run.purge()))
 
@@ -244,14 +266,17 @@ async def delete_dead_letters(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
+    """Return the metrics as Prometheus text."""
     return Response(await exposition(_service(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def get_healthz(request: Request) -> Response:
+    """Check that the process answers."""
     return json_response(Health())
 
 
 async def get_readyz(request: Request) -> Response:
+    """Check that Redis answers and holds every acknowledged write."""
     service = _service(request)
     report = service.report
     lost = next((run.journal.lost.detail for run in service.runs.values() if run.journal.lost), None)
@@ -275,8 +300,10 @@ async def get_readyz(request: Request) -> Response:
 
 
 async def get_console(request: Request) -> Response:
+    """Return a page that shows every run."""
     return HTMLResponse(CONSOLE)
 
 
 async def get_openapi(request: Request) -> Response:
+    """Return this description."""
     return json_response(request.app.state.openapi)
