@@ -16,6 +16,7 @@ from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, Wrong
 from replaybuf.kernel.decide_config import config_of
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.limits import Load, count_fitting
+from replaybuf.kernel.queries import list_purgeable
 from replaybuf.kernel.selection import BatchSelection, Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.strategy import Selection
@@ -101,7 +102,7 @@ def decide_room(
     limits = config_of(state).limits
     if limits.max_tokens_live is None and limits.max_bytes_live is None:
         return len(coming), None
-    live = Load(0, state.live_totals().tokens, state.live_bytes()) + entering
+    live = Load(0, state.pool.live_totals().tokens, state.pool.live_bytes()) + entering
     return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
 
 
@@ -136,7 +137,7 @@ def decide_dead_letters(broken: dict[int, str], now_s: float) -> DeadLetterRecor
 
 def decide_purge(state: RunState, now_s: float) -> PurgeRecord | None:
     """Decide to delete the bytes of dead letters, except those in batches that may be requested again."""
-    numbers = state.purgeable()
+    numbers = list_purgeable(state)
     return PurgeRecord(numbers=numbers, at_s=now_s) if numbers else None
 
 
@@ -229,10 +230,10 @@ def _adapter_steps(state: RunState, groups: Sequence[BatchEntry]) -> dict[str, A
     for name, count in sorted(Counter(entry.adapter for entry in groups if entry.adapter).items()):
         progress = state.progress_at(state.next_step, name)
         parts[name] = AdapterStep(
-            step=progress.step,
+            step=progress.steps,
             version=state.version_at(state.next_step, name),
             groups=count,
-            completed=progress.groups + count == progress.groups_per_batch,
+            completed=progress.groups + count == config_of(state).groups_per_batch_of(name),
         )
     return parts
 

@@ -39,7 +39,7 @@ def decide_status(state: RunState, status: RunStatus, reason: str | None, now_s:
 
 def decide_end(state: RunState, selector: Selector, waits: WaitingAnswer, now_s: float) -> ConfigRecord | None:
     """Finish a run that waits for groups when no prompt is left, no ticket is out and no batch is in training."""
-    if state.next_step > state.step or not selector.supply_ended(waits):
+    if state.next_step > state.step or not selector.supply_ended():
         return None
     return decide_status(state, "finished", "prompts", now_s)
 

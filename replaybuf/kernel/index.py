@@ -8,6 +8,7 @@ history gives the same order on any machine. Freed rows are squeezed out when th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,17 @@ class Index:
                     column[: self._size] = self[name]
                 self._columns[name] = column
         self._shown = {name: read_only(self._columns["number" if name == "row" else name]) for name in Groups.COLUMNS}
+
+
+def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[np.int64] | slice]]:
+    """Yield each hash of an adapter with the positions where it is; one hash alone costs no sort."""
+    if not len(adapters):
+        return
+    if (adapters == adapters[0]).all():
+        yield int(adapters[0]), slice(None)
+        return
+    for code in np.unique(adapters).tolist():
+        yield code, np.flatnonzero(adapters == code)
 
 
 def _without_gap(rows: npt.NDArray[np.int64]) -> bool:

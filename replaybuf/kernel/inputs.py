@@ -6,6 +6,7 @@ The core's own bounds (staleness, uses, rows of `seq_len`) are applied here: wha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ import numpy.typing as npt
 from replaybuf.errors import NotFound
 from replaybuf.kernel.index import LIVE
 from replaybuf.kernel.plugin_set import Ask, PluginSet, build
+from replaybuf.kernel.pool import LiveTotals
 from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.state import RunState
-from replaybuf.kernel.state_view import LiveTotals
-from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups, Rows
+from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.group import hash_name
@@ -54,7 +55,6 @@ class StrategyInputs:
         self._ask = ask
         self._built: PluginSet | None = None
         self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
-        self._recent: tuple[int, tuple[int, ...]] = -1, ()
 
     @property
     def config(self) -> RunConfig:
@@ -97,23 +97,16 @@ class StrategyInputs:
         )
 
     def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
-        """Describe the buffer for a decision about the run's `step`; counts are of `groups`, live ones, or of all.
-
-        Of an adapter: its own steps, versions, groups and tickets, as if it had a buffer to itself.
-        """
-        state, config = self._state, self.config
-        if adapter:
-            shown = state.index.groups(self.rows_of(adapter)) if groups is None else groups
-            live, given = LiveTotals.of(shown.tokens, shown.times_sampled), state.progress_at(step, adapter).groups
-            batches = tuple(state.groups_of(adapter, made) for made in sorted(state.batches)[-_HISTORY_BATCHES:])
-            stored, used = state.counts_of(adapter).stored, state.rotation.used.get(adapter, 0)
-        else:
-            live, given, batches = state.live_totals(), 0, self._last_batches()
-            if groups is not None and len(groups) < live.groups:
-                live = LiveTotals.of(groups.tokens, groups.times_sampled)
-            stored, used = state.stored, state.uses
+        """Return an adapter's view of the buffer for the run's `step`; live counts are of `groups`, None = all live."""
+        state, config, pool = self._state, self.config, self._state.pool
+        live = pool.live_totals(adapter)
+        if groups is not None and len(groups) < live.groups:
+            live = LiveTotals.of(groups.tokens, groups.times_sampled)
+        newest = reversed(list(itertools.islice(reversed(state.batches.values()), _HISTORY_BATCHES)))
+        used = [*(batch.rotation.progress(adapter).used for batch in newest), state.rotation.progress(adapter).used]
+        progress = state.progress_at(step, adapter)
         return BufferView(
-            step=state.own_step(step, adapter),
+            step=progress.steps,
             version=state.version_at(step, adapter),
             published_version=state.published[adapter],
             steps_per_publish=config.steps_per_publish_of(adapter),
@@ -121,35 +114,21 @@ class StrategyInputs:
             tokens_live=live.tokens,
             tickets_out=self._book.out_of(adapter),
             budget=Budget(config.batch.tokens_per_batch, config.groups_per_batch_of(adapter), self.seq_len),
-            batches=batches,
-            groups_stored=stored,
-            groups_used=used,
+            batches=tuple(after - before for before, after in itertools.pairwise(used)),
+            groups_stored=pool.stored_of(adapter),
+            groups_used=used[-1],
             groups_fresh=live.fresh,
             uses_live=live.uses,
             steps_done=state.own_step(state.step, adapter),
-            groups_given=given,
+            groups_given=progress.groups,
         )
 
-    def rows_of(self, adapter: str) -> Rows:
-        """Return the rows of live groups of an adapter."""
-        live = self._state.index.live()
-        rows: Rows = live[self._state.index["adapter"][live] == hash_name(adapter)]
-        return rows
-
-    def _last_batches(self) -> tuple[int, ...]:
-        entries, batches = self._state.entries, self._state.batches
-        if self._recent[0] != entries:
-            self._recent = entries, tuple(len(batches[step].numbers) for step in sorted(batches)[-_HISTORY_BATCHES:])
-        return self._recent[1]
-
     def own_budget(self, adapter: str) -> Budget:
-        """Return the budget of a batch; of an adapter: of what its own batch still lacks."""
-        batch = self.config.batch
-        groups = batch.groups_per_batch
-        if adapter:
-            progress = self._state.progress_at(self._state.next_step, adapter)
-            groups = progress.groups_per_batch - progress.groups
-        return Budget(batch.tokens_per_batch, groups, self.seq_len)
+        """Return the budget of what an adapter's next batch still lacks."""
+        groups = self.config.groups_per_batch_of(adapter)
+        if groups is not None:
+            groups -= self._state.progress_at(self._state.next_step, adapter).groups
+        return Budget(self.config.batch.tokens_per_batch, groups, self.seq_len)
 
     def seed(self, step: int) -> list[int]:
         """Seed of the generator that chooses `step`: (run seed, generation, step)."""

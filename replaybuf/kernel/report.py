@@ -1,4 +1,4 @@
-"""State of a run as `GET /v1/runs/{run}` reports it: pure views of the fold and the tickets."""
+"""State of a run as `GET /v1/runs/{run}` reports it, from the fold and the tickets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from replaybuf.kernel.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
+from replaybuf.kernel.pool import AdapterCounts
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.contract import WaitingAnswer
@@ -23,6 +24,7 @@ from replaybuf.wire.run_status import (
     GroupCounts,
     Histograms,
     LiveTotal,
+    Progress,
     RunStatus,
     StoredCounts,
     TicketCounts,
@@ -30,30 +32,25 @@ from replaybuf.wire.run_status import (
 
 
 class RunCounts(msgspec.Struct, frozen=True):
-    """The part of a run's state that counts what became of groups and prompts."""
+    """Part of a run's state that counts groups and prompts."""
 
     histograms: Histograms
     coverage: Coverage
 
 
-def histograms(tallies: GroupHistograms) -> Histograms:
-    """Tell the tallies of a run, or of one adapter."""
+def render_histograms(histograms: GroupHistograms) -> Histograms:
+    """Render the histograms of a run, or of one adapter."""
     return Histograms(
-        times_sampled={str(times): uses for times, uses in sorted(tallies.reuse.items())},
-        age_at_use_s=_buckets(tallies.age_at_use, 1000),
-        rollout_tokens={kind: _buckets(tallies.lengths[kind].mean) for kind in KINDS},
-        longest_rollout_tokens={kind: _buckets(tallies.lengths[kind].longest) for kind in KINDS},
+        times_sampled={str(times): uses for times, uses in sorted(histograms.reuse.items())},
+        age_at_use_s=_buckets(histograms.age_at_use, 1000),
+        rollout_tokens={kind: _buckets(histograms.lengths[kind].mean) for kind in KINDS},
+        longest_rollout_tokens={kind: _buckets(histograms.lengths[kind].longest) for kind in KINDS},
         dropped={
             reason: DropAges(_buckets(ages.versions), _buckets(ages.ms, 1000))
-            for reason, ages in sorted(tallies.drop_ages.items())
+            for reason, ages in sorted(histograms.drop_ages.items())
             if ages.versions.count
         },
     )
-
-
-def coverage(state: RunState, book: TicketBook) -> Coverage:
-    """Tell what became of a run's prompts, of all adapters together."""
-    return state.histograms.coverage(sum(book.next_index.values()), len(state.failed_prompts))
 
 
 def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
@@ -63,8 +60,13 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
     return Buckets(histogram.count, total, [(edge, count) for edge, count in pairs if count])
 
 
+def coverage(state: RunState, book: TicketBook) -> Coverage:
+    """Count a run's prompts by their fate, of all adapters together."""
+    return state.totals.histograms.coverage(sum(book.next_index.values()), len(state.failed_prompts))
+
+
 class AdapterSummary(msgspec.Struct, frozen=True):
-    """What the index has of one adapter: groups by state, tokens of the live ones, what became of all."""
+    """Groups of one adapter, or of a run, by state; tokens of the live ones; histograms."""
 
     groups: dict[str, Any]
     tokens_live: int
@@ -72,19 +74,46 @@ class AdapterSummary(msgspec.Struct, frozen=True):
 
 
 class IndexSummary(msgspec.Struct, frozen=True):
-    """What the index of a run adds up to: groups by state, bytes of the live ones, histograms, all of each adapter."""
+    """Sums over the index of a run: they take longer the more groups there are, so callers cache them."""
 
-    groups: dict[str, Any]
+    run: AdapterSummary
     live_bytes: int
-    histograms: Histograms
     adapters: dict[str, AdapterSummary]
 
 
 def summarize_index(state: RunState) -> IndexSummary:
-    """Add up the index of a run: the one part of its state that takes longer the more groups there are."""
+    """Sum up the index of a run, and of each named adapter."""
     names = sorted(state.config.adapters) if state.config else []
-    adapters = {name: summarize_adapter(name, state) for name in names}
-    return IndexSummary(group_counts(state), state.live_bytes(), histograms(state.histograms), adapters)
+    return IndexSummary(_summarize(state), state.pool.live_bytes(), {name: _summarize(state, name) for name in names})
+
+
+def _summarize(state: RunState, adapter: str | None = None) -> AdapterSummary:
+    counts = state.totals if adapter is None else state.pool.counts_of(adapter)
+    tokens_live = state.pool.live_totals(adapter).tokens
+    return AdapterSummary(group_counts(state, adapter), tokens_live, render_histograms(counts.histograms))
+
+
+def group_counts(state: RunState, adapter: str | None = None) -> dict[str, Any]:
+    """Count the groups of an adapter, or of the run, by state.
+
+    stored = live + in_batches + retired + sum(evicted) + dead_lettered
+    """
+    states, counts = state.index["state"], state.totals
+    if adapter is not None:
+        states, counts = states[state.index["adapter"] == hash_name(adapter)], state.pool.counts_of(adapter)
+    by_state = np.bincount(states, minlength=EVICTED + 1)
+    return {
+        "stored": counts.stored,
+        "live": int(by_state[LIVE]),
+        "in_batches": int(by_state[IN_BATCHES]),
+        "retired": counts.retired,
+        "evicted": {reason: number for reason, number in sorted(counts.evicted.items()) if number},
+        "dead_lettered": counts.dead_lettered.total(),
+    }
+
+
+def _staleness(counts: AdapterCounts) -> dict[str, int]:
+    return {str(age): number for age, number in sorted(counts.used_staleness.items())}
 
 
 def render_run_state(
@@ -92,7 +121,7 @@ def render_run_state(
     state: RunState,
     book: TicketBook,
     config: dict[str, Any],
-    holds: IndexSummary,
+    index: IndexSummary,
     *,
     durability: str,
     rejected: dict[str, int],
@@ -100,6 +129,9 @@ def render_run_state(
     adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> RunStatus:
     """Render `GET /v1/runs/{run}`."""
+    adapters = {
+        name: _render_adapter(name, state, book, one, adapters_wait[name]) for name, one in index.adapters.items()
+    }
     return RunStatus(
         run=run,
         state=state.state,
@@ -110,9 +142,9 @@ def render_run_state(
         generation=state.generation,
         step=state.step,
         published_version=state.published[""],
-        groups=GroupCounts(**holds.groups, rejected=rejected),
-        tokens=LiveTotal(live=state.live_totals().tokens),
-        bytes=LiveTotal(live=holds.live_bytes),
+        groups=GroupCounts(**index.run.groups, rejected=rejected),
+        tokens=LiveTotal(live=index.run.tokens_live),
+        bytes=LiveTotal(live=index.live_bytes),
         tickets=TicketCounts(
             issued=book.counts["issued"],
             out=book.out,
@@ -120,59 +152,32 @@ def render_run_state(
             returned=book.counts["returned"],
             failed=len(state.failed_prompts),
         ),
-        staleness={str(age): number for age, number in sorted(state.used_staleness.items())},
-        histograms=holds.histograms,
+        staleness=_staleness(state.totals),
+        histograms=index.run.histograms,
         coverage=coverage(state, book),
         waiting=waits,
-        adapters={
-            name: render_adapter(name, state, book, one, adapters_wait[name]) for name, one in holds.adapters.items()
-        },
+        adapters=adapters,
         checkpoints=state.checkpoints,
         oldest_step=state.oldest_step,
         config=config,
     )
 
 
-def group_counts(state: RunState, adapter: str = "") -> dict[str, Any]:
-    """Count groups, of an adapter, by where they stand.
-
-    stored = live + in_batches + retired + sum(evicted) + dead_lettered
-    """
-    index, counted = state.index, state.counts_of(adapter) if adapter else state
-    states = index["state"][index["adapter"] == hash_name(adapter)] if adapter else index["state"]
-    by_state = np.bincount(states, minlength=EVICTED + 1)
-    return {
-        "stored": counted.stored,
-        "live": int(by_state[LIVE]),
-        "in_batches": int(by_state[IN_BATCHES]),
-        "retired": counted.retired,
-        "evicted": {reason: number for reason, number in sorted(counted.evicted.items()) if number},
-        "dead_lettered": sum(counted.dead_lettered.values()),
-    }
-
-
-def summarize_adapter(name: str, state: RunState) -> AdapterSummary:
-    """Add up what the index has of one adapter."""
-    live = (state.index["adapter"] == hash_name(name)) & (state.index["state"] == LIVE)
-    tokens_live = int(state.index["tokens"][live].sum(dtype=np.int64))
-    return AdapterSummary(group_counts(state, name), tokens_live, histograms(state.counts_of(name).tallies))
-
-
-def render_adapter(
-    name: str, state: RunState, book: TicketBook, holds: AdapterSummary, waits: WaitingAnswer | None
+def _render_adapter(
+    name: str, state: RunState, book: TicketBook, index: AdapterSummary, waits: WaitingAnswer | None
 ) -> AdapterStatus:
-    """Render what a run has of one adapter."""
-    standing = state.counts_of(name)
+    counts, progress = state.pool.counts_of(name), state.progress_at(state.next_step, name)
+    size = state.config.groups_per_batch_of(name) if state.config else None
     return AdapterStatus(
         step=state.own_step(state.step, name),
         published_version=state.published[name],
         weights_uri=state.weights_uri[name],
-        groups=StoredCounts(**holds.groups),
-        tokens_live=holds.tokens_live,
-        tokens_used=standing.tokens_used,
-        staleness={str(age): number for age, number in sorted(standing.used_staleness.items())},
-        histograms=holds.histograms,
+        groups=StoredCounts(**index.groups),
+        tokens_live=index.tokens_live,
+        tokens_used=counts.tokens_used,
+        staleness=_staleness(counts),
+        histograms=index.histograms,
         tickets_out=book.out_of(name),
-        progress=state.progress_at(state.next_step, name),
+        progress=Progress(progress.steps, progress.groups, size or 0),
         waiting=waits,
     )

@@ -27,8 +27,8 @@ def trim_point(state: RunState, kept_groups: int = KEPT_GROUPS, kept_entries: in
 
     `kept_entries` >= 1: the newest ledger entry tells the next one's number.
     """
-    freed = np.flatnonzero(np.frombuffer(state.freed_as, np.uint8)[1:]) + state.trimmed + 1
-    uses = sum(groups for step, (_, groups) in state.made.items() if step not in state.batches)
+    freed = np.flatnonzero(np.frombuffer(state.pool.freed_as, np.uint8)[1:]) + state.trimmed + 1
+    uses = sum(len(made.numbers) for step, made in state.records.items() if step not in state.batches)
     due = kept_groups + max(1, kept_groups // 4)
     if max(len(freed), uses) < due:
         return None
@@ -53,11 +53,11 @@ def _last_entry(state: RunState, kept_groups: int, kept_entries: int) -> int:
     """Find the last ledger entry of which nothing is needed or told any more."""
     needed = [batch.entry for batch in state.batches.values()]
     needed += [voided.entry for several in state.voided.values() for voided in several]
-    told = 0
+    uses = 0
     for step in sorted(state.records.keys() - state.batches.keys(), reverse=True):
-        told += state.made[step][1]
-        if told > kept_groups:
+        uses += len(state.records[step].numbers)
+        if uses > kept_groups:
             break
-        needed.append(state.records[step])
+        needed.append(state.records[step].entry)
     last = min(min(needed, default=state.entries + 1) - 1, state.entries - kept_entries)
     return max(last, state.trimmed_entries)

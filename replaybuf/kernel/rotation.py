@@ -1,13 +1,15 @@
-"""How adapters share the steps of one trainer: whose turn it is, and how far each is with its own batch.
+"""Rotation of adapters: how they share the batches of one trainer, and how far each of them is.
 
-Pure. With B = `groups_per_batch` of an adapter and `used` = its groups in the batches of the surviving history::
+With B = `groups_per_batch` of an adapter and g = groups given to its current step, 0 <= g < B::
 
-    own step = used // B        given to the batch of that step = used % B        lacking = B - used % B
+    a batch takes min(B - g, groups that the rest of the token budget holds) groups of each adapter in turn
+    g + groups taken = B  completes the step of the adapter
 
-A batch of the run takes a portion of one adapter after the other, each within what is left of the token budget and no
-more than the adapter lacks: no portion crosses the end of an own step. Where the budget ends a portion, or leaves no
-room for one that would be ready, that adapter is the first of the next batch. So each one that is ready is served at
-the latest when those before it have each completed an own step.
+So no share crosses the end of an adapter's step. An adapter is first in the next batch if the budget cut its share, or
+if its share needs more than the rest of the budget. Every adapter that is ready therefore gets its turn after the
+others have completed at most one step each.
+
+A run without LoRA has the one adapter `""`, and each of its batches completes a step.
 """
 
 from __future__ import annotations
@@ -19,67 +21,85 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.wire.run_status import Progress
+from replaybuf.wire.ledger import AdapterStep
+
+
+class AdapterProgress(msgspec.Struct, frozen=True, array_like=True):
+    """Completed `steps` of an adapter, `groups` given to its current step, uses of its groups that no rewind voided."""
+
+    steps: int = 0
+    groups: int = 0
+    used: int = 0
+
+    def after(self, part: AdapterStep) -> AdapterProgress:
+        """Return the progress after a batch that holds this part."""
+        used = self.used + part.groups
+        if part.completed:
+            return AdapterProgress(self.steps + 1, 0, used)
+        return AdapterProgress(self.steps, self.groups + part.groups, used)
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True):
-    """Whose turn is next ("" = the first of all, by name); groups used in the surviving history, by adapter."""
+    """Adapter with the next turn ("" = the first by name), and the progress of each adapter."""
 
     next: str = ""
-    used: dict[str, int] = {}
+    adapters: dict[str, AdapterProgress] = {}
 
     def order(self, names: Iterable[str]) -> list[str]:
-        """Name the adapters in their turns."""
+        """Sort the adapters by their turns."""
         ordered = sorted(names)
         start = next((at for at, name in enumerate(ordered) if name >= self.next), 0)
         return ordered[start:] + ordered[:start]
 
-    def progress(self, adapter: str, groups_per_batch: int) -> Progress:
-        """Tell how far an adapter is."""
-        return Progress(*divmod(self.used.get(adapter, 0), groups_per_batch), groups_per_batch)
+    def progress(self, adapter: str) -> AdapterProgress:
+        """Return the progress of an adapter."""
+        return self.adapters.get(adapter, NO_PROGRESS)
 
-    def after(self, given: Mapping[str, int], following: str) -> Rotation:
-        """Go on behind a batch that has so many groups of each adapter; `following` has the next turn."""
+    def after(self, parts: Mapping[str, AdapterStep], following: str) -> Rotation:
+        """Return the rotation after a batch with these parts; `following` has the next turn."""
         return Rotation(
-            following, self.used | {name: self.used.get(name, 0) + groups for name, groups in given.items()}
+            following, self.adapters | {name: self.progress(name).after(part) for name, part in parts.items()}
         )
+
+
+NO_PROGRESS = AdapterProgress()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterShare:
-    """What an adapter gives to a batch: rows of its groups int64 [n], their weights float32 [n] or None, tokens."""
+    """Groups of one adapter in a batch: rows int64 [n], weights float32 [n] or None, sum of tokens."""
 
     rows: npt.NDArray[np.int64]
     weights: npt.NDArray[np.float32] | None
     tokens: int
 
 
-Offer = Callable[[str, int | None, int], AdapterShare | None]
-"""Ask an adapter for a portion of at most so many tokens (None = no bound) and groups; None = it has none ready."""
+Offer = Callable[[str, int | None, int | None], AdapterShare | None]
+"""Ask an adapter for at most so many tokens and groups (None = unbounded); None = the adapter is not ready."""
 
 
-def share(
-    turns: Rotation, batch_sizes: Mapping[str, int], tokens: int | None, offer: Offer
+def share_batch(
+    rotation: Rotation, batch_sizes: Mapping[str, int | None], tokens: int | None, offer: Offer
 ) -> tuple[dict[str, AdapterShare], str]:
-    """Take the portions of one batch of at most `tokens`; return them and whose turn is next.
+    """Take the shares of one batch of at most `tokens`; return them and the adapter with the next turn.
 
-    `batch_sizes` >= 1: groups per own batch of each adapter. No portion at all: nobody is ready.
+    `batch_sizes`: groups in a batch of each adapter's own, >= 1; None = only tokens bound it. No share at all: no
+    adapter is ready.
     """
-    names = turns.order(batch_sizes)
-    portions: dict[str, AdapterShare] = {}
-    room, cut, following = tokens, "", turns.next
+    names = rotation.order(batch_sizes)
+    shares: dict[str, AdapterShare] = {}
+    left, cut, following = tokens, "", rotation.next
     for name in names:
-        lacking = batch_sizes[name] - turns.progress(name, batch_sizes[name]).groups
-        portion = offer(name, room, lacking) if room != 0 else None
-        if portion:
-            portions[name] = portion
+        size = batch_sizes[name]
+        missing = None if size is None else size - rotation.progress(name).groups
+        share = offer(name, left, missing) if left != 0 else None
+        if share:
+            shares[name] = share
             following = names[(names.index(name) + 1) % len(names)]
-            room = None if room is None else room - portion.tokens
-        if not cut and (len(portion.rows) < lacking if portion else _lacked_room(name, room, tokens, lacking, offer)):
+            left = None if left is None else left - share.tokens
+            is_cut = missing is not None and len(share.rows) < missing
+        else:  # ready for the whole budget, but not for the rest of it?
+            is_cut = left != tokens and not cut and offer(name, tokens, missing) is not None
+        if is_cut and not cut:
             cut = name
-    return portions, cut or following
-
-
-def _lacked_room(name: str, room: int | None, tokens: int | None, lacking: int, offer: Offer) -> bool:
-    """Say whether an adapter that had nothing for what is left of the budget is ready for the whole of it."""
-    return room != tokens and offer(name, tokens, lacking) is not None
+    return shares, cut or following

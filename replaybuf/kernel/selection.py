@@ -19,13 +19,13 @@ from replaybuf.kernel.index import LIVE, Numbers
 from replaybuf.kernel.inputs import SAMPLED_GROUPS, StrategyInputs
 from replaybuf.kernel.plugins import Bounds
 from replaybuf.kernel.rates import Rates
-from replaybuf.kernel.rotation import AdapterShare, share
+from replaybuf.kernel.rotation import AdapterShare, share_batch
 from replaybuf.kernel.rules import check_evictions, check_selection, hold
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.kernel.time_limit import OURS, TookTooLong, bounded_again
-from replaybuf.kernel.waiting import nearest, own_waiting, waiting
+from replaybuf.kernel.waiting import nearest, waiting
 from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import hash_name
@@ -118,11 +118,11 @@ class Selector:
         limits, state = self.config.limits, self._state
         room = float(LARGEST_INTEGER)
         if limits.max_tokens_live is not None:
-            room = (limits.max_tokens_live - state.live_totals().tokens) / self.inputs.tokens_per_group()
+            room = (limits.max_tokens_live - state.pool.live_totals().tokens) / self.inputs.tokens_per_group()
         if limits.max_bytes_live is not None:
             recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
             mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
-            room = min(room, (limits.max_bytes_live - state.live_bytes()) / mean)
+            room = min(room, (limits.max_bytes_live - state.pool.live_bytes()) / mean)
         return math.floor(room) - self._book.out
 
     def lacking(self) -> int:
@@ -168,36 +168,33 @@ class Selector:
 
     # ------------------------------------------------------------------ selection
 
-    def choose(self) -> Selection | WaitingAnswer:
-        """Choose the groups of the next step, or say why not. Raises `StrategyFault`."""
+    def choose(self) -> BatchSelection | WaitingAnswer:
+        """Choose the groups of the next step: of one adapter after another. Raises `StrategyFault`."""
         if self._state.state != "running":
             return self.explain(self._state.state)
-        return self._go_round() if self.config.adapters else self._choose("")
-
-    def _go_round(self) -> BatchSelection | WaitingAnswer:
-        """Ask the strategy for one adapter after the other, each about what is left of the batch."""
         waits: dict[str, WaitingAnswer] = {}
 
-        def offer(adapter: str, tokens: int | None, lacking: int) -> AdapterShare | None:
-            outcome = self._choose(adapter, Budget(tokens, lacking, self.inputs.seq_len))
+        def offer(adapter: str, tokens: int | None, missing: int | None) -> AdapterShare | None:
+            outcome = self._choose(adapter, Budget(tokens, missing, self.inputs.seq_len))
             if isinstance(outcome, WaitingAnswer):
                 waits[adapter] = outcome
                 return None
             taken = self._state.index["tokens"][self._state.index.rows_of(outcome.rows)]
             return AdapterShare(outcome.rows, outcome.weights, int(taken.sum(dtype=np.int64)))
 
-        sizes = {name: spec.groups_per_batch for name, spec in self.config.adapters.items()}
-        portions, following = share(self._state.rotation, sizes, self.config.batch.tokens_per_batch, offer)
-        if not portions:
+        config = self.config
+        sizes = {name: config.groups_per_batch_of(name) for name in config.adapter_names}
+        shares, following = share_batch(self._state.rotation, sizes, config.batch.tokens_per_batch, offer)
+        if not shares:
             return nearest(waits)
-        given = list(portions.values())
+        given = list(shares.values())
         weights = None
-        if any(portion.weights is not None for portion in given):
-            weights = np.concatenate([p.weights if p.weights is not None else np.ones(len(p.rows)) for p in given])
-        return BatchSelection(np.concatenate([portion.rows for portion in given]), weights, turn=following)
+        if any(share.weights is not None for share in given):
+            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in given])
+        return BatchSelection(np.concatenate([share.rows for share in given]), weights, turn=following)
 
     def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
-        """Ask the strategy about the groups of one adapter, or of a run without; None = a batch of its own."""
+        """Ask the strategy for groups of one adapter, by default for the rest of its own batch."""
         state, step = self._state, self._state.next_step
         staleness = self.bounds.max_staleness
         if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
@@ -320,13 +317,13 @@ class Selector:
         """Say whether no producer asked for a ticket, of an adapter, for so long that there may be none."""
         return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
 
-    def supply_ended(self, waits: WaitingAnswer) -> bool:
-        """Say whether what is waited for can no longer come: the prompts are used up and no ticket is out."""
+    def supply_ended(self) -> bool:
+        """Say whether no batch can come any more: no prompt left, no ticket out, too few groups for every adapter."""
         book = self._book
         if book.out or not all(book.used_up(name) for name in self.config.adapter_names):
             return False
-        each = [self.why_adapter_waits(name) for name in self.config.adapters] or [waits]
-        return all(one is not None and one.blocked_on == "producers" for one in each)
+        waits = (self.why_adapter_waits(name) for name in self.config.adapter_names)
+        return all(one is not None and one.blocked_on == "producers" for one in waits)
 
     def explain(
         self, reason: str, groups: Groups | None = None, adapter: str = "", told: Waiting | None = None
@@ -336,14 +333,13 @@ class Selector:
         `told`: how much of these the strategy says may be used now.
         """
         if self.config.adapters and not adapter:
-            live = self._state.live_totals()
+            live = self._state.pool.live_totals()
             return waiting(reason, Amount(live.groups, live.tokens), self.config)
         have = self._given(adapter, groups)
         if told:
             have = Amount(_least(told.groups, have.groups), _least(told.tokens, have.tokens))
-        if not adapter:
-            return waiting(reason, have, self.config)
-        return own_waiting(reason, have, adapter, self.inputs.own_budget(adapter).groups or 0)
+        missing = self.inputs.own_budget(adapter).groups or 0
+        return waiting(reason, have, self.config, adapter=adapter, missing=missing)
 
     def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
         """Count what the strategy is shown for the next batch, or `groups`."""
@@ -354,12 +350,11 @@ class Selector:
         """Choose the first reason that holds when a strategy says it cannot fill a batch."""
         if len(groups) or told == "rate_limited":
             return told
-        if self._state.stale_since_batch(adapter):
+        if hash_name(adapter) in self._state.pool.stale_adapters:
             return "all_stale"
-        if self.bounds.max_uses != 1:
-            live = len(self.inputs.rows_of(adapter)) if adapter else self._state.live_totals().groups
-            if live or self._used_up_by_last_batch(adapter):
-                return "reuse_exhausted"
+        left_over = self._state.pool.live_totals(adapter).groups or self._used_up_by_last_batch(adapter)
+        if self.bounds.max_uses != 1 and left_over:
+            return "reuse_exhausted"
         return "no_producers" if self.silent(adapter) and not self._book.out_of(adapter) else "no_groups"
 
     def _used_up_by_last_batch(self, adapter: str) -> bool:

@@ -106,6 +106,11 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     adapters: dict[str, AdapterStep] = {}
     turn: str = ""
 
+    @property
+    def parts(self) -> dict[str, AdapterStep]:
+        """Part of each adapter in the batch; without adapters, every batch completes a step of the adapter `""`."""
+        return self.adapters or {"": AdapterStep(self.step, self.version, len(self.groups), True)}
+
 
 class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
     """A step was trained. `priorities`: what the learner gave its groups, by number, for strategies that go by it."""

@@ -10,8 +10,9 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from replaybuf.kernel.history import lost_version_since
 from replaybuf.kernel.index import FREED, IN_BATCHES, LIVE
-from replaybuf.kernel.rotation import AdapterShare, Rotation, share
+from replaybuf.kernel.rotation import AdapterShare, Rotation, share_batch
 from replaybuf.kernel.snapshot import decode_snapshot, encode_snapshot, restore, take
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.config import AdapterSpec
@@ -46,6 +47,7 @@ class Run:
         self.ledger: list[bytes] = []
         self.groups: list[tuple[str, int]] = []
         self.history: list[dict[str, list[int]]] = []
+        self.made: list[dict[str, list[int]]] = []
         self.rotation = [Rotation()]
         self.acked = 0
         adapters = {
@@ -87,13 +89,14 @@ class Run:
     def batch(self) -> None:
         """Make a batch of what is ready; the oldest first, as many as an own batch lacks."""
 
-        def offer(name: str, tokens: int | None, lacking: int) -> AdapterShare | None:
+        def offer(name: str, tokens: int | None, lacking: int | None) -> AdapterShare | None:
+            assert lacking is not None
             live, room = self.live(name), TOKENS if tokens is None else tokens
             taken = live[: min(lacking, room // 10)]
             complete = len(taken) == lacking or len(live) > len(taken)
             return AdapterShare(np.array(taken), None, 10 * len(taken)) if taken and complete else None
 
-        portions, following = share(self.state.rotation, SIZES, TOKENS, offer)
+        portions, following = share_batch(self.state.rotation, SIZES, TOKENS, offer)
         if not portions:
             return
         step, state = self.state.next_step, self.state
@@ -102,7 +105,7 @@ class Run:
         for name, numbers in given.items():
             own = state.progress_at(step, name)
             done = own.groups + len(numbers) == SIZES[name]
-            parts[name] = AdapterStep(own.step, state.version_at(step, name), len(numbers), done)
+            parts[name] = AdapterStep(own.steps, state.version_at(step, name), len(numbers), done)
         held = [
             msgspec.structs.replace(batch_entry(number), adapter=name)
             for name, numbers in given.items()
@@ -112,6 +115,7 @@ class Run:
         self.write(msgspec.structs.replace(record, adapters=parts, turn=following))
         del self.history[step:], self.rotation[step + 1 :]
         self.history.append(given)
+        self.made.append(given)
         self.rotation.append(self.state.rotation)
 
     def ack(self) -> None:
@@ -155,27 +159,30 @@ class Run:
         for name, size in SIZES.items():
             used = sum(len(batch.get(name, [])) for batch in self.history)
             progress = state.progress_at(state.next_step, name)
-            assert (progress.step, progress.groups) == divmod(used, size)
+            assert (progress.steps, progress.groups) == divmod(used, size)
             for step in [*state.batches, state.next_step]:
                 assert state.own_step(step, name) == self.own_step(name, step)
                 assert state.version_at(step, name) == self.version(name, step)
-            standing = state.counts_of(name)
+            standing = state.pool.counts_of(name)
             rows = index["state"][index["adapter"] == hash_name(name)]
             places = int(np.isin(rows, (LIVE, IN_BATCHES)).sum()) + standing.retired
             places += sum(standing.evicted.values()) + sum(standing.dead_lettered.values())
             assert standing.stored == places == sum(adapter == name for adapter, _ in self.groups)
         for field in ("stored", "retired"):
-            assert getattr(state, field) == sum(getattr(one, field) for one in state.standings.values())
-        assert state.groups_used == sum(one.used for one in state.standings.values())
-        standings = state.standings.values()
-        assert sum((Counter(one.used_staleness) for one in standings), Counter()) == state.used_staleness
-        for kind, lengths in state.histograms.lengths.items():
-            each = [one.tallies.lengths[kind].mean.counts for one in standings]
+            assert getattr(state.totals, field) == sum(getattr(one, field) for one in state.pool.counts.values())
+        assert state.totals.stored == state.stored
+        assert state.totals.groups_used == sum(len(group) for batch in self.made for group in batch.values())
+        standings = state.pool.counts.values()
+        assert sum((Counter(one.used_staleness) for one in standings), Counter()) == state.totals.used_staleness
+        for kind, lengths in state.totals.histograms.lengths.items():
+            each = [one.histograms.lengths[kind].mean.counts for one in standings]
             assert [sum(counts) for counts in zip(*each, strict=True)] == (lengths.mean.counts if each else [])
-        drops = {reason: ages.versions.counts for reason, ages in state.histograms.drop_ages.items()}
+        drops = {reason: ages.versions.counts for reason, ages in state.totals.histograms.drop_ages.items()}
         for reason, counts in drops.items():
             each = [
-                one.tallies.drop_ages[reason].versions.counts for one in standings if reason in one.tallies.drop_ages
+                one.histograms.drop_ages[reason].versions.counts
+                for one in standings
+                if reason in one.histograms.drop_ages
             ]
             assert counts == [sum(some) for some in zip(*each, strict=True)]
 
@@ -184,10 +191,10 @@ def told(state: RunState) -> dict[str, Any]:
     """Tell everything of a state that adapters bear on."""
     return {
         "turns": (state.rotation, {step: batch.rotation for step, batch in state.batches.items()}),
-        "standings": state.standings,
+        "standings": state.pool.counts,
         "published": (state.published, state.weights_uri, state.rewinds),
         "steps": (state.step, state.next_step, state.generation, state.checkpoints),
-        "counts": (+state.evicted, +state.dead_lettered, state.retired, state.histograms),
+        "counts": (+state.totals.evicted, +state.totals.dead_lettered, state.totals.retired, state.totals.histograms),
         **{f"row {name}": state.index[name][state.index["state"] != FREED].tolist() for name in state.index.columns},
         "failed": state.failed_prompts,
     }
@@ -235,7 +242,7 @@ def test_progress_turns_versions_and_places_of_each_adapter_are_those_of_the_sur
             run.rewind(resumable, resample=move == "resample")
             for name in SIZES:
                 assert run.state.published[name] == run.version(name, resumable)
-                assert run.state.lost_version_since(0, name) is not None
+                assert lost_version_since(run.state.rewinds[name], 0) is not None
                 for number_ in run.live(name):
                     assert run.groups[number_ - 1][1] <= run.state.published[name]
         elif move == "checkpoint":
@@ -273,5 +280,5 @@ def test_groups_of_a_lost_version_go_by_the_adapters_own_version() -> None:
     run.rewind(1, resample=False)
     assert run.state.published == {"": 0, "a": 1, "b": 0, "c": 1}
     assert [run.live("a"), run.live("c")] == [[], [7]]
-    assert run.state.counts_of("a").evicted == {LOST_LINEAGE: 1}
-    assert run.state.counts_of("c").evicted == {}
+    assert run.state.pool.counts_of("a").evicted == {LOST_LINEAGE: 1}
+    assert run.state.pool.counts_of("c").evicted == {}

@@ -40,7 +40,7 @@ def test_records_without_a_time_count_everything_but_seconds() -> None:
     run.store(0, 0)
     run.train(1)
     run.evict(2)
-    tallies = run.state.histograms
+    tallies = run.state.totals.histograms
     assert (tallies.age_at_use.count, tallies.lengths["used"].mean.count) == (0, 1)
     ages = tallies.drop_ages["too_stale"]
     assert (ages.versions.count, ages.versions.sum, ages.ms.count) == (1, 1, 0)
@@ -54,14 +54,16 @@ def test_the_age_of_a_drop_is_that_at_its_step_and_goes_with_the_drop() -> None:
         run.train(number)
     run.apply(EvictRecord(step=4, numbers={"too_stale": [5]}, at_s=107.5))
     run.apply(DeadLetterRecord(numbers={"broken_frame": [6]}, at_s=160.0))
-    ages = run.state.histograms.drop_ages
+    ages = run.state.totals.histograms.drop_ages
     assert (ages["too_stale"].versions.sum, ages["too_stale"].ms.sum) == (2, 7_500)
     assert (ages["broken_frame"].versions.sum, ages["broken_frame"].ms.sum) == (2, 60_000)
-    assert run.state.histograms.lengths["dropped"].mean.count == 2
+    assert run.state.totals.histograms.lengths["dropped"].mean.count == 2
     run.rewind(3, "resample")
     assert ages["too_stale"].versions == Histogram(VERSIONS) and ages["too_stale"].ms == Histogram(AGE_MS)
-    assert run.state.histograms.lengths["dropped"].mean.count == 1
-    assert run.state.histograms.lengths["used"].mean.count == run.state.groups_used == 4, "uses are never taken back"
+    assert run.state.totals.histograms.lengths["dropped"].mean.count == 1
+    assert run.state.totals.histograms.lengths["used"].mean.count == run.state.totals.groups_used == 4, (
+        "uses are never taken back"
+    )
 
 
 def test_a_prompt_is_trained_in_the_surviving_history_only() -> None:
@@ -71,21 +73,21 @@ def test_a_prompt_is_trained_in_the_surviving_history_only() -> None:
     for times in (1, 2):
         run.apply(batch_record(times - 1, [batch_entry(1, times_sampled=times)], generation=0))
     run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
-    told = run.state.histograms.coverage(3, 0)
+    told = run.state.totals.histograms.coverage(3, 0)
     assert (told.issued, told.stored, told.trained, told.dropped, told.pending) == (3, 2, 1, 0, 2)
     run.rewind(0, "resample")
-    told = run.state.histograms.coverage(3, 0)
+    told = run.state.totals.histograms.coverage(3, 0)
     assert (told.trained, told.dropped, told.pending, told.share) == (0, 1, 2, 0.0)
-    assert run.state.histograms.reuse == {1: 1, 2: 1}
+    assert run.state.totals.histograms.reuse == {1: 1, 2: 1}
 
 
 def test_a_prompt_that_failed_counts_as_failed_until_its_group_comes_late() -> None:
     run = Run()
     run.apply(TicketRecord(adapter="", prompt_index=0, outcome="failed", attempts=3, reason="expired"))
-    told = run.state.histograms.coverage(2, len(run.state.failed_prompts))
+    told = run.state.totals.histograms.coverage(2, len(run.state.failed_prompts))
     assert (told.stored, told.failed, told.pending) == (0, 1, 1)
     run.state.store(np.array([1]), entries({"prompt_index": 0}))
-    told = run.state.histograms.coverage(2, len(run.state.failed_prompts))
+    told = run.state.totals.histograms.coverage(2, len(run.state.failed_prompts))
     assert (told.stored, told.failed, told.pending) == (1, 0, 2)
 
 
@@ -94,6 +96,6 @@ def test_without_tickets_each_group_that_names_a_prompt_index_is_a_prompt() -> N
     run = Run()
     run.state.store(np.array([1, 2, 3]), entries({"prompt_index": 4}, {"prompt_index": 4}, {}))
     run.train(1)
-    told = run.state.histograms.coverage(0, 0)
+    told = run.state.totals.histograms.coverage(0, 0)
     assert (told.issued, told.stored, told.trained, told.pending, told.share) == (2, 2, 1, 1, 1.0)
-    assert run.state.histograms.lengths["stored"].mean.count == 3
+    assert run.state.totals.histograms.lengths["stored"].mean.count == 3

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.rotation import AdapterShare, Rotation, share
+from replaybuf.kernel.rotation import AdapterProgress, AdapterShare, Rotation, share_batch
 from replaybuf.kernel.strategy import LOOK_AHEAD, Budget, Waiting, fill
-from replaybuf.wire.run_status import Progress
+from replaybuf.wire.ledger import AdapterStep
 from tests.builders import live_groups, steady
 
 NAMES = "abcd"
@@ -23,7 +23,8 @@ class Queues:
     def __init__(self, queues: dict[str, list[int]]) -> None:
         self.queues = {name: list(queue) for name, queue in queues.items()}
 
-    def offer(self, name: str, tokens: int | None, lacking: int) -> AdapterShare | None:
+    def offer(self, name: str, tokens: int | None, lacking: int | None) -> AdapterShare | None:
+        assert lacking is not None
         taken: list[int] = []
         room = float("inf") if tokens is None else tokens
         for position, size in enumerate(self.queues[name]):
@@ -43,10 +44,14 @@ class Queues:
 def batch(
     queues: Queues, turns: Rotation, sizes: dict[str, int], tokens: int | None
 ) -> tuple[dict[str, AdapterShare], Rotation]:
-    portions, following = share(turns, {name: sizes[name] for name in queues.queues}, tokens, queues.offer)
+    portions, following = share_batch(turns, {name: sizes[name] for name in queues.queues}, tokens, queues.offer)
     for name, portion in portions.items():
         queues.remove(name, portion)
-    return portions, turns.after({name: len(portion.rows) for name, portion in portions.items()}, following)
+    parts = {}
+    for name, portion in portions.items():
+        given = turns.progress(name).groups + len(portion.rows)
+        parts[name] = AdapterStep(turns.progress(name).steps, 0, len(portion.rows), given == sizes[name])
+    return portions, turns.after(parts, following)
 
 
 @given(QUEUES, SIZES, TOKENS, st.sampled_from(["", "a", "c", "z"]))
@@ -60,9 +65,9 @@ def test_batches_keep_the_budget_and_no_portion_crosses_the_end_of_an_own_step(
         portions, turns = batch(held, turns, sizes, tokens)
         assert tokens is None or sum(portion.tokens for portion in portions.values()) <= tokens
         for name, portion in portions.items():
-            old, new = before.progress(name, sizes[name]), turns.progress(name, sizes[name])
+            old, new = before.progress(name), turns.progress(name)
             assert old.groups + len(portion.rows) <= sizes[name]
-            assert new.step - old.step == (old.groups + len(portion.rows) == sizes[name])
+            assert new.steps - old.steps == (old.groups + len(portion.rows) == sizes[name])
     # what no batch took is what nobody could complete, whatever the budget
     assert all(held.offer(name, tokens, 1) is None or len(queue) < sizes[name] for name, queue in held.queues.items())
 
@@ -88,12 +93,12 @@ def test_an_adapter_that_the_budget_cut_is_the_first_of_the_next_batch() -> None
     sizes = {"a": 3, "b": 3, "c": 3}
     portions, turns = batch(held, Rotation(), sizes, 50)
     assert {name: len(portion.rows) for name, portion in portions.items()} == {"a": 3, "b": 2}
-    assert turns == Rotation("b", {"a": 3, "b": 2})
+    assert turns == Rotation("b", {"a": AdapterProgress(1, 0, 3), "b": AdapterProgress(0, 2, 2)})
     portions, turns = batch(held, turns, sizes, 50)
     assert {name: len(portion.rows) for name, portion in portions.items()} == {"b": 1, "c": 3, "a": 1}
     assert turns.next == "a"
-    assert turns.progress("b", 3) == Progress(1, 0, 3)
-    assert turns.progress("a", 3) == Progress(1, 1, 3)
+    assert turns.progress("b") == AdapterProgress(1, 0, 3)
+    assert turns.progress("a") == AdapterProgress(1, 1, 4)
 
 
 def test_an_adapter_whose_group_found_no_room_comes_before_one_that_was_served_after_it() -> None:
@@ -107,7 +112,7 @@ def test_an_adapter_that_is_not_ready_holds_nobody_up_and_keeps_no_turn() -> Non
     held = Queues({"a": [10], "b": [10] * 9})
     portions, turns = batch(held, Rotation(), {"a": 2, "b": 2}, 50)
     assert [*portions] == ["b"]
-    assert turns == Rotation("a", {"b": 2})
+    assert turns == Rotation("a", {"b": AdapterProgress(1, 0, 2)})
     assert batch(Queues({"a": [], "b": [10]}), turns, {"a": 2, "b": 2}, 50) == ({}, turns)
 
 
@@ -118,14 +123,15 @@ def test_no_group_of_an_adapter_that_gave_some_fits_beside_the_portions_of_a_bat
 ) -> None:
     """Portions have both bounds, always: what is left of the tokens, and what the adapter's own batch lacks."""
 
-    def offer(name: str, room: int | None, lacking: int) -> AdapterShare | None:
+    def offer(name: str, room: int | None, lacking: int | None) -> AdapterShare | None:
+        assert lacking is not None
         budget = Budget(room, lacking, seq_len=64)
         chosen = fill(live_groups(queues[name], first_row=0), np.arange(len(queues[name])), budget)
         if isinstance(chosen, Waiting):
             return None
         return AdapterShare(chosen.rows, None, sum(queues[name][row] for row in chosen.rows.tolist()))
 
-    portions, _ = share(Rotation(), {name: sizes[name] for name in queues}, tokens, offer)
+    portions, _ = share_batch(Rotation(), {name: sizes[name] for name in queues}, tokens, offer)
     room = tokens - sum(portion.tokens for portion in portions.values())
     assert room >= 0
     for name, portion in portions.items():

@@ -13,6 +13,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from replaybuf.errors import Gone, ReplaybufError
 from replaybuf.kernel.index import ENTRY, FREED
+from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state, list_numbers
 from replaybuf.kernel.retention import trim_point
 from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
 from replaybuf.kernel.state import RunState
@@ -40,6 +41,10 @@ def restarted(state: RunState, stream: np.ndarray[Any, Any], raw: bytes) -> RunS
     return again
 
 
+def records_of(state: RunState) -> dict[int, Any]:
+    return {step: (one.entry, one.generation, one.numbers.tolist()) for step, one in state.records.items()}
+
+
 def kept_story_of(state: RunState) -> dict[str, Any]:
     """Tell what is still told of a trimmed history."""
     story = {key: value for key, value in story_of(state).items() if key != "places"} if not state.trimmed else {}
@@ -48,15 +53,25 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
     kept = sorted({*numbers, *range(state.trimmed + 1, state.stored + 1)})
     rows = index.rows_of(kept)
     return story | {
-        "places": {n: state.group_state(n) for n in kept},
+        "places": {n: find_group_state(state, n) for n in kept},
         "rows": {name: index[name][rows].tolist() for name in index.columns},
-        "trimmed": (state.trimmed, state.trimmed_entries, state.stored, state.entries, len(state.freed_as)),
-        "history": (state.records, state.made, state.voided, state.checkpoints, state.rewinds, state.oldest_step),
+        "trimmed": (state.trimmed, state.trimmed_entries, state.stored, state.entries, len(state.pool.freed_as)),
+        "history": (records_of(state), state.voided, state.checkpoints, state.rewinds, state.oldest_step),
         "batches": {
             s: (b.entry, b.generation, b.numbers.tolist(), b.earlier, b.acked) for s, b in state.batches.items()
         },
-        "counts": (state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
-        "used": (state.groups_used, state.tokens_used, state.used_staleness, state.histograms),
+        "counts": (
+            state.totals.retired,
+            +state.totals.evicted,
+            +state.totals.dead_lettered,
+            state.pool.stale_adapters,
+        ),
+        "used": (
+            state.totals.groups_used,
+            state.totals.tokens_used,
+            state.totals.used_staleness,
+            state.totals.histograms,
+        ),
         "feedback": state.feedback,
         "words": (state.attachment, state.config, state.max_uses, state.config_state),
         "failed": (state.failed_prompts, state.failures),
@@ -98,32 +113,32 @@ class SnapshotMachine(RunStateMachine):
     def every_group_stands_where_the_model_has_it(self) -> None:
         for group in self.model.groups.values():
             if group.number > self.state.trimmed or not group.freed:
-                assert self.state.group_state(group.number) == group.place(self.model.max_uses)
+                assert find_group_state(self.state, group.number) == group.place(self.model.max_uses)
             else:
                 with pytest.raises(Gone, match=f"group number {group.number} was freed"):
-                    self.state.group_state(group.number)
+                    find_group_state(self.state, group.number)
 
     @invariant()
     def the_history_is_the_models(self) -> None:
         assert sorted(self.state.batches) == sorted(self.model.batches)
         for step in range(self.model.next_step):
             current = next(b.entry for b in self.model.made if b.step == step and b.void_from is None)
-            if self.state.batch_entry(step) is None:
+            if find_batch_entry(self.state, step) is None:
                 assert current <= self.state.trimmed_entries and step not in self.state.batches
                 with pytest.raises(Gone, match=f"record of step {step} is trimmed"):
-                    self.state.check_record_kept(step)
+                    check_record_kept(self.state, step)
             else:
-                assert self.state.batch_entry(step) == current
+                assert find_batch_entry(self.state, step) == current
 
     @invariant()
     def a_page_lists_the_groups_of_a_place(self) -> None:
         known = [g for g in self.model.groups.values() if g.number > self.state.trimmed or not g.freed]
-        assert self.state.list_numbers(None, 0, 1000) == [g.number for g in known]
-        assert self.state.list_numbers(None, 2, 3) == [g.number for g in known if g.number > 2][:3]
+        assert list_numbers(self.state, None, 0, 1000) == [g.number for g in known]
+        assert list_numbers(self.state, None, 2, 3) == [g.number for g in known if g.number > 2][:3]
         for place in PLACES:
             numbers = [g.number for g in known if g.place(self.model.max_uses)[0] == place]
-            assert self.state.list_numbers(place, 0, 1000) == numbers
-            assert self.state.list_numbers(place, 2, 3) == [n for n in numbers if n > 2][:3]
+            assert list_numbers(self.state, place, 0, 1000) == numbers
+            assert list_numbers(self.state, place, 2, 3) == [n for n in numbers if n > 2][:3]
 
 
 TestSnapshotAgainstTheWholeHistory = SnapshotMachine.TestCase
@@ -169,7 +184,7 @@ def test_a_snapshot_that_knows_more_groups_than_the_stream_is_a_loss_of_data() -
     raw = encode_snapshot(take(trained(3).state))
     again = RunState()
     again.store(np.array([1, 2]), entries({}, {}))
-    with pytest.raises(ReplaybufError, match=r"ends at group 2; .* knows 4: Redis lost data"):
+    with pytest.raises(ReplaybufError, match=r"ends at group 2; .* has 4 groups: Redis lost data"):
         restore(again, decode_snapshot(raw))
 
 
@@ -190,7 +205,7 @@ def test_an_index_entry_that_is_none_of_a_group_is_a_dead_letter_of_the_fold(spo
     run.state.store(np.array([2, 3]), stream[1:3], np.array([False, True]))
     run.store(0)
     assert run.places() == ["live", *["dead_lettered: bad_index_entry"] * 2, "live"]
-    assert run.state.dead_lettered == {"bad_index_entry": 2}
+    assert run.state.totals.dead_lettered == {"bad_index_entry": 2}
     assert kept_story_of(restarted(run.state, stream, raw)) == kept_story_of(run.state)
     assert kept_story_of(restarted(run.state, stream, encode_snapshot(take(run.state)))) == kept_story_of(run.state)
 
@@ -205,8 +220,8 @@ def test_history_is_kept_for_the_newest_freed_groups() -> None:
     point = trim_point(run.state, 10)
     assert point == TrimRecord(groups=2, entries=0), "the newest ledger entries stay, whatever they are"
     run.apply(point)
-    assert len(run.state.freed_as) == run.state.stored - 2 + 1
-    assert run.state.group_state(3) == ("retired", None)
+    assert len(run.state.pool.freed_as) == run.state.stored - 2 + 1
+    assert find_group_state(run.state, 3) == ("retired", None)
     assert trim_point(run.state, 10) is None
 
 
@@ -243,4 +258,4 @@ def test_the_record_of_a_standing_or_voided_batch_is_never_trimmed() -> None:
         run.train(number)
     run.apply(trim_point(run.state, 0) or TrimRecord(groups=0, entries=0))
     assert run.state.trimmed_entries == voided - 1
-    assert run.state.batch_entry(150, 0) == voided
+    assert find_batch_entry(run.state, 150, 0) == voided

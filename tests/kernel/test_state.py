@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import LedgerGap, ReplaybufError
-from replaybuf.kernel.snapshot import take
-from replaybuf.kernel.state import FEEDBACK_STEPS, LOST_LINEAGE, RunState, remembered_rewinds
+from replaybuf.kernel.history import add_rewind, lost_version_since
+from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_numbers, list_purgeable
+from replaybuf.kernel.snapshot import encode_snapshot, take
+from replaybuf.kernel.state import FEEDBACK_STEPS, LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
@@ -80,7 +82,7 @@ class Run:
         )
 
     def places(self) -> list[str]:
-        told = [self.state.group_state(number) for number in range(1, self.state.stored + 1)]
+        told = [find_group_state(self.state, number) for number in range(1, self.state.stored + 1)]
         return [place if reason is None else f"{place}: {reason}" for place, reason in told]
 
 
@@ -111,7 +113,7 @@ def test_a_group_of_a_lost_version_never_comes_back_from_a_batch_voided_later() 
     run.apply(AckRecord(step=1, epoch=2))
     run.rewind(2, "resample")
     assert run.places() == ["in_batches", "in_batches", "evicted: lost_lineage"]
-    assert run.state.evicted == {LOST_LINEAGE: 1}
+    assert run.state.totals.evicted == {LOST_LINEAGE: 1}
 
 
 def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
@@ -121,7 +123,7 @@ def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
     state.store(np.array([1, 2]), values)
     state.apply(1, config_record())
     state.apply(2, RewindRecord(step=0, generation=1, on_resume="resample", version=0, until=1))
-    assert [state.group_state(number)[0] for number in (1, 2)] == ["evicted", "live"]
+    assert [find_group_state(state, number)[0] for number in (1, 2)] == ["evicted", "live"]
 
 
 def test_resample_gives_uses_back_and_undoes_evictions_recorded_after_the_step() -> None:
@@ -135,7 +137,7 @@ def test_resample_gives_uses_back_and_undoes_evictions_recorded_after_the_step()
     run.rewind(1, "resample")
     assert run.places() == ["in_batches", "evicted: overlong", "live", "live"]
     assert run.state.index["times_sampled"].tolist() == [1, 0, 0, 0]
-    assert +run.state.evicted == {"overlong": 1}
+    assert +run.state.totals.evicted == {"overlong": 1}
     assert (run.state.step, run.state.next_step, list(run.state.batches)) == (1, 1, [0])
 
 
@@ -176,7 +178,7 @@ def test_a_checkpoint_frees_exactly_what_no_resume_needs() -> None:
     assert run.places() == ["evicted: too_stale", "retired", "evicted: too_stale", "in_batches", "evicted: too_stale"]
     assert (run.state.oldest_step, list(run.state.batches)) == (1, [1])
     assert sorted(run.checkpoint(2)) == [4, 5]
-    assert run.state.retired == 2 and run.state.evicted == {"too_stale": 3}
+    assert run.state.totals.retired == 2 and run.state.totals.evicted == {"too_stale": 3}
 
 
 def test_older_checkpoints_stay_resumable_as_long_as_they_are_kept() -> None:
@@ -203,7 +205,7 @@ def test_a_used_group_that_is_evicted_stays_for_redelivery_and_is_retired_by_a_c
     run.store(0)
     run.train(1)
     run.evict(1)
-    assert run.places() == ["in_batches"] and not +run.state.evicted
+    assert run.places() == ["in_batches"] and not +run.state.totals.evicted
     assert run.checkpoint(1) == [1]
     assert run.places() == ["retired"]
 
@@ -214,9 +216,9 @@ def test_a_dead_letter_in_a_batch_that_may_be_asked_for_again_is_not_purged() ->
     run.store(0, 0)
     run.train(1)
     run.apply(DeadLetterRecord(numbers={"bad_checksum": [1, 2]}))
-    assert run.state.purgeable() == [2]
+    assert list_purgeable(run.state) == [2]
     run.checkpoint(1)
-    assert run.state.purgeable() == [1, 2]
+    assert list_purgeable(run.state) == [1, 2]
 
 
 def test_a_group_that_broke_in_its_batch_comes_back_by_no_rewind_though_it_was_evicted_there() -> None:
@@ -229,7 +231,7 @@ def test_a_group_that_broke_in_its_batch_comes_back_by_no_rewind_though_it_was_e
     assert run.places() == ["dead_lettered: bad_checksum"] * 2
     run.rewind(0, "resample")
     assert run.places() == ["dead_lettered: bad_checksum"] * 2
-    assert run.state.dead_lettered == {"bad_checksum": 2} and not +run.state.evicted
+    assert run.state.totals.dead_lettered == {"bad_checksum": 2} and not +run.state.totals.evicted
 
 
 def test_a_purged_dead_letter_is_still_told_as_one() -> None:
@@ -238,9 +240,9 @@ def test_a_purged_dead_letter_is_still_told_as_one() -> None:
     run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
     assert run.apply(PurgeRecord(numbers=[1])) == [1]
     assert run.places() == ["dead_lettered: bad_checksum", "live"]
-    assert run.state.dead_lettered == {"bad_checksum": 1}
-    assert run.state.list_numbers("dead_lettered", 0, 9) == [1]
-    assert run.state.list_numbers("retired", 0, 9) == []
+    assert run.state.totals.dead_lettered == {"bad_checksum": 1}
+    assert list_numbers(run.state, "dead_lettered", 0, 9) == [1]
+    assert list_numbers(run.state, "retired", 0, 9) == []
 
 
 def test_the_entry_of_a_batch_is_that_of_the_generation_asked_for() -> None:
@@ -251,12 +253,12 @@ def test_the_entry_of_a_batch_is_that_of_the_generation_asked_for() -> None:
     voided = run.train(2)
     run.rewind(1, "redeliver")
     run.rewind(1, "resample")
-    assert run.state.batch_entry(1) is None
+    assert find_batch_entry(run.state, 1) is None
     again = run.train(3)
-    assert run.state.batch_entry(1) == again
-    assert [run.state.batch_entry(1, generation) for generation in range(4)] == [voided, voided, again, None]
-    assert [run.state.batch_entry(0, generation) for generation in range(4)] == [first, first, first, None]
-    assert run.state.batch_entry(2) is None
+    assert find_batch_entry(run.state, 1) == again
+    assert [find_batch_entry(run.state, 1, generation) for generation in range(4)] == [voided, voided, again, None]
+    assert [find_batch_entry(run.state, 0, generation) for generation in range(4)] == [first, first, first, None]
+    assert find_batch_entry(run.state, 2) is None
 
 
 def test_a_freed_batch_keeps_its_entry_and_a_freed_voided_one_loses_it() -> None:
@@ -266,8 +268,8 @@ def test_a_freed_batch_keeps_its_entry_and_a_freed_voided_one_loses_it() -> None
     run.rewind(0, "resample")
     again = run.train(2)
     run.checkpoint(1)
-    assert run.state.batch_entry(0) == run.state.batch_entry(0, 1) == again
-    assert run.state.batch_entry(0, 0) is None
+    assert find_batch_entry(run.state, 0) == find_batch_entry(run.state, 0, 1) == again
+    assert find_batch_entry(run.state, 0, 0) is None
 
 
 def test_a_gap_in_the_ledger_is_an_error() -> None:
@@ -293,10 +295,10 @@ def test_a_record_of_groups_that_are_not_there_is_a_gap_and_changes_nothing(reco
     run = Run()
     run.store(0, 0)
     run.train(1)
-    before = take(run.state)
+    before = encode_snapshot(take(run.state))
     with pytest.raises(LedgerGap, match=f"entry {run.state.entries + 1} names group 3; .* read up to 2 and"):
         run.apply(record)
-    assert take(run.state) == before
+    assert encode_snapshot(take(run.state)) == before
 
 
 def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:
@@ -324,26 +326,27 @@ def test_what_a_ticket_of_an_older_generation_lost_is_the_lowest_version_gone_ba
         run.apply(
             RewindRecord(step=step, generation=run.state.generation + 1, on_resume="redeliver", version=step, until=0)
         )
-    assert [run.state.lost_version_since(generation) for generation in range(4)] == [1, 1, 2, None]
+    assert [lost_version_since(run.state.rewinds[""], generation) for generation in range(4)] == [1, 1, 2, None]
 
 
 @given(st.lists(st.integers(0, 12), max_size=30), st.integers(2, 6))
 def test_what_rewinds_lost_is_told_exactly_from_few_of_them_and_never_too_little(versions: list[int], cap: int) -> None:
     """Rewinds that a later one covers are forgotten; above the bound the oldest tickets are told a lower version."""
     exact: list[tuple[int, int]] = []
-    remembered, bounded = RunState(), RunState()
+    remembered: list[tuple[int, int]] = []
+    bounded: list[tuple[int, int]] = []
     for generation, version in enumerate(versions, 1):
         exact.append((generation, version))
-        remembered.rewinds[""] = remembered_rewinds(remembered.rewinds.get("", []), generation, version)
-        with unittest.mock.patch("replaybuf.kernel.state.KEPT_REWINDS", cap):
-            bounded.rewinds[""] = remembered_rewinds(bounded.rewinds.get("", []), generation, version)
-        assert len(bounded.rewinds[""]) <= cap
+        remembered = add_rewind(remembered, generation, version)
+        with unittest.mock.patch("replaybuf.kernel.history.MAX_REWINDS", cap):
+            bounded = add_rewind(bounded, generation, version)
+        assert len(bounded) <= cap
     for generation in range(len(versions) + 1):
         lost = min((version for reached, version in exact if reached > generation), default=None)
-        assert remembered.lost_version_since(generation) == lost
-        told = bounded.lost_version_since(generation)
+        assert lost_version_since(remembered, generation) == lost
+        told = lost_version_since(bounded, generation)
         assert told == lost if lost is None else told is not None and told <= lost
-    assert len(remembered.rewinds) <= 13
+    assert len(remembered) <= 13
 
 
 def test_the_trainer_that_attached_last_holds_the_run() -> None:
@@ -363,7 +366,7 @@ def test_prompts_that_failed_are_remembered() -> None:
 
 def test_why_prompts_failed_is_kept_of_the_newest_and_goes_with_a_late_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """All stay failed; of the reason the beginning is kept."""
-    monkeypatch.setattr("replaybuf.kernel.state.KEPT_FAILURES", 2)
+    monkeypatch.setattr("replaybuf.kernel.state.MAX_FAILURES", 2)
     run = Run()
     for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
         run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))
@@ -406,9 +409,9 @@ def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
 def test_an_entry_that_is_no_group_is_not_in_the_kept_sums_of_live_groups() -> None:
     state = RunState()
     state.store(np.array([1, 2]), entries({"tokens": 5}, {"tokens": 7}))
-    assert state.live_totals() == (2, 12, 2, 0)
+    assert state.pool.live_totals() == (2, 12, 2, 0)
     state.store(np.array([3, 4]), entries({"tokens": 11}, {"tokens": 0}))
-    assert state.live_totals() == (3, 23, 3, 0)
+    assert state.pool.live_totals() == (3, 23, 3, 0)
 
 
 def test_feedback_is_kept_of_the_newest_steps_of_the_surviving_history() -> None:

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaybuf.kernel.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES, LIVE
+from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_numbers, list_purgeable, steps_by_group
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
     AckRecord,
@@ -243,15 +244,26 @@ def story_of(state: RunState) -> dict[str, Any]:
     return {
         "steps": (state.step, state.next_step, state.generation, state.oldest_step, state.state),
         "published": (state.published, state.weights_uri),
-        "places": [state.group_state(n) for n in numbers],
+        "places": [find_group_state(state, n) for n in numbers],
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
-        "live": state.live_totals(),
+        "live": state.pool.live_totals(),
         "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
-        "records": (state.records, state.voided, state.checkpoints, state.rewinds),
-        "counts": (state.stored, state.retired, +state.evicted, +state.dead_lettered, +state.evicted_since_batch),
-        "used": (state.groups_used, state.tokens_used, state.used_staleness),
-        "tallies": told_of(state.histograms),
+        "records": (
+            {s: (r.entry, r.generation) for s, r in state.records.items()},
+            state.voided,
+            state.checkpoints,
+            state.rewinds,
+        ),
+        "counts": (
+            state.stored,
+            state.totals.retired,
+            +state.totals.evicted,
+            +state.totals.dead_lettered,
+            state.pool.stale_adapters,
+        ),
+        "used": (state.totals.groups_used, state.totals.tokens_used, state.totals.used_staleness),
+        "tallies": told_of(state.totals.histograms),
         "words": (state.epoch, state.failed_prompts, state.failures, state.config, state.max_uses, state.entries),
     }
 
@@ -476,7 +488,7 @@ class RunStateMachine(RuleBasedStateMachine):
     @rule()
     def purge(self) -> None:
         dead = self.model.purgeable
-        assert self.state.purgeable() == sorted(dead)
+        assert list_purgeable(self.state) == sorted(dead)
         for number in dead:
             self.model.groups[number].freed = True
         assert self.write(PurgeRecord(numbers=sorted(dead))) == dead
@@ -517,38 +529,38 @@ class RunStateMachine(RuleBasedStateMachine):
     @invariant()
     def every_group_stands_where_the_model_has_it(self) -> None:
         expected = [group.place(self.model.max_uses) for group in self.model.groups.values()]
-        assert [self.state.group_state(number) for number in self.model.groups] == expected
+        assert [find_group_state(self.state, number) for number in self.model.groups] == expected
 
     @invariant()
     def the_books_balance(self) -> None:
         state = self.state
         live, in_batches = state.count(LIVE), state.count(IN_BATCHES)
-        evicted, dead = sum(state.evicted.values()), sum(state.dead_lettered.values())
+        evicted, dead = sum(state.totals.evicted.values()), sum(state.totals.dead_lettered.values())
         assert state.stored == len(self.model.groups)
-        assert state.stored == live + in_batches + state.retired + evicted + dead
+        assert state.stored == live + in_batches + state.totals.retired + evicted + dead
         counts = {place: len(self.model.at(place)) for place in PLACES}
-        assert counts == dict(zip(PLACES, (live, in_batches, state.retired, evicted, dead), strict=True))
+        assert counts == dict(zip(PLACES, (live, in_batches, state.totals.retired, evicted, dead), strict=True))
         reasons = Counter(g.place(self.model.max_uses)[1] for g in self.model.at("evicted"))
-        assert +state.evicted == reasons
+        assert +state.totals.evicted == reasons
 
     @invariant()
     def kept_sums_of_live_groups_are_those_of_the_groups(self) -> None:
         groups = self.model.at("live")
         fresh, uses = sum(not g.uses for g in groups), sum(len(g.uses) for g in groups)
-        assert self.state.live_totals() == (len(groups), sum(g.tokens for g in groups), fresh, uses)
+        assert self.state.pool.live_totals() == (len(groups), sum(g.tokens for g in groups), fresh, uses)
 
     @invariant()
     def the_tallies_are_the_models_and_add_up(self) -> None:
-        state, tallies = self.state, self.state.histograms
+        state, tallies = self.state, self.state.totals.histograms
         assert told_of(tallies) == self.model.tallies()
         assert {kind: lengths.mean.count for kind, lengths in tallies.lengths.items()} == {
             "stored": state.stored,
-            "used": state.groups_used,
-            "dropped": state.evicted.total() + state.dead_lettered.total(),
+            "used": state.totals.groups_used,
+            "dropped": state.totals.evicted.total() + state.totals.dead_lettered.total(),
         }
-        assert sum(tallies.reuse.values()) == state.used_staleness.total() == state.groups_used
+        assert sum(tallies.reuse.values()) == state.totals.used_staleness.total() == state.totals.groups_used
         by_reason = {reason: ages.versions.count for reason, ages in tallies.drop_ages.items()}
-        assert +Counter(by_reason) == state.evicted + state.dead_lettered
+        assert +Counter(by_reason) == state.totals.evicted + state.totals.dead_lettered
         tickets = len({g.prompt for g in self.model.groups.values()} - {None}) + len(self.model.failed)
         coverage = tallies.coverage(tickets, len(state.failed_prompts))
         assert coverage.issued == tickets == coverage.stored + coverage.failed
@@ -564,8 +576,13 @@ class RunStateMachine(RuleBasedStateMachine):
             if len(rows):
                 assert index["times_sampled"][rows[0]] == len(group.uses)
                 assert index["last_step"][rows[0]] == max(group.uses, default=-1)
-                retained = [s for s, b in sorted(self.model.batches.items()) if group.number in b.numbers]
-                assert self.state.steps_of(group.number) == retained
+
+    @invariant()
+    def every_group_names_the_steps_that_used_it_also_when_it_is_retired(self) -> None:
+        steps = steps_by_group(self.state, list(self.model.groups))
+        kept = self.state.records
+        assert steps == {n: [s for s in group.uses if s in kept] for n, group in self.model.groups.items()}
+        assert self.state.trimmed_entries or len(kept) == self.model.next_step
 
     @invariant()
     def nothing_that_a_resume_may_need_is_gone(self) -> None:
@@ -588,16 +605,16 @@ class RunStateMachine(RuleBasedStateMachine):
         assert batches == {s: (b.entry, b.numbers, b.acked) for s, b in model.batches.items()}
         for step in range(model.next_step + 1):
             current = [b.entry for b in model.made if b.step == step and b.void_from is None]
-            assert state.batch_entry(step) == (current[0] if current else None)
+            assert find_batch_entry(state, step) == (current[0] if current else None)
             for generation in range(model.generation + 2):
-                assert state.batch_entry(step, generation) == model.batch_of(step, generation)
+                assert find_batch_entry(state, step, generation) == model.batch_of(step, generation)
 
     @invariant()
     def a_page_lists_the_groups_of_a_place(self) -> None:
         for place in PLACES:
             numbers = [g.number for g in self.model.at(place)]
-            assert self.state.list_numbers(place, 0, 1000) == numbers
-            assert self.state.list_numbers(place, 2, 3) == [n for n in numbers if n > 2][:3]
+            assert list_numbers(self.state, place, 0, 1000) == numbers
+            assert list_numbers(self.state, place, 2, 3) == [n for n in numbers if n > 2][:3]
 
 
 TestRunStateAgainstAModel = RunStateMachine.TestCase

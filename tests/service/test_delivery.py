@@ -400,7 +400,7 @@ def test_trouble_while_preparing_is_left_to_the_decision(
             patched.setattr(next_batch, "pack_batch", broken)
             await made.prepare()
         assert "next batch not prepared" in caplog.text
-        assert made.run.state.dead_lettered.total() == 0
+        assert made.run.state.totals.dead_lettered.total() == 0
         assert len(await made.bodies(1)) == 2
         assert made.outcomes == {"miss": 2}
 

@@ -331,3 +331,20 @@ def test_browsing_pages_through_groups_by_state(run: RunClient) -> None:
     assert run.get("groups/g0").json()["batches"] == [0]
     assert run.get("groups/none").status_code == 404
     assert run.get("groups", state="nope").status_code == 422
+
+
+def test_a_retired_group_names_the_steps_that_used_it(run: RunClient) -> None:
+    """Also after a checkpoint freed the batches, for one group and on a page."""
+    strategy = {"name": "replay", "options": {"max_uses": 2, "max_staleness": 3, "order": "fifo"}}
+    assert run.put(batch={"groups_per_batch": 1}, strategy=strategy).is_success
+    epoch = run.attach()
+    run.append(group("a"), group("b"))
+    run.train(epoch, range(4))
+    assert run.post("checkpoints", epoch=epoch, step=4).is_success
+    steps = {}
+    for found in run.get("groups", limit=10).json()["groups"]:
+        one = run.get(f"groups/{found['group_id']}").json()
+        assert (one["state"], one["times_sampled"]) == ("retired", 2)
+        assert one["batches"] == found["batches"]
+        steps[one["group_id"]] = one["batches"]
+    assert sorted(steps["a"] + steps["b"]) == [0, 1, 2, 3]

@@ -205,7 +205,7 @@ def test_a_group_judged_before_a_rewind_and_stored_after_it_is_lost_with_its_ver
         await late
         await attaching
         assert run.state.published[""] == 1
-        assert run.state.evicted == {"lost_lineage": 1}
+        assert run.state.totals.evicted == {"lost_lineage": 1}
         with pytest.raises(InvalidGroups, match="version_above_published"):
             await append(run, "later", version=2)
 
@@ -227,7 +227,7 @@ def test_a_group_above_the_published_version_that_is_written_past_the_door_is_lo
         await store.groups.append(run.name, [ready], {"": 0}, time.time())
         await run.journal.pull()
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), WaitingAnswer)
-        assert run.state.evicted == {"lost_lineage": 1}
+        assert run.state.totals.evicted == {"lost_lineage": 1}
 
     on_a_run(server, work)
 

@@ -224,7 +224,7 @@ class Simulation:
         entries["arrival_s"] = self.run.now_s
         self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in flights if f.attempt.number > 1}
         self.run.append(entries)
-        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.live_totals().tokens)
+        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.pool.live_totals().tokens)
 
     def _count_evicted(self) -> None:
         for reason, tokens, rollouts in self.run.take_evicted():
@@ -292,7 +292,7 @@ class Simulation:
     # ------------------------------------------------------------------ measuring
 
     def _sample(self) -> None:
-        live = self.run.state.live_totals()
+        live = self.run.state.pool.live_totals()
         self.meter.buffer(self.run.now_s, live.groups, live.tokens, self.run.book.out)
 
     def _pack(self, record: BatchRecord) -> None:
@@ -310,8 +310,8 @@ class Simulation:
         seconds = max(run.now_s, 1e-12)
         waited = {reason: s / seconds for reason, s in sorted(meter.waited_s.items()) if s > 0}
         generated, used, dropped = meter.lengths()
-        uses, waste = state.histograms.groups_by_uses(), meter.waste()
-        staleness = {age: count for age, count in sorted(state.used_staleness.items()) if count}
+        uses, waste = state.totals.histograms.groups_by_uses(), meter.waste()
+        staleness = {age: count for age, count in sorted(state.totals.used_staleness.items()) if count}
         live_mean, live_max = meter.live()
         strategy = run.config.strategy
         return Figures(
@@ -343,7 +343,7 @@ class Simulation:
             generated_lengths=generated,
             used_lengths=used,
             dropped_lengths=dropped,
-            coverage=state.histograms.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
+            coverage=state.totals.histograms.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
             packing=meter.packing(),
         )
 

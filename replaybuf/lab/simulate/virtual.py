@@ -170,7 +170,9 @@ class VirtualRun:
         """
         state = self.state
         self._apply(decide_ack(state, state.step, EPOCH, feedback, None, self.now_s))
-        self.rates.record_ack(self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.evicted["too_stale"])
+        self.rates.record_ack(
+            self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.totals.evicted["too_stale"]
+        )
 
     def publish(self) -> None:
         """Publish version(next unacked step)."""

@@ -9,6 +9,7 @@ import msgspec
 
 from replaybuf.errors import BrokenFrame, Gone, NotFound
 from replaybuf.kernel.index import DEAD
+from replaybuf.kernel.queries import find_group_state, list_numbers, steps_by_group
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.wire.contract import (
@@ -41,7 +42,7 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
         )
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
-    summary = _summary(run, entries[0])
+    summary = _summary(run, entries[0], steps_by_group(run.state, [number])[number])
     frame = (await run.journal.store.groups.read_frames({entries[0].strings.payload_key: 0}))[0]
     content: dict[str, Any] = {"rollouts": None, "metadata": None}
     if frame is not None:
@@ -65,7 +66,7 @@ def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 async def list_groups(run: Run, state: str | None, after: int, limit: int) -> GroupPage:
     """Return a page of groups in the order of storing."""
-    numbers = run.state.list_numbers(state, after, limit)
+    numbers = list_numbers(run.state, state, after, limit)
     return GroupPage(groups=await _summaries(run, numbers), next=numbers[-1] if len(numbers) == limit else None)
 
 
@@ -83,16 +84,14 @@ def list_failed_prompts(run: Run, limit: int) -> FailedPrompts:
 
 
 async def _summaries(run: Run, numbers: list[int]) -> list[GroupSummary]:
-    return [
-        GroupSummary(**_summary(run, entry)) for entry in await run.journal.store.groups.read_entries(run.name, numbers)
-    ]
+    entries, steps = await run.journal.store.groups.read_entries(run.name, numbers), steps_by_group(run.state, numbers)
+    return [GroupSummary(**_summary(run, entry, steps[entry.number])) for entry in entries]
 
 
-def _summary(run: Run, entry: IndexEntry) -> dict[str, Any]:
-    place, reason = run.state.group_state(entry.number)
+def _summary(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:
+    place, reason = find_group_state(run.state, entry.number)
     rows = run.state.index.rows_of([entry.number])
     prompt_index = int(entry.values["prompt_index"])
-    steps = run.state.steps_of(entry.number)
     return {
         "group_id": entry.strings.group_id,
         "number": entry.number,

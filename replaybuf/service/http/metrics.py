@@ -29,20 +29,20 @@ _RUN_STATES = ("running", "paused", "finished")
 
 _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "groups_stored": lambda run: run.state.stored,
-    "groups_used": lambda run: run.state.groups_used,
-    "groups_retired": lambda run: run.state.retired,
-    "groups_dead_lettered": lambda run: run.state.dead_lettered.total(),
+    "groups_used": lambda run: run.state.totals.groups_used,
+    "groups_retired": lambda run: run.state.totals.retired,
+    "groups_dead_lettered": lambda run: run.state.totals.dead_lettered.total(),
     "groups_duplicate": lambda run: run.side_state.duplicates,
     "rollouts_truncated_groups": lambda run: run.admission.truncated,
-    "tokens_used": lambda run: run.state.tokens_used,
+    "tokens_used": lambda run: run.state.totals.tokens_used,
     "tickets_issued": lambda run: run.book.counts["issued"],
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],
     "prompts_failed": lambda run: len(run.state.failed_prompts),
-    "groups_live": lambda run: run.state.live_totals().groups,
+    "groups_live": lambda run: run.state.pool.live_totals().groups,
     "groups_in_batches": lambda run: run.state.count(IN_BATCHES),
-    "tokens_live": lambda run: run.state.live_totals().tokens,
-    "bytes_live": lambda run: run.state.live_bytes(),
+    "tokens_live": lambda run: run.state.pool.live_totals().tokens,
+    "bytes_live": lambda run: run.state.pool.live_bytes(),
     "groups_per_second": lambda run: run.measured.groups_per_s,
     "steps_per_second": lambda run: run.measured.steps_per_s,
     "step_seconds": lambda run: run.measured.step_s,
@@ -81,11 +81,11 @@ def _read_run(scrape: _Scrape, name: str, run: Run) -> None:
     state = run.state
     for metric, read in _RUN_VALUES.items():
         scrape.add(metric, read(run), name)
-    for reason, count in sorted((run.side_state.rejected + state.evicted + state.dead_lettered).items()):
+    for reason, count in sorted((run.side_state.rejected + state.totals.evicted + state.totals.dead_lettered).items()):
         scrape.add("groups_dropped", count, name, reason)
     for reason in REASONS:
         scrape.add("waiting_seconds", run.batches.waited_s.get(reason, 0.0), name, reason)
-    for age, count in sorted(state.used_staleness.items()):
+    for age, count in sorted(state.totals.used_staleness.items()):
         scrape.add("groups_used_by_staleness", count, name, str(age))
     for outcome in OUTCOMES:
         scrape.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
@@ -94,7 +94,7 @@ def _read_run(scrape: _Scrape, name: str, run: Run) -> None:
     outcomes = coverage(state, run.book)
     for prompt_state in _PROMPT_STATES:
         scrape.add("prompts", getattr(outcomes, prompt_state), name, prompt_state)
-    _read_histograms(scrape, name, state.histograms)
+    _read_histograms(scrape, name, state.totals.histograms)
     for adapter in sorted(run.journal.config.adapters):
         _read_adapter(scrape, name, run, adapter)
 
@@ -115,10 +115,10 @@ def _read_histograms(scrape: _Scrape, name: str, histograms: GroupHistograms) ->
 
 def _read_adapter(scrape: _Scrape, name: str, run: Run, adapter: str) -> None:
     state, labels = run.state, (name, adapter)
-    summary, counts = run.state_cache.summary().adapters[adapter], state.counts_of(adapter)
+    summary, counts = run.state_cache.summary().adapters[adapter], state.pool.counts_of(adapter)
     progress = state.progress_at(state.next_step, adapter)
     scrape.add("adapter_groups_stored", counts.stored, *labels)
-    scrape.add("adapter_groups_used", counts.used, *labels)
+    scrape.add("adapter_groups_used", counts.groups_used, *labels)
     scrape.add("adapter_tokens_used", counts.tokens_used, *labels)
     scrape.add("adapter_groups_live", summary.groups["live"], *labels)
     scrape.add("adapter_tokens_live", summary.tokens_live, *labels)
@@ -126,14 +126,14 @@ def _read_adapter(scrape: _Scrape, name: str, run: Run, adapter: str) -> None:
     scrape.add("adapter_published_version", state.published[adapter], *labels)
     scrape.add("adapter_step", state.own_step(state.step, adapter), *labels)
     scrape.add("adapter_groups_given", progress.groups, *labels)
-    scrape.add("adapter_groups_per_batch", progress.groups_per_batch, *labels)
+    scrape.add("adapter_groups_per_batch", run.journal.config.adapters[adapter].groups_per_batch, *labels)
     for age, count in sorted(counts.used_staleness.items()):
         scrape.add("adapter_groups_used_by_staleness", count, *labels, str(age))
     for reason, count in sorted((Counter(counts.evicted) + Counter(counts.dead_lettered)).items()):
         scrape.add("adapter_groups_dropped", count, *labels, reason)
     if waiting := run.state_cache.waits().adapters[adapter]:
         scrape.add("adapter_waiting", 1, *labels, waiting.reason)
-    for kind, lengths in counts.tallies.lengths.items():
+    for kind, lengths in counts.histograms.lengths.items():
         scrape.add_histogram("adapter_rollout_tokens", lengths.mean, 1, *labels, kind)
 
 

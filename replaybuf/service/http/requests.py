@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
-from replaybuf.kernel.state_view import GROUP_STATES
+from replaybuf.kernel.queries import GROUP_STATES
 from replaybuf.service.run.admission import Incoming
 from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
 from replaybuf.wire.contract import GroupsRequest

@@ -8,6 +8,7 @@ import msgspec
 
 from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge
 from replaybuf.kernel.advantages import group_advantages
+from replaybuf.kernel.history import lost_version_since
 from replaybuf.kernel.tickets import TicketBook, parse_ticket, prompt_key
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup
@@ -94,7 +95,7 @@ class AdmissionCheck:
                 "wrong_prompt_index",
                 f"prompt_index is {group.prompt_index}; ticket {group.ticket} is for {ticket.prompt_index}",
             )
-        lost_from = self._journal.state.lost_version_since(ticket.generation, ticket.adapter)
+        lost_from = lost_version_since(self._journal.state.rewinds.get(ticket.adapter, []), ticket.generation)
         if lost_from is not None and group.policy_version_max > lost_from:
             raise GroupRejected(
                 "lost_lineage",

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.kernel.decide import GroupLabel
-from replaybuf.kernel.state import BAD_INDEX_ENTRY
-from replaybuf.kernel.state_view import Attachment
+from replaybuf.kernel.pool import BAD_INDEX_ENTRY
+from replaybuf.kernel.state import Attachment
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.store import IndexEntry, Store

@@ -12,8 +12,9 @@ import numpy as np
 from replaybuf.errors import Conflict, Invalid, NotFound, StrategyFault
 from replaybuf.kernel.decide import check_requestable, decide_batch, decide_dead_letters
 from replaybuf.kernel.decide_config import decide_end
+from replaybuf.kernel.history import BatchState
+from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.state_view import BatchState
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.service.run.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
 from replaybuf.service.run.bodies import Bodies, Part
@@ -219,7 +220,7 @@ class Batches:
         async with self._journal.decision():
             if self._state.batches.get(step) is not recorded:
                 return  # a checkpoint freed the batch and its bytes during the read
-            new = {n: reason for n, reason in broken.items() if self._state.group_state(n)[0] != "dead_lettered"}
+            new = {n: reason for n, reason in broken.items() if find_group_state(self._state, n)[0] != "dead_lettered"}
             if new:
                 logger.error("batch cannot be served run=%s step=%d: resample to replace it", self._journal.name, step)
                 await self._dead_letter(new)
@@ -248,13 +249,13 @@ class Batches:
     async def record(self, step: int, generation: int | None) -> StepRecord:
         """Return the record of a batch. Raises `NotFound` if that history has no such step, `Gone` once trimmed."""
         state = self._state
-        entry = state.batch_entry(step, generation)
+        entry = find_batch_entry(state, step, generation)
         if entry is None:
-            state.check_record_kept(step)
+            check_record_kept(state, step)
             where = "the current history" if generation is None else f"generation {generation}"
             raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
         record = await self._journal.batch_record(entry)
-        if state.records.get(step) != entry:
+        if find_batch_entry(state, step) != entry:
             status: Literal["assembled", "acked", "voided"] = "voided"
         else:
             status = "assembled" if step in state.batches and not state.batches[step].acked else "acked"

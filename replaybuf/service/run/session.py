@@ -110,7 +110,7 @@ class Session:
                     journal.clock(),
                     waited_s=self._batches.waited_for_others_s,
                     stored=state.stored,
-                    too_stale=state.evicted["too_stale"],
+                    too_stale=state.totals.evicted["too_stale"],
                 )
                 if feedback:
                     await self._observe()

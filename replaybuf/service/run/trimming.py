@@ -48,11 +48,11 @@ class Trimming:
     def _due(self) -> bool:
         state, last = self._journal.state, self._journal.snapshot
         if last is None:
-            return state.trimmed > 0 or state.entries >= SNAPSHOT_ENTRIES or state.groups_used >= SNAPSHOT_USES
+            return state.trimmed > 0 or state.entries >= SNAPSHOT_ENTRIES or state.totals.groups_used >= SNAPSHOT_USES
         return (
             state.trimmed > last.trimmed
             or state.entries - last.entries >= SNAPSHOT_ENTRIES
-            or state.groups_used - last.groups_used >= SNAPSHOT_USES
+            or state.totals.groups_used - last.groups_used >= SNAPSHOT_USES
         )
 
     async def _trim(self) -> None:

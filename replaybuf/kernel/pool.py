@@ -1,0 +1,335 @@
+"""Groups of a run by state: index rows, why they were dropped or freed, and the counts of each adapter.
+
+::
+
+    stored ──► live ──batch──► in_batches ──checkpoint──► retired
+                │  ◄─resample─┘
+                ├──evict──► evicted          (undone by a resample to an earlier step)
+                └──broken─► dead_lettered    (from in_batches too: its batch cannot be served again)
+
+    stored = live + in_batches + retired + sum(evicted) + dead_lettered       (guarantee 3, per adapter and run)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.histograms import GroupHistograms, ages_ms
+from replaybuf.kernel.index import (
+    DEAD,
+    EVICTED,
+    IN_BATCHES,
+    LIVE,
+    NEVER,
+    NO_PROMPT_INDEX,
+    Index,
+    Numbers,
+    split_by_adapter,
+)
+from replaybuf.wire.group import hash_name
+from replaybuf.wire.ledger import BatchRecord
+
+Rows = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.integer]
+
+BAD_INDEX_ENTRY = "bad_index_entry"
+"""Dead letter that the fold makes itself: an index entry that no publish wrote."""
+RETIRED = "retired"
+PURGED = 128
+"""Bit of a code in `freed_as`: the group was a dead letter."""
+_EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
+
+
+class LiveTotals(NamedTuple):
+    """Sums over live groups: groups, tokens, groups never used, uses."""
+
+    groups: int = 0
+    tokens: int = 0
+    fresh: int = 0
+    uses: int = 0
+
+    @classmethod
+    def of(cls, tokens: Integers, uses: Integers) -> LiveTotals:
+        """Sum up groups by their tokens and uses, [groups] each."""
+        fresh = len(uses) - int(np.count_nonzero(uses))
+        return cls(len(uses), int(tokens.sum(dtype=np.int64)), fresh, int(uses.sum(dtype=np.int64)))
+
+    def plus(self, other: LiveTotals) -> LiveTotals:
+        """Add the sums of other groups."""
+        return LiveTotals(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclasses.dataclass(slots=True)
+class AdapterCounts:
+    """Counts of one adapter, or of a run, that the index does not show.
+
+    `tokens_used`, `used_staleness` and `histograms` count every use, also one that a rewind voids later.
+    """
+
+    stored: int = 0
+    retired: int = 0
+    tokens_used: int = 0
+    used_staleness: Counter[int] = dataclasses.field(default_factory=Counter)
+    evicted: Counter[str] = dataclasses.field(default_factory=Counter)
+    dead_lettered: Counter[str] = dataclasses.field(default_factory=Counter)
+    histograms: GroupHistograms = dataclasses.field(default_factory=GroupHistograms)
+
+    @property
+    def groups_used(self) -> int:
+        """Groups in all batches, each use counted."""
+        return self.used_staleness.total()
+
+    def __add__(self, other: AdapterCounts) -> AdapterCounts:
+        names = (field.name for field in dataclasses.fields(self))
+        return AdapterCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+class GroupPool:
+    """Rows, reasons and counts of the groups of one run.
+
+    - `stored`: number of the last folded group; `trimmed`: of the last one whose history is trimmed
+    - `freed_as`: one code per freed group above `trimmed`, at `number - trimmed`: position in `reasons`, with the bit
+      `PURGED` for a dead letter; 0 = not freed
+    - `counts`: by hash of the adapter; their histograms hold the groups up to number `counted`. Later groups are added
+      before somebody reads or changes them: one call for many groups costs a tenth of one call per group.
+    - `stale_adapters`: hashes of the adapters that lost live groups as too stale since the last batch
+    """
+
+    def __init__(self) -> None:
+        self.index = Index()
+        self.stored = 0
+        self.trimmed = 0
+        self.max_uses: int | None = 1
+        self.reasons: list[str] = ["", RETIRED]
+        self.freed_as = bytearray(1)
+        self.counts: dict[int, AdapterCounts] = {}
+        self.counted = 0
+        self.stale_adapters: set[int] = set()
+        self._live: dict[int, LiveTotals] | None = None
+
+    # ------------------------------------------------------------------ counts
+
+    def counts_of(self, adapter: str) -> AdapterCounts:
+        """Return the counts of an adapter."""
+        self._update_histograms()
+        return self.counts.get(hash_name(adapter), AdapterCounts())
+
+    def stored_of(self, adapter: str) -> int:
+        """Count the stored groups of an adapter."""
+        return self._counts(hash_name(adapter)).stored
+
+    def total(self) -> AdapterCounts:
+        """Add up the counts of all adapters; the counts of the only adapter are returned as they are."""
+        self._update_histograms()
+        return functools.reduce(operator.add, self.counts.values()) if self.counts else AdapterCounts()
+
+    def live_totals(self, adapter: str | None = None) -> LiveTotals:
+        """Sum up the live groups of an adapter, or of the run; cached until live groups change."""
+        if self._live is None:
+            self._live = {}
+            rows = self.index.live()
+            self._add_live(*(self.index[name][rows] for name in ("adapter", "tokens", "times_sampled")))
+        if adapter is not None:
+            return self._live.get(hash_name(adapter), LiveTotals())
+        return functools.reduce(LiveTotals.plus, self._live.values(), LiveTotals())
+
+    def live_bytes(self) -> int:
+        """Sum up the bytes of the frames of live groups."""
+        return int(self.index["frame_bytes"][self.index["state"] == LIVE].sum(dtype=np.int64))
+
+    def forget_live_totals(self) -> None:
+        """Drop the cached sums: live groups are about to change."""
+        self._live = None
+
+    def _add_live(self, adapters: npt.NDArray[np.int32], tokens: Integers, uses: Integers) -> None:
+        if self._live is not None:
+            for code, its in split_by_adapter(adapters):
+                self._live[code] = self._live.get(code, LiveTotals()).plus(LiveTotals.of(tokens[its], uses[its]))
+
+    def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
+        """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
+        for code, positions in split_by_adapter(self.index["adapter"][rows]):
+            yield self._counts(code), positions
+
+    def _counts(self, code: int) -> AdapterCounts:
+        return self.counts.setdefault(code, AdapterCounts())
+
+    def _update_histograms(self) -> None:
+        if self.counted < self.stored:
+            numbers = self.index["number"]
+            rows = np.arange(int(np.searchsorted(numbers, self.counted, "right")), len(numbers))
+            for counts, its in self._split(rows):
+                counts.histograms.store(self.index, rows[its])
+            self.counted = self.stored
+
+    def count_stored(self, adapters: npt.NDArray[np.int32]) -> None:
+        """Count groups as stored, by the hashes of their adapters."""
+        for code, positions in split_by_adapter(adapters):
+            self._counts(code).stored += len(adapters[positions])
+
+    def _count_evicted(self, rows: Rows, sign: int) -> None:
+        """Count evicted rows by reason and age, or take them back with `sign` -1."""
+        codes = self.index["reason"][rows]
+        for code in np.unique(codes).tolist():
+            its = rows[codes == code]
+            versions, ages = self.index["evicted_version"][its], self.index["evicted_age_ms"][its]
+            self._count_dropped("evicted", self.reasons[code], its, versions, ages, sign)
+
+    def _count_dropped(
+        self, kind: str, reason: str, rows: Rows, versions: Integers, ages: Integers, sign: int = 1
+    ) -> None:
+        """Count rows as `evicted` or `dead_lettered` at these versions and ages in ms [rows]."""
+        self._update_histograms()
+        for counts, its in self._split(rows):
+            getattr(counts, kind)[reason] += sign * len(rows[its])
+            counts.histograms.drop(self.index, rows[its], reason, versions[its], ages[its], sign)
+
+    # ------------------------------------------------------------------ life of a group
+
+    def store(
+        self, numbers: Numbers, entries: npt.NDArray[np.void], malformed: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.void]:
+        """Add groups as live and return their entries; `malformed` and impossible ones become dead letters, blank."""
+        unfit = (entries["tokens"] < 1) | (entries["rollouts"] < 1) | (entries["policy_version"] < 0)
+        unfit |= entries["policy_version_max"] < entries["policy_version"]
+        unfit[: len(malformed)] |= malformed
+        if unfit.any():
+            blank = np.zeros(1, entries.dtype)
+            blank["prompt_index"] = NO_PROMPT_INDEX
+            entries = np.where(unfit, blank, entries)
+        self.index.insert(numbers, entries)
+        self._add_live(entries["adapter"], entries["tokens"], np.zeros(len(numbers), np.int32))
+        self.count_stored(entries["adapter"][numbers > self.trimmed])
+        self.stored = max(self.stored, int(numbers[-1]))
+        self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
+        if unfit.any():
+            # The stream may be read at any ledger entry, so the age of the drop is unknown: version 0, no time.
+            self.dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, None, 0.0)
+        return entries
+
+    def settle(self, rows: Rows) -> None:
+        """Make rows live, or used up, by their uses."""
+        used_up = np.zeros(len(rows), bool)
+        if self.max_uses is not None:
+            used_up = self.index["times_sampled"][rows] >= self.max_uses
+        self.index["state"][rows] = np.where(used_up, IN_BATCHES, LIVE)
+
+    def change_max_uses(self, max_uses: int | None) -> None:
+        """Settle every group anew that is neither evicted nor dropped."""
+        self.max_uses = max_uses
+        states = self.index["state"]
+        self.settle(np.flatnonzero((states == IN_BATCHES) & (self.index["evicted_at"] == NEVER) | (states == LIVE)))
+
+    def use(self, numbers: Numbers, record: BatchRecord) -> dict[int, int]:
+        """Use groups in a batch; return the last step before it of those used before, by number."""
+        index, rows = self.index, self.index.rows_of(numbers)
+        used = rows[index["last_step"][rows] != NEVER]
+        earlier = dict(zip(index["number"][used].tolist(), index["last_step"][used].tolist(), strict=True))
+        index["times_sampled"][rows] += 1
+        index["last_step"][rows] = record.step
+        self.stale_adapters = set()
+        self._update_histograms()
+        for counts, its in self._split(rows):
+            counts.tokens_used += int(index["tokens"][rows[its]].sum(dtype=np.int64))
+            counts.histograms.use(index, rows[its], record.at_s)
+        staleness = Counter((group.adapter, group.staleness) for group in record.groups)
+        for (adapter, age), uses in staleness.items():
+            self._counts(hash_name(adapter)).used_staleness[age] += uses
+        self.settle(rows)
+        return earlier
+
+    def void_use(self, numbers: Numbers, earlier: dict[int, int]) -> None:
+        """Undo `use`."""
+        index, rows = self.index, self.index.rows_of(numbers)
+        index["times_sampled"][rows] -= 1
+        for counts, its in self._split(rows):
+            counts.histograms.void_use(index, rows[its])
+        index["last_step"][rows] = NEVER
+        for number, step in earlier.items():
+            index["last_step"][index.rows_of([number])] = step
+        evicted = index["evicted_at"][rows] != NEVER
+        self._drop_unused(rows[evicted])
+        self.settle(rows[~evicted & (index["state"][rows] != DEAD)])
+
+    def evict(self, rows: Rows, reason: str, step: int, versions: Integers, at_s: float) -> None:
+        """Evict rows at `step`, when their adapters had these versions [rows]; used ones stay for their batches."""
+        index = self.index
+        states = index["state"][rows]
+        evictable = ((states == LIVE) | (states == IN_BATCHES)) & (index["evicted_at"][rows] == NEVER)
+        rows, versions = rows[evictable], versions[evictable]
+        if reason == "too_stale":
+            live = rows[index["state"][rows] == LIVE]
+            self.stale_adapters |= {code for code, _ in split_by_adapter(index["adapter"][live])}
+        index["state"][rows] = IN_BATCHES
+        index["reason"][rows] = self._code_of(reason)
+        index["evicted_at"][rows] = step
+        index["evicted_version"][rows] = versions
+        index["evicted_age_ms"][rows] = ages_ms(index["arrival_s"][rows], at_s)
+        self._drop_unused(rows)
+
+    def _drop_unused(self, rows: Rows) -> None:
+        """Count evicted rows as evicted that no batch of the surviving history used."""
+        unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
+        self.index["state"][unused] = EVICTED
+        self._count_evicted(unused, 1)
+
+    def restore(self, rows: Rows) -> None:
+        """Undo evictions."""
+        self._count_evicted(rows[self.index["state"][rows] == EVICTED], -1)
+        self.index["reason"][rows] = 0
+        for column in _EVICTION_COLUMNS:
+            self.index[column][rows] = NEVER
+        self.settle(rows)
+
+    def dead_letter(self, rows: Rows, reason: str, versions: Integers | None, at_s: float) -> None:
+        """Drop rows for good, also those in batches; `versions` [rows] of their adapters, None = all 0."""
+        index = self.index
+        droppable = np.isin(index["state"][rows], (LIVE, IN_BATCHES))
+        versions = np.zeros(len(rows), np.int64) if versions is None else versions
+        rows, versions = rows[droppable], versions[droppable]
+        self.forget_live_totals()
+        index["state"][rows] = DEAD
+        for column in _EVICTION_COLUMNS:  # else a rewind would bring them back
+            index[column][rows] = NEVER
+        index["reason"][rows] = self._code_of(reason)
+        self._count_dropped("dead_lettered", reason, rows, versions, ages_ms(index["arrival_s"][rows], at_s))
+
+    def retire(self, oldest: int) -> Numbers:
+        """Free what no resume at step `oldest` or later needs; return the numbers."""
+        index = self.index
+        used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest) & (index["evicted_at"] <= oldest)
+        rows = np.flatnonzero(used_up)
+        for counts, its in self._split(rows):
+            counts.retired += len(rows[its])
+        retired = self.free(rows, RETIRED)
+        evicted = (self.index["state"] == EVICTED) & (self.index["evicted_at"] <= oldest)
+        return np.concatenate([retired, self.free(np.flatnonzero(evicted))])
+
+    def free(self, rows: Rows, reason: str | None = None, *, purged: bool = False) -> Numbers:
+        """Free rows and keep why: `reason`, or the reason of each row. Return the numbers."""
+        numbers: Numbers = self.index["number"][rows].copy()
+        codes = np.full(len(rows), self._code_of(reason), np.uint8) if reason else self.index["reason"][rows]
+        codes = codes | PURGED if purged else codes
+        kept = numbers > self.trimmed
+        np.frombuffer(self.freed_as, np.uint8)[numbers[kept] - self.trimmed] = codes[kept]
+        self.index.free(rows)
+        return numbers
+
+    def trim(self, groups: int) -> None:
+        """Forget why groups up to number `groups` were freed."""
+        del self.freed_as[: max(0, groups - self.trimmed)]
+        self.freed_as[0] = 0
+        self.trimmed = max(self.trimmed, groups)
+
+    def _code_of(self, reason: str) -> int:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason)
