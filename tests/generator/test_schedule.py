@@ -27,7 +27,7 @@ from tests.generator.doubles import (
     make_prompt,
     make_tokenizer,
 )
-from tests.generator.test_daemon import World, run, world
+from tests.generator.worlds import World, run, world
 from tests.waiting import until
 
 HELD_OUT = ("xyz", "zz", "yx")

@@ -14,7 +14,7 @@ from replaybuf.generator import staleness as staleness_module
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.wire.run_status import ChosenStrategy, RunFacts
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
-from tests.generator.test_daemon import run, sampled_by, world
+from tests.generator.worlds import run, sampled_by, world
 from tests.waiting import until
 
 NAME = "one-step-off-policy"

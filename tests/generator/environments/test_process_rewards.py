@@ -25,8 +25,8 @@ from tests.generator.doubles import (
     make_tokenizer,
 )
 from tests.generator.environments.test_episodes import Speaking, play
-from tests.generator.test_daemon import run, world
 from tests.generator.turn_environments import Scripted
+from tests.generator.worlds import run, world
 
 END = len(LETTERS)
 """Id of `</s>`, which decodes to nothing."""

@@ -17,7 +17,7 @@ from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.kernel.tickets import is_forgiven
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Script, ServiceDouble
-from tests.generator.test_daemon import World, run, sampled_by, world
+from tests.generator.worlds import World, run, sampled_by, world
 from tests.waiting import until
 
 PROMPTS = 4

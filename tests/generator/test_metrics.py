@@ -14,7 +14,7 @@ from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.environments import Score
 from replaybuf.generator.metrics import exposition, serve_metrics
 from tests.generator.doubles import Broken, EngineDouble, ServiceDouble, fail
-from tests.generator.test_daemon import gated, reference, run, world
+from tests.generator.worlds import gated, reference, run, world
 
 
 def samples(text: bytes) -> dict[str, float]:
