@@ -20,7 +20,8 @@ from replaybuf.generator.logprobs import PolicyStage
 from replaybuf.generator.stages import Computed, Rollout
 from replaybuf.kernel.tickets import is_forgiven
 from replaybuf.wire.frame import encode_frame
-from replaybuf.wire.group import Group, GroupLimits, OptionalLogprobs, check_group
+from replaybuf.wire.group import Group, OptionalLogprobs
+from replaybuf.wire.group_check import GroupLimits, check_group
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, ServiceDouble, fail, reply
 from tests.generator.worlds import WORDS, completed, failed, gated, run, world
 from tests.waiting import until
