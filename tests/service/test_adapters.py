@@ -102,7 +102,7 @@ def test_versions_of_an_adapter_count_its_own_steps(run: RunClient) -> None:
     conserved(run)
 
 
-def test_what_names_no_adapter_of_the_run_is_refused_with_those_it_has(run: RunClient) -> None:
+def test_an_unknown_adapter_is_rejected_with_the_adapters_of_the_run(run: RunClient) -> None:
     put(run)
     epoch = run.attach()
     for adapter in ("", "poetry"):
@@ -209,7 +209,7 @@ def test_a_killed_service_goes_on_with_the_same_turn_and_bytes(
     conserved(run)
 
 
-def test_an_adapter_without_groups_holds_nobody_up(run: RunClient) -> None:
+def test_an_adapter_without_groups_does_not_delay_the_others(run: RunClient) -> None:
     put(run, strategy={"options": {"max_staleness": 9}})
     add(run, "code", range(5))
     add(run, "math", range(3))
@@ -222,7 +222,7 @@ def test_an_adapter_without_groups_holds_nobody_up(run: RunClient) -> None:
     conserved(run)
 
 
-def test_metrics_tell_the_adapters_apart(run: RunClient) -> None:
+def test_metrics_have_a_label_for_the_adapter(run: RunClient) -> None:
     put(run)
     add(run, "math", range(4))
     epoch = run.attach()

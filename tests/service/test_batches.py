@@ -13,7 +13,7 @@ from tests.conftest import RunClient, group
 ON_POLICY = {"name": "on-policy"}
 
 
-def test_a_batch_holds_whole_groups_and_says_what_it_is(run: RunClient) -> None:
+def test_a_batch_holds_whole_groups_and_describes_itself(run: RunClient) -> None:
     """One body per rank; the metadata and the tensors agree, for any safetensors reader."""
     run.put(batch={"groups_per_batch": 2, "seq_len": 16})
     epoch = run.attach(dp_world_size=2)
@@ -78,7 +78,7 @@ def test_on_policy_waits_for_the_publication_of_its_version(run: RunClient) -> N
     assert run.state()["groups"]["evicted"] == {"too_stale": 1}
 
 
-def test_too_few_groups_says_what_is_there_and_what_is_missing(run: RunClient) -> None:
+def test_too_few_groups_reports_have_and_need(run: RunClient) -> None:
     """Have and need are counted in groups where the batch is."""
     run.put(batch={"groups_per_batch": 3})
     epoch = run.attach()
@@ -94,7 +94,7 @@ def test_too_few_groups_says_what_is_there_and_what_is_missing(run: RunClient) -
     }
 
 
-def test_too_few_tokens_is_told_where_the_batch_is_counted_in_tokens(run: RunClient) -> None:
+def test_a_token_budget_waits_with_too_few_tokens(run: RunClient) -> None:
     """A token budget is filled as far as whole groups allow, and never exceeded."""
     run.put(batch={"tokens_per_batch": 25})
     epoch = run.attach()
@@ -194,7 +194,7 @@ def test_steps_per_publish_sets_the_version_of_a_step(run: RunClient) -> None:
     assert run.publish(1, epoch).status_code == 200
 
 
-def test_the_record_says_which_groups_trained_a_step(run: RunClient) -> None:
+def test_the_record_names_the_groups_of_a_step(run: RunClient) -> None:
     """Groups with versions, staleness and uses; packing figures beside them."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 16})
     epoch = run.attach()
@@ -258,7 +258,7 @@ def test_rows_are_padded_to_the_multiple_alone(run: RunClient) -> None:
     assert len(tensors["0.rewards"]) == 2
 
 
-def test_a_prompt_that_fills_the_rows_of_a_trainer_is_passed_over_where_completions_are_cut(run: RunClient) -> None:
+def test_truncation_evicts_a_prompt_that_fills_a_row(run: RunClient) -> None:
     """The group is evicted as overlong before the batch is decided: nothing leaves its completion a token."""
     run.put(batch={"groups_per_batch": 2, "seq_len": 64, "overlong": "truncate"})
     long = group("long")
@@ -271,7 +271,7 @@ def test_a_prompt_that_fills_the_rows_of_a_trainer_is_passed_over_where_completi
     assert run.get("batches/0/record").json()["batch_id"] == meta.batch_id
 
 
-def test_advantages_are_filled_in_where_a_group_brings_none(run: RunClient) -> None:
+def test_the_service_fills_in_missing_advantages(run: RunClient) -> None:
     """The configured estimator fills; what a producer gave is kept."""
     run.put(batch={"groups_per_batch": 2}, advantage="dr-grpo")
     epoch = run.attach()
@@ -287,7 +287,7 @@ def test_advantages_are_filled_in_where_a_group_brings_none(run: RunClient) -> N
     assert by_rollout == {(0, 0): -0.5, (0, 1): 0.5, (1, 0): 10.0, (1, 1): 11.0}
 
 
-def test_a_used_up_prompt_supply_finishes_the_run_and_keeps_what_is_left(run: RunClient) -> None:
+def test_a_used_up_prompt_supply_finishes_the_run_and_keeps_live_groups(run: RunClient) -> None:
     """Three prompts, two groups per batch: one batch, then finished with one group live."""
     run.put(batch={"groups_per_batch": 2}, tickets={"prompts": 3}, strategy={"options": {"max_staleness": 3}})
     epoch = run.attach()
@@ -303,7 +303,7 @@ def test_a_used_up_prompt_supply_finishes_the_run_and_keeps_what_is_left(run: Ru
     assert (state["state"], state["groups"]["live"]) == ("finished", 1)
 
 
-def test_metadata_depends_on_no_epoch(run: RunClient) -> None:
+def test_metadata_does_not_depend_on_the_epoch(run: RunClient) -> None:
     """A takeover by a trainer of the same layout reads the same bytes."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
@@ -314,7 +314,7 @@ def test_metadata_depends_on_no_epoch(run: RunClient) -> None:
     assert "epoch" not in header["__metadata__"]["replaybuf"]
 
 
-def test_feedback_that_nobody_could_read_again_is_refused_with_its_bound(run: RunClient) -> None:
+def test_unreadable_feedback_is_rejected_with_its_bound(run: RunClient) -> None:
     """The ledger can be read after it, and the same step is acked by feedback within the bound."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()

@@ -29,7 +29,7 @@ def counted(run: RunClient) -> dict[str, Any]:
     return {name: state[name] for name in ("histograms", "coverage", "staleness", "groups")}
 
 
-def test_lengths_reuse_ages_and_coverage_are_told_and_survive_a_kill(
+def test_histograms_and_coverage_survive_a_kill(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
     """Two groups are trained, a long one is dropped, a prompt fails; one more group has no ticket."""
@@ -75,7 +75,7 @@ def test_lengths_reuse_ages_and_coverage_are_told_and_survive_a_kill(
     assert {name: samples(run, f"replaybuf_{name}") for name in metrics} == exposed
 
 
-def test_a_resample_takes_back_drops_and_training_and_no_use(run: RunClient) -> None:
+def test_a_resample_undoes_drops_and_uses_in_the_histograms(run: RunClient) -> None:
     """The evicted group may be used again; both uses stay counted."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64}, strategy={"name": "on-policy"})
     ticket = run.post("tickets", producer="p", count=1).json()["tickets"][0]["ticket"]

@@ -30,7 +30,7 @@ def spoil(server: ServeProcess, group_id: str, frame: bytes | list[str] | None) 
         (b"not a frame at all, but long enough", "broken_frame"),
     ],
 )
-def test_a_spoiled_payload_is_set_aside_and_the_batch_goes_on_without_it(
+def test_a_corrupt_payload_is_a_dead_letter_and_the_batch_does_without_it(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient], frame: bytes | list[str] | None, reason: str
 ) -> None:
     """The group is listed with its reason and counted; purging lets its bytes go, not the count."""
@@ -81,7 +81,7 @@ def batch_with_a_broken_group(
     return connect(own_service.start().url, "r"), epoch
 
 
-def test_a_frame_that_broke_after_its_batch_was_made_is_named_with_its_reason_and_a_dead_letter(
+def test_a_frame_that_breaks_after_assembly_is_a_dead_letter_with_a_reason(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
     """410 says what to do: other bytes than those that were trained on are never served; a resample does without it."""
@@ -102,7 +102,7 @@ def test_a_frame_that_broke_after_its_batch_was_made_is_named_with_its_reason_an
     assert counts(run) == {"stored": 3, "live": 0, "in_batches": 2, "retired": 0, "dead_lettered": 1}
 
 
-def test_a_broken_group_of_a_batch_that_is_acked_all_the_same_stays_a_dead_letter(
+def test_a_broken_group_of_an_acked_batch_stays_a_dead_letter(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
     """It is not retired with the others, and its bytes are the operator's to let go."""

@@ -58,13 +58,13 @@ LEASE_S = 60.0
         (["zstd ; q=0.8"], "zstd"),
     ],
 )
-def test_a_coding_is_chosen_as_the_request_weighs_it(accepted: list[str], coding: str) -> None:
+def test_the_coding_follows_the_weights_of_accept_encoding(accepted: list[str], coding: str) -> None:
     """Compression costs time: it must be asked for by name, or be all that is left."""
     assert coding_for(accepted) == coding
 
 
 @pytest.mark.parametrize("accepted", ["identity;q=0", "*;q=0", "gzip, identity;q=0", "zstd;q=0, identity;q=0, *"])
-def test_a_request_that_accepts_neither_coding_is_told_which_there_are(accepted: str) -> None:
+def test_a_request_that_accepts_no_coding_gets_the_list(accepted: str) -> None:
     with pytest.raises(NotAcceptable, match="identity or zstd"):
         coding_for([accepted])
 
@@ -81,11 +81,11 @@ def test_a_request_that_accepts_neither_coding_is_told_which_there_are(accepted:
         (["a"], False),
     ],
 )
-def test_a_validator_is_found_in_if_none_match(values: list[str], known: bool) -> None:
+def test_if_none_match_matches_the_etag(values: list[str], known: bool) -> None:
     assert is_known(values, '"a"') is known
 
 
-def test_a_body_compressed_is_the_body_with_an_etag_of_its_own(run: RunClient) -> None:
+def test_a_compressed_body_has_the_same_content_and_another_etag(run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("a", tokens=4000))
@@ -102,7 +102,7 @@ def test_a_body_compressed_is_the_body_with_an_etag_of_its_own(run: RunClient) -
     assert (refused.status_code, refused.json()["type"]) == (406, "urn:replaybuf:problem:not-acceptable")
 
 
-def test_who_has_the_body_is_answered_304(run: RunClient) -> None:
+def test_a_request_with_the_current_etag_gets_304(run: RunClient) -> None:
     """The validator of another rank, layout or coding is another one."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 16})
     epoch = run.attach(dp_world_size=2)
@@ -125,7 +125,7 @@ def test_who_has_the_body_is_answered_304(run: RunClient) -> None:
     assert ask(0, etag).status_code == 200
 
 
-def test_a_client_asks_for_compression_only_when_told(run: RunClient, service: ServeProcess) -> None:
+def test_a_client_requests_compression_only_if_configured(run: RunClient, service: ServeProcess) -> None:
     """httpx alone would ask for zstd as soon as the library for it is installed."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
@@ -140,7 +140,7 @@ def test_a_client_asks_for_compression_only_when_told(run: RunClient, service: S
     assert (found[0][1], found[1][1]) == ([None], ["zstd"])
 
 
-def test_between_two_chunks_of_a_body_everybody_else_has_a_turn() -> None:
+def test_other_requests_run_between_two_chunks_of_a_body() -> None:
     """Even where the socket takes all at once and never makes the sender wait."""
     data = memoryview(bytes(5 * CHUNK_BYTES + 1))
     events: list[str] = []
@@ -243,7 +243,7 @@ def here(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> OnARun:
     return do
 
 
-def test_ranks_that_ask_at_the_same_time_share_one_writing(here: OnARun) -> None:
+def test_concurrent_requests_of_a_rank_write_its_body_once(here: OnARun) -> None:
     """And one reading, where the batch is not at hand any more; who leaves early takes it from nobody."""
 
     async def work(made: Here) -> None:
@@ -264,7 +264,7 @@ def test_ranks_that_ask_at_the_same_time_share_one_writing(here: OnARun) -> None
     here(work)
 
 
-def test_a_batch_prepared_ahead_is_used_at_once_and_its_bytes_are_those_of_a_restart(
+def test_a_prepared_batch_has_the_same_bytes_as_after_a_restart(
     here: OnARun,
 ) -> None:
     """Nothing is written down before the trainer asks; then nothing is left to fetch or to write."""
@@ -285,7 +285,7 @@ def test_a_batch_prepared_ahead_is_used_at_once_and_its_bytes_are_those_of_a_res
     here(work)
 
 
-def test_for_a_trainer_that_takes_plans_no_body_is_written(here: OnARun) -> None:
+def test_no_body_is_written_for_a_trainer_that_takes_plans(here: OnARun) -> None:
     """Neither for the plan nor ahead of it; what is prepared is the batch. One who takes a body gets them prepared."""
 
     async def work(made: Here) -> None:
@@ -306,7 +306,7 @@ def test_for_a_trainer_that_takes_plans_no_body_is_written(here: OnARun) -> None
     here(work)
 
 
-def test_groups_of_a_batch_that_is_not_full_yet_are_fetched_ahead(here: OnARun) -> None:
+def test_groups_of_an_incomplete_batch_are_fetched_early(here: OnARun) -> None:
     """When the last one arrives it is the only one to be fetched."""
 
     async def work(made: Here) -> None:
@@ -323,7 +323,7 @@ def test_groups_of_a_batch_that_is_not_full_yet_are_fetched_ahead(here: OnARun) 
     here(work)
 
 
-def test_a_group_is_fetched_once_whether_preparing_or_the_decision_begins(here: OnARun) -> None:
+def test_preparation_and_decision_fetch_a_group_once(here: OnARun) -> None:
     """The decision waits for what is on its way; what it fetches itself is not prepared beside it."""
 
     async def work(made: Here) -> None:
@@ -350,7 +350,7 @@ def test_a_group_is_fetched_once_whether_preparing_or_the_decision_begins(here: 
     here(work)
 
 
-def test_what_was_prepared_before_an_attach_is_forgotten(here: OnARun) -> None:
+def test_an_attach_drops_the_prepared_batch(here: OnARun) -> None:
     """It was packed for another layout; before the new trainer is served nothing is prepared for it."""
 
     async def work(made: Here) -> None:
@@ -384,7 +384,7 @@ def test_a_batch_beyond_the_look_ahead_is_not_prepared(here: OnARun) -> None:
     here(work)
 
 
-def test_trouble_while_preparing_is_left_to_the_decision(
+def test_a_fault_during_preparation_is_left_to_the_decision(
     here: OnARun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is logged, buries no group and changes no state."""
@@ -407,7 +407,7 @@ def test_trouble_while_preparing_is_left_to_the_decision(
     here(work)
 
 
-def test_metrics_tell_how_batches_were_made(run: RunClient) -> None:
+def test_metrics_count_the_outcome_of_preparation(run: RunClient) -> None:
     """With every outcome, from the first scrape on."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()

@@ -143,9 +143,7 @@ def test_a_plan_is_the_same_after_a_restart_of_the_service(
         assert bodies.build(msgspec.json.decode(after.content, type=Plan)) == body == again.fetch_batch(0, epoch, 1)
 
 
-def test_a_reader_in_direct_mode_hands_out_the_batches_of_the_run(
-    run: RunClient, client: Client, valkey: Valkey
-) -> None:
+def test_a_reader_in_direct_mode_returns_the_batches_of_the_run(run: RunClient, client: Client, valkey: Valkey) -> None:
     run.put(batch={"groups_per_batch": 1}, max_steps=2)
     attached = client.attach()
     run.append(group("a"), group("b"))
@@ -161,7 +159,7 @@ def test_a_reader_in_direct_mode_hands_out_the_batches_of_the_run(
 # ---------------------------------------------------------------------- the call
 
 
-def test_a_plan_is_answered_where_accept_names_it(run: RunClient) -> None:
+def test_the_accept_header_selects_the_plan(run: RunClient) -> None:
     """With an ETag of its own; who has it is answered 304. It tells each group's payload and checksum."""
     epoch = one_group(run)
 
@@ -184,7 +182,7 @@ def test_a_plan_is_answered_where_accept_names_it(run: RunClient) -> None:
         assert ask(accept).headers["content-type"] == "application/vnd.safetensors"
 
 
-def test_a_plan_is_waited_for_and_refused_as_a_body_is(run: RunClient, client: Client, bodies: DirectBodies) -> None:
+def test_a_plan_waits_and_fails_like_a_body(run: RunClient, client: Client, bodies: DirectBodies) -> None:
     """202 with the reason, 409 for an older epoch, 410 after the end, 422 outside the world."""
     run.put(batch={"groups_per_batch": 1}, max_steps=1)
     epoch = client.attach().epoch
@@ -231,7 +229,7 @@ def test_a_frame_that_is_not_the_planned_one_is_never_trained_on(
     assert "comes over HTTP" in caplog.text and key.decode() in caplog.text
 
 
-def test_while_redis_is_away_bodies_come_over_http(
+def test_bodies_come_over_http_while_redis_is_unavailable(
     run: RunClient, client: Client, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is not asked again for a while, so that a trainer does not wait for its timeout at every step."""
@@ -244,7 +242,7 @@ def test_while_redis_is_away_bodies_come_over_http(
     bodies.close()
 
 
-def test_a_service_of_another_release_is_not_believed(
+def test_direct_mode_ignores_plans_of_another_release(
     run: RunClient, client: Client, bodies: DirectBodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bodies may be laid out otherwise: only it may write them."""
@@ -258,7 +256,7 @@ def test_a_service_of_another_release_is_not_believed(
     assert bodies.fallbacks == 1
 
 
-def test_a_user_that_may_only_get_payloads_is_enough(run: RunClient, client: Client, valkey: Valkey) -> None:
+def test_direct_mode_needs_only_permission_to_read_payloads(run: RunClient, client: Client, valkey: Valkey) -> None:
     """As docs/trainers.md tells the operator to make it; it may neither write nor read anything else."""
     epoch = one_group(run)
     rules = ["on", ">secret", "resetkeys", "%R~rb:p:*", "resetchannels", "-@all", "+get"]
@@ -273,7 +271,7 @@ def test_a_user_that_may_only_get_payloads_is_enough(run: RunClient, client: Cli
     bodies.close()
 
 
-def test_a_url_that_is_none_is_refused_without_telling_its_password(client: Client) -> None:
+def test_an_invalid_url_is_rejected_without_showing_its_password(client: Client) -> None:
     with pytest.raises(Invalid, match="redis_url") as caught:
         DirectBodies(client, "http://user:secret@host")
     assert "secret" not in str(caught.value)

@@ -65,7 +65,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
         ({"maxmemory_policy": "allkeys-lru"}, (), "relaxed", "appendfsync always", "set maxmemory-policy noeviction"),
     ],
 )
-def test_the_level_in_force_is_told_everywhere(
+def test_the_durability_level_is_reported_everywhere(
     tmp_path: Path,
     serve: Callable[..., ServeProcess],
     connect: Connect,
@@ -96,7 +96,7 @@ def test_the_level_in_force_is_told_everywhere(
             assert warning in warnings[0] and warning in answer["durability_reasons"][0]
 
 
-def test_the_embedded_server_is_set_to_what_is_wanted_also_when_adopted(
+def test_the_embedded_server_gets_the_requested_level_also_when_adopted(
     tmp_path: Path, serve: Callable[..., ServeProcess]
 ) -> None:
     """A relaxed Valkey that a killed `serve` left running becomes strict under the next one."""
@@ -111,7 +111,7 @@ def test_the_embedded_server_is_set_to_what_is_wanted_also_when_adopted(
         relaxed.end()
 
 
-def test_waiting_for_replicas_of_the_embedded_server_is_refused(tmp_path: Path) -> None:
+def test_replicas_of_the_embedded_server_are_rejected(tmp_path: Path) -> None:
     """It has none, so no write could ever be confirmed."""
     command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path)]
     refused = subprocess.run([*command, "--wait-replicas", "1"], capture_output=True, text=True, timeout=30)
@@ -176,7 +176,9 @@ def big(name: str | None, **fields: Any) -> dict[str, Any]:
     return group(name, rollouts=8, tokens=8000, **fields)
 
 
-def test_a_full_redis_refuses_groups_and_lets_the_trainer_free_it(own_service: ServeProcess, connect: Connect) -> None:
+def test_a_full_redis_rejects_groups_until_the_trainer_frees_memory(
+    own_service: ServeProcess, connect: Connect
+) -> None:
     """429 for producers; attach, tickets, acks, versions, counts and checkpoints go on; what is freed takes groups."""
     run = connect(own_service.url, "r")
     run.put(
@@ -232,7 +234,7 @@ def test_a_full_redis_refuses_groups_and_lets_the_trainer_free_it(own_service: S
 # ---------------------------------------------------------------------- no writes
 
 
-def test_a_redis_that_became_a_replica_is_waited_for(
+def test_the_service_waits_while_redis_is_a_replica(
     tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
 ) -> None:
     """READONLY: 503 with the server's word, told by `/readyz`; the service lives, and goes on when it may write."""
@@ -251,7 +253,7 @@ def test_a_redis_that_became_a_replica_is_waited_for(
         eventually(lambda: ready(service)["status"] == "ready", WITHIN_S)
 
 
-def test_a_redis_that_cannot_save_is_waited_for(
+def test_the_service_waits_while_redis_cannot_save(
     tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
 ) -> None:
     """MISCONF after a failed snapshot: 503 with the server's words until it may write again."""
@@ -276,7 +278,7 @@ def let_files_grow_to(limit_bytes: int, *pids: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_disk_that_takes_no_more_loses_nothing_and_is_waited_for(own_service: ServeProcess, connect: Connect) -> None:
+def test_a_full_disk_loses_nothing_and_the_service_waits(own_service: ServeProcess, connect: Connect) -> None:
     """503 that says how the embedded Valkey ended, `/readyz` too; with room again all that was stored is there."""
     run = connect(own_service.url, "r")
     run.put(batch={"groups_per_batch": 1})
@@ -301,7 +303,7 @@ def test_a_disk_that_takes_no_more_loses_nothing_and_is_waited_for(own_service: 
     assert run.state()["groups"]["stored"] == len(found)
 
 
-def test_a_redis_that_is_killed_and_loads_its_data_is_waited_for(
+def test_the_service_waits_while_a_killed_redis_loads_its_data(
     tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
 ) -> None:
     """LOADING for a while after kill -9: 503, nothing lost, and the service goes on by itself."""

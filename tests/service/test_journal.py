@@ -32,7 +32,7 @@ class Answering:
         return told
 
 
-def test_what_is_written_while_redis_is_asked_for_its_end_is_not_taken_as_lost() -> None:
+def test_a_write_during_the_check_of_the_ends_is_not_a_loss() -> None:
     """The answer is older than the write."""
     store = Answering()
     store.grows = True
@@ -40,7 +40,7 @@ def test_what_is_written_while_redis_is_asked_for_its_end_is_not_taken_as_lost()
     assert store.journal.lost is None
 
 
-def test_what_was_known_before_redis_was_asked_is_missed() -> None:
+def test_an_entry_known_before_the_check_is_missed() -> None:
     """A ledger that ends before it has lost something."""
     store = Answering()
     store.journal.state.apply(1, config_record())

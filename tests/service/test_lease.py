@@ -41,7 +41,7 @@ def test_a_lease_is_renewed_after_a_third_of_it_and_a_little_earlier_with_others
     assert lease.ended()
 
 
-def test_the_end_of_anothers_lease_is_awaited_exactly() -> None:
+def test_a_follower_asks_when_the_leaders_lease_ends() -> None:
     """Asked for earlier it would be held still, and asked for again and again until it ends."""
     clock = Clock()
     lease = LeaseTimer(clock)
@@ -92,7 +92,7 @@ def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> No
     led_here(server, work)
 
 
-def test_among_many_a_lost_lease_is_followed_and_a_free_one_is_told_to_be_taken_over(server: EmbeddedServer) -> None:
+def test_renew_follows_a_lost_lease_and_returns_a_won_one(server: EmbeddedServer) -> None:
     """The others go on; taking over is left to `seek`, as it takes long."""
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
@@ -111,7 +111,7 @@ def test_among_many_a_lost_lease_is_followed_and_a_free_one_is_told_to_be_taken_
     led_here(server, work)
 
 
-def test_a_run_that_is_being_sought_is_not_asked_about_twice(server: EmbeddedServer) -> None:
+def test_renew_skips_a_run_whose_lease_is_being_asked_for(server: EmbeddedServer) -> None:
     """Two answers on their way could be heeded in the wrong order."""
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:

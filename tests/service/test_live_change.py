@@ -74,7 +74,7 @@ def test_from_replay_to_single_use_and_back_with_half_used_groups_and_a_batch_ah
     assert [record["max_uses"] for record in records] == [3, 1, 3]
 
 
-def test_fewer_uses_are_refused_while_a_batch_that_is_out_has_more_and_more_uses_give_groups_back(
+def test_max_uses_below_an_unacked_batch_is_rejected_and_a_higher_one_revives_groups(
     run: RunClient,
 ) -> None:
     epoch = begin(run, replay(max_uses=2, max_staleness=9))
@@ -88,7 +88,7 @@ def test_fewer_uses_are_refused_while_a_batch_that_is_out_has_more_and_more_uses
     assert uses(run.batch(2, epoch)) == {"g0": 3, "g1": 3}
 
 
-def test_less_staleness_is_refused_while_a_batch_that_is_out_has_more_and_evicts_what_is_beyond_it(
+def test_max_staleness_below_an_unacked_batch_is_rejected_and_a_lower_one_evicts(
     run: RunClient,
 ) -> None:
     """What was evicted stays so when the bound is raised again."""
@@ -104,7 +104,7 @@ def test_less_staleness_is_refused_while_a_batch_that_is_out_has_more_and_evicts
     assert run.state()["groups"]["live"] == 0
 
 
-def test_a_batch_made_ahead_is_served_as_it_is_where_the_new_strategy_does_not_look_ahead(run: RunClient) -> None:
+def test_a_prefetched_batch_is_served_after_a_change_to_no_look_ahead(run: RunClient) -> None:
     """Two steps per publication: on-policy allows what was prefetched, and would not have made it yet."""
     epoch = begin(run, ONE_STEP, groups=6, steps_per_publish=2)
     ahead = run.batch(1, epoch).content
@@ -115,7 +115,7 @@ def test_a_batch_made_ahead_is_served_as_it_is_where_the_new_strategy_does_not_l
     assert run.batch(2, epoch).json()["reason"] == "awaiting_ack"
 
 
-def test_a_rewind_redelivers_what_older_bounds_allowed_and_the_run_can_be_paused_meanwhile(run: RunClient) -> None:
+def test_a_rewind_redelivers_batches_of_older_bounds_and_the_run_can_be_paused(run: RunClient) -> None:
     """Acked batches stand as they were; only a change of strategy is held against them."""
     epoch = begin(run, replay(max_uses=2, max_staleness=9))
     bodies = run.train(epoch, range(2))
@@ -127,7 +127,7 @@ def test_a_rewind_redelivers_what_older_bounds_allowed_and_the_run_can_be_paused
     refused(run, 409, "max_uses", strategy=replay(max_uses=1, max_staleness=8))
 
 
-def test_a_lower_limit_keeps_what_is_live_and_lets_nothing_in_until_there_is_room(run: RunClient) -> None:
+def test_a_lower_limit_keeps_live_groups_and_rejects_new_ones(run: RunClient) -> None:
     """Smaller than a batch it is refused, as at the start: no batch would ever be full."""
     epoch = begin(run, ONE_STEP, groups=4, group_size=2)
     refused(run, 422, "limits.max_tokens_live", limits={"max_tokens_live": 7})
@@ -138,7 +138,7 @@ def test_a_lower_limit_keeps_what_is_live_and_lets_nothing_in_until_there_is_roo
     assert run.append(group("more"))[0]["status"] == "stored"
 
 
-def test_bounds_that_a_change_leaves_out_stay_and_null_takes_the_default_again(run: RunClient) -> None:
+def test_a_patch_keeps_omitted_limits_and_null_resets_one(run: RunClient) -> None:
     """A change of one bound used to switch the others off."""
     begin(run, ONE_STEP, limits={"max_tokens_live": 200_000, "max_bytes_live": 90_000_000})
 
@@ -169,7 +169,7 @@ def test_bounds_that_a_change_leaves_out_stay_and_null_takes_the_default_again(r
     ],
     ids=str,
 )
-def test_a_change_that_changes_nothing_leaves_no_record(run: RunClient, change: dict[str, Any]) -> None:
+def test_a_patch_without_change_writes_no_record(run: RunClient, change: dict[str, Any]) -> None:
     begin(run, ONE_STEP, limits={"max_tokens_live": 200_000})
     before, records = run.state(), run.get("ledger").json()
     answer = patch(run, **change)
@@ -191,6 +191,6 @@ def test_a_change_that_changes_nothing_leaves_no_record(run: RunClient, change: 
     ],
     ids=str,
 )
-def test_what_would_be_refused_at_the_start_is_refused_live(run: RunClient, change: dict[str, Any], name: str) -> None:
+def test_a_patch_is_checked_like_a_new_configuration(run: RunClient, change: dict[str, Any], name: str) -> None:
     begin(run, ONE_STEP)
     refused(run, 422, name, **change)

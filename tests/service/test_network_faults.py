@@ -122,7 +122,7 @@ def calls_of(run: RunClient, epoch: int) -> list[Callable[[], httpx.Response]]:
 
 
 @pytest.mark.parametrize("fault", ["refuse", "swallow", "lose_replies", "stopped"])
-def test_while_redis_is_away_calls_end_in_time_and_afterwards_nothing_is_lost_or_doubled(
+def test_calls_end_in_time_while_redis_is_unavailable_and_nothing_is_lost_or_doubled(
     world: World, run: RunClient, fault: str
 ) -> None:
     """503 with Retry-After, `/readyz` names what is waited for, no busy loop, the same bytes afterwards."""
@@ -166,9 +166,7 @@ def test_while_redis_is_away_calls_end_in_time_and_afterwards_nothing_is_lost_or
 
 @pytest.mark.parametrize("fate", ["unsent", "lost", "cut"])
 @pytest.mark.parametrize("mark", [b"rb_publish", b"PERSIST", b"rb_append", b"rb_tickets", b"$3\r\nGET\r\n", b"rb_lead"])
-def test_a_broken_answer_to_any_command_changes_nothing_but_the_time(
-    world: World, run: RunClient, mark: bytes, fate: str
-) -> None:
+def test_a_broken_reply_to_any_command_only_delays(world: World, run: RunClient, mark: bytes, fate: str) -> None:
     """Each call is repeated until it is answered: every group once, every index once, dense ledger, whole batches."""
     tickets = [until_answered(lambda: run.post("tickets", producer="p", count=1)).json()["tickets"][0]]
     world.proxy.answer_once(mark, fate)
@@ -199,7 +197,7 @@ def test_a_broken_answer_to_any_command_changes_nothing_but_the_time(
         assert len(run.get(f"groups/{name}").json()["rollouts"][0]["completion_ids"]) == tokens - 2
 
 
-def test_connections_that_are_cut_again_and_again_are_made_anew(world: World, run: RunClient) -> None:
+def test_the_service_reconnects_after_repeated_disconnects(world: World, run: RunClient) -> None:
     """Twenty cuts under load: each group is stored once, and no connection is left behind."""
     for number in range(20):
         world.proxy.drop()
@@ -211,7 +209,7 @@ def test_connections_that_are_cut_again_and_again_are_made_anew(world: World, ru
     assert len(to_redis) < 20
 
 
-def test_slow_answers_make_calls_slow_and_nothing_else(world: World, run: RunClient) -> None:
+def test_slow_replies_only_delay_calls(world: World, run: RunClient) -> None:
     """A delay below the timeout: 200 all the way, ready all the time."""
     world.proxy.delay(0.05)
     epoch = run.attach()

@@ -362,7 +362,7 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
         ("dropped", [{"name": "odd"}], r"selects only live groups' at step 0: \[2\]"),
     ],
 )
-def test_a_group_that_the_bounds_forbid_gets_into_no_batch_whatever_a_strategy_makes_of_its_view(
+def test_a_strategy_that_changes_its_view_cannot_select_a_forbidden_group(
     plugged: ServeProcess, connect: Connect, name: str, filters: list[dict[str, Any]], rule: str
 ) -> None:
     """The answer is held to the core's own columns, by the bound it breaks."""
@@ -392,7 +392,7 @@ def test_rows_and_weights_may_be_lists_and_evictions_arrays(plugged: ServeProces
     ("name", "told"),
     [("slowbuilt", "did not come to an end"), ("slowchecked", "did not"), ("slowpromise", "did not")],
 )
-def test_a_strategy_that_takes_long_to_be_configured_is_refused_in_time(
+def test_a_slow_strategy_constructor_is_rejected_in_time(
     plugged: ServeProcess, connect: Connect, name: str, told: str
 ) -> None:
     """Building, properties and check are bounded as answers are."""
@@ -403,7 +403,7 @@ def test_a_strategy_that_takes_long_to_be_configured_is_refused_in_time(
     assert f"plug-in '{name}', when it was configured, {told}" in answer.json()["detail"]
 
 
-def test_what_a_strategy_promises_is_read_once(plugged: ServeProcess, connect: Connect) -> None:
+def test_the_properties_of_a_strategy_are_read_once(plugged: ServeProcess, connect: Connect) -> None:
     """A property that raises later is asked no more."""
     run = connect(plugged.url, "run-fickle")
     assert run.put(batch={"groups_per_batch": 1}, strategy={"name": "fickle"}).status_code == 201
@@ -424,9 +424,7 @@ def test_what_a_strategy_promises_is_read_once(plugged: ServeProcess, connect: C
         ("lavish", "broke the rule 'admits a whole number of groups, 0 or more' at step 0: 'all of them'"),
     ],
 )
-def test_an_admission_that_raises_or_is_no_number_pauses_the_run(
-    plugged: ServeProcess, connect: Connect, name: str, told: str
-) -> None:
+def test_a_failing_admission_pauses_the_run(plugged: ServeProcess, connect: Connect, name: str, told: str) -> None:
     """The producer is told to wait for the operator, not that the service has a fault."""
     run = connect(plugged.url, f"run-{name}")
     run.put(batch={"groups_per_batch": 1}, strategy={"name": name})
@@ -443,7 +441,7 @@ def test_an_admission_that_raises_or_is_no_number_pauses_the_run(
         ("boundless", "max_staleness of strategy 'boundless' is -3; it must be a whole number >= 0 or None"),
     ],
 )
-def test_a_strategy_that_does_not_build_or_promises_no_bound_is_refused(
+def test_a_strategy_that_does_not_build_or_has_invalid_bounds_is_rejected(
     plugged: ServeProcess, connect: Connect, name: str, told: str
 ) -> None:
     answer = connect(plugged.url, f"run-{name}").put(batch={}, strategy={"name": name})
@@ -460,9 +458,7 @@ def test_an_observation_that_raises_acks_the_step_and_pauses_the_run(plugged: Se
     assert (run.state()["step"], run.state()["state"]) == (1, "paused")
 
 
-def test_what_a_strategy_observed_it_knows_after_a_restart_a_change_and_a_rewind(
-    plugged: ServeProcess, connect: Connect
-) -> None:
+def test_observed_feedback_survives_a_restart_a_change_and_a_rewind(plugged: ServeProcess, connect: Connect) -> None:
     """The same ledger gives the same selection; feedback of a step that was given back is not part of it."""
     run = connect(plugged.url, "run-learner")
     run.put(batch={"groups_per_batch": 1}, strategy={"name": "learner"})
@@ -483,7 +479,7 @@ def test_what_a_strategy_observed_it_knows_after_a_restart_a_change_and_a_rewind
     assert ids(run.batch(0, epoch).content) == ["a"]
 
 
-def test_an_operator_who_resumes_a_run_leaves_behind_what_its_strategy_failed_at(
+def test_resuming_a_run_drops_the_feedback_at_which_its_strategy_failed(
     plugged: ServeProcess, connect: Connect
 ) -> None:
     """Or it would fail again at once."""
@@ -518,7 +514,7 @@ def test_filters_drop_groups_when_they_arrive_each_with_the_first_reason(
     assert run.state()["config"]["filters"] == [{"name": "odd", "options": {}}, {"name": "poor", "options": {}}]
 
 
-def test_filters_that_are_changed_live_judge_what_is_there(plugged: ServeProcess, connect: Connect) -> None:
+def test_changed_filters_check_all_live_groups(plugged: ServeProcess, connect: Connect) -> None:
     """Recorded in the ledger; a resample gives back what was dropped, and the filter drops it again."""
     run = connect(plugged.url, "run-patched")
     run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 5}})
@@ -555,7 +551,7 @@ def test_a_filter_that_breaks_its_contract_pauses_the_run_and_loses_nothing(
 
 
 @pytest.mark.parametrize("filters", [[{"name": "nobody"}], [{"name": "odd", "options": {"x": 1}}]])
-def test_filters_that_do_not_exist_or_take_no_such_option_are_refused(
+def test_unknown_filters_and_filter_options_are_rejected(
     plugged: ServeProcess, connect: Connect, filters: list[dict[str, Any]]
 ) -> None:
     run = connect(plugged.url, "run-refused")
@@ -563,7 +559,7 @@ def test_filters_that_do_not_exist_or_take_no_such_option_are_refused(
     assert answer.status_code == 422, answer.text
 
 
-def test_priorities_that_a_learner_sends_are_what_a_strategy_goes_by_also_after_a_restart(
+def test_priorities_in_the_feedback_reach_the_strategy_also_after_a_restart(
     plugged: ServeProcess, connect: Connect
 ) -> None:
     """They come with the ack and are folded from the ledger."""
@@ -587,7 +583,7 @@ def test_priorities_that_a_learner_sends_are_what_a_strategy_goes_by_also_after_
     assert np.all(read_batch(again.batch(2, epoch).content).micro_batches[0].times_sampled == 3)
 
 
-def test_a_run_whose_plugin_is_gone_is_paused_and_its_service_starts(
+def test_a_service_starts_with_a_run_whose_plugin_is_missing(
     plugged: ServeProcess, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uninstalled between two starts: the run says which one is missing, and goes on once it is back."""

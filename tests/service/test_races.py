@@ -60,7 +60,7 @@ async def train(run: Run, epoch: int, steps: range) -> None:
         await run.session.publish(step + 1, epoch, None, "")
 
 
-def test_a_fetch_that_an_attach_overtakes_assembles_nothing(server: EmbeddedServer) -> None:
+def test_a_fetch_overtaken_by_an_attach_assembles_nothing(server: EmbeddedServer) -> None:
     """The history it asked about is gone: made now, its batch would be many steps ahead of the new trainer."""
 
     async def work(store: Store, run: Run) -> None:
@@ -80,7 +80,7 @@ def test_a_fetch_that_an_attach_overtakes_assembles_nothing(server: EmbeddedServ
     on_a_run(server, work)
 
 
-def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: EmbeddedServer) -> None:
+def test_a_fetch_overtaken_by_an_attach_during_its_read_is_fenced(server: EmbeddedServer) -> None:
     """What it would be given is packed for the ranks of another trainer."""
 
     async def work(store: Store, run: Run) -> None:
@@ -106,7 +106,7 @@ def test_a_fetch_that_an_attach_overtakes_while_it_reads_is_fenced(server: Embed
 
 
 @pytest.mark.parametrize("leads_when_it_looks", [True, False])
-def test_what_a_follower_saw_does_not_replace_the_book_of_tickets_it_keeps_as_leader(
+def test_an_older_read_does_not_replace_the_ticket_book_of_a_new_leader(
     server: EmbeddedServer, leads_when_it_looks: bool
 ) -> None:
     """It read the book, then took over and issued a ticket: what was read is older, also where the lead is lost."""
@@ -127,7 +127,7 @@ def test_what_a_follower_saw_does_not_replace_the_book_of_tickets_it_keeps_as_le
     on_a_run(server, work)
 
 
-def test_a_follower_takes_the_book_of_tickets_as_it_was_read(server: EmbeddedServer) -> None:
+def test_a_follower_restores_the_ticket_book_of_the_leader(server: EmbeddedServer) -> None:
     """A ticket that the leader issued is out for the follower too."""
 
     async def work(store: Store, leader: Run) -> None:
@@ -141,9 +141,7 @@ def test_a_follower_takes_the_book_of_tickets_as_it_was_read(server: EmbeddedSer
     on_a_run(server, work)
 
 
-def test_groups_written_to_redis_are_seen_at_once_in_a_run_that_was_just_made(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_appends_to_a_new_run_are_read_at_once(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The read that waits for news of older runs does not name the streams of this one: it is begun anew."""
     monkeypatch.setattr(service, "FOLLOW_TIMEOUT_S", 60.0)
 
@@ -177,7 +175,7 @@ async def eventually_stored(run: Run) -> None:
 
 
 @pytest.mark.parametrize("on_resume", ["redeliver", "resample"])
-def test_a_group_judged_before_a_rewind_and_stored_after_it_is_lost_with_its_version(
+def test_a_group_checked_before_a_rewind_does_not_survive_it(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, on_resume: Literal["redeliver", "resample"]
 ) -> None:
     """Else it would be trained as the work of the version of that number which is still to come."""
@@ -212,7 +210,7 @@ def test_a_group_judged_before_a_rewind_and_stored_after_it_is_lost_with_its_ver
     on_a_run(server, work)
 
 
-def test_a_group_above_the_published_version_that_is_written_past_the_door_is_lost_lineage(
+def test_a_direct_append_above_the_published_version_is_lost_lineage(
     server: EmbeddedServer,
 ) -> None:
     """By a producer that writes to Redis itself and had not heard of a rewind; also before it is settled."""
@@ -232,7 +230,7 @@ def test_a_group_above_the_published_version_that_is_written_past_the_door_is_lo
     on_a_run(server, work)
 
 
-def test_a_server_that_lost_its_lease_while_it_judged_stores_nothing_more(
+def test_a_server_that_loses_its_lease_during_the_check_stores_nothing(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its token was taken before: without one it would write as a producer does, past the fence."""
@@ -254,7 +252,7 @@ def test_a_server_that_lost_its_lease_while_it_judged_stores_nothing_more(
     on_a_run(server, work)
 
 
-def test_an_append_of_many_groups_lets_others_in_between(server: EmbeddedServer) -> None:
+def test_an_append_of_many_groups_yields_between_chunks(server: EmbeddedServer) -> None:
     """However many one body brings, a trainer that asks meanwhile waits for a portion of them at most."""
 
     async def work(store: Store, run: Run) -> None:

@@ -88,7 +88,7 @@ def test_a_service_stopped_with_sigterm_leaves_no_process_and_starts_clean(
     assert connect(own_service.url, "r").state()["groups"]["stored"] == 1
 
 
-def test_a_killed_valkey_is_started_again_and_has_lost_nothing(own_service: ServeProcess, connect: Connect) -> None:
+def test_a_killed_valkey_restarts_without_loss(own_service: ServeProcess, connect: Connect) -> None:
     """kill -9 of the embedded Valkey: what was answered stored is there when it is back."""
     run = connect(own_service.url, "r")
     run.put(batch={"groups_per_batch": 2})

@@ -75,7 +75,7 @@ def test_groups_of_lost_versions_are_evicted_unless_a_redelivered_batch_holds_th
     conserved(run)
 
 
-def test_a_ticket_of_before_the_rewind_cannot_bring_in_a_lost_version(run: RunClient) -> None:
+def test_an_older_ticket_cannot_append_a_lost_version(run: RunClient) -> None:
     """A slow producer's rollout of the lost policy is refused even when its version number is published again."""
     epoch = ready(run, groups=3)
     run.train(epoch, range(2))
@@ -109,7 +109,7 @@ def test_a_checkpoint_frees_what_no_resume_needs(run: RunClient) -> None:
     assert run.get("batches/1/record").json()["groups"][0]["group_id"] == "g1"
 
 
-def test_of_trainers_that_attach_at_once_one_alone_can_write(run: RunClient, service: ServeProcess) -> None:
+def test_of_concurrent_attaches_only_the_last_can_write(run: RunClient, service: ServeProcess) -> None:
     """Each gets an epoch of its own; the newest trains, the others are fenced."""
     run.put(batch={"groups_per_batch": 1})
     run.append(group("a"))
@@ -170,7 +170,7 @@ def test_a_layout_out_of_bounds_is_refused(run: RunClient, body: dict[str, objec
     assert run.state()["epoch"] == epoch
 
 
-def test_rows_too_short_for_a_batch_to_be_redelivered_are_refused(run: RunClient) -> None:
+def test_a_seq_len_below_a_batch_to_redeliver_is_rejected(run: RunClient) -> None:
     """409 names the batch and its longest rollout."""
     epoch = ready(run)
     run.train(epoch, range(1))
@@ -178,7 +178,7 @@ def test_rows_too_short_for_a_batch_to_be_redelivered_are_refused(run: RunClient
     assert (response.status_code, response.json()["bound"]) == (409, 5)
 
 
-def test_rows_too_short_for_a_prompt_to_be_redelivered_are_refused_where_completions_are_cut(run: RunClient) -> None:
+def test_with_truncation_a_seq_len_below_a_prompt_to_redeliver_is_rejected(run: RunClient) -> None:
     """409 names the batch and how short its longest rollout can be cut; rows that leave a token of it are taken."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 16, "overlong": "truncate"})
     run.append(group("a", tokens=9))
@@ -191,7 +191,7 @@ def test_rows_too_short_for_a_prompt_to_be_redelivered_are_refused_where_complet
     assert read_batch(run.batch(0, epoch).content).meta.tokens == 2 * 3
 
 
-def test_rewinding_a_finished_run_sets_it_running_again(run: RunClient) -> None:
+def test_a_rewind_of_a_finished_run_resumes_it(run: RunClient) -> None:
     """What max_steps ended goes on from the step the trainer resumes at."""
     epoch = ready(run, max_steps=2)
     bodies = run.train(epoch, range(1))

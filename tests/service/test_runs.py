@@ -133,7 +133,7 @@ def test_a_paused_run_serves_no_new_batch_until_it_runs_again(run: RunClient) ->
     assert run.batch(0, epoch).status_code == 200
 
 
-def test_a_strategy_can_be_changed_live_and_the_ledger_says_so(run: RunClient) -> None:
+def test_a_live_change_of_strategy_is_recorded_in_the_ledger(run: RunClient) -> None:
     """The new options are in force for the next batch and recorded."""
     run.put(batch={"groups_per_batch": 1})
     changed = run.http.patch(
@@ -144,7 +144,7 @@ def test_a_strategy_can_be_changed_live_and_the_ledger_says_so(run: RunClient) -
     assert [record["type"] for record in records] == ["CONFIG", "CONFIG"]
 
 
-def test_a_patch_that_breaks_a_standing_batch_is_refused(run: RunClient) -> None:
+def test_a_patch_that_breaks_an_unacked_batch_is_rejected(run: RunClient) -> None:
     """A batch handed out with staleness 1 and not yet acked forbids a bound of 0."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
@@ -166,7 +166,7 @@ def test_reaching_max_steps_finishes_the_run(run: RunClient) -> None:
     assert run.batch(1, epoch).status_code == 410
 
 
-def test_the_speeds_measured_are_shown(run: RunClient) -> None:
+def test_metrics_report_the_measured_speeds(run: RunClient) -> None:
     """0 before anything happened; then how long groups and steps took, as gauges."""
     names = ("groups_per_second", "steps_per_second", "step_seconds", "group_seconds")
 

@@ -35,7 +35,7 @@ def metric(text: str, name: str, **labels: str) -> float:
     raise AssertionError(f"{name}{labels} is missing")
 
 
-def test_readiness_tells_the_durability_level(service: ServeProcess) -> None:
+def test_readiness_reports_the_durability_level(service: ServeProcess) -> None:
     """An embedded Valkey is strict."""
     answer = httpx.get(f"{service.url}/readyz").json()
     assert (answer["status"], answer["durability"], answer["waiting_for"]) == ("ready", "strict", None)
@@ -59,7 +59,7 @@ def test_metrics_count_what_happened_to_groups(run: RunClient) -> None:
     assert metric(text, "replaybuf_waiting_seconds_total", run=run.run, reason="paused") == 0
 
 
-def test_the_console_is_one_page_that_fetches_nothing_from_elsewhere(service: ServeProcess) -> None:
+def test_the_console_loads_nothing_from_other_hosts(service: ServeProcess) -> None:
     """No address of another host in it."""
     page = httpx.get(service.url)
     assert page.headers["content-type"].startswith("text/html")
@@ -184,7 +184,7 @@ def test_a_ctrl_c_reaches_the_service_before_its_valkey(tmp_path: Path) -> None:
     assert not (tmp_path / "data" / "valkey.sock").exists(), "the Valkey has ended too"
 
 
-def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
+def test_a_job_that_swallows_its_cancellation_is_cancelled_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is cancelled again, and named in the log."""
@@ -202,7 +202,7 @@ def test_a_job_that_misses_its_cancellation_does_not_hold_up_the_end(
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_memory_of_a_body_that_is_gone_serves_the_next_one() -> None:
+def test_freed_memory_of_a_body_is_reused() -> None:
     """In a process of its own: 64 MB are taken twice, the second time without new pages."""
     pages = "resource.getrusage(resource.RUSAGE_SELF).ru_minflt"
     program = f"""if True:

@@ -58,9 +58,7 @@ def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert not path.exists()
 
 
-def test_a_service_on_a_unix_socket_serves_whoever_names_it(
-    on_a_socket: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_service_answers_on_its_unix_socket(on_a_socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocking and asyncio clients, alone or beside addresses that do not answer; `status` too."""
     url = f"unix:{on_a_socket}"
     with Client(url, "r") as client:
@@ -78,14 +76,14 @@ def test_a_service_on_a_unix_socket_serves_whoever_names_it(
     assert "run r" in capsys.readouterr().out
 
 
-def test_a_unix_socket_is_for_its_user_alone(on_a_socket: Path) -> None:
+def test_only_its_user_can_connect_to_a_unix_socket(on_a_socket: Path) -> None:
     """It needs no tokens, as loopback needs none: other users do not get to it."""
     assert stat.S_IMODE(on_a_socket.stat().st_mode) == 0o600
 
 
 # httpcore leaves a socket that does not connect to be closed by the collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_socket_that_nobody_answers_on_is_named_in_the_error(tmp_path: Path) -> None:
+def test_the_error_names_a_socket_without_listener(tmp_path: Path) -> None:
     url = f"unix:{tmp_path / 'none.sock'}"
     with Client(url, "r") as client, pytest.raises(ServiceUnavailable) as raised:
         client.get_run()
@@ -106,7 +104,7 @@ def options(path: Path) -> ServeOptions:
     return ServeOptions(tcp=False, uds=path)
 
 
-def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "rb.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
@@ -115,7 +113,7 @@ def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
         asking.connect(str(path))
 
 
-def test_a_socket_in_use_and_a_file_that_is_none_are_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_socket_in_use_and_another_file_are_left_alone(tmp_path: Path) -> None:
     """Also where the one who listens is too busy to take another connection."""
     path, plain = tmp_path / "rb.sock", tmp_path / "precious"
     plain.write_text("precious")
@@ -130,12 +128,12 @@ def test_a_socket_in_use_and_a_file_that_is_none_are_refused_and_left_alone(tmp_
         _sockets(options(too_long))
 
 
-def test_a_service_that_would_listen_nowhere_is_refused() -> None:
+def test_a_service_without_address_is_rejected() -> None:
     with pytest.raises(Invalid, match="set one of them"):
         _sockets(ServeOptions(tcp=False))
 
 
-def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection would hold a body in memory for as long as it likes."""
     import uvicorn
 

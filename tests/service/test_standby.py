@@ -126,9 +126,7 @@ def test_a_follower_takes_over_from_a_killed_leader(pair: tuple[ServeProcess, Se
     assert second.append(group("g0"))[0]["status"] == "duplicate"
 
 
-def test_a_leader_that_ends_in_order_hands_over_at_once(
-    pair: tuple[ServeProcess, ServeProcess], connect: Connect
-) -> None:
+def test_a_leader_that_stops_releases_its_leases(pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
     """SIGTERM gives the lease back: the next asking of the follower gets it."""
     first, second = (connect(server.url, "r") for server in pair)
     running(first)
@@ -160,7 +158,7 @@ def test_a_leader_that_was_stopped_for_longer_than_its_lease_cannot_write(
     followed(second, first)
 
 
-def test_a_redis_emptied_under_the_servers_is_refused_and_recognised_when_it_is_back(
+def test_an_emptied_redis_is_data_lost_until_its_data_is_back(
     pair: tuple[ServeProcess, ServeProcess], valkey: EmbeddedServer, connect: Connect
 ) -> None:
     """Nothing is written to it, every call says so, readiness too; with the data back both go on."""
@@ -189,7 +187,7 @@ def test_a_redis_emptied_under_the_servers_is_refused_and_recognised_when_it_is_
         assert run.state()["groups"] == before["groups"]
 
 
-def test_a_redis_replaced_by_an_empty_one_is_refused_too(tmp_path: Path, connect: Connect) -> None:
+def test_an_empty_replacement_of_redis_is_data_lost(tmp_path: Path, connect: Connect) -> None:
     """Another server on the same address, without data and without our functions: nothing is written, all is told."""
     with Valkey(tmp_path / "valkey") as redis_server:
         server = ServeProcess(tmp_path / "server", "--redis-url", redis_server.url).start()

@@ -52,7 +52,7 @@ def test_the_strategy_is_asked_once_while_nothing_changes(looked: Looked) -> Non
     assert looked.asked == 1
 
 
-def test_a_group_that_came_in_is_told_at_once(looked: Looked) -> None:
+def test_a_new_group_changes_the_state_at_once(looked: Looked) -> None:
     """With its count, bytes and histograms."""
     looked.reason()
     looked.store()
@@ -64,7 +64,7 @@ def test_a_group_that_came_in_is_told_at_once(looked: Looked) -> None:
     assert state.histograms.rollout_tokens["stored"].count == 2
 
 
-def test_producers_that_ask_or_fall_silent_are_told_at_once(looked: Looked) -> None:
+def test_a_producer_that_asks_or_falls_silent_changes_the_state_at_once(looked: Looked) -> None:
     """`no_producers` holds until one has asked, and again a minute after the last one, once no ticket is out."""
     assert looked.reason() == "no_producers"
     (ticket,) = looked.run.take_tickets(1)
@@ -75,7 +75,7 @@ def test_producers_that_ask_or_fall_silent_are_told_at_once(looked: Looked) -> N
     assert looked.reason() == "no_producers"
 
 
-def test_the_strategy_is_asked_again_after_a_moment(looked: Looked) -> None:
+def test_the_strategy_is_asked_again_after_a_short_time(looked: Looked) -> None:
     """It may go by the number of tickets that are out, which is in no stream; a clock set back asks it, too."""
     looked.run.now_s = 100.0
     looked.reason()

@@ -29,7 +29,7 @@ def test_tickets_count_prompts_from_zero_and_stop_at_the_window(run: RunClient) 
     assert denied["waiting"]["reason"] == "rate_limited"
 
 
-def test_one_call_grants_a_thousand_tickets_at_most_and_the_next_one_goes_on(run: RunClient) -> None:
+def test_one_call_issues_at_most_a_thousand_tickets(run: RunClient) -> None:
     """A hundred thousand at once held up every run of the service until it lost their leases."""
     run.put(batch={"groups_per_batch": 10**9, "tokens_per_batch": None})
     for first in (0, 1000):
@@ -68,7 +68,7 @@ def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunC
     assert [(record["prompt_index"], record["reason"]) for record in failures] == [(0, "engine")]
 
 
-def test_a_caller_that_is_gone_gets_no_ticket(run: RunClient) -> None:
+def test_a_disconnected_caller_gets_no_ticket(run: RunClient) -> None:
     """It was killed while it waited: nobody would honour what is issued to it until that expires."""
     run.put(batch={"groups_per_batch": 1})
     first, _ = take(run, 2)
@@ -86,7 +86,7 @@ def give_back(run: RunClient, ticket: str, reason: str) -> int:
     return run.http.delete(f"{run.path}/tickets/{ticket}", params={"reason": reason}).status_code
 
 
-def test_a_group_whose_id_another_prompt_has_is_refused_by_that_name(run: RunClient) -> None:
+def test_a_group_id_of_another_prompt_is_rejected(run: RunClient) -> None:
     """Neither stored nor a duplicate: it would be lost in silence. A producer without tickets chose `p0`, too."""
     run.put(batch={"groups_per_batch": 2})
     run.append(group("p0"))
@@ -229,7 +229,7 @@ def test_a_waiting_producer_is_woken_by_the_publication(run: RunClient) -> None:
     assert len(got[0]) == 1
 
 
-def test_capacity_counted_in_tokens_follows_what_groups_measure(run: RunClient) -> None:
+def test_capacity_in_tokens_follows_the_measured_group_size(run: RunClient) -> None:
     """With 10 tokens per group and 40 per batch, on-policy grants what fills the batch."""
     run.put(batch={"tokens_per_batch": 40, "seq_len": 10}, group_size=2, strategy={"name": "on-policy"})
     given = take(run, 100)
@@ -239,7 +239,7 @@ def test_capacity_counted_in_tokens_follows_what_groups_measure(run: RunClient) 
     assert run.state()["tokens"]["live"] == 40
 
 
-def test_a_bound_below_what_a_group_is_expected_to_be_lets_in_what_the_next_batch_lacks(run: RunClient) -> None:
+def test_a_limit_below_the_expected_group_size_admits_what_the_next_batch_lacks(run: RunClient) -> None:
     """Until the first group arrives its size is a guess, which must not keep it from ever coming."""
     run.put(batch={"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 4096}, limits={"max_tokens_live": 100})
     first = run.post("tickets", producer="p", count=5).json()["tickets"]

@@ -133,7 +133,7 @@ def test_streams_and_ids_stay_bounded_and_the_state_is_the_same_after_a_restart(
     attempt(server, "bound", work)
 
 
-def test_what_is_trimmed_is_gone_and_what_is_freed_lately_is_told(server: EmbeddedServer) -> None:
+def test_trimmed_groups_are_gone_and_recently_freed_ones_are_reported(server: EmbeddedServer) -> None:
     """410 names what was trimmed; the ledger begins at its first kept entry."""
 
     async def work(trial: Trial) -> None:
@@ -152,7 +152,7 @@ def test_what_is_trimmed_is_gone_and_what_is_freed_lately_is_told(server: Embedd
     attempt(server, "told", work)
 
 
-def test_why_a_prompt_failed_is_told_after_its_ledger_record_is_trimmed(server: EmbeddedServer) -> None:
+def test_a_failed_prompt_is_reported_after_its_record_is_trimmed(server: EmbeddedServer) -> None:
     """By the server that trimmed it and by one that starts from the snapshot."""
 
     async def work(trial: Trial) -> None:
@@ -198,7 +198,7 @@ def test_a_late_duplicate_of_a_trimmed_group_is_still_a_duplicate(server: Embedd
     attempt(server, f"late-{restart:d}", work)
 
 
-def test_an_old_live_group_is_set_aside_and_used_long_after(server: EmbeddedServer) -> None:
+def test_an_old_live_group_survives_trimming(server: EmbeddedServer) -> None:
     """It does not keep the stream; after a restart it is browsed, then buried and purged, and its entry goes."""
 
     async def work(trial: Trial) -> None:
@@ -228,7 +228,7 @@ def test_an_old_live_group_is_set_aside_and_used_long_after(server: EmbeddedServ
     attempt(server, "aside", work)
 
 
-def test_a_server_that_dies_before_it_trims_leaves_that_to_the_next(server: EmbeddedServer) -> None:
+def test_the_next_leader_finishes_an_interrupted_trimming(server: EmbeddedServer) -> None:
     """The TRIM record stands in the ledger; the entries are still there and go with the next snapshot."""
 
     async def work(trial: Trial) -> None:
@@ -280,7 +280,7 @@ def test_a_fenced_leader_overwrites_no_snapshot_and_trims_nothing(server: Embedd
     attempt(server, "fenced", work)
 
 
-def test_a_follower_that_lags_behind_an_emptied_index_stream_reads_the_run_anew(server: EmbeddedServer) -> None:
+def test_a_follower_behind_a_trimmed_stream_loads_the_run_again(server: EmbeddedServer) -> None:
     """No history is kept at all: what it missed is not in the stream, and no gap in it tells that."""
 
     async def work(trial: Trial) -> None:
@@ -304,7 +304,7 @@ def test_a_follower_that_lags_behind_an_emptied_index_stream_reads_the_run_anew(
 
 
 @pytest.mark.parametrize("leads_again", [False, True])
-def test_a_trimming_that_another_leader_overtook_deletes_nothing_that_was_set_aside_since(
+def test_an_overtaken_trimming_deletes_no_entry_kept_since(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, leads_again: bool
 ) -> None:
     """It was held up behind its snapshot; also where its server leads again by now, and has not its old token."""
@@ -391,7 +391,7 @@ def write_past_the_function(server: EmbeddedServer, run: str, **fields: bytes) -
         client.xadd(keys.index(run), fields, id=f"{number}-0")
 
 
-def test_garbage_in_the_index_stream_is_a_dead_letter_and_stops_nothing(server: EmbeddedServer) -> None:
+def test_a_malformed_index_entry_is_a_dead_letter(server: EmbeddedServer) -> None:
     """Wrong sizes, wrong fields, strings that do not decode: counted, listed, the same after a restart."""
 
     async def work(trial: Trial) -> None:
@@ -420,9 +420,7 @@ def test_garbage_in_the_index_stream_is_a_dead_letter_and_stops_nothing(server: 
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_group_above_the_token_budget_written_past_the_door_is_a_dead_letter(
-    server: EmbeddedServer, restart: bool
-) -> None:
+def test_a_direct_append_above_the_token_budget_is_a_dead_letter(server: EmbeddedServer, restart: bool) -> None:
     """No batch could ever hold it; it would sit there live for ever. A server that died before it said so says it."""
 
     async def work(trial: Trial) -> None:
@@ -442,7 +440,7 @@ def test_a_group_above_the_token_budget_written_past_the_door_is_a_dead_letter(
     attempt(server, f"big-{restart:d}", work)
 
 
-def test_a_snapshot_is_written_when_the_ledger_behind_the_last_one_is_long(
+def test_a_snapshot_is_written_after_enough_ledger_entries(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart then reads the snapshot and the records behind it alone."""

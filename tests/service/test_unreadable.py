@@ -22,7 +22,7 @@ from tests.conftest import RunClient, ServeProcess, group
 from tests.waiting import eventually
 
 
-def test_one_unreadable_run_does_not_keep_the_others_from_being_served(
+def test_an_unreadable_run_does_not_stop_the_others(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
     """Every call of it says why, so do /readyz, the list of runs, `status` and the log; once mended it is served."""
@@ -95,7 +95,7 @@ def emptied_index(client: redis.Redis, run: str) -> None:
     ],
 )
 @pytest.mark.parametrize("running", [False, True])
-def test_what_makes_a_run_unreadable_is_told_at_the_start_and_under_a_server_that_follows(
+def test_an_unreadable_run_is_reported_at_start_and_on_a_follower(
     server: EmbeddedServer, spoil: Callable[[redis.Redis, str], None], status: int, why: str, running: bool
 ) -> None:
     """Gaps may be a leader's trimming that was met in the middle: they are 503, and looked at again."""

@@ -184,7 +184,7 @@ def test_every_reason_of_the_closed_list_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.begin.__name__)
-def test_a_reason_is_told_alike_in_every_place(clocked: ClockedServe, run: RunClient, case: Case) -> None:
+def test_all_calls_report_the_same_reason(clocked: ClockedServe, run: RunClient, case: Case) -> None:
     """Batch answer, state, status, metric; and what a producer is told at that moment."""
     epoch = case.begin(run)
     told = {
@@ -221,7 +221,7 @@ def test_a_reason_is_told_alike_in_every_place(clocked: ClockedServe, run: RunCl
 # ---------------------------------------------------------------------- the order, and what changes a reason
 
 
-def test_a_paused_run_is_told_as_paused_also_where_an_ack_is_awaited(run: RunClient) -> None:
+def test_paused_comes_before_awaiting_ack(run: RunClient) -> None:
     """The first reason that holds; what was served before is served still."""
     epoch = awaiting_ack(run)
     run.http.patch(run.path, json={"state": "paused"})
@@ -229,9 +229,7 @@ def test_a_paused_run_is_told_as_paused_also_where_an_ack_is_awaited(run: RunCli
     assert run.batch(0, epoch).status_code == 200
 
 
-def test_producers_that_fall_silent_for_a_minute_are_none_unless_a_ticket_is_out(
-    clocked: ClockedServe, run: RunClient
-) -> None:
+def test_producers_silent_for_a_minute_count_as_none_without_tickets_out(clocked: ClockedServe, run: RunClient) -> None:
     epoch = no_groups(run)
     clocked.put_forward(SILENCE_S)
     assert run.batch(1, epoch).json()["reason"] == "no_groups"
@@ -245,7 +243,7 @@ def test_producers_that_fall_silent_for_a_minute_are_none_unless_a_ticket_is_out
     assert run.batch(1, epoch).json()["reason"] == "no_groups"
 
 
-def test_a_run_that_waits_for_nothing_says_so(clocked: ClockedServe, run: RunClient) -> None:
+def test_a_run_with_a_ready_batch_reports_no_waiting(clocked: ClockedServe, run: RunClient) -> None:
     trained(run, 0)
     assert run.state()["waiting"] is None
     assert "ready" in status(clocked, run.run)

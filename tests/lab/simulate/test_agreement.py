@@ -96,7 +96,7 @@ def recorded_length(recording: Recording) -> float:
     return sum(g.tokens for g in recording.groups) / sum(g.group_size for g in recording.groups)
 
 
-def test_a_run_with_too_few_groups_teaches_nothing(run: RunClient, service: ServeProcess) -> None:
+def test_a_recording_needs_eight_groups(run: RunClient, service: ServeProcess) -> None:
     """Named with the number that is needed."""
     run.put(batch={"groups_per_batch": 1})
     run.append(group("a"), group("b"))
@@ -107,7 +107,7 @@ def test_a_run_with_too_few_groups_teaches_nothing(run: RunClient, service: Serv
 @pytest.mark.parametrize(
     ("content", "fault"), [(b'{"run": 3}', "Expected `str`, got `int`"), (b'{"run": "\xff"}', "'utf-8' codec")]
 )
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, content: bytes, fault: str) -> None:
+def test_a_file_that_is_not_a_recording_is_rejected(tmp_path: Path, content: bytes, fault: str) -> None:
     """With its path and the fault."""
     path = tmp_path / "recording.json"
     path.write_bytes(content)

@@ -43,7 +43,7 @@ def test_several_strategies_are_shown_side_by_side(
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_figures_stand_and_the_extra_is_named(
+def test_without_matplotlib_there_is_a_report_and_the_name_of_the_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report is written all the same."""

@@ -50,7 +50,7 @@ def test_on_policy_grants_what_the_version_needs_and_tops_up_what_was_filtered(
     st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2]), st.booleans(), st.booleans()
 )
 @few
-def test_one_step_off_never_holds_more_than_its_window_and_wastes_only_what_came_too_late(
+def test_one_step_off_never_exceeds_its_window_and_wastes_only_late_groups(
     seed: int, slots: int, max_staleness: int, steps_per_publish: int, adaptive: bool, equal: bool
 ) -> None:
     """live + out <= (m + 1) * steps_per_publish * B; groups that all take less than a step are all trained."""
@@ -77,7 +77,7 @@ def test_one_step_off_never_holds_more_than_its_window_and_wastes_only_what_came
     st.booleans(),
 )
 @few
-def test_bounds_on_what_is_live_hold_and_never_stop_the_run(
+def test_limits_on_live_groups_hold_and_never_stop_the_run(
     seed: int, slots: int, strategy: tuple[str, dict[str, Any]], tokens: int, live_bytes: int | None, by_tokens: bool
 ) -> None:
     """Never above the bound, or above what one batch takes; all steps are trained."""

@@ -151,7 +151,7 @@ def test_a_group_that_comes_after_its_ticket_expired_is_stored_once() -> None:
     assert figures.coverage.trained + figures.coverage.dropped <= figures.coverage.issued
 
 
-def test_an_end_of_the_prompts_ends_the_run() -> None:
+def test_the_run_ends_with_its_prompts() -> None:
     """As the service ends it: what does not fill a batch stays."""
     run = config(tickets=TicketSpec(ttl_s=30.0, prompts=21))
     figures = simulate(run, Supply(workload(), run, 0), STEPS)
@@ -227,7 +227,7 @@ class Sleepy(Strategy[Any]):
         return fill(groups, np.arange(len(groups)), budget)
 
 
-def test_a_slow_plug_in_ends_no_study_and_is_told(
+def test_a_slow_plug_in_is_logged_and_does_not_end_the_study(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The clock is virtual; the host's says nothing about the run."""
@@ -247,7 +247,7 @@ class Attentive(Sleepy):
         self.heard.append(feedback)
 
 
-def test_a_strategy_that_observes_is_given_what_a_trainer_would_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observing_strategy_gets_feedback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean |advantage| of each group of the batch, by its id."""
     install(monkeypatch, Attentive)
     study("attentive", steps=3)

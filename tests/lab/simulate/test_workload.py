@@ -11,7 +11,7 @@ from replaybuf.wire.config import BatchSpec
 from tests.lab.simulate.workloads import config, workload
 
 
-def test_an_attempt_does_not_depend_on_what_was_asked_before() -> None:
+def test_an_attempt_does_not_depend_on_earlier_ones() -> None:
     """So strategies that are compared meet the same groups, in whatever order they generate them."""
     forward, backward = (Supply(workload(failure_rate=0.2), config(), seed=3) for _ in range(2))
     asked = [(index, number) for index in (0, 5, BLOCK, 3 * BLOCK + 1) for number in (1, 2)]
@@ -70,7 +70,7 @@ def test_truncation_by_rule_cuts_rollouts_to_a_row() -> None:
         ("ranks", 5000, r"ranks is 5000; needed: int <= 4096"),
     ],
 )
-def test_what_cannot_be_is_refused_with_name_value_and_bound(field: str, value: float, told: str) -> None:
+def test_impossible_values_are_rejected_with_name_value_and_bound(field: str, value: float, told: str) -> None:
     """Before anything is simulated."""
     with pytest.raises(Invalid, match=told) as caught:
         check_workload(workload(**{field: value}))
@@ -85,7 +85,7 @@ def test_rates_that_leave_no_success_and_speeds_that_take_no_time_are_refused() 
         check_workload(workload(group_s=0.0, token_s=0.0))
 
 
-def test_made_up_prompts_that_fill_a_row_are_refused() -> None:
+def test_prompts_that_fill_a_row_are_rejected() -> None:
     """No rollout would fit behind them."""
     with pytest.raises(Invalid, match=r"prompt_tokens is 4096; batch.seq_len is 4096"):
         check_prompts(workload(prompt_tokens=4096), config())
