@@ -79,7 +79,7 @@ class EndPlay(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class DropPlay(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Cancel a play if it goes on, and forget it; answered by `Dropped` at once."""
+    """Cancel a play if it goes on, and forget it; has no answer."""
 
     play: str
 
@@ -154,14 +154,9 @@ class PlayState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     scored: Scored | None = None
 
 
-class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The play does not exist any more."""
-
-
-PlayRequest: TypeAlias = TakeTurn | EndPlay | DropPlay
-Work: TypeAlias = Describe | ReadTasks | ScoreReply | BeginPlay | PlayRequest
-Request: TypeAlias = Cancel | Work
-Answer: TypeAlias = Ready | Failed | Described | TaskRows | Scored | PlayState | Dropped
+Request: TypeAlias = Describe | ReadTasks | ScoreReply | BeginPlay | TakeTurn | EndPlay
+Command: TypeAlias = Cancel | DropPlay
+Answer: TypeAlias = Ready | Failed | Described | TaskRows | Scored | PlayState
 
 
 class Unfit(Exception):

@@ -16,8 +16,8 @@ from .messages import (
     Answer,
     BeginPlay,
     Cancel,
+    Command,
     Describe,
-    Dropped,
     DropPlay,
     EndPlay,
     Failed,
@@ -32,7 +32,6 @@ from .messages import (
     TaskRows,
     TasksetRequest,
     Unfit,
-    Work,
     described,
 )
 from .pipes import claim_pipes, received
@@ -58,11 +57,15 @@ class Worker:
         self._plays: dict[str, Play] = {}
         self._running: dict[int, asyncio.Task[Answer]] = {}
 
-    def take(self, number: int, request: Request) -> None:
-        """Start a request, or cancel one."""
+    def take(self, number: int, request: Request | Command) -> None:
+        """Start a request, or carry out a command."""
         if isinstance(request, Cancel):
             if request.number in self._running:
                 self._running[request.number].cancel()
+            return
+        if isinstance(request, DropPlay):
+            if request.play in self._plays:
+                self._plays.pop(request.play).drop()
             return
         task = asyncio.get_running_loop().create_task(self._answer(request))
         self._running[number] = task
@@ -73,7 +76,7 @@ class Worker:
         cancelled = Failed(reason="cancelled", detail="the request was cancelled")
         self._send(number, cancelled if done.cancelled() else done.result())
 
-    async def _answer(self, request: Work) -> Answer:
+    async def _answer(self, request: Request) -> Answer:
         try:
             return await self._run(request)
         except Unfit as error:
@@ -84,7 +87,7 @@ class Worker:
             whose = repr(request.taskset) if isinstance(request, TasksetRequest) else "a play"
             return Failed(reason="raised", detail=f"{whose} raised {described(error)}")
 
-    async def _run(self, request: Work) -> Answer:
+    async def _run(self, request: Request) -> Answer:
         match request:
             case Describe():
                 return self._taskset(request).describe()
@@ -102,10 +105,6 @@ class Worker:
             case EndPlay():
                 play = self._play(request.play)
                 play.end()
-            case DropPlay():
-                if request.play in self._plays:
-                    self._plays.pop(request.play).drop()
-                return Dropped()
         state = await play.state()
         if isinstance(state, Scored):
             return PlayState(scored=state)
@@ -160,7 +159,7 @@ async def _serve(requests: BinaryIO, worker: Worker) -> None:
 
 
 def _read(requests: BinaryIO, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    for number, request in received(requests, Request):
+    for number, request in received(requests, Request | Command):
         loop.call_soon_threadsafe(worker.take, number, request)
     # The generator is gone. Exit functions end what verifiers started. They run here, because the main thread may be
     # in the middle of anything.

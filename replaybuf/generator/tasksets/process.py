@@ -23,7 +23,7 @@ from typing import TypeVar
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError
 from replaybuf.generator import taskset_worker
 from replaybuf.generator.child_process import ChildEnded, ChildProcess
-from replaybuf.generator.taskset_worker.messages import Answer, Cancel, Failed, Ready, Request
+from replaybuf.generator.taskset_worker.messages import Answer, Cancel, Command, Failed, Ready, Request
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,11 @@ class TasksetProcess:
                 worker.cancel(number)
                 raise
 
-    def post(self, request: Request) -> None:
-        """Send a request without waiting for its answer, if the process runs."""
+    def post(self, command: Command) -> None:
+        """Send a command, which has no answer, if the process runs."""
         with self._lock:
             if self._worker is not None and not self._worker.child.ended:
-                self._worker.child.send(request)
+                self._worker.child.post(command)
 
     def close(self) -> None:
         """End the process and what it started, and wait until it is gone; a later request starts another."""
