@@ -113,7 +113,7 @@ class RunCalls:
         """Become the run's trainer at `resume_step`, the number of steps done (None = the next unacked step).
 
         Every older epoch is fenced. `seq_len` and `pad_to_multiple_of` in tokens; None = the run's. `cost`: cost of a
-        rollout by its length, from `packing.cost.cost_of`, to balance the ranks; None = that of a typical model.
+        rollout by its length, from `client.cost.cost_of`, to balance the ranks; None = that of a typical model.
         Raises `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
         """
         body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume}

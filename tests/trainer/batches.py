@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaybuf.wire.batch import Batch, BatchGroup, MicroBatch, Segment, encode_batch, read_batch
+from replaybuf.wire.batch import BatchGroup, Segment, encode_batch
 from replaybuf.wire.group import Group, RolloutJson
+from replaybuf_trainer.reading import TensorBatch, read_tensors
 from tests import builders
 
 VOCABULARY = 98
@@ -99,9 +100,9 @@ def packed_body(
     return bytes(encode_batch(meta, segments, pad_to_multiple_of=pad_to_multiple_of))
 
 
-def packed(members: Sequence[Rollout], rows: Sequence[Sequence[int]], **fields: Any) -> Batch:
+def packed(members: Sequence[Rollout], rows: Sequence[Sequence[int]], **fields: Any) -> TensorBatch:
     """Pack rollouts as `packed_body` does, and read them."""
-    return read_batch(packed_body(members, rows, **fields))
+    return read_tensors(packed_body(members, rows, **fields))
 
 
 def logprobs_alone(model: Any, one: Rollout) -> torch.Tensor:
@@ -111,6 +112,6 @@ def logprobs_alone(model: Any, one: Rollout) -> torch.Tensor:
     return torch.log_softmax(logits.float(), -1)
 
 
-def trained_rows(batch: Batch) -> list[MicroBatch]:
+def trained_rows(batch: TensorBatch) -> list[dict[str, torch.Tensor]]:
     """Return the micro-batches that hold rollouts."""
-    return [row for row in batch.micro_batches if len(row.rewards)]
+    return [row for row in batch.micro_batches if len(row["rewards"])]

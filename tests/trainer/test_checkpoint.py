@@ -17,8 +17,9 @@ from replaybuf_trainer.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from replaybuf_trainer.loss import Objective, Tally, rows_loss
+from replaybuf_trainer.loss import Tally, rows_loss
 from replaybuf_trainer.model import load_model
+from replaybuf_trainer.options import Objective
 from tests.trainer.batches import packed, rollouts, trained_rows
 
 

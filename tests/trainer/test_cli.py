@@ -1,4 +1,4 @@
-"""The trainer package's commands: mounted by entry point, and clear where torch is missing."""
+"""The commands of the trainer package."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from replaybuf.cli.main import main
 from replaybuf.errors import MissingExtra
 from replaybuf.kernel import plugins
 from replaybuf_trainer import cli
+from replaybuf_trainer.options import EngineOptions, InitModelOptions, TrainOptions
 
 COMMANDS = {"engine": cli.engine, "init-model": cli.init_model, "train": cli.train}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_command_is_found_by_its_entry_point(name: str) -> None:
-    """`replaybuf NAME` is the function of this package."""
+def test_an_entry_point_mounts_each_command(name: str) -> None:
     assert plugins.load(plugins.COMMANDS, name) is COMMANDS[name]
 
 
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        (cli.engine, {"model": Path("m")}),
-        (cli.init_model, {"out": Path("m")}),
-        (cli.train, {"run": "r", "model": Path("m")}),
+        (cli.engine, EngineOptions(model=Path("m"))),
+        (cli.init_model, InitModelOptions(out=Path("m"))),
+        (cli.train, TrainOptions(run="r", model=Path("m"))),
     ],
 )
-def test_without_torch_the_command_to_install_it_is_told(
-    monkeypatch: pytest.MonkeyPatch, command: Callable[..., None], options: dict[str, Any]
+def test_without_torch_the_error_names_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[[Any], None], options: Any
 ) -> None:
-    """Before anything else happens."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[trainer\]'"):
-        command(**options)
+        command(options)
 
 
 def test_a_trainer_needs_a_run_and_a_model_and_no_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line as the design has it; it ends where torch is missing, and not at its options."""
+    """The options are complete: the command fails only because torch is missing."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit) as ended:
         main(["train", "--url", "http://127.0.0.1:8900", "--run", "r", "--model", "m"])

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from replaybuf.errors import Invalid
-from replaybuf_trainer.loss import Objective, Tally, rows_loss, token_logits
+from replaybuf_trainer.loss import Tally, rows_loss, token_logits
 from replaybuf_trainer.model import load_model
+from replaybuf_trainer.options import Objective
 from tests.trainer.batches import Rollout, logprobs_alone, packed, rollouts, trained_rows
 
 ROWS = [[4, 0, 2], [1], [], [5, 3]]
@@ -123,7 +124,7 @@ def test_a_ratio_beyond_the_clip_has_no_gradient(model: Any) -> None:
     for behaviour, advantage, moves in ((-9.0, 1.0, False), (-9.0, -1.0, True), (-1.0, -1.0, False), (-1.0, 1.0, True)):
         told = Rollout(one.prompt_ids, one.completion_ids, ones, [behaviour] * len(ones), one.ref_logprobs, advantage)
         batch = packed([told], [[0]])
-        loss = rows_loss(model, batch.micro_batches, batch.meta.batch_loss_tokens, Objective(), Tally())
+        loss = rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, Objective(), Tally())
         norm = sum(float(g.norm()) for g in torch.autograd.grad(loss, list(model.parameters())))
         assert (norm > 0) == moves, (behaviour, advantage)
 

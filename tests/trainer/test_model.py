@@ -1,8 +1,8 @@
-"""The reference trainer's model: what it tells of its shape."""
+"""Cost of the reference trainer's model."""
 
 from __future__ import annotations
 
-from replaybuf.packing.cost import cost_of
+from replaybuf.client.cost import cost_of
 from replaybuf_trainer.model import new_model, shape_of
 
 

@@ -278,7 +278,7 @@ def test_a_trainer_that_lost_the_run_loads_nothing_any_more(
         publisher.publish(tmp_path, 3)
         scripted.version = "2"
         publisher.watch(asked, 0.01)
-        eventually(lambda: "no longer watched" in caplog.text, TIMEOUT_S)
+        eventually(lambda: "the watch of the engines ends" in caplog.text, TIMEOUT_S)
     assert scripted.paths.count("/collective_rpc") == 1
 
 

@@ -93,7 +93,7 @@ def test_a_tensor_that_torch_cannot_view_is_malformed(off: int) -> None:
     raw = body()
     length = int.from_bytes(raw[:8], "little")
     moved = (length + off).to_bytes(8, "little") + raw[8 : 8 + length] + b" " * off + raw[8 + length :]
-    with pytest.raises(Malformed, match=r"tensor \w+ begins at byte \d+ of the body; torch needs a multiple of 4"):
+    with pytest.raises(Malformed, match=r"tensor \w+ starts at byte \d+ of the body; torch needs a multiple of 4"):
         read_tensors(moved)
     assert len(read_batch(moved).micro_batches) == 3
 

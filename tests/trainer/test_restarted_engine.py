@@ -22,7 +22,8 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.tokenizer import Tokenizer
-from replaybuf_trainer.trainer import Trainer, TrainOptions
+from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
 from tests.generator.doubles import make_prompt
 from tests.trainer.batches import group_of, rollouts
@@ -105,5 +106,5 @@ def test_a_run_whose_only_engine_is_started_anew_goes_on_with_the_weights_of_bef
     groups = run.get("groups").json()["groups"]
     oldest = [group["policy_version"] for group in groups if not group["group_id"].startswith("g")]
     assert len(oldest) >= STEPS - BEFORE and min(oldest) == BEFORE
-    assert f"engine {engine.url} does not have version {BEFORE}, it is loaded again" in caplog.text
+    assert f"engine {engine.url} lacks version {BEFORE}, loading it again" in caplog.text
     assert json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])["engine_reloads"] == 1

@@ -23,7 +23,8 @@ from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import trainer as trainer_module
 from replaybuf_trainer.checkpoint import latest_checkpoint, read_state
 from replaybuf_trainer.model import load_model
-from replaybuf_trainer.trainer import Trainer, TrainOptions
+from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
 from tests.trainer.batches import group_of, rollouts
 from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService
@@ -110,7 +111,7 @@ def test_without_engines_weights_are_written_and_announced_and_the_log_says_who_
     published = [event for event in service.events if event.startswith(("load", "publish"))]
     assert published == [f"publish {version}" for version in range(STEPS + 1)]
     assert weights(tmp_path / "weights" / f"v{STEPS:06d}").keys() == weights(models / "a").keys()
-    assert "whoever samples has to load them" in caplog.text
+    assert "your engines must load them" in caplog.text
 
 
 def test_weights_are_published_once_per_version(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_target_that_is_not_reached_leaves_no_folder(tmp_path: Path, monkeypat
 
 def test_an_unknown_task_is_refused_with_those_there_are(tmp_path: Path) -> None:
     """Before anything is made."""
-    with pytest.raises(Invalid, match=r"'poetry'; known: spell_backward"):
+    with pytest.raises(Invalid, match=r"'poetry'; it must be one of: spell_backward"):
         make(tmp_path / "model", "poetry", 0, 0.5)
     assert list(tmp_path.iterdir()) == []
 

@@ -96,7 +96,7 @@ def test_the_newest_folders_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "told"),
-    [(b'{"model_type": "llama"}', "model_type 'llama'; .* take 'qwen3'"), (b"{}", "model_type None"), (b"x", "decode")],
+    [(b'{"model_type": "llama"}', "model_type 'llama'; .* need 'qwen3'"), (b"{}", "model_type None"), (b"x", "decode")],
 )
 def test_a_folder_with_another_model_is_refused(tmp_path: Path, config: bytes, told: str) -> None:
     """It was loaded as far as its weights have the same names, with the rest made up."""

@@ -1,6 +1,6 @@
-"""Checkpoints: a folder `step-000012` that a trainer resumes at step 12 from, whole or not there; no pickle in it.
+"""Checkpoints: a folder `step-000012`, written atomically and without pickle, to resume a trainer at step 12.
 
-`model/` is a model folder, `optimizer.safetensors` the moments of AdamW by parameter name, `state.json` the rest.
+It holds a model folder `model/`, the moments of AdamW by parameter name in `optimizer.safetensors`, and `state.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 class TrainerState(msgspec.Struct, frozen=True):
-    """`step` is the number of steps done, the `resume_step` to attach with; `version` the policy version then."""
+    """`step`: number of steps done, the `resume_step` of an attach; `version`: policy version after them."""
 
     run: str
     step: int
@@ -30,7 +30,7 @@ class TrainerState(msgspec.Struct, frozen=True):
 def save_checkpoint(
     folder: Path, model: Any, optimizer: torch.optim.Optimizer, tokenizer_dir: Path, state: TrainerState, keep: int
 ) -> Path:
-    """Write the checkpoint of `state.step`; delete all but the `keep` newest. Returns its folder."""
+    """Write the checkpoint of `state.step`, delete all but the `keep` newest, and return its folder."""
     path = folder / f"step-{state.step:06d}"
     with whole_folder(path) as scratch:
         save_model(model, tokenizer_dir, scratch / "model")
@@ -41,13 +41,13 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint, or None. A half-written one has another name and is never picked."""
+    """Return the newest checkpoint, or None. A half-written checkpoint has another name."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
     return max(found, default=None, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Read the state of a checkpoint. Raises `Invalid` where it does not decode."""
+    """Read the state of a checkpoint. Raises `Invalid` if it does not decode."""
     try:
         return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=TrainerState)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def load_optimizer(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Put the moments of a checkpoint back; `optimizer` holds the parameters of `model`."""
+    """Load the moments of a checkpoint into `optimizer`, which holds the parameters of `model`."""
     stored = load_file(checkpoint / "optimizer.safetensors")
     for name, parameter in model.named_parameters():
         moments = {key: stored[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq") if f"{key}.{name}" in stored}

@@ -1,33 +1,27 @@
-"""Packed forward pass and the clipped GRPO objective on the logprobs of the policy that sampled.
+"""Packed forward pass and the clipped GRPO objective against the logprobs of the policy that sampled.
 
 GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1) with these deviations: the ratio is against the inference
 logprobs of the engine that sampled (one-step off-policy, no second forward pass of the old policy), the mean is over
 all loss tokens of the whole batch (DAPO, Yu et al. 2025, section 3.3), and the KL term is off by default.
 
-Packed rows are kept apart by their restarting positions alone: `use_cache=False` and no attention mask. With a mask
-of ones, or the default cache, the rollouts of a row would see each other without any warning.
+Only their restarting positions separate the rollouts of a packed row: `use_cache=False` and no attention mask. With a
+mask of ones, or with the default cache, they would attend to each other without any warning.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.batch import MicroBatch
+from replaybuf_trainer.options import Objective
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Objective:
-    """`clip_low`, `clip_high`: how far the ratio may move an advantage; `kl`: weight of the KL to `ref_logprobs`."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl: float = 0.0
+Row: TypeAlias = Mapping[str, torch.Tensor]
+"""One micro-batch, see `replaybuf_trainer.reading.TensorBatch`: L tokens of n rollouts."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,80 +35,66 @@ class Tally:
     entropy: float = 0.0
 
     def mean(self, name: str) -> float:
-        """Mean of a sum over all loss tokens; 0 where there are none."""
+        """Return the mean of a sum over all loss tokens; 0 without loss tokens."""
         return float(getattr(self, name)) / self.tokens if self.tokens else 0.0
 
 
-def stack(rows: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put rows of unequal length L into one batch: ids, positions, loss mask, each [B, longest L].
-
-    What is added at the end of a row starts at position 0 again, like any other rollout, so it stays apart.
-    """
-    width = max(len(row.input_ids) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    positions = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        length = len(row.input_ids)
-        ids[number, :length] = torch.from_numpy(row.input_ids.astype("int64"))
-        positions[number, :length] = torch.from_numpy(row.position_ids.astype("int64"))
-        positions[number, length:] = torch.arange(width - length)
-        mask[number, :length] = torch.from_numpy(row.loss_mask.copy())
-    return ids, positions, mask
-
-
-def token_logits(model: Any, rows: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run packed rows; return the targets [k] of all their loss tokens, row by row, and the logits [k, V] for them.
+def token_logits(model: Any, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run B packed rows; return the targets [k] of all their loss tokens, row by row, and the logits [k, V] for them.
 
     Position t holds token t, so its logits stand at t-1. The first token of a rollout has no logits before it and is
     never a loss token (prompts have at least one token).
     """
-    ids, positions, mask = stack(rows)
-    hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-    return ids[mask], model.lm_head(hidden[:, :-1][mask[:, 1:]])
+    # [B, longest L]; padding has position 0 at every token, so each padding token is a segment of its own
+    ids, positions, mask = (
+        pad_sequence([row[name] for row in rows], batch_first=True)
+        for name in ("input_ids", "position_ids", "loss_mask")
+    )
+    hidden = model.model(input_ids=ids.long(), position_ids=positions.long(), use_cache=False).last_hidden_state
+    return ids[mask].long(), model.lm_head(hidden[:, :-1][mask[:, 1:]])
 
 
 def rows_loss(
-    model: Any, rows: Sequence[MicroBatch], batch_loss_tokens: int, objective: Objective, tally: Tally
+    model: Any, rows: Sequence[Row], batch_loss_tokens: int, objective: Objective, tally: Tally
 ) -> torch.Tensor:
-    """Loss of some rows, to be summed over all rows of the batch and ranks; adds its figures to `tally`.
+    """Return the loss of some rows, to be summed over all rows and ranks of the batch; add its figures to `tally`.
 
-    The engine's logprobs are raw (temperature not applied), so raw is compared with raw whatever the temperature.
+    The engine's logprobs are raw (before temperature), so both sides of the ratio are raw whatever the temperature.
     """
-    targets, logits = token_logits(model, rows)
-    every = torch.log_softmax(logits.float(), -1)
-    logprobs = every.gather(1, targets[:, None]).squeeze(1)
-    behaviour = _gather(rows, "inference_logprobs")
-    advantages = _gather(rows, "advantages") * _weights(rows)
-    ratio = (logprobs - behaviour).exp()
+    targets, logits = token_logits(model, rows)  # [k], [k, V]
+    distribution = torch.log_softmax(logits.float(), -1)
+    logprobs = distribution.gather(1, targets[:, None]).squeeze(1)  # [k]
+    advantages = _loss_tokens(rows, "advantages") * _weights(rows)
+    ratio = (logprobs - _loss_tokens(rows, "inference_logprobs")).exp()
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     losses = -torch.minimum(ratio * advantages, bounded * advantages)
     if objective.kl:
         # The non-negative, low-variance estimate of Schulman ("Approximating KL Divergence", k3).
-        drift = _gather(rows, "ref_logprobs") - logprobs
+        drift = _loss_tokens(rows, "ref_logprobs") - logprobs
         losses = losses + objective.kl * (drift.exp() - drift - 1)
     with torch.no_grad():
         tally.tokens += len(targets)
         tally.loss += float(losses.sum())
         tally.clipped += float((ratio * advantages > bounded * advantages).sum())
         tally.ratio += float(ratio.sum())
-        tally.entropy -= float((every.exp() * every).sum())
+        tally.entropy -= float((distribution.exp() * distribution).sum())
     return losses.sum() / batch_loss_tokens
 
 
-def _gather(rows: Sequence[MicroBatch], name: str) -> torch.Tensor:
-    columns = [getattr(row, name) for row in rows]
-    if any(column is None for column in columns):
+def _loss_tokens(rows: Sequence[Row], name: str) -> torch.Tensor:
+    """Return a column of all loss tokens, float32 [k]. Raises `Invalid` if a row lacks the column."""
+    if any(name not in row for row in rows):
         raise Invalid(f"the batch has no {name}; have the generator send it, or set kl to 0", name=name)
-    return torch.cat([torch.from_numpy(c[row.loss_mask]) for c, row in zip(columns, rows, strict=True)])
+    return torch.cat([row[name][row["loss_mask"]] for row in rows])
 
 
-def _weights(rows: Sequence[MicroBatch]) -> torch.Tensor:
-    """Sampling weight of every loss token, float32 [k]; 1 where the strategy gives none."""
-    spread = []
+def _weights(rows: Sequence[Row]) -> torch.Tensor:
+    """Return the sampling weight of every loss token, float32 [k]; 1 if the strategy gives no weights."""
+    weights = []
     for row in rows:
-        n = len(row.rewards)
-        weights = np.ones(n, np.float32) if row.sampling_weights is None else row.sampling_weights
-        per_token = np.repeat(weights, np.diff(row.cu_seqlens[: n + 1]))
-        spread.append(torch.from_numpy(per_token[row.loss_mask[: len(per_token)]]))
-    return torch.cat(spread)
+        n = len(row["rewards"])
+        per_rollout = row.get("sampling_weights", torch.ones(n))
+        lengths = row["cu_seqlens"][: n + 1].diff()
+        per_token = per_rollout.repeat_interleave(lengths)  # [L without padding]
+        weights.append(per_token[row["loss_mask"][: len(per_token)]])
+    return torch.cat(weights)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 model and a character tokenizer, made on the spot as a complete Hugging Face folder."""
+"""A tiny Qwen3 model with a character tokenizer, and loading of Qwen3 folders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from replaybuf.client.cost import ModelShape
 from replaybuf.errors import Invalid
-from replaybuf.packing.cost import ModelShape
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -21,9 +21,9 @@ MODEL_TYPE = Qwen3Config.model_type
 
 
 def character_tokenizer() -> Any:
-    """Make a tokenizer with one token per printable ASCII character, and pad, bos, eos: 98 in all."""
+    """Create a tokenizer with one token per printable ASCII character, and pad, bos, eos: 98 tokens."""
     vocabulary = {token: number for number, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary))  # no unknown token: a character it lacks is an error
+    backend = Tokenizer(models.WordLevel(vocabulary))  # without an unknown token, other characters are errors
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS)
@@ -48,29 +48,21 @@ def tiny_config() -> Qwen3Config:
 
 
 def new_model(seed: int) -> Any:
-    """Make a model with random weights, float32."""
+    """Create a model with random weights, float32."""
     torch.manual_seed(seed)
-    transformers_logging.disable_progress_bar()  # saving one shard needs none
+    transformers_logging.disable_progress_bar()  # of no use for one shard
     return Qwen3ForCausalLM(tiny_config()).float()
 
 
-def _model_type(config: Path) -> object:
-    try:
-        found = msgspec.json.decode(config.read_bytes())
-    except msgspec.DecodeError as error:
-        raise Invalid(f"{config} does not decode: {error}", name="model", value=str(config)) from None
-    return found.get("model_type") if isinstance(found, dict) else None
-
-
 def load_model(folder: Path) -> Any:
-    """Load a folder with a Qwen3 model in float32 on the CPU. Raises `Invalid` where it is not one."""
+    """Load a Qwen3 model folder in float32 on the CPU. Raises `Invalid` for another model type."""
     config = folder / "config.json"
     if not config.is_file():
         raise Invalid(f"model folder {folder} has no config.json", name="model", value=str(folder))
     kind = _model_type(config)
-    if kind != MODEL_TYPE:  # transformers would load what fits and make up the rest
+    if kind != MODEL_TYPE:  # transformers would load the weights that fit and draw the rest at random
         raise Invalid(
-            f"model folder {folder} has model_type {kind!r}; the reference trainer and its engine take {MODEL_TYPE!r}",
+            f"model folder {folder} has model_type {kind!r}; the reference trainer and its engine need {MODEL_TYPE!r}",
             name="model_type",
             value=kind,
             bound=MODEL_TYPE,
@@ -81,6 +73,14 @@ def load_model(folder: Path) -> Any:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """Read what a rollout's cost depends on from the model's configuration."""
+    """Return the sizes that a rollout's cost depends on."""
     config = model.config
     return ModelShape(**{name: getattr(config, name) for name in ModelShape.__struct_fields__ if name != "gated"})
+
+
+def _model_type(config: Path) -> object:
+    try:
+        found = msgspec.json.decode(config.read_bytes())
+    except msgspec.DecodeError as error:
+        raise Invalid(f"{config} does not decode: {error}", name="model", value=str(config)) from None
+    return found.get("model_type") if isinstance(found, dict) else None

@@ -1,10 +1,10 @@
-"""Weights into the engines: the calls that load them, and a watch that loads them again where they got lost.
+"""Load weights into the engines, and load them again into engines that lost them.
 
-An engine that was started anew has the weights it was started with. Generators leave it aside until its version is
-right, and only whoever has the weights can make it right: with every engine started anew no batch would come any more,
-and without a batch no publication. So a thread asks every engine for its version, also while a batch is waited for::
+A restarted engine has the weights it was started with. Generators do not use it until its version is right, and only
+the trainer can load the right weights. If every engine restarts, no batch would come, and without a batch there is no
+publication. So a thread asks every engine for its version, also while the trainer waits for a batch::
 
-    current ──(does not take a publication, tells another version, does not answer)──► behind ──(loaded)──► current
+    current ──(refuses a publication, reports another version, does not answer)──► behind ──(loaded)──► current
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ import httpx
 import msgspec
 
 from replaybuf.errors import ReplaybufError, ServiceUnavailable
-from replaybuf.generator.fleet.publication import OnPublish
+from replaybuf_trainer.options import OnPublish
 
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 2.0
 VERSION_TIMEOUT_S = 5.0
-"""Bound of a question for the version, which computes nothing."""
 RETRY_CEILING_S = 30.0
 """The pause before an engine that is behind is tried again doubles up to this."""
 CLOSE_TIMEOUT_S = 10.0
 
 _MODES: dict[OnPublish, str] = {"drain": "wait", "in-flight": "keep", "abort-and-resume": "abort", "abort": "abort"}
-"""How engines are paused while they load: what is running finishes first, is frozen, or is cut off."""
+"""The pause mode of vLLM for each policy: running completions finish, freeze, or abort."""
 
 
 class _WeightInfo(msgspec.Struct):
@@ -40,96 +39,89 @@ class _WeightInfo(msgspec.Struct):
 
 
 class _Engine:
-    """One engine. `behind`: why it lacks the weights published last; None = it has them, as far as is known."""
+    """One engine. `behind`: why it lacks the published weights; None = it has them, as far as is known."""
 
     def __init__(self, url: str, http: httpx.Client, pause: str) -> None:
         self.url = url.rstrip("/")
         self.behind: ServiceUnavailable | None = None
         self._http = http
         self._pause = pause
-        self._pause_s = 0.0
-        self._look_at_s = 0.0
-
-    # ------------------------------------------------------------------ calls
+        self._backoff_s = 0.0
+        self._next_check_s = 0.0
 
     def load(self, folder: Path, version: int) -> None:
-        """Have it sample with the weights in `folder`, as `version`. Raises `ServiceUnavailable`."""
-        self._post(self._pause)
+        """Load the weights in `folder` as `version`; record in `behind` whether that worked."""
         try:
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
-            self._post("/collective_rpc", reload)
-            self._post("/update_weight_version", {"new_version": str(version)})
-        finally:
-            self._post("/resume")
+            self._post(self._pause)
+            try:
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+                self._post("/collective_rpc", reload)
+                self._post("/update_weight_version", {"new_version": str(version)})
+            finally:
+                self._post("/resume")
+        except ServiceUnavailable as error:
+            self.mark_behind(error, version)
+        else:
+            self.mark_current()
 
     def lacks(self, version: int) -> bool:
-        """Say whether it tells another version. Raises `ServiceUnavailable` where it tells none."""
+        """Ask the engine whether it has another version. Raises `ServiceUnavailable` if it reports none."""
         try:
             response = self._http.get(f"{self.url}/weight_info", timeout=VERSION_TIMEOUT_S)
             response.raise_for_status()
             return str(msgspec.json.decode(response.content, type=_WeightInfo).weight_version) != str(version)
         except (httpx.HTTPError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ServiceUnavailable(
-                f"engine {self.url} tells no version: {error or type(error).__name__}", name="engine", value=self.url
-            ) from error
+            raise self._fault(f"reports no version: {error or type(error).__name__}") from error
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Post once, and again after an error: an engine resets kept-alive connections and may fail once."""
         for attempt in (1, 2):
             try:
                 response = self._http.post(self.url + path, json=body)
             except httpx.TransportError as error:
-                if attempt == 1:
-                    continue  # an engine resets its kept-alive connections after an error: once more on a new one
-                raise ServiceUnavailable(
-                    f"engine {self.url} does not answer {path}: {error or type(error).__name__}",
-                    name="engine",
-                    value=self.url,
-                ) from error
+                if attempt == 2:
+                    raise self._fault(f"does not answer {path}: {error or type(error).__name__}") from error
+                continue
             if response.is_success:
                 return
-            if response.is_server_error and attempt == 1:
-                logger.warning("engine %s answered %s with %d, asking once more", self.url, path, response.status_code)
-                continue
-            raise ServiceUnavailable(
-                f"engine {self.url} answered {path} with {response.status_code}: {response.text[:300]}",
-                name="engine",
-                value=self.url,
-                bound=200,
-            )
+            if not response.is_server_error or attempt == 2:
+                raise self._fault(f"answered {path} with {response.status_code}: {response.text[:300]}")
+            logger.warning("engine %s answered %s with %d, retrying", self.url, path, response.status_code)
 
-    # ------------------------------------------------------------------ how it is doing
+    def _fault(self, what: str) -> ServiceUnavailable:
+        return ServiceUnavailable(f"engine {self.url} {what}", name="engine", value=self.url)
 
     @property
     def due(self) -> bool:
-        """Whether it is time to look at it."""
-        return time.monotonic() >= self._look_at_s
+        """Whether it is time to check this engine."""
+        return time.monotonic() >= self._next_check_s
 
-    def caught_up(self) -> None:
-        """Take in that it has the weights."""
-        self.behind, self._pause_s, self._look_at_s = None, 0.0, 0.0
+    def mark_current(self) -> None:
+        """Record that the engine has the published weights."""
+        self.behind, self._backoff_s, self._next_check_s = None, 0.0, 0.0
 
-    def fell_behind(self, fault: ServiceUnavailable, version: int) -> None:
-        """Take in that it does not have them, and pause before the next look; say so, unless the last one just did."""
+    def mark_behind(self, fault: ServiceUnavailable, version: int) -> None:
+        """Record that the engine lacks the published weights; log it and back off, once per pause."""
         self.behind = fault
         if not self.due:
             return
-        self._pause_s = min(max(2 * self._pause_s, WATCH_EVERY_S), RETRY_CEILING_S)
-        self._look_at_s = time.monotonic() + self._pause_s
+        self._backoff_s = min(max(2 * self._backoff_s, WATCH_EVERY_S), RETRY_CEILING_S)
+        self._next_check_s = time.monotonic() + self._backoff_s
         logger.warning(
-            "engine %s lacks version %d and samples nothing for the run; looked at again in %g s: %s",
+            "engine %s lacks version %d and samples nothing for the run; next check in %g s: %s",
             self.url,
             version,
-            self._pause_s,
+            self._backoff_s,
             fault,
         )
 
 
 class EnginePublisher:
-    """Loads weights into every engine and names their version.
+    """Loads weights into every engine and sets their version.
 
-    Nothing is sampled meanwhile, so no token is sampled by new weights under the old name; `on_publish` decides what
-    becomes of running completions. `timeout_s` bounds each call; with `drain` it must be above the longest completion.
-    `reloads`: times an engine was loaded again between two publications.
+    The engines sample nothing during a load, so no token of new weights carries the old version; `on_publish` decides
+    what happens to running completions. `timeout_s` bounds each call; with `drain` it must exceed the longest
+    completion. `reloads` counts loads between two publications.
     """
 
     def __init__(self, urls: Sequence[str], timeout_s: float, on_publish: OnPublish = "in-flight") -> None:
@@ -143,60 +135,41 @@ class EnginePublisher:
         self._watch: threading.Thread | None = None
 
     def publish(self, folder: Path, version: int) -> None:
-        """Have the engines sample with the weights in `folder`, as `version`; the folder stays until the next.
+        """Load the weights in `folder` into the engines, as `version`. The folder must stay until the next call.
 
-        An engine that does not take them is left behind, to the watch, while another one takes them. Raises
-        `ServiceUnavailable` where none does, naming the first with its status and answer.
+        The watch takes care of engines that refuse, as long as one engine takes the weights. Raises
+        `ServiceUnavailable` if none does, with the status and answer of the first engine.
         """
         with self._loading:
             self._published = folder, version
             current = [engine for engine in self._engines if engine.behind is None]
             for engine in current or self._engines:
-                self._load(engine)
+                engine.load(folder, version)
             faults = [engine.behind for engine in self._engines if engine.behind is not None]
             if faults and len(faults) == len(self._engines):
                 raise faults[0]
         logger.debug("published version=%d engines=%d behind=%d", version, len(self._engines), len(faults))
 
     def watch(self, confirm: Callable[[int], object], every_s: float = WATCH_EVERY_S) -> None:
-        """From now on load the weights published last into engines that lack them, in a thread, until `close`.
+        """Start a thread that loads the published weights into engines that lack them, until `close`.
 
-        `confirm` is called with their version before; it raises where another trainer has the run, which ends the
-        watch: what an engine then has is that trainer's.
+        It calls `confirm` with the version before each load. If `confirm` raises because another trainer has the run,
+        the watch ends: the engines belong to that trainer.
         """
         self._watch = threading.Thread(
-            target=self._watch_engines, args=(confirm, every_s), name="watch of engines", daemon=True
+            target=self._watch_engines, args=(confirm, every_s), name="engine-watch", daemon=True
         )
         self._watch.start()
 
     def close(self) -> None:
-        """End the watch, after the load in work, and close the connections."""
+        """End the watch after its current load, and close the connections."""
         self._closing.set()
         if self._watch is not None:
             self._watch.join(CLOSE_TIMEOUT_S)
             if self._watch.is_alive():
-                logger.warning("an engine is still being loaded after %g s; it may stay paused", CLOSE_TIMEOUT_S)
+                logger.warning("an engine is still loading after %g s; it may stay paused", CLOSE_TIMEOUT_S)
                 return
         self._http.close()
-
-    # ------------------------------------------------------------------ loading
-
-    def _load(self, engine: _Engine) -> None:
-        """Load what is published; the caller holds `_loading`."""
-        folder, version = self._now()
-        try:
-            engine.load(folder, version)
-        except ServiceUnavailable as error:
-            engine.fell_behind(error, version)
-        else:
-            engine.caught_up()
-
-    def _now(self) -> tuple[Path, int]:
-        if self._published is None:
-            raise ReplaybufError("publish comes before watch", name="version")
-        return self._published
-
-    # ------------------------------------------------------------------ the thread
 
     def _watch_engines(self, confirm: Callable[[int], object], every_s: float) -> None:
         while not self._closing.wait(every_s):
@@ -204,24 +177,28 @@ class EnginePublisher:
                 if not engine.due or self._closing.is_set():
                     continue
                 try:
-                    self._look(engine, confirm)
+                    self._check(engine, confirm)
                 except ServiceUnavailable as error:
-                    engine.fell_behind(error, self._now()[1])
+                    engine.mark_behind(error, self._current()[1])
                 except ReplaybufError as error:
-                    logger.warning("engines are no longer watched: %s", error)
+                    logger.warning("the watch of the engines ends: %s", error)
                     return
 
-    def _look(self, engine: _Engine, confirm: Callable[[int], object]) -> None:
-        """Load an engine that lacks what is published. Raises `ServiceUnavailable`, and what `confirm` raises."""
-        version = self._now()[1]
-        if not engine.lacks(version):
-            engine.caught_up()
+    def _check(self, engine: _Engine, confirm: Callable[[int], object]) -> None:
+        """Load an engine that lacks the published weights. Raises `ServiceUnavailable`, and what `confirm` raises."""
+        if not engine.lacks(self._current()[1]):
+            engine.mark_current()
             return
-        confirm(version)
-        with self._loading:  # a publication may have come first, or be the reason for what the engine tells
-            version = self._now()[1]
+        confirm(self._current()[1])
+        with self._loading:  # race: a publication may have come first, and may even explain the other version
+            folder, version = self._current()
             if self._closing.is_set() or not engine.lacks(version):
                 return
-            logger.warning("engine %s does not have version %d, it is loaded again", engine.url, version)
-            self._load(engine)
+            logger.warning("engine %s lacks version %d, loading it again", engine.url, version)
+            engine.load(folder, version)
             self.reloads += engine.behind is None
+
+    def _current(self) -> tuple[Path, int]:
+        if self._published is None:
+            raise ReplaybufError("publish must come before watch", name="version")
+        return self._published

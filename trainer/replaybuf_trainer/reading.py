@@ -5,8 +5,8 @@
             for row in batch.to("cuda").micro_batches:
                 row["input_ids"], row["position_ids"], row["loss_mask"], ...
 
-All tensors of a batch are views of one buffer: the body as it came, or the page-locked copy of it that the reader's
-thread made. They are not to be written to.
+All tensors of a batch are read-only views of one buffer: the body, or the page-locked copy that the reader's thread
+made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPES = {
 }
 _FIELDS = tuple(field.name for field in dataclasses.fields(MicroBatch))
 
-# torch warns of read-only memory once per process and then never again. Here it is meant, and said above.
+# torch warns about read-only memory once per process. Here it is intended: trigger the warning and suppress it.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -45,10 +45,10 @@ with warnings.catch_warnings():
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorBatch:
-    """The part of one step's batch that one rank trains.
+    """The batch of one step for one rank.
 
-    `micro_batches`: of each its tensors by the names, shapes and types of `wire.batch.MicroBatch`; optional ones
-    are left out where there are none. `host`: the same as numpy views, also after `to`; `client.unpack` takes it.
+    `micro_batches`: the tensors of each, with the names, shapes and types of `wire.batch.MicroBatch`, without absent
+    optional ones. `host`: the same as numpy views, also after `to`; `client.unpack` takes it.
     """
 
     host: Batch
@@ -56,11 +56,11 @@ class TensorBatch:
 
     @property
     def meta(self) -> BatchMeta:
-        """What the body says about itself."""
+        """Metadata of the body."""
         return self.host.meta
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> TensorBatch:
-        """Move the tensors to a device; from page-locked memory the copies run while the caller goes on."""
+        """Copy the tensors to a device; from page-locked memory the copies run in the background."""
         moved = [
             {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in row.items()}
             for row in self.micro_batches
@@ -71,8 +71,8 @@ class TensorBatch:
 def read_tensors(body: Body, *, pin_memory: bool = False) -> TensorBatch:
     """Read a body into tensors that are views of it, or of a page-locked copy.
 
-    Raises `Malformed` as `read_batch`, and where a tensor does not begin at a multiple of its item's size, which torch
-    cannot view. Those of the service do.
+    Raises `Malformed` as `read_batch`, and for a tensor that torch cannot view because it is not aligned to its item
+    size. The service aligns all tensors.
     """
     buffer = torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
     if pin_memory:
@@ -98,16 +98,15 @@ def _view(buffer: torch.Tensor, name: str, array: npt.NDArray[Any]) -> torch.Ten
         return torch.empty(0, dtype=dtype)
     start = array.__array_interface__["data"][0] - buffer.data_ptr()
     if start % array.itemsize:
-        told = f"tensor {name} begins at byte {start} of the body; torch needs a multiple of {array.itemsize}"
-        raise Malformed(told, name=name, value=start, bound=array.itemsize)
+        detail = f"tensor {name} starts at byte {start} of the body; torch needs a multiple of {array.itemsize}"
+        raise Malformed(detail, name=name, value=start, bound=array.itemsize)
     return buffer[start : start + array.nbytes].view(dtype)
 
 
 class TensorReader(StepReader[TensorBatch]):
-    """Reader of tensors; see `replaybuf.client.reader` for what it does and raises.
+    """Reader of tensors; `replaybuf.client.reader` documents its behaviour and errors.
 
-    `pin_memory`: batches come in page-locked memory, copied there by the reader's thread. Without CUDA there is none:
-    the reader says so once, and batches come as they are.
+    `pin_memory`: the reader's thread copies batches into page-locked memory. Without CUDA it logs a warning instead.
     """
 
     def __init__(
@@ -125,15 +124,15 @@ class TensorReader(StepReader[TensorBatch]):
             logger.warning("pin_memory has no effect: torch sees no CUDA device")
 
     def read(self, body: Body) -> TensorBatch:
-        """Read a body into views."""
+        """Read a body into tensors."""
         return read_tensors(body, pin_memory=self.pin_memory)
 
 
 class BatchDataset(IterableDataset[TensorBatch]):
-    """The batches of a reader, for `DataLoader(dataset, batch_size=None, num_workers=0)`; `device`: moved there.
+    """The batches of a reader, copied to `device`, for `DataLoader(dataset, batch_size=None, num_workers=0)`.
 
-    One item is one step of one rank; its micro-batches are what a forward pass takes. The reader fetches ahead in a
-    thread of its own, so workers would only add copies: with `num_workers` > 0 iterating raises `Invalid`.
+    One item is one step of one rank; a forward pass takes its micro-batches. The reader's thread already fetches ahead
+    and workers would only add copies, so iteration raises `Invalid` if `num_workers` > 0.
     """
 
     def __init__(self, reader: TensorReader, device: torch.device | str | None = None) -> None:
@@ -149,10 +148,10 @@ class BatchDataset(IterableDataset[TensorBatch]):
         return (batch.to(self._device) for batch in self._reader)
 
     def __getstate__(self) -> object:
-        raise _no_workers()  # workers that are spawned are sent the data set
+        raise _no_workers()  # spawned workers receive the data set by pickle
 
 
 def _no_workers() -> Invalid:
     return Invalid(
-        "BatchDataset takes num_workers=0: its reader fetches ahead in a thread", name="num_workers", bound=0
+        "BatchDataset needs num_workers=0: its reader already fetches ahead in a thread", name="num_workers", bound=0
     )

@@ -1,7 +1,7 @@
-"""`client.unpack` for what a torch trainer has at hand: tensors of any type and device, and batches of tensors.
+"""`replaybuf.client.unpack` for torch: takes tensors of any type and device, and batches of tensors.
 
-Values come back as numpy arrays on the CPU, without their gradient; types that numpy lacks (bfloat16) as float32.
-`merge_sums`, `GroupSum` and `RolloutKey` are those of `replaybuf.client.unpack`.
+Results are numpy arrays on the CPU without gradient; types that numpy lacks (bfloat16) become float32. `merge_sums`,
+`GroupSum` and `RolloutKey` are those of `replaybuf.client.unpack`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from replaybuf_trainer.reading import TensorBatch
 
 Values: TypeAlias = torch.Tensor | npt.ArrayLike
 """One value per token of a micro-batch, [L] or [L, ...]."""
-_KNOWN_TO_NUMPY = (torch.float16, torch.float32, torch.float64)
+_NUMPY_TYPES = (torch.float16, torch.float32, torch.float64)
 
 
 def per_rollout(
     row: MicroBatch | Mapping[str, torch.Tensor], row_values: Values, tokens: Tokens = "all"
 ) -> dict[RolloutKey, npt.NDArray[Any]]:
-    """Cut the values of a micro-batch into its rollouts, as `replaybuf.client.unpack.per_rollout` does.
+    """Split the values of a micro-batch by rollout, as `replaybuf.client.unpack.per_rollout` does.
 
     `row`: one of `TensorBatch.micro_batches`, or of `TensorBatch.host.micro_batches`, which saves copies off a device.
     """
@@ -45,6 +45,6 @@ def _array(values: Values) -> Any:
     if not isinstance(values, torch.Tensor):
         return values
     values = values.detach()
-    if values.is_floating_point() and values.dtype not in _KNOWN_TO_NUMPY:
+    if values.is_floating_point() and values.dtype not in _NUMPY_TYPES:
         values = values.float()
     return np.asarray(values.cpu())

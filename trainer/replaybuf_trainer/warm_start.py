@@ -1,8 +1,8 @@
-"""A short supervised warm start, so that reinforcement learning begins with a policy that is sometimes right.
+"""A short supervised warm start, so that reinforcement learning starts with a policy that is sometimes right.
 
-The task is `spell_backward` of reasoning-gym: the prompt is a word and `>`, the answer the word backwards, then the end
-token. Words that are held out appear neither in the warm start nor among the training prompts. It stops as soon as the
-sampled accuracy (T = 1) on words set aside for this check reaches the target; what is said on standard output says so.
+The task is `spell_backward` of reasoning-gym: the prompt is a word and `>`, the answer is the word backwards and the
+end token. Held-out words are neither in the warm start nor among the training prompts. The warm start ends when the
+sampled accuracy (T = 1) on separate check words reaches the target.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = LONGEST + 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Words:
-    """The words of the task: disjoint sets, none the reverse of a word in another."""
+    """Disjoint sets of words; no word of `train` is the reverse of a word in `check` or `held_out`."""
 
     train: list[str]
     check: list[str]
@@ -44,7 +44,7 @@ class Words:
 
 
 def collect_words(seed: int) -> Words:
-    """Draw the distinct words of the dataset. Raises `MissingExtra` where reasoning-gym is not installed."""
+    """Draw the distinct words of the dataset. Raises `MissingExtra` without reasoning-gym."""
     try:
         import reasoning_gym
     except ImportError:
@@ -68,12 +68,14 @@ def collect_words(seed: int) -> Words:
 
 
 def make(folder: Path, task: str, seed: int, target_accuracy: float) -> None:
-    """Make model, tokenizer, training prompts and held-out problems in `folder`, whole or not at all.
+    """Create model, tokenizer, training prompts and held-out problems in `folder`, complete or not at all.
 
-    Raises `Invalid` for an unknown task and where the target is not reached within `MAX_STEPS`.
+    Raises `Invalid` for an unknown task, and if the accuracy stays below the target for `MAX_STEPS`.
     """
     if task not in TASKS:
-        raise Invalid(f"task is {task!r}; known: {', '.join(TASKS)}", name="task", value=task, bound=list(TASKS))
+        raise Invalid(
+            f"task is {task!r}; it must be one of: {', '.join(TASKS)}", name="task", value=task, bound=list(TASKS)
+        )
     words = collect_words(seed)
     print(
         f"{len(words.train)} words to train on, {len(words.held_out)} held out, {len(words.check)} for checks",
@@ -123,19 +125,19 @@ def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy
 
 
 def sampled_accuracy(model: Any, tokenizer: Any, words: list[str], rng: np.random.Generator) -> float:
-    """Share of words spelled backwards without a fault, one sample each at T = 1."""
+    """Return the share of words that the model spells backwards correctly, one sample each at T = 1."""
     stop = frozenset({tokenizer.eos_token_id})
     rows = [Row(tokenizer.encode(f"{word}>"), MAX_NEW_TOKENS, 1.0, stop, rng.random(MAX_NEW_TOKENS)) for word in words]
     model.eval()
     wave = Wave(model, rows)
     while not wave.done:
         wave.step(0)
-    told = [tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
-    return float(np.mean([answer == word[::-1] for answer, word in zip(told, words, strict=True)]))
+    answers = [tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
+    return float(np.mean([answer == word[::-1] for answer, word in zip(answers, words, strict=True)]))
 
 
 def _supervised_loss(model: Any, tokenizer: Any, words: list[str]) -> torch.Tensor:
-    """Mean cross-entropy of the answers' tokens; prompts carry no loss."""
+    """Return the mean cross-entropy of the answers' tokens; prompts have no loss."""
     sequences = [[*tokenizer.encode(f"{word}>{word[::-1]}"), tokenizer.eos_token_id] for word in words]
     width = max(map(len, sequences))
     ids = torch.full((len(words), width), tokenizer.pad_token_id)

@@ -1,4 +1,4 @@
-"""Weights on their way to the engines: model folders that are whole or not there."""
+"""Model folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Fill a folder beside `folder` and move it there at once: a reader never sees half of it."""
+    """Yield a temporary folder and rename it to `folder` at the end, so that no reader sees half of it."""
     scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -32,7 +32,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def save_model(model: Any, tokenizer_dir: Path, folder: Path) -> None:
-    """Write a complete model folder (config, weights, tokenizer) and read its header back."""
+    """Write a model folder (config, weights, tokenizer) and read the header of its weights back."""
     with whole_folder(folder) as scratch:
         model.save_pretrained(scratch, safe_serialization=True)
         for path in tokenizer_dir.glob("token*"):
@@ -42,7 +42,7 @@ def save_model(model: Any, tokenizer_dir: Path, folder: Path) -> None:
 
 
 def keep_newest(folder: Path, pattern: str, keep: int) -> None:
-    """Delete all but the `keep` newest folders by name."""
+    """Delete all folders but the last `keep` by name."""
     for old in sorted(folder.glob(pattern))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 

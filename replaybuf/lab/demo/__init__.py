@@ -1,5 +1,5 @@
-"""`replaybuf demo`: one command that trains a small policy through the real parts and shows that it learns.
+"""`replaybuf demo`: train a small policy with all parts on one machine.
 
-The demo is a supervisor of real, separate processes that talk only by the public HTTP contract and Redis:
-service (with its embedded Valkey), inference engine, generator, trainer. It adds nothing to the path of the data.
+The demo supervises separate processes: service (with its embedded Valkey), inference engine, generator and trainer.
+They talk only by the public HTTP contract and Redis, as in production.
 """

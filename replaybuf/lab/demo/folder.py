@@ -1,14 +1,14 @@
-"""The demo's data folder: what lies where, what was asked for, and who holds it.
+"""The data folder of a demo: its paths, its request and its lock.
 
 ::
 
     DATA/
-      demo.json        seed and number of steps, written first; makes the folder a demo's
-      lock             held while a demo, or its guard, is alive
+      demo.json        seed and number of steps, written first; marks the folder as a demo
+      lock             locked while a demo, or its guard, is alive
       model/           initial model, prompts.jsonl, held_out.jsonl
-      serve/           the service's data: the embedded Valkey and its append-only file
-      checkpoints/     the trainer's
-      weights/         what the trainer publishes to the engine
+      serve/           data of the service: the embedded Valkey and its append-only file
+      checkpoints/     checkpoints of the trainer
+      weights/         weights that the trainer publishes to the engine
       metrics/         train.jsonl, generate.jsonl, evaluations.jsonl, sessions.jsonl
       logs/            NAME.log, one per process
       report.json, report.png, report.html
@@ -16,34 +16,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.program import command_line
 
 DEFAULT_DATA_DIR = Path(".replaybuf/demo")
-DEFAULT_SEED = 0
-DEFAULT_STEPS = 300
+DEFAULT_SEED, DEFAULT_STEPS = 0, 300
 LOCK_WAIT_S = 5.0
 POLL_S = 0.1
 
 
-def demo_command(root: Path, *options: str) -> str:
-    """Return the shell command of a demo in the folder `root`."""
-    where = () if root == DEFAULT_DATA_DIR else ("--data-dir", str(root))
-    return command_line("demo", *options, *where)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options of `replaybuf demo`. The docstring of each field is its help text."""
+
+    data_dir: Path = DEFAULT_DATA_DIR
+    """Folder for all files of the demo."""
+    seed: int | None = None
+    """Seed of model, problems and requests (default 0). Timing is random, so two demos of one seed differ."""
+    steps: int | None = None
+    """Number of optimizer steps (default 300); about 1 s each on 2 cores, after a minute of warm start."""
+    resume: Annotated[bool, Parameter(negative="")] = False
+    """Continue the demo in the data folder, with its seed and number of steps."""
+    overwrite: Annotated[bool, Parameter(negative="")] = False
+    """Delete the demo in the data folder first."""
+
+    def check(self) -> None:
+        """Raise `Invalid` for values out of bounds and for contradictions."""
+        if self.resume and self.overwrite:
+            raise Invalid("--resume and --overwrite exclude each other", name="--overwrite", value=True, bound=False)
+        for name, value, least in (("--steps", self.steps, 1), ("--seed", self.seed, 0)):
+            if value is not None and value < least:
+                raise Invalid(f"{name} is {value}; the minimum is {least}", name=name, value=value, bound=least)
+
+    def as_words(self) -> list[str]:
+        """Return seed and steps as they were typed."""
+        given = (("--seed", self.seed), ("--steps", self.steps))
+        return [word for name, value in given if value is not None for word in (name, str(value))]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What one demo does from its first start to its end, across resumes."""
+    """Seed and number of steps of one demo; they stay the same across resumes."""
 
     seed: int
     steps: int
@@ -73,99 +96,79 @@ class Folder:
         self.report_html = root / "report.html"
 
     def create(self) -> None:
-        """Make the folders that the demo itself writes to."""
+        """Create the folders that the demo itself writes to."""
         for folder in (self.root, self.logs, self.train_metrics.parent):
             folder.mkdir(parents=True, exist_ok=True)
 
+    def contents(self) -> list[Path]:
+        """List the files and folders of a demo, without the lock."""
+        return [path for path in self.root.iterdir() if path not in (self.lock, self.unfinished_request)]
 
-def take(folder: Folder, *, seed: int | None, steps: int | None, resume: bool, overwrite: bool) -> tuple[Request, int]:
-    """Make a new data folder, or take an existing one up again.
 
-    Returns what is asked of the demo and the file descriptor whose lock keeps other demos out as long as it is open.
-    Raises `Invalid` where the options contradict each other or the folder, `Conflict` where something is in the way.
+def open_folder(options: DemoOptions) -> tuple[Folder, Request, int]:
+    """Create a data folder, or open an existing one to resume it.
+
+    Returns the folder, its request and the file descriptor of its lock: no other demo uses the folder while that is
+    open. Raises `Invalid` if the options contradict each other or the folder, `Conflict` if the folder is in use.
     """
-    _check_options(seed=seed, steps=steps, resume=resume, overwrite=overwrite)
-    if resume:
-        request = _resumed(folder, seed=seed, steps=steps)
-        return request, _hold(folder)
-    if not (overwrite and folder.request.is_file()):
-        _check_free(folder, _words(seed=seed, steps=steps))
+    options.check()
+    folder = Folder(options.data_dir)
+    if options.resume:
+        return folder, _resumed_request(folder, options), _lock(folder)
+    if not (options.overwrite and folder.request.is_file()):
+        _check_unused(folder, options)
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Invalid(
-            f"data folder {folder.root} cannot be made: {error.strerror}", name="--data-dir", value=str(folder.root)
-        ) from error
-    descriptor = _hold(folder)
-    request = Request(DEFAULT_SEED if seed is None else seed, DEFAULT_STEPS if steps is None else steps)
+        detail = f"data folder {folder.root} cannot be created: {error.strerror}"
+        raise Invalid(detail, name="--data-dir", value=str(folder.root)) from error
+    lock = _lock(folder)
+    seed = DEFAULT_SEED if options.seed is None else options.seed
+    request = Request(seed, options.steps or DEFAULT_STEPS)
     try:
-        _empty(folder)
-        _write(folder, request)
+        for path in folder.contents():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        folder.unfinished_request.write_bytes(msgspec.json.encode(request))
+        folder.unfinished_request.rename(folder.request)  # complete or not there: it marks the folder as a demo
         folder.create()
     except BaseException:
-        os.close(descriptor)
+        os.close(lock)
         raise
-    return request, descriptor
+    return folder, request, lock
 
 
-def _write(folder: Folder, request: Request) -> None:
-    """Write demo.json, whole or not at all: it is what makes the folder a demo's."""
-    folder.unfinished_request.write_bytes(msgspec.json.encode(request))
-    folder.unfinished_request.rename(folder.request)
+def demo_command(root: Path, *options: str) -> str:
+    """Return the shell command of a demo in the folder `root`."""
+    where = () if root == DEFAULT_DATA_DIR else ("--data-dir", str(root))
+    return command_line("demo", *options, *where)
 
 
-def _words(**options: int | None) -> list[str]:
-    """Write options as typed, without those that were not given."""
-    return [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-
-
-def _check_options(*, seed: int | None, steps: int | None, resume: bool, overwrite: bool) -> None:
-    if resume and overwrite:
-        raise Invalid("--resume and --overwrite exclude each other", name="--overwrite", value=True, bound=False)
-    if steps is not None and steps < 1:
-        raise Invalid(f"--steps is {steps}; at least 1 is needed", name="--steps", value=steps, bound=1)
-    if seed is not None and seed < 0:
-        raise Invalid(f"--seed is {seed}; at least 0 is needed", name="--seed", value=seed, bound=0)
-
-
-def _hold(folder: Folder) -> int:
-    """Lock the folder. A demo that was just killed still holds it for the moment in which its guard clears up."""
-    descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(folder: Folder) -> int:
+    """Lock the folder. The guard of a demo that was just killed holds the lock until its processes are gone."""
+    lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_WAIT_S
-    while not _locked(descriptor):
-        if time.monotonic() > deadline:
-            os.close(descriptor)
-            raise Conflict(
-                f"{folder.root} is in use by another demo; stop that one, or give another --data-dir",
-                name="--data-dir",
-                value=str(folder.root),
-                bound="a folder not in use",
-            )
-        time.sleep(POLL_S)
-    return descriptor
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                detail = f"{folder.root} is in use by another demo; stop that demo, or choose another --data-dir"
+                raise Conflict(detail, name="--data-dir", value=str(folder.root)) from None
+            time.sleep(POLL_S)
+        else:
+            return lock
 
 
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _resumed(folder: Folder, *, seed: int | None, steps: int | None) -> Request:
+def _resumed_request(folder: Folder, options: DemoOptions) -> Request:
     if not folder.request.is_file():
-        raise Invalid(
-            f"{folder.root} holds no demo to resume; start one without --resume",
-            name="--data-dir",
-            value=str(folder.root),
-            bound="a folder with demo.json",
-        )
-    request = _read(folder)
-    for name, asked, stored in (("--seed", seed, request.seed), ("--steps", steps, request.steps)):
+        detail = f"{folder.root} holds no demo to resume; start one without --resume"
+        raise Invalid(detail, name="--data-dir", value=str(folder.root), bound="a folder with demo.json")
+    request = _read_request(folder)
+    for name, asked, stored in (("--seed", options.seed, request.seed), ("--steps", options.steps, request.steps)):
         if asked is not None and asked != stored:
             raise Invalid(
-                f"{name} is {asked}; the demo in {folder.root} was started with {stored}, and resuming keeps it",
+                f"{name} is {asked}; the demo in {folder.root} was started with {stored}, and a resume keeps it",
                 name=name,
                 value=asked,
                 bound=stored,
@@ -173,45 +176,33 @@ def _resumed(folder: Folder, *, seed: int | None, steps: int | None) -> Request:
     return request
 
 
-def _read(folder: Folder) -> Request:
+def _read_request(folder: Folder) -> Request:
     try:
         return msgspec.json.decode(folder.request.read_bytes(), type=Request)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        example = msgspec.json.encode(Request(DEFAULT_SEED, DEFAULT_STEPS)).decode()
         raise Invalid(
-            f"{folder.request} is broken: {error}; write seed and steps of that demo into it to resume, as in "
-            f"{msgspec.json.encode(Request(DEFAULT_SEED, DEFAULT_STEPS)).decode()}; "
-            f"or delete the demo and start anew with: {demo_command(folder.root, '--overwrite')}; "
-            "or give another --data-dir",
+            f"{folder.request} is broken: {error}; to resume, write seed and steps of that demo into it, as in "
+            f"{example}; to delete it and start again: {demo_command(folder.root, '--overwrite')}",
             name="--data-dir",
             value=str(folder.root),
-            bound="a folder whose demo.json is whole",
+            bound="a demo.json with seed and steps",
         ) from error
 
 
-def _check_free(folder: Folder, asked: Sequence[str]) -> None:
-    if not folder.root.exists() or (folder.root.is_dir() and not _contents(folder)):
+def _check_unused(folder: Folder, options: DemoOptions) -> None:
+    """Raise `Conflict` for a folder with a demo or with other files in it."""
+    if not folder.root.exists() or (folder.root.is_dir() and not folder.contents()):
         return
     where: dict[str, Any] = {"name": "--data-dir", "value": str(folder.root), "bound": "a new or empty folder"}
     if not folder.request.is_file():
-        raise Conflict(f"{folder.root} exists and is not a demo's; give another --data-dir", **where)
-    request = _read(folder)
+        raise Conflict(f"{folder.root} exists and is not the folder of a demo; choose another --data-dir", **where)
+    request = _read_request(folder)
     state = "a finished demo" if folder.report_json.is_file() else "an unfinished demo"
     raise Conflict(
         f"{folder.root} holds {state} (seed {request.seed}, {request.steps} steps); "
-        f"go on with: {demo_command(folder.root, '--resume')}; "
-        f"delete it and start anew with: {demo_command(folder.root, '--overwrite', *asked)}; "
-        "or give another --data-dir",
+        f"continue it: {demo_command(folder.root, '--resume')}; "
+        f"delete it and start again: {demo_command(folder.root, '--overwrite', *options.as_words())}; "
+        "or choose another --data-dir",
         **where,
     )
-
-
-def _contents(folder: Folder) -> list[Path]:
-    return [path for path in folder.root.iterdir() if path not in (folder.lock, folder.unfinished_request)]
-
-
-def _empty(folder: Folder) -> None:
-    for path in _contents(folder):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

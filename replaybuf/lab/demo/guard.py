@@ -1,11 +1,11 @@
-"""Outlive the demo by a moment: end its processes when it is gone, even after `kill -9`.
+"""Script that ends the demo's processes when the demo is gone, even after `kill -9`.
 
-Run as a script of its own, in its own session: `python -I -S guard.py`. Standard input is a pipe of which the demo
-holds the only other end. A line `+PGID` puts a process group under guard, `-PGID` takes it out again. End of file means
-that the demo no longer exists: every group still under guard gets SIGTERM and, `GRACE_S` later, SIGKILL.
+It runs in its own session: `python -I -S guard.py`. The demo holds the only other end of its standard input. A line
+`+PGID` adds a process group, `-PGID` removes it. End of file means that the demo no longer exists: every remaining
+group gets SIGTERM and, `GRACE_S` later, SIGKILL.
 
-A pipe rather than PR_SET_PDEATHSIG: it works on every POSIX system, reaches grandchildren (whole groups), and needs no
-code between fork and exec. Imports nothing outside the standard library, so that it costs little memory.
+A pipe works on every POSIX system, reaches whole process groups and needs no code between fork and exec, unlike
+PR_SET_PDEATHSIG. The script imports only the standard library, so that it needs little memory.
 """
 
 from __future__ import annotations
@@ -20,31 +20,25 @@ GRACE_S = 2.0
 POLL_S = 0.05
 
 
-def watch(lines: Iterable[str]) -> set[int]:
-    """Follow the demo's lines to their end; return the process groups that are left."""
+def remaining_groups(lines: Iterable[str]) -> set[int]:
+    """Apply the demo's lines until their end; return the process groups that remain."""
     groups: set[int] = set()
     for line in lines:
-        group = int(line[1:])
-        if line.startswith("+"):
-            groups.add(group)
-        else:
-            groups.discard(group)
+        (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
     return groups
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal (0 = only look) to a process group; return whether it still exists."""
+    """Send a signal (0 = none) to a process group; return whether the group still exists."""
     try:
         os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # macOS answers so for a group of zombies
+    except (ProcessLookupError, PermissionError):  # macOS answers PermissionError for a group of zombies
         return False
     return True
 
 
 def end(groups: set[int], grace_s: float = GRACE_S) -> None:
-    """Stop process groups: ask first, force after `grace_s` seconds."""
+    """Send SIGTERM to process groups, and SIGKILL after `grace_s` seconds."""
     left = {group for group in groups if signal_group(group, signal.SIGTERM)}
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
@@ -55,4 +49,4 @@ def end(groups: set[int], grace_s: float = GRACE_S) -> None:
 
 
 if __name__ == "__main__":
-    end(watch(sys.stdin))
+    end(remaining_groups(sys.stdin))

@@ -1,4 +1,4 @@
-"""The demo's HTML report: one file that asks nothing of the network."""
+"""HTML report of a demo: one file that needs no network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 
-from replaybuf.lab.demo.report import Report, accuracy_rows, headline, rows
+from replaybuf.lab.demo.report import Report, accuracy_rows, figure_rows, headline
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -49,7 +49,7 @@ footer { color: #6b7785; font-size: .9rem; margin: 2.5rem 0; }
 
 
 def write_page(report: Report, picture: Path, path: Path) -> None:
-    """Write the report as HTML with the picture inside."""
+    """Write the report as HTML with the picture in it."""
     heading, *body = accuracy_rows(report)
     cores = "" if report.cores is None else f"{report.cores} cores, "
     text = PAGE.substitute(
@@ -57,15 +57,13 @@ def write_page(report: Report, picture: Path, path: Path) -> None:
         headline=html.escape(headline(report)),
         picture=base64.b64encode(picture.read_bytes()).decode(),
         accuracy=_row(heading, "th") + "".join(_row(row, "td") for row in body),
-        figures="".join(_figure(name, text) for name, text in rows(report)),
+        figures="".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in figure_rows(report)
+        ),
         notes="".join(f"<li>{html.escape(note)}</li>" for note in report.notes),
         footer=html.escape(cores + ", ".join(f"{name} {number}" for name, number in report.versions.items())),
     )
     path.write_text(text, encoding="utf-8")
-
-
-def _figure(name: str, text: str) -> str:
-    return f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>"
 
 
 def _row(cells: Iterable[str], tag: str) -> str:

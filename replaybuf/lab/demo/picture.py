@@ -1,4 +1,4 @@
-"""The demo's picture: reward, held-out accuracy, staleness and where the time went, over the steps."""
+"""Picture of a demo: reward, held-out accuracy, staleness and the trainer's time over the steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.lab.demo.report import Report, headline
-from replaybuf.lab.demo.view import percent
+from replaybuf.lab.demo.text import percent
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ STYLE = {
 
 def draw(report: Report, path: Path) -> None:
     """Write the picture as PNG, 1800 x 1200 pixels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # an optional dependency, and slow to import
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # optional, and slow to import
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
@@ -55,13 +55,14 @@ def draw(report: Report, path: Path) -> None:
             axis.set_xlabel("step")
             axis.set_xlim(0, max(report.steps, 1))
         figure.suptitle(headline(report), x=0.06, y=0.975, ha="left", fontsize=15, fontweight="bold")
-        figure.text(0.06, 0.925, _subtitle(report), color=QUIET)
+        subtitle = f"seed {report.seed}: GRPO, one step off-policy, after a short supervised warm start"
+        figure.text(0.06, 0.925, f"{subtitle}; mostly sharpens sampling", color=QUIET)
         figure.subplots_adjust(left=0.06, right=0.98, top=0.86, bottom=0.07, hspace=0.34, wspace=0.16)
         figure.savefig(path)
 
 
 def rolling(values: Sequence[float], window: int = WINDOW_STEPS) -> Floats:
-    """Smooth values by the mean of up to `window` values around each; same length."""
+    """Return the mean of up to `window` values around each value; same length."""
     array = np.asarray(values, np.float64)
     sums = np.concatenate([[0.0], np.cumsum(array)])
     index = np.arange(len(array))
@@ -69,12 +70,6 @@ def rolling(values: Sequence[float], window: int = WINDOW_STEPS) -> Floats:
     high = np.minimum(len(array), index + window // 2 + 1)
     smooth: Floats = (sums[high] - sums[low]) / (high - low)
     return smooth
-
-
-def _subtitle(report: Report) -> str:
-    return (
-        f"seed {report.seed}: GRPO, one step off-policy, after a short supervised warm start; mostly sharpens sampling"
-    )
 
 
 def _reward(axis: Any, report: Report) -> None:
@@ -89,21 +84,21 @@ def _accuracy(axis: Any, report: Report) -> None:
     axis.set_title("Accuracy on held-out problems")
     sampled = [(one.step, one.sampled) for one in report.evaluations]
     greedy = [(one.step, one.greedy) for one in report.evaluations if one.greedy is not None]
-    # the first figure of a rising line stands below it, clear of the line
-    _line(axis, sampled, first_figure_at=-18, color=BLUE, marker="o", label="sampled, T = 1")
-    _line(axis, greedy, first_figure_at=9, color=ORANGE, marker="s", label="greedy")
+    # the label of the first point is below a rising line, so that they do not overlap
+    _line(axis, sampled, first_label_y=-18, color=BLUE, marker="o", label="sampled, T = 1")
+    _line(axis, greedy, first_label_y=9, color=ORANGE, marker="s", label="greedy")
     axis.set_ylim(0, 1.08)
     axis.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
     axis.legend(loc="lower right")
 
 
 def _line(
-    axis: Any, points: Sequence[tuple[int, float]], *, first_figure_at: int, color: str, marker: str, label: str
+    axis: Any, points: Sequence[tuple[int, float]], *, first_label_y: int, color: str, marker: str, label: str
 ) -> None:
-    """Draw points joined by a line, the first and the last with their figure, in points above (or below) them."""
+    """Draw a line through points, with labels at the first and last point; `first_label_y`: offset in points."""
     axis.plot(*zip(*points, strict=True), color=color, marker=marker, label=label, linewidth=2, clip_on=False, zorder=3)
     text = {"textcoords": "offset points", "color": color, "weight": "bold"}
-    axis.annotate(percent(points[0][1]), points[0], (0, first_figure_at), ha="left", **text)
+    axis.annotate(percent(points[0][1]), points[0], (0, first_label_y), ha="left", **text)
     axis.annotate(percent(points[-1][1]), points[-1], (0, 9), ha="right", **text)
 
 

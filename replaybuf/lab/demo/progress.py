@@ -1,14 +1,14 @@
-"""What is known about the demo while it runs: metrics files, the run's state, accuracy, processes.
+"""State of a running demo: metrics files, state of the run, accuracy, processes. View and report read only this.
 
-Everything the view and the report show is read from here. The trainer's and the generator's metrics files are JSON
-lines that only grow; a resumed trainer repeats the steps after its checkpoint, which voids what stood there before.
+The metrics files of trainer and generator are JSON lines that only grow. A resumed trainer repeats the steps after its
+checkpoint; its lines replace the earlier lines of these steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,9 +18,9 @@ import msgspec
 from replaybuf.lab.demo.processes import ProcessState
 
 KILLED = "killed"
-"""How a start ended of which nothing was heard any more."""
+"""Outcome of a session that wrote no other outcome."""
 SESSION_EVERY_S = 5.0
-"""How much of a start's time `kill -9` may leave out of the report."""
+"""Maximum time of a session that `kill -9` leaves out of the report."""
 RECENT_STEPS = 40
 RECENT_LINES = 4
 
@@ -28,14 +28,12 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class TrainerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as the trainer logs it; `time` in seconds since the epoch, `wait_reasons` seconds by reason."""
+    """One step in the trainer's metrics file; `time` in seconds since the epoch, `wait_reasons` seconds by reason."""
 
     step: int
     version: int = 0
-    loss: float = 0.0
     reward_mean: float = 0.0
     grad_norm: float = 0.0
-    clip_fraction: float = 0.0
     tokens: int = 0
     staleness_mean: float = 0.0
     staleness_max: int = 0
@@ -43,20 +41,18 @@ class TrainerLine(msgspec.Struct, frozen=True, kw_only=True):
     wait_reasons: dict[str, float] = {}
     train_s: float = 0.0
     publish_s: float = 0.0
-    tokens_per_s: float = 0.0
     time: float = 0.0
 
 
 class GeneratorLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The generator's counters since its start, at one moment; `time` in seconds since the epoch."""
+    """Tokens that the generator has made since its start; `time` in seconds since the epoch."""
 
     time: float = 0.0
     generated_tokens: int = 0
-    groups: int = 0
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Accuracy on the held-out problems, 0..1, with `samples` completions per problem at T = 1 and one greedy."""
+    """Accuracy on the held-out problems, 0..1: of `samples` completions per problem at T = 1, and of a greedy one."""
 
     step: int
     problems: int
@@ -66,10 +62,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the demo, at `started` (seconds since the epoch), and how it ended.
+    """One start of the demo, at `started` (seconds since the epoch), and its outcome.
 
-    It is written again as it goes on, and the last line counts: one that says `KILLED` was the last before `kill -9`.
-    `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and processor seconds by process.
+    It is written repeatedly and the last line counts. `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and
+    processor seconds by process.
     """
 
     started: float
@@ -79,13 +75,33 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: dict[str, float] = {}
 
 
-def starts(lines: Iterable[Session]) -> list[Session]:
-    """Keep the last line of each start."""
-    return list({line.started: line for line in lines}.values())
+class Staleness(msgspec.Struct, frozen=True):
+    """Staleness of the rollouts at use, in policy versions, over all steps."""
+
+    mean: float
+    max: int
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Time that the trainer waited for batches: seconds, share of its steps' time, and share by reason, 0..1."""
+
+    seconds: float
+    share: float
+    by_reason: dict[str, float]
+
+
+class GroupCounts(msgspec.Struct, frozen=True):
+    """Groups of the run; `dropped` (evicted or dead-lettered) and `rejected` by reason."""
+
+    stored: int
+    used: int
+    live: int
+    dropped: dict[str, int]
+    rejected: dict[str, int]
 
 
 class LineReader(Generic[StructT]):
-    """Read the lines that a growing JSON-lines file gained since the last call."""
+    """Read the new lines of a growing JSON-lines file."""
 
     def __init__(self, path: Path, shape: type[StructT]) -> None:
         self._path = path
@@ -93,35 +109,38 @@ class LineReader(Generic[StructT]):
         self._offset = 0
 
     def new_lines(self) -> list[StructT]:
-        """Return the new complete lines; a half-written last line is left for the next call, a broken one skipped.
+        """Return the complete lines since the last call, without broken ones.
 
-        A line is broken where its writer was killed in the middle and went on in the same file afterwards.
+        A line is broken if its writer was killed in the middle and later appended to the same file.
         """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            data = file.read()
-        complete, newline, _ = data.rpartition(b"\n")
+            complete, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(complete) + len(newline)
-        return [line for raw in complete.splitlines() if (line := self._decoded(raw)) is not None]
-
-    def _decoded(self, raw: bytes) -> StructT | None:
-        try:
-            return self._decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+        lines = []
+        for raw in complete.splitlines():
+            try:
+                lines.append(self._decoder.decode(raw))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+        return lines
 
 
 def append_line(path: Path, line: msgspec.Struct) -> None:
-    """Add one JSON line to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Append one JSON line to a file."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")
 
 
+def read_sessions(path: Path) -> list[Session]:
+    """Read the last line of each session."""
+    return list({line.started: line for line in LineReader(path, Session).new_lines()}.values())
+
+
 class Phases:
-    """Wall time by phase, in the order in which they came."""
+    """Wall time by phase, in the order of the phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -129,26 +148,21 @@ class Phases:
         self._since = time.monotonic()
 
     def enter(self, name: str) -> None:
-        """End the phase that is on and begin another; the same name again goes on adding to it."""
-        self.leave()
+        """End the current phase and start another; an empty name starts none."""
+        self.add_up()
         self.current = name
 
     def add_up(self) -> None:
-        """Add the time of the phase that is on, up to now."""
+        """Count the time of the current phase until now."""
         now = time.monotonic()
         if self.current:
             self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
         self._since = now
 
-    def leave(self) -> None:
-        """End the phase that is on."""
-        self.add_up()
-        self.current = ""
-
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """All that is known now. Owned by the event loop; the view only reads it."""
+    """Everything known now. The event loop owns it; `state` is the state of the run as JSON."""
 
     seed: int
     total_steps: int
@@ -164,19 +178,19 @@ class Progress:
     cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add_steps(self, lines: Iterable[TrainerLine]) -> None:
-        """Take lines of the trainer. A line voids what an earlier start wrote of its step and the steps after it."""
+        """Add lines of the trainer. A line replaces the earlier lines of its step and of later steps."""
         for line in lines:
-            for voided in [step for step in self.steps if step >= line.step]:
-                del self.steps[voided]
+            while self.steps and next(reversed(self.steps)) >= line.step:
+                self.steps.popitem()
             self.steps[line.step] = line
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Take an evaluation; the last one of a step counts."""
+        """Add an evaluation; it replaces an earlier one of the same step."""
         others = [other for other in self.evaluations if other.step != evaluation.step]
         self.evaluations = sorted([*others, evaluation], key=lambda one: one.step)
 
     def add_processes(self, found: Sequence[ProcessState]) -> None:
-        """Take a look at the processes; peak and processor time of each name are kept after it has ended."""
+        """Replace the processes; their peaks and processor times stay after they have ended."""
         self.processes = list(found)
         for process in found:
             if process.cpu_s is not None:
@@ -185,22 +199,14 @@ class Progress:
                 self.peaks[process.name] = max(self.peaks.get(process.name, 0), process.peak_bytes)
 
     @property
-    def ordered(self) -> list[TrainerLine]:
+    def lines(self) -> list[TrainerLine]:
         """Lines of the trainer in the order of steps, one per step."""
-        return [self.steps[step] for step in sorted(self.steps)]
+        return list(self.steps.values())
 
     @property
     def done_steps(self) -> int:
-        """Steps the trainer has done."""
+        """Number of steps that the trainer has done."""
         return max(self.steps, default=-1) + 1
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimate of the training time left, from the recent steps; None while there are too few."""
-        recent = [line.time for line in self.ordered[-RECENT_STEPS:] if line.step >= self.first_step]
-        if len(recent) < 3 or recent[-1] <= recent[0]:
-            return None
-        return (self.total_steps - self.done_steps) * (recent[-1] - recent[0]) / (len(recent) - 1)
 
     @property
     def before(self) -> Evaluation | None:
@@ -209,63 +215,56 @@ class Progress:
 
     @property
     def after(self) -> Evaluation | None:
-        """Accuracy after the last step; None before it was measured, greedy too."""
+        """Accuracy after the last step, sampled and greedy."""
         last = self.evaluations[-1] if self.evaluations else None
         return last if last and last.step >= self.total_steps and last.greedy is not None else None
 
-    @property
+    def seconds_left(self) -> float | None:
+        """Estimate the remaining training time from the recent steps; None if there are too few."""
+        recent, elapsed_s = self._recent_steps()
+        return (self.total_steps - self.done_steps) * elapsed_s / (len(recent) - 1) if len(recent) >= 3 else None
+
+    def trained_tokens_per_s(self) -> float | None:
+        """Return the tokens trained per second in the recent steps, waiting included."""
+        recent, elapsed_s = self._recent_steps()
+        return sum(line.tokens for line in recent[1:]) / elapsed_s if recent else None
+
     def generated_tokens_per_s(self) -> float | None:
-        """Completion tokens generated per second lately."""
+        """Return the completion tokens generated per second in the recent reports."""
         recent = self.generated[-RECENT_LINES:]
         if len(recent) < 2 or recent[-1].time <= recent[0].time:
             return None
         return (recent[-1].generated_tokens - recent[0].generated_tokens) / (recent[-1].time - recent[0].time)
 
-    @property
-    def trained_tokens_per_s(self) -> float | None:
-        """Tokens trained per second lately, waiting included."""
-        recent = [line for line in self.ordered[-RECENT_STEPS:] if line.step >= self.first_step]
-        if len(recent) < 2 or recent[-1].time <= recent[0].time:
-            return None
-        return sum(line.tokens for line in recent[1:]) / (recent[-1].time - recent[0].time)
+    def staleness(self) -> Staleness:
+        """Return the staleness over all steps."""
+        means = [line.staleness_mean for line in self.lines]
+        return Staleness(sum(means) / max(1, len(means)), max((line.staleness_max for line in self.lines), default=0))
 
-    def waited(self) -> Waited:
-        """Sum up how long the trainer waited for batches, and why."""
-        return waited(self.ordered)
+    def waiting(self) -> Waiting:
+        """Return the waiting over all steps. Time inside a request that returned a batch counts as `fetching`."""
+        by_reason: Counter[str] = Counter()
+        for line in self.lines:
+            fetching_s = max(0.0, line.wait_s - sum(line.wait_reasons.values()))
+            by_reason.update(line.wait_reasons | ({"fetching": fetching_s} if fetching_s else {}))
+        seconds = sum(line.wait_s for line in self.lines)
+        total_s = (seconds + sum(line.train_s + line.publish_s for line in self.lines)) or 1.0
+        return Waiting(seconds, seconds / total_s, {reason: s / total_s for reason, s in by_reason.most_common()})
 
+    def group_counts(self) -> GroupCounts:
+        """Return the groups of the run by what became of them."""
+        groups = self.state["groups"]
+        dead = {"dead_lettered": groups["dead_lettered"]} if groups["dead_lettered"] else {}
+        return GroupCounts(
+            stored=groups["stored"],
+            used=groups["in_batches"] + groups["retired"],
+            live=groups["live"],
+            dropped=groups["evicted"] | dead,
+            rejected=dict(groups["rejected"]),
+        )
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Waited:
-    """The trainer's waiting: `seconds` in all and by reason, of `busy_s + seconds` that its steps took."""
-
-    seconds: float
-    busy_s: float
-    by_reason: dict[str, float]
-
-    @property
-    def share(self) -> float:
-        """Part of the steps' time spent waiting for a batch, 0..1."""
-        return self._part(self.seconds)
-
-    def shares(self) -> dict[str, float]:
-        """Part of the steps' time by reason, 0..1, largest first."""
-        return {reason: self._part(s) for reason, s in sorted(self.by_reason.items(), key=lambda item: -item[1])}
-
-    def _part(self, seconds: float) -> float:
-        return seconds / (self.seconds + self.busy_s) if self.seconds else 0.0
-
-
-def waited(lines: Sequence[TrainerLine]) -> Waited:
-    """Sum up the waiting of some steps. Time inside a request that was answered with a batch counts as `fetching`."""
-    by_reason: defaultdict[str, float] = defaultdict(float)
-    for line in lines:
-        for reason, seconds in line.wait_reasons.items():
-            by_reason[reason] += seconds
-        unexplained = line.wait_s - sum(line.wait_reasons.values())
-        if unexplained > 0:
-            by_reason["fetching"] += unexplained
-    return Waited(
-        seconds=sum(line.wait_s for line in lines),
-        busy_s=sum(line.train_s + line.publish_s for line in lines),
-        by_reason=dict(by_reason),
-    )
+    def _recent_steps(self) -> tuple[list[TrainerLine], float]:
+        """Return the recent steps of this session and the seconds between first and last; no steps without time."""
+        recent = [line for line in self.lines[-RECENT_STEPS:] if line.step >= self.first_step]
+        elapsed_s = recent[-1].time - recent[0].time if recent else 0.0
+        return (recent, elapsed_s) if elapsed_s > 0 else ([], 0.0)

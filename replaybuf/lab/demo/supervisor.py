@@ -1,18 +1,18 @@
 """Start, watch and stop the demo's processes.
 
-Life of a child::
+Life cycle of a child::
 
     start() ──> running ──(prints "listening on URL")──> ready ──> exited
                    │                                       │
-                   └── any exit that was not foreseen ─────┴──> everything stops
+                   └────────── unexpected exit ────────────┴──> everything stops
 
-- Every child leads its own session, so Ctrl-C in the terminal reaches the demo alone, and everything a child starts
-  can be stopped with it. Its output goes straight to a log file: it never waits for the demo to read.
-- What ends the demo early is a value, `Stop`: the first of a child's unforeseen exit or a signal to the demo.
-- `kill -9` of the demo is answered by the guard (`guard.py`); `kill -9` of the guard counts as a child's exit.
+- Every child leads its own session: Ctrl-C in the terminal reaches only the demo, and all that a child starts is
+  stopped with it. Its output goes to a log file, so it never waits for the demo to read.
+- The first unexpected exit, or a signal to the demo, ends the demo early; it is a value, `Stop`.
+- The guard (`guard.py`) handles `kill -9` of the demo; `kill -9` of the guard is the unexpected exit of a child.
 
-Everything is over within `STOP_WITHIN_S`: SIGTERM to those that use the service, SIGTERM to the rest once they are gone
-or `CLIENTS_S` later, SIGKILL to all `FORCE_S` after the start. A second signal to the demo forces at once.
+A stop takes at most `STOP_WITHIN_S`: SIGTERM to the clients of the service, SIGTERM to the others when the clients are
+gone or after `CLIENTS_S`, SIGKILL to all after `FORCE_S`. A second signal to the demo sends SIGKILL at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.lab.demo import guard
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -43,8 +42,8 @@ CLIENTS_S = 2.0
 FORCE_S = 3.25
 POLL_S = 0.05
 LAST_LINES = 15
-BLAME_S = 1.0
-"""How long a failed call waits for the exit that may explain it."""
+EXIT_AFTER_FAULT_S = 1.0
+"""How long a failed call waits for the exit of a child that may have caused it."""
 
 LISTENING = re.compile(r"listening on (http://\S+)")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +51,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Why the demo ended early: a sentence, the exit code, and the last log lines of the child that caused it."""
+    """Why the demo ended early: reason, exit code, and the last log lines of the child that caused it."""
 
     reason: str
     exit_code: int
@@ -62,7 +61,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Child:
-    """One process: `log_offset` is where its own output begins in `log` (bytes)."""
+    """One process. `log_offset`: position in `log` where its own output starts, bytes."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -74,7 +73,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also its process group and session."""
+        """Process id, also of its process group and session."""
         return self.process.pid
 
     def output(self) -> str:
@@ -84,16 +83,15 @@ class Child:
             return file.read().decode("utf-8", "replace")
 
     def last_line(self) -> str:
-        """Read the last whole line of it; empty where there is none yet."""
-        whole, _, _ = self.output().rpartition("\n")
-        return whole.rpartition("\n")[2]
+        """Return the last complete line of its output; empty if there is none."""
+        return self.output().rpartition("\n")[0].rpartition("\n")[2]
 
 
 class Supervisor:
-    """Own the children. Use as `async with`; leaving it stops them all. Every method belongs to the one event loop."""
+    """Owner of the children, for `async with`; leaving it stops them all. All methods belong to one event loop."""
 
     def __init__(self, logs: Path, *, keep_open: Sequence[int] = ()) -> None:
-        """Write logs to `logs/NAME.log`; the guard holds the file descriptors `keep_open` as long as the demo does."""
+        """Write logs to `logs/NAME.log`; the guard keeps the file descriptors `keep_open` open while it lives."""
         self.children: list[Child] = []
         self._logs = logs
         self._keep_open = tuple(keep_open)
@@ -112,9 +110,7 @@ class Supervisor:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             await self._stop_all()
         finally:
@@ -132,52 +128,48 @@ class Supervisor:
     ) -> Child:
         """Start a child. Its exit ends the demo, unless it `may_finish` and returns 0.
 
-        `stops_last`: others use it, so at the end it is stopped when those are gone.
+        `stops_last`: others use it, so a stop ends it after them.
         """
         child = self._spawn(name, command, environment=environment, may_finish=may_finish, stops_last=stops_last)
-        self._tell_guard(f"+{child.pid}")
+        self._write_to_guard(f"+{child.pid}")
         self.children.append(child)
-        log.info("started name=%s pid=%d", name, child.pid)
+        logger.info("started name=%s pid=%d", name, child.pid)
         return child
 
     async def listening(self, child: Child, timeout_s: float) -> str:
-        """Wait until the child prints where it listens; return the URL. Raises `ServiceUnavailable` on time-out."""
+        """Wait until the child prints its address; return the URL. Raises `ServiceUnavailable` after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not (found := LISTENING.search(child.output())):  # noqa: ASYNC110 - another process writes the file
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise ServiceUnavailable(
-                f"{child.name} did not listen within {timeout_s:g} s; its log: {child.log}",
-                name=child.name,
-                value=None,
-                bound=timeout_s,
-            ) from None
+            detail = f"{child.name} did not listen within {timeout_s:g} s; its log: {child.log}"
+            raise ServiceUnavailable(detail, name=child.name, value=None, bound=timeout_s) from None
         return found[1]
 
     async def finished(self, child: Child) -> None:
-        """Wait for an exit with code 0. Any other exit stops the demo; then this never returns and is cancelled."""
-        # shielded: cancelling the waiter must not cancel what it waits for, or the child would pass for gone
+        """Wait for an exit with code 0. Any other exit stops the demo, which cancels this call."""
+        # Shielded: a cancelled waiter must not cancel the future, or the child would count as exited.
         if await asyncio.shield(child.exited) != 0:
             await asyncio.Event().wait()
 
-    async def supervise(self, story: Coroutine[Any, Any, T]) -> T | Stop:
-        """Run `story` to its end, or to the first `Stop`. What it raises by itself passes through."""
-        task = asyncio.create_task(story)
+    async def supervise(self, script: Coroutine[Any, Any, T]) -> T | Stop:
+        """Run `script` to its end or to the first `Stop`. Raises what `script` raises."""
+        task = asyncio.create_task(script)
         try:
             ends: set[asyncio.Future[Any]] = {task, self._stop}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and task.exception() is not None:
-                # a call that failed because a child died is told as that child's death
-                await asyncio.wait({self._stop}, timeout=BLAME_S)
-            if self._stop.done():
-                return self._stop.result()
-            return task.result()
+                # A call that failed because a child died is reported as the exit of that child.
+                await asyncio.wait({self._stop}, timeout=EXIT_AFTER_FAULT_S)
+            return self._stop.result() if self._stop.done() else task.result()
         finally:
             task.cancel()
             await asyncio.wait({task})
             if not task.cancelled():
-                task.exception()  # told already, or an answer to being cancelled
+                task.exception()  # mark it as retrieved: it was raised above, or came from the cancellation
+
+    # ------------------------------------------------------------------ processes and signals
 
     def _spawn(
         self,
@@ -185,31 +177,24 @@ class Supervisor:
         command: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        may_finish: bool = False,
-        stops_last: bool = False,
         stdin: int = subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
+        may_finish: bool = False,
+        stops_last: bool = False,
     ) -> Child:
         path = self._logs / f"{name}.log"
         with path.open("ab") as log:
             offset = log.tell()
-            child = Child(
-                name=name,
-                process=subprocess.Popen(
-                    command,
-                    stdin=stdin,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})},
-                    start_new_session=True,
-                    pass_fds=pass_fds,
-                ),
-                log=path,
-                log_offset=offset,
-                may_finish=may_finish,
-                stops_last=stops_last,
-                exited=self._loop.create_future(),
+            process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+                pass_fds=pass_fds,
             )
+        child = Child(name, process, path, offset, may_finish, stops_last, self._loop.create_future())
         threading.Thread(target=self._wait, args=(child,), name=f"wait-{name}", daemon=True).start()
         return child
 
@@ -218,19 +203,20 @@ class Supervisor:
         code = child.process.wait()
         try:
             self._loop.call_soon_threadsafe(self._on_exit, child, code)
-        except RuntimeError:  # the loop is closed: the demo ended before this child could be reaped
+        except RuntimeError:  # race: the demo closed its loop before this exit
             return
 
     def _on_exit(self, child: Child, code: int) -> None:
-        log.info("exited name=%s pid=%d code=%d", child.name, child.pid, code)
+        logger.info("exited name=%s pid=%d code=%d", child.name, child.pid, code)
         child.exited.set_result(code)
         if child is not self._guard:
-            guard.signal_group(child.pid, signal.SIGKILL)  # what the child itself started and left behind
-            self._tell_guard(f"-{child.pid}")
+            guard.signal_group(child.pid, signal.SIGKILL)  # processes that the child started and left behind
+            self._write_to_guard(f"-{child.pid}")
         if self._stopping or self._stop.done() or (child.may_finish and code == 0):
             return
         lines = tuple(child.output().splitlines()[-LAST_LINES:])
-        self._stop.set_result(Stop(f"{child.name} (pid {child.pid}) {_explained(code)}", 1, child.log, lines))
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        self._stop.set_result(Stop(f"{child.name} (pid {child.pid}) {how}", 1, child.log, lines))
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping or self._stop.done():
@@ -239,47 +225,46 @@ class Supervisor:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         self._stop.set_result(Stop(f"stopped by {name}", 128 + number))
 
-    def _tell_guard(self, line: str) -> None:
+    def _write_to_guard(self, line: str) -> None:
         if self._guard is None or self._guard.process.stdin is None or self._guard.exited.done():
             return
         try:
             self._guard.process.stdin.write(f"{line}\n".encode())
             self._guard.process.stdin.flush()
-        except BrokenPipeError:  # the guard has just died; its exit is about to stop the demo
+        except BrokenPipeError:  # race: the guard has just died; its exit stops the demo
             return
+
+    # ------------------------------------------------------------------ stop
 
     async def _stop_all(self) -> None:
         self._stopping = True
-        log.info("stopping")
+        logger.info("stopping")
         force_at = self._loop.time() + FORCE_S
-        await self._end([child for child in self.children if not child.stops_last], force_at - FORCE_S + CLIENTS_S)
-        await self._end([child for child in self.children if child.stops_last], force_at)
-        await self._gone(self.children, self._loop.time() if self._forced.is_set() else force_at)
+        clients = [child for child in self.children if not child.stops_last]
+        await self._terminate(clients, force_at - FORCE_S + CLIENTS_S)
+        await self._terminate([child for child in self.children if child.stops_last], force_at)
+        await self._wait_for_exits(self.children, self._loop.time() if self._forced.is_set() else force_at)
         for child in self.children:
-            if not child.exited.done():  # the number of a group that is gone may be somebody else's by now
+            if not child.exited.done():  # the number of a group that is gone may belong to another process
                 guard.signal_group(child.pid, signal.SIGKILL)
-        await self._gone(self.children, force_at + STOP_WITHIN_S - FORCE_S)
+        end_at = force_at + STOP_WITHIN_S - FORCE_S
+        await self._wait_for_exits(self.children, end_at)
         if self._guard is not None and self._guard.process.stdin is not None:
-            self._guard.process.stdin.close()  # nothing is under guard any more: it just leaves
-            await self._gone([self._guard], force_at + STOP_WITHIN_S - FORCE_S)
+            self._guard.process.stdin.close()  # no group is left, so the guard ends
+            await self._wait_for_exits([self._guard], end_at)
 
-    async def _end(self, children: Sequence[Child], until: float) -> None:
+    async def _terminate(self, children: Sequence[Child], until: float) -> None:
+        """Send SIGTERM and wait for the exits, at most until `until` or a second signal."""
         for child in children:
             if not child.exited.done():
                 guard.signal_group(child.pid, signal.SIGTERM)
         forced = asyncio.create_task(self._forced.wait())
-        gone = asyncio.create_task(self._gone(children, until))
+        gone = asyncio.create_task(self._wait_for_exits(children, until))
         await asyncio.wait({forced, gone}, return_when=asyncio.FIRST_COMPLETED)
         for task in (forced, gone):
             task.cancel()
 
-    async def _gone(self, children: Sequence[Child], until: float) -> None:
+    async def _wait_for_exits(self, children: Iterable[Child], until: float) -> None:
         left = [child.exited for child in children if not child.exited.done()]
         if left:
             await asyncio.wait(left, timeout=max(0.0, until - self._loop.time()))
-
-
-def _explained(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    return f"was killed by {signal.Signals(-code).name}"

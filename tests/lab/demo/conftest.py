@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.lab.demo.folder import Request
 from replaybuf.lab.demo.processes import ProcessState
 from replaybuf.lab.demo.progress import Evaluation, GeneratorLine, Progress, Session, TrainerLine
 from replaybuf.lab.demo.report import Report, build_report
@@ -83,4 +82,4 @@ def sessions() -> list[Session]:
 @pytest.fixture
 def report(progress: Progress, sessions: list[Session]) -> Report:
     """The report of that demo."""
-    return build_report(Request(7, STEPS), progress, sessions)
+    return build_report(progress, sessions)

@@ -21,9 +21,9 @@ STEPS = 20
 STANDINS = Path(__file__).with_name("standins.py")
 COMMAND = (
     "import sys; from pathlib import Path; from rich.console import Console\n"
-    "from replaybuf.lab.demo.command import run_demo; from replaybuf.lab.demo.folder import Folder\n"
+    "from replaybuf.lab.demo.command import run_demo; from replaybuf.lab.demo.folder import DemoOptions\n"
     "root, steps, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ['--resume']\n"
-    "sys.exit(run_demo(Console(width=200), Folder(root), steps=steps, resume=resume,\n"
+    "sys.exit(run_demo(Console(width=200), DemoOptions(data_dir=root, steps=steps, resume=resume),\n"
     f"                  program=(sys.executable, {str(STANDINS)!r})))"
 )
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -92,11 +92,11 @@ def test_a_child_that_dies_is_named_with_its_last_lines_and_the_way_on(start: St
     assert "demo stopped: train (pid " in output
     assert "exited with code 7" in output
     assert "  weights are not finite" in output
-    assert f"go on with: {sys.executable} -m replaybuf demo --resume --data-dir {tmp_path / 'demo'}" in output
+    assert f"continue with: {sys.executable} -m replaybuf demo --resume --data-dir {tmp_path / 'demo'}" in output
     code, output = finished(start("--resume"))
     assert code == 0, output
     assert f"resuming: {STEPS // 2} of {STEPS} steps are done" in output
-    assert f"trainer went on at step {STEPS // 2}, its newest checkpoint" in output
+    assert f"trainer resumed at step {STEPS // 2}, its newest checkpoint" in output
     assert "warm start" not in output.split("accuracy")[0]
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["curve"]["step"] == list(range(STEPS))

@@ -11,21 +11,24 @@ import pytest
 
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.lab.demo import folder as folders
-from replaybuf.lab.demo.folder import DEFAULT_STEPS, Folder, Request, take
+from replaybuf.lab.demo.folder import DEFAULT_STEPS, DemoOptions, Folder, Request, open_folder
+
+
+def opened(options: DemoOptions) -> Request:
+    """Open the folder and release it again."""
+    _, request, lock = open_folder(options)
+    os.close(lock)
+    return request
 
 
 def new(root: Path, *, seed: int | None = None, steps: int | None = None) -> Request:
     """Start a demo there and end it at once."""
-    request, lock = take(Folder(root), seed=seed, steps=steps, resume=False, overwrite=False)
-    os.close(lock)
-    return request
+    return opened(DemoOptions(data_dir=root, seed=seed, steps=steps))
 
 
 def resume(root: Path, *, seed: int | None = None, steps: int | None = None) -> Request:
     """Take a demo's folder up again and let go of it."""
-    request, lock = take(Folder(root), seed=seed, steps=steps, resume=True, overwrite=False)
-    os.close(lock)
-    return request
+    return opened(DemoOptions(data_dir=root, seed=seed, steps=steps, resume=True))
 
 
 def test_a_new_folder_gets_the_defaults(tmp_path: Path) -> None:
@@ -42,9 +45,9 @@ def test_an_existing_demo_is_refused_with_what_is_there_and_what_to_do(tmp_path:
     program = f"{sys.executable} -m replaybuf demo"
     assert str(caught.value) == (
         f"{tmp_path} holds an unfinished demo (seed 3, 40 steps); "
-        f"go on with: {program} --resume --data-dir {tmp_path}; "
-        f"delete it and start anew with: {program} --overwrite --seed 5 --data-dir {tmp_path}; "
-        "or give another --data-dir"
+        f"continue it: {program} --resume --data-dir {tmp_path}; "
+        f"delete it and start again: {program} --overwrite --seed 5 --data-dir {tmp_path}; "
+        "or choose another --data-dir"
     )
 
 
@@ -63,12 +66,10 @@ def test_overwrite_deletes_a_demo_and_nothing_else(tmp_path: Path) -> None:
     (demo / "logs" / "serve.log").write_text("old")
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    request, lock = take(Folder(demo), seed=2, steps=None, resume=False, overwrite=True)
-    os.close(lock)
-    assert request.seed == 2
+    assert opened(DemoOptions(data_dir=demo, seed=2, overwrite=True)).seed == 2
     assert not (demo / "logs" / "serve.log").exists()
-    with pytest.raises(Conflict, match="is not a demo's"):
-        take(Folder(other), seed=2, steps=None, resume=False, overwrite=True)
+    with pytest.raises(Conflict, match="is not the folder of a demo"):
+        opened(DemoOptions(data_dir=other, seed=2, overwrite=True))
     assert (other / "thesis.txt").read_text() == "years of work"
 
 
@@ -90,7 +91,7 @@ def test_a_broken_demo_json_is_named_with_what_to_do(tmp_path: Path, content: by
         with pytest.raises(Invalid, match=r"demo\.json is broken: .* demo --overwrite --data-dir") as caught:
             begin(tmp_path)
         assert caught.value.value == str(tmp_path)
-    os.close(take(Folder(tmp_path), seed=4, steps=None, resume=False, overwrite=True)[1])
+    opened(DemoOptions(data_dir=tmp_path, seed=4, overwrite=True))
     assert resume(tmp_path) == Request(4, DEFAULT_STEPS)
 
 
@@ -120,16 +121,15 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "--steps is 0; at least 1"),
-        ({"seed": -1}, "--seed is -1; at least 0"),
+        ({"steps": 0}, "--steps is 0; the minimum is 1"),
+        ({"seed": -1}, "--seed is -1; the minimum is 0"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
     ],
 )
 def test_options_outside_their_bounds_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
     """Each is named with its value and bound, before anything is written."""
-    asked = {"seed": None, "steps": None, "resume": False, "overwrite": False} | options
     with pytest.raises(Invalid, match=message):
-        take(Folder(tmp_path / "demo"), **asked)  # type: ignore[arg-type]
+        opened(DemoOptions(data_dir=tmp_path / "demo", **options))  # type: ignore[arg-type]
     assert not (tmp_path / "demo").exists()
 
 
@@ -138,8 +138,8 @@ def test_two_demos_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(folders, "LOCK_WAIT_S", 0.1)
     new(tmp_path)
     holder = (
-        "import os, sys; from pathlib import Path; from replaybuf.lab.demo.folder import Folder, take\n"
-        "take(Folder(Path(sys.argv[1])), seed=None, steps=None, resume=True, overwrite=False)\n"
+        "import sys; from pathlib import Path; from replaybuf.lab.demo.folder import DemoOptions, open_folder\n"
+        "open_folder(DemoOptions(data_dir=Path(sys.argv[1]), resume=True))\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

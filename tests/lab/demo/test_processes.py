@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replaybuf.lab.demo import processes
-from replaybuf.lab.demo.processes import ProcessState, look
+from replaybuf.lab.demo.processes import ProcessState, process_states
 
 linux_only = pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc here")
 
@@ -20,7 +20,7 @@ linux_only = pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no 
 def test_a_process_is_described_with_its_memory_and_its_children() -> None:
     """The embedded Valkey shows up under the service that started it, by its own name."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
-        own, *children = look("serve", os.getpid())
+        own, *children = process_states("serve", os.getpid())
         assert own.name == "serve"
         assert own.memory_bytes is not None and own.peak_bytes is not None
         assert own.peak_bytes >= own.memory_bytes > 1_000_000
@@ -33,10 +33,10 @@ def test_a_process_that_is_gone_is_not_described() -> None:
     """No error, just nothing."""
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         child.wait(timeout=20)
-    assert look("train", child.pid) == []
+    assert process_states("train", child.pid) == []
 
 
 def test_without_proc_only_the_pid_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On other systems the figures are missing, and shown as such."""
     monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
-    assert look("train", 7) == [ProcessState("train", 7, "not known")]
+    assert process_states("train", 7) == [ProcessState("train", 7, "not known")]

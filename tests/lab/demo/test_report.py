@@ -1,4 +1,4 @@
-"""The report: figures under their literal names, a picture, and a page that needs no network."""
+"""The report: names and figures in report.json, the picture, and a page that needs no network."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 from replaybuf.errors import NotFound
-from replaybuf.lab.demo.folder import Request
 from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw, rolling
-from replaybuf.lab.demo.progress import KILLED, Progress, Session, starts
-from replaybuf.lab.demo.report import NOTES, Report, build_report, print_report, rows
+from replaybuf.lab.demo.progress import KILLED, Progress, Session, append_line, read_sessions
+from replaybuf.lab.demo.report import Report, build_report, figure_rows, print_report
 
 
 def test_report_json_has_the_names_others_read(report: Report) -> None:
@@ -60,7 +59,7 @@ def test_report_json_has_the_names_others_read(report: Report) -> None:
 
 
 def test_figures_are_those_that_were_measured(report: Report) -> None:
-    """Sums over the starts for time, maxima for memory, means over the steps for the rest."""
+    """Times are sums over the sessions, memory is a maximum, the rest are means over the steps."""
     assert report.phases == {"warm start": 15.0, "training": 10.0}
     assert report.peak_memory_bytes == {"serve": 90_000_000, "train": 500_000_000}
     assert report.cpu_s == {"serve": 5.0, "train": 8.5}
@@ -73,24 +72,22 @@ def test_figures_are_those_that_were_measured(report: Report) -> None:
     assert report.trained_tokens == 40_000
 
 
-def test_steps_are_those_of_the_run_where_the_figures_of_one_are_lost(
+def test_the_number_of_steps_comes_from_the_service_if_a_line_is_lost(
     progress: Progress, sessions: list[Session]
 ) -> None:
-    """A trainer that was killed leaves a step without its line; the run has done it all the same."""
+    """A trainer that is killed after the ack leaves no line for its step."""
     del progress.steps[4]
-    report = build_report(Request(7, 10), progress, sessions)
+    report = build_report(progress, sessions)
     assert (report.steps, len(report.curve.step)) == (10, 9)
 
 
-def test_a_report_without_accuracy_is_not_made(progress: Progress, sessions: list[Session]) -> None:
-    """A result that was not measured is not made up."""
+def test_a_demo_without_measured_accuracy_has_no_report(progress: Progress, sessions: list[Session]) -> None:
     progress.evaluations.pop()
     with pytest.raises(NotFound, match="not measured"):
-        build_report(Request(7, 10), progress, sessions)
+        build_report(progress, sessions)
 
 
-def test_the_closing_table_says_what_was_won_and_how(report: Report) -> None:
-    """Result, figures, the honest sentences, and where the files lie."""
+def test_the_printed_report_has_result_figures_notes_and_paths(report: Report) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     print_report(console, report, ["out/report.html"])
     text = console.export_text()
@@ -102,19 +99,32 @@ def test_the_closing_table_says_what_was_won_and_how(report: Report) -> None:
     assert "serve 90 MB, train 500 MB" in text
     assert "serve 5 s, train 8 s" in text
     assert "out/report.html" in text
-    for note in NOTES:
-        assert note[:80] in text
+    assert all(note[:80] in text for note in report.notes)
 
 
-def test_a_start_that_was_killed_counts_and_is_told(progress: Progress, sessions: list[Session]) -> None:
-    """With the last that it wrote of itself."""
+def test_the_notes_name_the_measured_accuracy(report: Report) -> None:
+    """The warm start ends near its target, not at it."""
+    assert "brought its sampled accuracy on the held-out problems to 25.0%" in report.notes[0]
+    assert "changed by +37.5 points, greedy accuracy (temperature 0) by +5.0 points" in report.notes[1]
+    evaluations = [msgspec.structs.replace(report.evaluations[0], sampled=0.312), report.evaluations[-1]]
+    progress = Progress(seed=7, total_steps=10, evaluations=evaluations)
+    progress.state = {"step": 10, "groups": {"stored": 0, "live": 0, "in_batches": 0, "retired": 0}}
+    progress.state["groups"] |= {"evicted": {}, "rejected": {}, "dead_lettered": 0}
+    assert "to 31.2%." in build_report(progress, []).notes[0]
+
+
+def test_a_killed_session_counts_with_its_last_line(
+    progress: Progress, sessions: list[Session], tmp_path: Path
+) -> None:
     killed = [
         Session(started=1.0, phases={"training": seconds}, peaks={}, cpu_s={"serve": seconds}, outcome=KILLED)
         for seconds in (1.0, 3.0)
     ]
-    report = build_report(Request(7, 10), progress, starts([*killed, sessions[1]]))
+    for session in (*killed, sessions[1]):
+        append_line(tmp_path / "sessions.jsonl", session)
+    report = build_report(progress, read_sessions(tmp_path / "sessions.jsonl"))
     assert (report.sessions, report.killed, report.phases, report.cpu_s["serve"]) == (2, 1, {"training": 9.0}, 6.0)
-    assert ("starts", "2, 1 killed: up to 5 s of each are not counted") in rows(report)
+    assert ("starts", "2, 1 killed: up to 5 s of each are not counted") in figure_rows(report)
 
 
 def test_the_picture_is_a_png_of_the_promised_size(report: Report, tmp_path: Path) -> None:
@@ -127,7 +137,6 @@ def test_the_picture_is_a_png_of_the_promised_size(report: Report, tmp_path: Pat
 
 
 def test_the_picture_of_a_single_step_can_be_drawn(report: Report, tmp_path: Path) -> None:
-    """The shortest demo has a picture too."""
     curve = msgspec.structs.replace(
         report.curve, **{name: getattr(report.curve, name)[:1] for name in report.curve.__struct_fields__}
     )
@@ -135,8 +144,8 @@ def test_the_picture_of_a_single_step_can_be_drawn(report: Report, tmp_path: Pat
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
-def test_the_page_stands_alone(report: Report, tmp_path: Path) -> None:
-    """The picture is inside; nothing in the page refers to another file or host."""
+def test_the_page_needs_no_other_file(report: Report, tmp_path: Path) -> None:
+    """The picture is in the page; no link refers to another file or host."""
     draw(report, tmp_path / "report.png")
     write_page(report, tmp_path / "report.png", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -147,7 +156,6 @@ def test_the_page_stands_alone(report: Report, tmp_path: Path) -> None:
 
 
 def test_smoothing_keeps_the_length_and_a_constant() -> None:
-    """The mean of equal values is that value, at the ends too."""
     assert rolling([2.0] * 7, window=3) == pytest.approx([2.0] * 7)
     assert np.allclose(rolling([0.0, 3.0, 0.0], window=3), [1.5, 1.0, 1.5])
     assert len(rolling([])) == 0

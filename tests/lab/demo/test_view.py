@@ -1,4 +1,4 @@
-"""What a person sees: a panel in a terminal, plain lines anywhere else."""
+"""Terminal output: a panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.console import Console
 
 from replaybuf.lab.demo import view as views
 from replaybuf.lab.demo.progress import Progress
-from replaybuf.lab.demo.view import TRAINING, LiveView, PlainView, choose_view, clock, panel, sparkline, summary
+from replaybuf.lab.demo.text import clock
+from replaybuf.lab.demo.view import TRAINING, View, panel, sparkline, summary
 
 ESCAPE = "\x1b"
 
@@ -18,8 +19,7 @@ ESCAPE = "\x1b"
 def test_without_a_terminal_the_output_is_plain_lines(progress: Progress) -> None:
     """No escape codes, no redrawing, one line for each event and summary, each with its time."""
     out = io.StringIO()
-    view = choose_view(Console(file=out, width=60))
-    assert isinstance(view, PlainView)
+    view = View(Console(file=out, width=60))
     progress.phases.enter(TRAINING)
     with view:
         view.event("service listening on http://127.0.0.1:1")
@@ -31,35 +31,30 @@ def test_without_a_terminal_the_output_is_plain_lines(progress: Progress) -> Non
     assert re.fullmatch(r" +0:00  step 10/10 \| .*", lines[1])
 
 
-def test_plain_summaries_come_every_few_seconds_not_with_every_look(
-    progress: Progress, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five seconds lie between two summaries; a log stays readable."""
+def test_plain_summaries_come_every_five_seconds(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("replaybuf.lab.demo.view.time.monotonic", lambda: now)
     out = io.StringIO()
-    view = PlainView(Console(file=out))
+    view = View(Console(file=out))
     progress.phases.enter(TRAINING)
     for now in (100.0, 101.0, 104.9, 105.0):  # noqa: B007 - read by the clock above
         view.update(progress)
     assert len(out.getvalue().splitlines()) == 2
 
 
-def test_plain_lines_tell_the_phase_before_the_training() -> None:
-    """Someone who reads a log knows what takes so long."""
+def test_plain_lines_name_the_phase_before_the_training() -> None:
     out = io.StringIO()
     progress = Progress(seed=0, total_steps=5)
     progress.phases.enter("warm start")
     progress.note = "step 100, accuracy 0.12"
-    PlainView(Console(file=out)).update(progress)
+    View(Console(file=out)).update(progress)
     assert out.getvalue().strip().endswith("warm start: step 100, accuracy 0.12")
 
 
 def test_a_terminal_gets_the_panel_redrawn_in_place(progress: Progress) -> None:
-    """The live view moves the cursor instead of adding lines, and leaves nothing behind but the events."""
+    """The panel moves the cursor instead of adding lines; only the events stay."""
     out = io.StringIO()
-    view = choose_view(Console(file=out, force_terminal=True, width=100))
-    assert isinstance(view, LiveView)
+    view = View(Console(file=out, force_terminal=True, width=100))
     with view:
         view.update(progress)
         view.event("engine ready")
@@ -67,8 +62,7 @@ def test_a_terminal_gets_the_panel_redrawn_in_place(progress: Progress) -> None:
     assert "engine ready" in out.getvalue()
 
 
-def test_the_panel_shows_everything_that_is_known(progress: Progress) -> None:
-    """Step, reward, accuracy, staleness, buffer, speed, waiting by reason, processes."""
+def test_the_panel_shows_all_figures(progress: Progress) -> None:
     progress.phases.enter(TRAINING)
     console = Console(width=110, record=True, file=io.StringIO())
     console.print(panel(progress))
@@ -86,15 +80,13 @@ def test_the_panel_shows_everything_that_is_known(progress: Progress) -> None:
     assert re.search(r"train +12 +running +8 s +400 MB +500 MB", text)
 
 
-def test_an_empty_demo_can_be_shown() -> None:
-    """Before anything is known, dashes stand where figures will be."""
+def test_unknown_figures_are_dashes() -> None:
     progress = Progress(seed=0, total_steps=5)
     Console(file=io.StringIO()).print(panel(progress))
     assert summary(progress).startswith("step 0/5 | accuracy -")
 
 
 def test_a_sparkline_spans_lowest_to_highest() -> None:
-    """The lowest value is the lowest bar; equal values are all low; many values are averaged."""
     assert sparkline([0.0, 1.0]) == "▁█"
     assert sparkline([3.0, 3.0, 3.0]) == "▁▁▁"
     assert sparkline([]) == ""
@@ -102,5 +94,4 @@ def test_a_sparkline_spans_lowest_to_highest() -> None:
 
 
 def test_durations_read_as_minutes_and_seconds() -> None:
-    """Rounded to seconds, never negative."""
     assert [clock(seconds) for seconds in (0, 59.6, 125, -3)] == ["0:00", "1:00", "2:05", "0:00"]

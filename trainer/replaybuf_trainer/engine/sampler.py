@@ -1,7 +1,7 @@
-"""Batched sampling with a key-value cache, in one thread: what the engine's worker runs.
+"""Batched sampling with a key-value cache, one token per call.
 
-Shapes: R rows (one per requested completion), T prompt tokens at most, V vocabulary. A `Wave` is one batch of rows
-from prefill to its last token; between two tokens the caller may stop, go on with other weights, or abort.
+Shapes: R rows (one per completion), P distinct prompts of at most T tokens, H hidden size, V vocabulary. A `Wave` is
+one batch of rows from prefill to its last token; between two tokens the caller may stop, load other weights or abort.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """One completion in the making.
+    """One completion while it is sampled.
 
-    `versions` names, per token, the weights that sampled it; `uniforms` are the random numbers it will use, one per
-    token, so that a seeded row does not depend on what else is in its batch. `prompt_logprobs`: of every prompt token
-    but the first, in nats, where `score_prompt` asks for them.
+    `versions`: version of the weights per token; `uniforms`: one random number per token, so that a seeded row does
+    not depend on the other rows of its wave; `prompt_logprobs`: with `score_prompt`, the logprob in nats of every
+    prompt token but the first.
     """
 
     prompt_ids: list[int]
@@ -36,7 +36,7 @@ class Row:
 
 
 class _Recorder:
-    """Collects the keys and values of a prefill, one entry per layer."""
+    """Cache that records the keys and values of a prefill, one entry per layer."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
@@ -49,7 +49,7 @@ class _Recorder:
 
 
 class _Slots:
-    """Keys and values of all rows, [R, heads, capacity, head size] per layer; a step writes one column per row."""
+    """Cache of all rows, [R, heads, capacity, head size] per layer; each step writes one position per row."""
 
     def __init__(self, recorded: _Recorder, prompt_of_row: torch.Tensor, capacity: int) -> None:
         self.keys, self.values = (
@@ -81,7 +81,7 @@ class _Slots:
 
 
 class Wave:
-    """One batch of rows. `step` samples one token for every unfinished row; `done` says that none is left."""
+    """One batch of rows; `active` are the unfinished ones."""
 
     def __init__(self, model: Any, rows: list[Row]) -> None:
         self.active = list(rows)
@@ -91,7 +91,7 @@ class Wave:
 
     @property
     def done(self) -> bool:
-        """Say whether every row is finished."""
+        """Whether every row is finished."""
         return not self.active
 
     def _prefill(self) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Wave:
         return logits
 
     def _score_prompts(self, hidden: torch.Tensor, ids: torch.Tensor, prompt_of_row: torch.Tensor) -> None:
-        """Fill in the logprobs of prompts; `hidden` [P, T, H] and `ids` [P, T] of the distinct ones."""
+        """Set `prompt_logprobs` of rows with `score_prompt`, from `hidden` [P, T, H] and `ids` [P, T]."""
         for row, prompt in zip(self.active, prompt_of_row.tolist(), strict=True):
             if row.score_prompt:
                 length = len(row.prompt_ids)
@@ -131,9 +131,9 @@ class Wave:
                 row.prompt_logprobs = logprobs.gather(1, ids[prompt, 1:length, None]).squeeze(1).tolist()
 
     def step(self, version: int) -> None:
-        """Sample one token per active row with the model's present weights, labelled `version`.
+        """Sample one token per active row with the present weights of the model, which have this version.
 
-        The logits are computed here and not after the token before, so that weights which came in between count.
+        The logits are computed at the start of a step, so that weights loaded between two steps take effect.
         """
         with torch.inference_mode():
             logits = self._prefill() if self._slots is None else self._forward(self._slots)
@@ -155,7 +155,7 @@ class Wave:
         logprobs = torch.log_softmax(logits.float(), -1)
         temperatures = torch.tensor([row.temperature for row in self.active])[:, None]
         uniforms = torch.tensor([row.uniforms[len(row.token_ids)] for row in self.active], dtype=torch.float64)[:, None]
-        # The logprob that is told is raw; only the choice is made at the row's temperature.
+        # The reported logprob is raw; only the choice uses the row's temperature.
         scaled = torch.softmax(logprobs.double() / temperatures.clamp(min=1e-6), -1)
         cumulative = scaled.cumsum(-1)
         drawn = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).squeeze(1)
@@ -181,7 +181,7 @@ class Wave:
         return logits
 
     def _keep(self, rows: list[int]) -> None:
-        """Go on with these rows alone."""
+        """Drop all rows but these from the wave."""
         if len(rows) < len(self.active) and self._slots is not None:
             chosen = torch.tensor(rows, dtype=torch.long)
             with torch.inference_mode():

@@ -1,10 +1,10 @@
-"""The one thread that touches the model: waves of sampling, pauses, changes of weights between two tokens.
+"""The thread that owns the model: it samples in waves, and pauses or loads weights between two tokens.
 
-Life: `start` -> `submit` and commands from other threads -> `close`. Between two tokens the worker carries out what was
-asked meanwhile, so new weights take effect at once and every token is labelled with the version that sampled it.
+Life cycle: `start` -> `submit` and commands from other threads -> `close`. The worker runs commands between two tokens,
+so new weights take effect at once, and every token carries the version that sampled it.
 
-Pauses: `keep` freezes running rows until `resume`, `wait` finishes them first, `abort` ends them as they are. Requests
-that come while the engine is paused wait in a bounded queue.
+Pause modes: `keep` freezes running rows until `resume`, `wait` finishes them first, `abort` ends them as they are.
+Requests that arrive during a pause wait in a bounded queue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replaybuf_trainer.engine.sampler import Row, Wave
 logger = logging.getLogger(__name__)
 
 GATHER_S = 0.002
-"""Wait for requests that are about to arrive: one wave of many rows costs little more than one of few."""
+"""Time to wait for more requests: a wave of many rows costs little more than a wave of few."""
 
 LARGEST_QUEUE = 4096
 PauseMode = Literal["abort", "wait", "keep"]
@@ -39,14 +39,14 @@ Done = concurrent.futures.Future[None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """Rows that are answered together; `done` is set when all are finished."""
+    """Rows of one call; `done` is set when all of them are finished."""
 
     rows: list[Row]
     done: Done
 
 
 class Worker(threading.Thread):
-    """Owner of the model; see the module docstring. `version` labels the present weights."""
+    """The sampling thread. `version` is the version of the present weights. Other threads call the public methods."""
 
     def __init__(self, model: Any, *, max_rows: int, threads: int) -> None:
         super().__init__(name="engine-worker", daemon=True)
@@ -65,34 +65,34 @@ class Worker(threading.Thread):
         self._aborting = False
         self._closed = False
 
-    # ------------------------------------------------------------------ called from other threads
-
     @property
     def rows_running(self) -> int:
-        """Rows being sampled, and those that the next wave takes: a continuously batching engine has them running."""
+        """Rows being sampled or in the next wave: an engine with continuous batching would be running both."""
         with self._changed:
             sampled = sum(row.finish_reason is None for request in self._running for row in request.rows)
             return sampled + (0 if self.paused else _rows(self._next_wave()))
 
     @property
     def rows_waiting(self) -> int:
-        """Rows in the queue for which the next wave has no room; all of the queue during a pause."""
+        """Queued rows that do not fit into the next wave; during a pause all queued rows."""
         with self._changed:
             return _rows(self._queue) - (0 if self.paused else _rows(self._next_wave()))
 
     def submit(self, rows: list[Row]) -> Done:
-        """Queue rows; the future is done when all are finished. Raises `NoRoom` where the queue is full."""
+        """Queue rows; the future is done when all are finished. Raises `NoRoom` if the queue is full."""
         request = Request(rows, concurrent.futures.Future())
         with self._changed:
             waiting = len(self._queue)
             if waiting >= LARGEST_QUEUE:
-                raise NoRoom(f"{waiting} requests wait; at most {LARGEST_QUEUE}", name="queue", value=waiting)
+                raise NoRoom(
+                    f"{waiting} requests are queued; the maximum is {LARGEST_QUEUE}", name="queue", value=waiting
+                )
             self._queue.append(request)
             self._changed.notify_all()
         return request.done
 
     def pause(self, mode: PauseMode) -> Done:
-        """Hold rows back; the future is done when nothing is being sampled any more."""
+        """Pause sampling; the future is done when no row is being sampled."""
 
         def command(done: Done) -> None:
             self.paused, self._frozen, self._aborting = True, mode == "keep", mode == "abort"
@@ -104,7 +104,7 @@ class Worker(threading.Thread):
         return self._command(command)
 
     def resume(self) -> Done:
-        """Go on with frozen and waiting rows."""
+        """Continue with frozen and queued rows."""
 
         def command(done: Done) -> None:
             self.paused = self._frozen = self._aborting = False
@@ -113,7 +113,7 @@ class Worker(threading.Thread):
         return self._command(command)
 
     def reload(self, folder: Path) -> Done:
-        """Swap in the weights of a folder. The future raises `Invalid` where they are broken; the old ones stay."""
+        """Load the weights of a folder. If they are broken, the future raises `Invalid` and the old weights stay."""
 
         def command(done: Done) -> None:
             self._model.load_state_dict(checked_weights(self._model, folder), strict=False)
@@ -122,7 +122,7 @@ class Worker(threading.Thread):
         return self._command(command)
 
     def label(self, version: int) -> Done:
-        """Name the present weights."""
+        """Set the version of the present weights."""
 
         def command(done: Done) -> None:
             self.version = version
@@ -131,7 +131,7 @@ class Worker(threading.Thread):
         return self._command(command)
 
     def close(self) -> None:
-        """End the thread; whoever waits is told."""
+        """End the thread; pending requests fail with `ServiceUnavailable`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -143,15 +143,13 @@ class Worker(threading.Thread):
             self._changed.notify_all()
         return done
 
-    # ------------------------------------------------------------------ the worker thread
-
     def run(self) -> None:
         """Sample wave after wave until closed."""
         torch.set_num_threads(self._threads)
         while self._wait_for_requests():
             try:
                 self._sample([row for request in self._running for row in request.rows])
-            except Exception as error:  # the boundary of this task: its callers get it, the engine goes on
+            except Exception as error:  # task boundary: the callers get the error, the engine continues
                 logger.exception("sampling failed")
                 for request in self._running:
                     if not request.done.done():
@@ -160,12 +158,12 @@ class Worker(threading.Thread):
             for done in self._when_idle:
                 done.set_result(None)
             self._when_idle.clear()
-        self._refuse_all()
+        self._reject_all()
 
     def _wait_for_requests(self) -> bool:
-        """Take the requests of the next wave; False when closed."""
+        """Wait for requests and start the next wave; return False when closed."""
         while not self._closed:
-            self._obey()
+            self._run_commands()
             with self._changed:
                 if self._queue and not self.paused:
                     self._changed.wait(GATHER_S)
@@ -179,7 +177,7 @@ class Worker(threading.Thread):
         return not self._closed
 
     def _next_wave(self) -> list[Request]:
-        """List the requests at the head of the queue that fit into one wave; the first one always does."""
+        """Return the first queued requests that fit into one wave, at least one request."""
         rows = list(itertools.accumulate(len(request.rows) for request in self._queue))
         fitting = max(1, bisect.bisect_right(rows, self._max_rows))
         return list(itertools.islice(self._queue, fitting))
@@ -189,7 +187,7 @@ class Worker(threading.Thread):
             return
         wave = Wave(self._model, rows)
         while not wave.done and not self._closed:
-            self._obey()
+            self._run_commands()
             if self._frozen:
                 with self._changed:
                     if not self._commands and not self._closed:
@@ -201,24 +199,24 @@ class Worker(threading.Thread):
                 break
             self.generated_tokens += len(wave.active)
             wave.step(self.version)
-            self._answer()
-        self._answer()
+            self._complete_requests()
+        self._complete_requests()
 
-    def _answer(self) -> None:
+    def _complete_requests(self) -> None:
         for request in self._running:
             if not request.done.done() and all(row.finish_reason for row in request.rows):
                 request.done.set_result(None)
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while self._commands:
             command, done = self._commands.popleft()
             try:
                 command(done)
-            except (ReplaybufError, RuntimeError) as error:  # who gave the command gets the error
+            except (ReplaybufError, RuntimeError) as error:  # the caller of the command gets the error
                 done.set_exception(error)
 
-    def _refuse_all(self) -> None:
-        self._obey()
+    def _reject_all(self) -> None:
+        self._run_commands()
         for request in [*self._running, *self._queue]:
             if not request.done.done():
                 request.done.set_exception(ServiceUnavailable("the engine is stopping", name="engine"))
@@ -229,7 +227,7 @@ def _rows(requests: Iterable[Request]) -> int:
 
 
 def checked_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a model folder and check names, shapes and values against `model`. Raises `Invalid`."""
+    """Read the weights of a model folder. Raises `Invalid` if names, shapes or values do not fit `model`."""
     path = folder / "model.safetensors"
     try:
         weights: dict[str, torch.Tensor] = load_file(path)

@@ -1,4 +1,4 @@
-"""Accuracy on the held-out problems, asked of the running engine as any client would ask."""
+"""Accuracy on the held-out problems, measured at the running engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import aclosing
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.environments import Environment, Score, check_prompts, load_environment, score_of
 from replaybuf.generator.environments.scoring import Scorer
-from replaybuf.generator.evaluation import EvaluationResult, HeldOut
+from replaybuf.generator.evaluation import HeldOut
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo.folder import Folder
@@ -19,7 +19,7 @@ FULL_MARKS = 1.0
 
 
 class FullMarks:
-    """An environment that gives 1 for full marks of another one and 0 for less: its mean is an accuracy."""
+    """Environment that scores 1 for full marks of another environment, else 0: the mean is an accuracy."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -33,32 +33,33 @@ class FullMarks:
         return Score(float(score_of(self._environment.score(prompt, completion_text)).reward >= FULL_MARKS))
 
 
-class Exam:
-    """The held-out problems, scored by `environment`; a completion has at most `max_tokens` tokens.
+class HeldOutProblems:
+    """The held-out problems and their scorer. A completion has at most `max_tokens` tokens.
 
-    Building it reads the problems and imports the environment, which takes a second.
-    Raises `Invalid` where the files are not right, `MissingExtra` where the environment is not installed.
+    The constructor reads the problems and imports the environment, which takes about 1 s. Raises `Invalid` for broken
+    files, `MissingExtra` if the environment is not installed.
     """
 
     def __init__(self, folder: Folder, environment: str, max_tokens: int) -> None:
         self._tokenizer = Tokenizer(folder.model)
         self._prompts = read_prompts(folder.held_out, self._tokenizer)
-        judge = FullMarks(load_environment(environment))
-        check_prompts(judge, self._prompts)
-        self._scorer = Scorer(judge, timeout_s=SCORE_TIMEOUT_S)
+        full_marks = FullMarks(load_environment(environment))
+        check_prompts(full_marks, self._prompts)
+        self._scorer = Scorer(full_marks, timeout_s=SCORE_TIMEOUT_S)
         self._max_tokens = max_tokens
 
-    @property
-    def problems(self) -> int:
-        """Number of problems."""
+    def __len__(self) -> int:
         return len(self._prompts)
 
-    async def hold(self, engine_url: str, *, temperature: float, samples: int) -> EvaluationResult:
-        """Ask the engine for `samples` completions of every problem. Raises as `HeldOut.evaluate`."""
+    async def accuracy(self, engine_url: str, *, temperature: float, samples: int) -> float:
+        """Sample `samples` completions of every problem; return the share with full marks.
+
+        Raises as `HeldOut.evaluate`.
+        """
         async with aclosing(VllmEngine(engine_url, timeout_s=ENGINE_TIMEOUT_S)) as engine:
             await engine.prepare()
             held_out = HeldOut(
-                name="exam",
+                name="held-out",
                 prompts=self._prompts,
                 scorer=self._scorer,
                 tokenizer=self._tokenizer,
@@ -66,4 +67,4 @@ class Exam:
                 temperature=temperature,
                 samples=samples,
             )
-            return await held_out.evaluate(engine)
+            return (await held_out.evaluate(engine)).accuracy

@@ -1,0 +1,114 @@
+"""Options of this package's commands. The docstring of each field is its help text; torch is not imported here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
+
+OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
+"""How engines pause while they load weights; `replaybuf generate --on-publish` has the same words."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitModelOptions:
+    """Task and strength of a warm-started model."""
+
+    out: Path
+    """Model folder to create."""
+    task: str = "spell_backward"
+    """Task of reasoning-gym: spell_backward."""
+    seed: NonNegativeInt = 0
+    """Seed of weights, words and order."""
+    target_accuracy: NormFloat = 0.25
+    """Sampled accuracy at which the warm start ends, 0 to 1."""
+    threads: PositiveInt = 1
+    """Number of torch threads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Model and address of an engine."""
+
+    model: Path
+    """Model folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 8001
+    """Port to listen on; 0 takes a free port."""
+    threads: PositiveInt = 1
+    """Number of torch threads."""
+    max_rows: PositiveInt = 512
+    """Maximum number of completions sampled at the same time."""
+    name: str = "policy"
+    """Name of the model in the API."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The clipped GRPO objective."""
+
+    clip_low: NormFloat = 0.2
+    """Maximum distance of the probability ratio below 1."""
+    clip_high: NonNegativeFloat = 0.2
+    """Maximum distance of the probability ratio above 1."""
+    kl: NonNegativeFloat = 0.0
+    """Weight of the KL divergence from the reference logprobs; 0 = off."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Run, folders and hyperparameters of a trainer."""
+
+    url: str = "http://127.0.0.1:8900"
+    """Address of the service; separate several servers of one Redis by commas."""
+    run: str
+    """Name of the run."""
+    model: Path
+    """Model folder to start from; its tokenizer is copied to the checkpoints and weights."""
+    engines: Annotated[
+        tuple[str, ...], Parameter(name="--engine", consume_multiple=True, negative="", show_default=False)
+    ] = ()
+    """Engines to load weights into. Without any, your own engines must load them from the announced weights_uri."""
+    checkpoint_dir: Path = Path(".replaybuf/checkpoints")
+    """Folder of the checkpoints."""
+    weights_dir: Path = Path(".replaybuf/weights")
+    """Folder of the published weights; the engines read it."""
+    checkpoint_every_steps: PositiveInt = 20
+    """Steps between two checkpoints."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
+    on_resume: Literal["redeliver", "resample"] = "redeliver"
+    """redeliver: batches after the checkpoint come again unchanged; resample: the service assembles them anew."""
+    poll_s: PositiveFloat = 0.5
+    """Seconds between two requests for a batch."""
+    wait_ms: NonNegativeInt = 0
+    """Long-poll: milliseconds that the service may hold a request for a batch; 0 = poll."""
+    prefetch: bool = True
+    """Request the next batch while this one trains."""
+    learning_rate: PositiveFloat = 1e-4
+    """Learning rate of AdamW after the warm-up."""
+    warm_up_steps: NonNegativeInt = 10
+    """Steps over which the learning rate rises."""
+    clip_norm: PositiveFloat = 1.0
+    """Maximum norm of the gradient."""
+    objective: Annotated[Objective, Parameter(name="*")] = Objective()
+    rows_per_forward: PositiveInt = 8
+    """Packed rows in one forward pass."""
+    threads: PositiveInt = 1
+    """Number of torch threads."""
+    seed: NonNegativeInt = 0
+    """Seed of torch."""
+    metrics_file: Path | None = None
+    """File to append one JSON line per step to."""
+    token: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token with the role trainer."""
+    service_timeout_s: NonNegativeFloat = 60.0
+    """Seconds that the service may be unreachable before the trainer fails."""
+    engine_timeout_s: PositiveFloat = 60.0
+    """Seconds per call to load weights; with drain it includes the running completions."""
+    on_publish: OnPublish = "in-flight"
+    """Running completions during a load: drain finishes them, in-flight freezes them, the others abort them."""
