@@ -1,8 +1,8 @@
 """The body of a batch: one safetensors file for one data-parallel rank.
 
-For micro-batch `i` the tensors `i.input_ids` and so on, as `MicroBatch` lists them with their shapes; the file metadata
-key `replaybuf` holds `BatchMeta` as JSON. Token t of a row stands at position t together with its mask, advantage and
-logprob; these are 0 on prompt, padding and completion tokens that the policy did not sample.
+Micro-batch `i` has the tensors `i.input_ids` and so on; `MicroBatch` lists them with their shapes. The metadata key
+`replaybuf` holds `BatchMeta` as JSON. Position t of a row holds token t with its mask, advantage and logprob. These
+are 0 on prompt, padding, and completion tokens that the policy did not sample.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ _Shapes = dict[tuple[int, str], tuple[np.dtype[Any], int]]
 
 
 class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a body says about itself. `tokens` ... `rollouts` are of this rank, `batch_*` of all ranks.
+    """The metadata of a body. `tokens` ... `rollouts` are of this rank, `batch_*` of all ranks.
 
-    `version` is the version of the policy that this step trains, `adapters` has one name per micro-batch and
-    `group_ids` the groups of this rank, indexed by `group_index`. Nothing here depends on the epoch.
-    Of a run with adapters, where `version` is 0: `adapters_completed`, those whose own step this batch completes, and
-    that step.
+    `version` is the policy version that this step trains, 0 in a run with adapters. `adapters` has one name per
+    micro-batch. `group_ids` are the groups of this rank, indexed by `group_index`. `adapters_completed`: adapters whose
+    own step this batch completes, with that step. Nothing depends on the epoch.
     """
 
     run: str
@@ -64,7 +63,7 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     adapters_completed: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
-# Made here, not at its first use: msgspec 0.22 crashes where two threads use a struct for the first time at once.
+# Built at import: msgspec 0.22 crashes if two threads use a struct for the first time at once.
 _decode_meta = msgspec.json.Decoder(BatchMeta).decode
 
 
@@ -75,7 +74,7 @@ class MicroBatch:
     - `input_ids`, `position_ids` int32 [L]; positions restart at 0 with every rollout
     - `loss_mask` bool [L]; `advantages`, `inference_logprobs`, `ref_logprobs`, `old_logprobs`, `teacher_logprobs`
       float32 [L]
-    - `cu_seqlens` int32 [n+1], or [n+2] where padding makes the last segment
+    - `cu_seqlens` int32 [n+1], or [n+2] if padding is the last segment
     - `rewards`, `temperatures`, `sampling_weights` float32 [n]; `policy_versions`, `staleness`, `times_sampled`,
       `group_index`, `rollout_index` int32 [n]
     """
@@ -101,7 +100,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The part of one step's batch that one rank trains."""
+    """One rank's part of a batch."""
 
     meta: BatchMeta
     micro_batches: list[MicroBatch]
@@ -109,9 +108,9 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BatchGroup:
-    """A group as it stands in one batch: its columns and what the ledger says of this use.
+    """A group in one batch: its columns and the ledger's facts about this use.
 
-    `index` is its position among the groups of the rank, `sampling_weight` what the strategy gave, if it gives any.
+    `index` is its position among the groups of the rank; `sampling_weight` comes from the strategy, if it gives any.
     """
 
     group: Group
@@ -123,7 +122,7 @@ class BatchGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """One rollout to be placed in a row: which group, which rollout of it."""
+    """One rollout of a row: its group, and its number in that group."""
 
     group: BatchGroup
     rollout: int
@@ -153,20 +152,20 @@ def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_m
 
 
 def read_batch(body: bytes | bytearray | memoryview) -> Batch:
-    """Read a body into views. Raises `Malformed` where it is not one or is cut short."""
+    """Read a body into views. Raises `Malformed` if it is not a body or is cut short."""
     header, data = _split_body(body)
     try:
         meta = _decode_meta(header.pop("__metadata__")[METADATA_KEY])
         tensors = {name: _view(data, entry) for name, entry in header.items()}
         if not 0 <= meta.micro_batches <= len(tensors):
-            raise ValueError(f"{meta.micro_batches} micro-batches cannot stand in {len(tensors)} tensors")
+            raise ValueError(f"{meta.micro_batches} micro-batches do not fit {len(tensors)} tensors")
         rows: dict[str, dict[str, Any]] = {str(number): {} for number in range(meta.micro_batches)}
         for name, view in tensors.items():
             number, _, field = name.partition(".")
             rows[number][field] = view
         return Batch(meta, [MicroBatch(**row) for row in rows.values()])
     except (KeyError, IndexError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise Malformed(f"batch body does not hold what its header says: {error}", name="body") from error
+        raise Malformed(f"batch body does not match its header: {error}", name="body") from error
 
 
 def padded_length(tokens: int, pad_to_multiple_of: int) -> int:
@@ -175,12 +174,12 @@ def padded_length(tokens: int, pad_to_multiple_of: int) -> int:
 
 
 class _Rollouts(NamedTuple):
-    """The rollouts of a body, one row after another; of each:
+    """The rollouts of a body in row order:
 
-    - `groups`, `places`: its group and its number in it
-    - `prompts`, `completions`: where its tokens stand in the columns of its group; `tokens`: how many they are
-    - `numbers`: the columns that have one value per rollout, by name
-    - `logprobs`: names of the columns of logprobs that any of the groups has
+    - `groups`, `places`: the group of each, and its number in that group
+    - `prompts`, `completions`: its tokens in the columns of its group; `tokens`: their number
+    - `numbers`: columns with one value per rollout, by name
+    - `logprobs`: names of logprob columns that any group has
     """
 
     groups: list[Group]
@@ -193,7 +192,7 @@ class _Rollouts(NamedTuple):
 
 
 class _Blank(NamedTuple):
-    """What rows have in common: zeros stand on prompts and padding, positions count from 0."""
+    """Constant parts of rows: zeros for prompts and padding, and positions from 0."""
 
     ids: Int32s
     zeros: Float32s
@@ -202,13 +201,13 @@ class _Blank(NamedTuple):
 
     @classmethod
     def of(cls, length: int) -> _Blank:
-        """Make runs of `length` tokens."""
+        """Build constants for `length` tokens."""
         zeros = np.zeros(length, np.float32)
         return cls(zeros.view(np.int32), zeros, np.zeros(length, np.bool_), np.arange(length, dtype=np.int32))
 
 
 def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
-    """Look every rollout up in its group, all at once: a body has thousands of them."""
+    """Look up all rollouts in their groups at once: a body has thousands."""
     uses = list({id(segment.group): segment.group for segment in segments}.values())
     position = {id(use): number for number, use in enumerate(uses)}
     owners = np.array([position[id(segment.group)] for segment in segments], np.intp)
@@ -225,7 +224,7 @@ def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
     def spans(name: str) -> tuple[list[slice], Int32s]:
         lengths = np.concatenate([np.zeros(1, np.int32), *(getattr(use.group, name) for use in uses)])
         ends = np.cumsum(lengths)
-        starts = ends[at] - ends[first]  # counted from the beginning of the group
+        starts = ends[at] - ends[first]  # relative to the start of the group
         tokens = lengths[at + 1]
         return list(map(slice, starts.tolist(), (starts + tokens).tolist())), tokens
 
@@ -274,8 +273,8 @@ def _shapes_of(rollouts: _Rollouts, first: int, last: int, multiple: int) -> dic
 
 
 def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[int, str], npt.NDArray[Any]]]:
-    """Write the header; what the views show is not initialised yet."""
-    # safetensors wants no holes; 4-byte columns first keeps every column aligned.
+    """Write the header; the views are not initialised."""
+    # safetensors allows no gaps; 4-byte columns first keep every column aligned.
     tensors, offsets, end = {}, {}, 0
     for key, (dtype, length) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
         offsets[key], end = end, end + dtype.itemsize * length
@@ -284,9 +283,9 @@ def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[
             "shape": [length],
             "data_offsets": [offsets[key], end],
         }
-    told = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
-    encoded = json.dumps(told, separators=(",", ":")).encode()
-    if tensors:  # json takes ten times as long, which matters for thousands of rows; msgspec does not escape to ASCII
+    metadata = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
+    encoded = json.dumps(metadata, separators=(",", ":")).encode()
+    if tensors:  # json takes ten times as long for thousands of rows; msgspec does not escape to ASCII
         encoded = encoded[:-1] + b"," + msgspec.json.encode(tensors)[1:]
     encoded += b" " * (-len(encoded) % 8)
     start = _LENGTH.size + len(encoded)
@@ -294,7 +293,7 @@ def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[
     whole = body.data
     _LENGTH.pack_into(whole, 0, len(encoded))
     whole[_LENGTH.size : start] = encoded
-    # One view per type, cut into columns: to make each column from the bytes takes ten times as long.
+    # One view per type, sliced into columns: a view of the bytes per column takes ten times as long.
     data = body[start:]
     typed = {dtype: data[: end - end % dtype.itemsize].view(dtype) for dtype in _NAMES}
     views = {}
@@ -305,7 +304,7 @@ def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[
 
 
 def _fill(rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
-    """Write every element of one row, a column at a time: few calls that each copy much."""
+    """Write all elements of one row, column by column: few calls that each copy much."""
     for name, values in rollouts.numbers.items():
         out[name][:] = values[first:last]
     ends = np.cumsum(rollouts.tokens[first:last]).tolist()
@@ -346,7 +345,7 @@ def _fill_tokens(
     for name, values in logprobs.items():
         np.concatenate([*values, blank.zeros[:padding]], out=out[name])
     if np.count_nonzero(out["loss_mask"]) < completion_tokens:
-        # Where all completion tokens were sampled this would change nothing and costs a tenth of the body.
+        # Costs a tenth of the body, and changes nothing if all completion tokens were sampled.
         ones = out["loss_mask"].astype(np.float32)
         for name in ("advantages", *logprobs):
             np.multiply(out[name], ones, out=out[name])
@@ -355,7 +354,7 @@ def _fill_tokens(
 def _split_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:
     buffer = memoryview(body).toreadonly()
     if len(buffer) < _LENGTH.size:
-        raise Malformed(f"batch body has {len(buffer)} bytes; at least {_LENGTH.size} are needed", name="body")
+        raise Malformed(f"batch body has {len(buffer)} bytes; the minimum is {_LENGTH.size}", name="body")
     length = _LENGTH.unpack_from(buffer)[0]
     if length > len(buffer) - _LENGTH.size:
         raise Malformed(f"batch header says {length} bytes; the body has {len(buffer)}", name="body", value=length)

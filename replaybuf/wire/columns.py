@@ -1,7 +1,7 @@
-"""The columns of a frame: what each holds, how they are compressed, viewed and checked.
+"""The columns of a frame: their types, compression, views and checks.
 
-A column of codec "raw" holds its numbers, one of codec "zstd" a zstd frame of them. Only columns with a value per token
-may be compressed: the lengths of the rollouts, which are raw, say how many bytes come out before any are made room for.
+A column with codec "raw" holds its numbers, with codec "zstd" a zstd frame of them. Only columns with a value per token
+may be compressed: the raw columns of lengths then give the decompressed size before memory is allocated.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ COMPRESSION_LEVEL = 1
 COMPRESSED_FROM_BYTES = 1024
 """Smaller columns stay raw."""
 WORTH_IT = 0.9
-"""A column stays raw where zstd does not bring it down to this share."""
+"""A column stays raw unless zstd reduces it to this share."""
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 _Per: TypeAlias = Literal["prompt token", "completion token", "rollout", "span"]
 
 
 class Kind(NamedTuple):
-    """What a column holds: its numpy dtype, bytes per number and per value, and what it has one value for."""
+    """The type of a column: numpy dtype, bytes per number and per value, and its unit (`per`)."""
 
     dtype: str
     numpy: np.dtype[Any]
@@ -57,19 +57,19 @@ KINDS = {
     "temperatures": _kind("<f4", "rollout"),
     "version_spans": _kind("<i4", "span", 4),
 }
-"""Columns by name, those with a value per token first; beside them stand the parts of the rewards, `rewards.<name>`."""
+"""Columns by name, those with a value per token first. A frame also has reward parts, `rewards.<name>`."""
 _BYTE = np.dtype(np.uint8)
 PART_PREFIX = "rewards."
 PER_TOKEN = frozenset(name for name, kind in KINDS.items() if kind.per.endswith("token"))
 _REQUIRED = KINDS.keys() - {*OPTIONAL_PER_TOKEN, "advantages"}
 _LENGTH_BYTES, _SPAN_BYTES = KINDS["prompt_lengths"].value_bytes, KINDS["version_spans"].value_bytes
 _COMPRESSED = frozenset({"prompt_ids", "completion_ids", "completion_mask"})
-"""What a producer compresses: logprobs are noise to zstd."""
+"""Columns that producers compress: zstd cannot compress logprobs."""
 _LARGEST_WINDOW_BYTES = 8 << 20
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a column lies: numpy dtype, offset and length in bytes from the start of the frame, codec."""
+    """Place of a column: numpy dtype, offset and length in bytes from the start of the frame, codec."""
 
     dtype: Literal["<i4", "<f4", "<f8", "|b1"]
     offset: Annotated[int, msgspec.Meta(ge=0)]
@@ -78,16 +78,16 @@ class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def kind_of(name: str) -> Kind:
-    """Look up what a column holds. Raises `BrokenFrame` where no column has this name."""
+    """Look up the type of a column. Raises `BrokenFrame` for an unknown name."""
     if name in KINDS:
         return KINDS[name]
     if not name.startswith(PART_PREFIX):
-        raise BrokenFrame(f"frame has a column {name!r}, which is none of this format", name="columns", value=name)
+        raise BrokenFrame(f"frame has an unknown column {name!r}", name="columns", value=name)
     return KINDS["rewards"]
 
 
 def columns_of(group: Group) -> Columns:
-    """List the columns of a group as a frame holds them, in its order."""
+    """List the columns of a group in the order of a frame."""
     arrays: Columns = {}
     for name, kind in KINDS.items():
         values = getattr(group, name)
@@ -99,7 +99,7 @@ def columns_of(group: Group) -> Columns:
 
 
 def compressed(name: str, array: npt.NDArray[Any]) -> bytes | None:
-    """Compress a column; None where it is to stay raw."""
+    """Compress a column; None = it stays raw."""
     if name not in _COMPRESSED or array.nbytes < COMPRESSED_FROM_BYTES:
         return None
     packed = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(array.view(np.uint8).data)
@@ -109,11 +109,11 @@ def compressed(name: str, array: npt.NDArray[Any]) -> bytes | None:
 def read_columns(
     buffer: memoryview, start: int, columns: dict[str, Column], finish_reasons: int, max_bytes: int
 ) -> tuple[Columns, Columns]:
-    """View the columns of a frame that begin behind `start`; compressed ones become arrays of their own.
+    """View the columns of a frame after offset `start`; compressed columns become arrays of their own.
 
-    Returns those of `KINDS`, named as the fields of a group and with their shapes, and apart the parts of the rewards.
-    Raises `BrokenFrame` where a column is missing, does not lie where it may, or does not have the values that the
-    columns of lengths ask for; and where the frame would have more than `max_bytes` with all of them raw.
+    Returns the columns of `KINDS`, with the names and shapes of a group's fields, and the reward parts. Raises
+    `BrokenFrame` if a column is missing, misplaced or not as long as the columns of lengths require, or if the frame
+    with all columns raw has more than `max_bytes`.
     """
     if not columns.keys() >= _REQUIRED:
         missing = sorted(_REQUIRED - columns.keys())
@@ -132,7 +132,7 @@ def read_columns(
 
 
 def _count_values(buffer: memoryview, columns: dict[str, Column], finish_reasons: int) -> dict[str, int]:
-    """Count what columns have values for, by the columns of lengths."""
+    """Count rollouts and tokens, from the columns of lengths."""
     prompt_lengths = _lengths(buffer, "prompt_lengths", columns)
     completion_lengths = _lengths(buffer, "completion_lengths", columns)
     rollouts = len(prompt_lengths)
@@ -150,7 +150,9 @@ def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple
     column = columns[name]
     count = column.length // _LENGTH_BYTES
     if count > LARGEST_ROLLOUTS:
-        raise BrokenFrame(f"frame has {count} rollouts; at most {LARGEST_ROLLOUTS}", name="rollouts", value=count)
+        raise BrokenFrame(
+            f"frame has {count} rollouts; the maximum is {LARGEST_ROLLOUTS}", name="rollouts", value=count
+        )
     if column.offset + column.length > len(buffer) or column.length % _LENGTH_BYTES:
         raise _misplaced(name, column, 0, len(buffer))
     lengths = struct.unpack_from(f"<{count}i", buffer, column.offset)
@@ -162,7 +164,7 @@ def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple
 def _view_raw(
     buffer: memoryview, end: int, columns: dict[str, Column], values: dict[str, int]
 ) -> tuple[Columns, Columns, dict[str, Column]]:
-    """View the raw columns and name the compressed ones. Each lies behind the one before it, the first behind `end`."""
+    """View the raw columns and list the compressed ones. Each starts after the one before, the first after `end`."""
     arrays: Columns = {}
     parts: Columns = {}
     packed = {}
@@ -190,13 +192,13 @@ def _view_raw(
             parts[name.removeprefix(PART_PREFIX)] = view
     for name in packed:
         if name not in PER_TOKEN:
-            raise BrokenFrame(f"column {name} has codec 'zstd'; it has to be 'raw'", name=name, value="zstd")
+            raise BrokenFrame(f"column {name} has codec 'zstd'; it must be 'raw'", name=name, value="zstd")
     return arrays, parts, packed
 
 
 def _misplaced(name: str, column: Column, start: int, size: int) -> BrokenFrame:
     return BrokenFrame(
-        f"column {name} lies at {column.offset} with {column.length} bytes; what stands before it ends at {start}, the "
+        f"column {name} has {column.length} bytes at offset {column.offset}; the part before it ends at {start}, the "
         f"frame at {size}; columns hold whole values and start at multiples of {ALIGNMENT_BYTES}",
         name=name,
         value=column.offset,
@@ -209,7 +211,7 @@ def _check_size(size: int, packed: dict[str, Column], values: dict[str, int], ma
         size += values[KINDS[name].per] * KINDS[name].value_bytes - column.length
     if size > max_bytes:
         raise BrokenFrame(
-            f"frame has {size} bytes with all columns raw; at most {max_bytes}",
+            f"frame has {size} bytes with all columns raw; the maximum is {max_bytes}",
             name="max_bytes",
             value=size,
             bound=max_bytes,
@@ -217,17 +219,17 @@ def _check_size(size: int, packed: dict[str, Column], values: dict[str, int], ma
 
 
 def _decompressed(buffer: memoryview, name: str, column: Column, values: int) -> npt.NDArray[Any]:
-    """Decompress a column that has to hold so many values; nothing is allocated before its size agrees."""
+    """Decompress a column of `values` values; check its size before memory is allocated."""
     size = values * KINDS[name].value_bytes
     raw = buffer[column.offset : column.offset + column.length]
     try:
-        told = zstandard.get_frame_parameters(raw)
-        if told.content_size != size or told.window_size > max(size, _LARGEST_WINDOW_BYTES):
+        header = zstandard.get_frame_parameters(raw)
+        if header.content_size != size or header.window_size > max(size, _LARGEST_WINDOW_BYTES):
             raise BrokenFrame(
-                f"column {name} decompresses to {told.content_size} bytes with a window of {told.window_size}; its "
-                f"rollouts need {size}, in a window of {_LARGEST_WINDOW_BYTES} or less than that",
+                f"column {name} decompresses to {header.content_size} bytes with a window of {header.window_size}; its "
+                f"rollouts need {size} bytes, and the maximum window is {_LARGEST_WINDOW_BYTES}",
                 name=name,
-                value=told.content_size,
+                value=header.content_size,
                 bound=size,
             )
         unpacked = zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)

@@ -1,4 +1,4 @@
-"""The binary form of a group: one frame with a small header and 64-byte aligned columns; `docs/frames.md` tells it all.
+"""The binary form of a group: one frame with a small header and 64-byte aligned columns (see `docs/frames.md`).
 
 ::
 
@@ -9,11 +9,11 @@
         16     4  format version (1)
         20     4  length of the header in bytes
         24     h  header, msgpack: the fields of the group and, per column, dtype, offset, length, codec
-       ...        columns in the header's order, each starting at a multiple of 64 bytes, none on top of another
+       ...        columns in the header's order, each at a multiple of 64 bytes, without overlap
 
-Numbers are little-endian. `replaybuf.wire.columns` knows what a column holds and which of them may be compressed.
-Producers convert once; the service slices; readers get views into the buffer they passed. Frames may stand one after
-another (`application/vnd.replaybuf.frames`).
+Numbers are little-endian. `replaybuf.wire.columns` defines the columns and their compression. Producers convert once,
+the service slices, and readers get views into their buffer. A body may hold several frames in a row
+(`application/vnd.replaybuf.frames`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MEDIA_TYPE = "application/vnd.replaybuf.frames"
 MAGIC = b"RBF1"
 FORMAT_VERSION = 1
 LARGEST_FRAME_BYTES = 1 << 30
-"""No frame has more bytes than this once its columns are decompressed."""
+"""Bound of a frame with all columns raw."""
 LARGEST_HEADER_BYTES = 4 << 20
-"""Bounds what metadata and finish reasons cost in memory: up to 72 bytes per byte of msgpack."""
+"""Bounds the memory of metadata and finish reasons: up to 72 bytes per byte of msgpack."""
 
 _PREFIX = struct.Struct("<4sIQII")
 _MAGIC_AND_CHECKSUM = struct.Struct("<4sI")
@@ -54,18 +54,18 @@ _CHECKED_FROM = _MAGIC_AND_CHECKSUM.size
 
 
 def _entry_bound(name: str) -> int:
-    """Bound what a column takes in the header: its name, dtype, two numbers below 2^32, codec."""
+    """Return the most bytes a column takes in the header: name, dtype, two numbers below 2^32, codec."""
     return 5 + len(PART_PREFIX) + len(name.encode()) + 1 + 4 + 5 + 5 + 5
 
 
 _LATER = frozenset({"old_logprobs"})
-"""Columns that came after format 1: room for them only where they are, so that other frames stay the same bytes."""
+"""Columns added after format 1. Only frames with them reserve header space, so that other frames keep their bytes."""
 _COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS.keys() - _LATER))
 _PADDING = [bytes(size) for size in range(ALIGNMENT_BYTES)]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frame says besides its columns."""
+    """The header of a frame: the fields of the group, and where its columns are."""
 
     group_id: str | None
     prompt_id: str
@@ -85,15 +85,15 @@ _decode_header = msgspec.msgpack.Decoder(FrameHeader).decode
 def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     """Encode one group. The same group gives the same bytes.
 
-    `compress`: token ids and mask by zstd, each where it saves a tenth at least (with another release of zstd the
-    bytes may be others). Raises `TooLarge` where metadata and finish reasons do not fit a header.
+    `compress`: compress token ids and mask with zstd, if that saves at least a tenth; another zstd release may give
+    other bytes. Raises `TooLarge` if metadata and finish reasons do not fit the header.
     """
     arrays = columns_of(group)
-    fields = _encode(_header_of(group))[:-1]  # columns come last and are left out here: a map of none is one byte
+    fields = _encode(_header_of(group))[:-1]  # without the columns, which come last: an empty map is one byte
     further = (*group.reward_parts, *(_LATER & arrays.keys()))
     start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
     columns: dict[str, tuple[str, int, int, str]] = {}
-    per_token: list[Any] = []  # these columns stand first; what is left is small
+    per_token: list[Any] = []  # these columns come first; the others are small
     rest: list[Any] = []
     saved = 0
     data: Any
@@ -121,9 +121,9 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
 
 
 def smallest_frame_bytes(rollouts: int) -> int:
-    """Count the bytes of the smallest frame that `encode_frame` makes of so many rollouts with advantages.
+    """Return the size of the smallest frame of this many rollouts with advantages; at most 64 bytes too small.
 
-    One token of prompt and one of completion each; no names, no metadata, no finish reasons. At most 64 bytes too few.
+    Each rollout has one prompt and one completion token; no names, metadata or finish reasons.
     """
     shortest = RolloutJson(prompt_ids=[0], completion_ids=[0], inference_logprobs=[0.0], reward=0.0, advantage=0.0)
     one = group_from_json(GroupJson(prompt_id="", policy_version=0, rollouts=[shortest]))
@@ -137,8 +137,8 @@ def smallest_frame_bytes(rollouts: int) -> int:
 def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARGEST_FRAME_BYTES) -> Group:
     """Decode one frame into read-only views of `frame`; compressed columns become arrays of their own.
 
-    Raises `BrokenFrame` where magic, length, checksum or a column is wrong, or, with the name `max_bytes`, where the
-    frame has more bytes than that with all columns raw; nothing is decompressed then.
+    Raises `BrokenFrame` if magic, length, checksum or a column is wrong. Raises it with the name `max_bytes`, before it
+    decompresses anything, if the frame with all columns raw is larger.
     """
     buffer = memoryview(frame).toreadonly()
     header_end = _check_prefix(buffer)
@@ -160,18 +160,18 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARG
 
 
 def is_compressed(frame: bytes | memoryview) -> bool:
-    """Say whether a frame that decodes has compressed columns."""
+    """Check whether a valid frame has compressed columns."""
     buffer = memoryview(frame)
     header = _read_header(buffer[_PREFIX.size : _check_prefix(buffer)])
     return any(column.codec != "raw" for column in header.columns.values())
 
 
 def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
-    """Cut a body of frames standing one after another. Raises `BrokenFrame` at the first one whose length is wrong."""
+    """Split a body into its frames. Raises `BrokenFrame` at the first frame with a wrong length."""
     rest = memoryview(body)
     while rest:
         if len(rest) < _PREFIX.size:
-            raise BrokenFrame(f"{len(rest)} bytes are left over; a frame has at least {_PREFIX.size}", name="length")
+            raise BrokenFrame(f"{len(rest)} bytes are left; the minimum of a frame is {_PREFIX.size}", name="length")
         length = struct.unpack_from("<Q", rest, 8)[0]
         if rest[:4] != MAGIC or not _PREFIX.size <= length <= len(rest):
             raise BrokenFrame(
@@ -185,12 +185,12 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
 
 
 def checksum(frame: bytes | bytearray | memoryview) -> int:
-    """Compute the crc32c that belongs at offset 4 of `frame`."""
+    """Compute the crc32c of `frame`, which belongs at offset 4."""
     return int(crc32c.crc32c(memoryview(frame)[_CHECKED_FROM:]))
 
 
 def stored_checksum(frame: bytes | memoryview) -> int:
-    """Read the crc32c that a frame carries."""
+    """Read the crc32c in a frame."""
     return int(struct.unpack_from("<I", frame, 4)[0])
 
 
@@ -212,7 +212,9 @@ def _header_of(group: Group) -> FrameHeader:
 
 
 def _too_large(name: str, value: int, bound: int) -> TooLarge:
-    return TooLarge(f"the {name} of the group has {value} bytes; at most {bound}", name=name, value=value, bound=bound)
+    return TooLarge(
+        f"the {name} of the group has {value} bytes; the maximum is {bound}", name=name, value=value, bound=bound
+    )
 
 
 def _aligned(offset: int) -> int:
@@ -223,9 +225,9 @@ def _aligned(offset: int) -> int:
 
 
 def _check_prefix(buffer: memoryview) -> int:
-    """Return where the header ends."""
+    """Return the offset of the header's end."""
     if len(buffer) < _PREFIX.size:
-        raise BrokenFrame(f"frame has {len(buffer)} bytes; at least {_PREFIX.size} are needed", name="length")
+        raise BrokenFrame(f"frame has {len(buffer)} bytes; the minimum is {_PREFIX.size}", name="length")
     magic, _, total, version, header_length = _PREFIX.unpack_from(buffer)
     if magic != MAGIC:
         raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {MAGIC!r}", name="magic")
@@ -245,7 +247,7 @@ def _check_prefix(buffer: memoryview) -> int:
         )
     if header_length > LARGEST_HEADER_BYTES:
         raise BrokenFrame(
-            f"frame header has {header_length} bytes; at most {LARGEST_HEADER_BYTES}",
+            f"frame header has {header_length} bytes; the maximum is {LARGEST_HEADER_BYTES}",
             name="header",
             value=header_length,
             bound=LARGEST_HEADER_BYTES,

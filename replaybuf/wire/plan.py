@@ -1,7 +1,7 @@
-"""The plan of a body: which rollouts stand in which micro-batch of one rank, and where the frames of their groups lie.
+"""The plan of a batch body: the rollouts of each micro-batch of one rank, and the payload keys of their groups.
 
-A body is a pure function of its plan and those frames, `build_body`. The service calls it, and so does a rank that
-fetches its frames from Redis itself (`replaybuf.client.direct`): the bytes are the same.
+A body is a pure function of its plan and the frames: `build_body`. The service calls it, and so does a rank that reads
+its frames from Redis (`replaybuf.client.direct`). Both get the same bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
 
 
 class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of a batch: where its frame lies, how to know it, and what the ledger says of this use.
+    """A group of a batch: key, checksum and size of its frame, and the ledger's facts about this use.
 
-    `sampling_weight` is what the strategy gave, null where it gave none.
+    `sampling_weight` comes from the strategy; null if it gave none.
     """
 
     group_id: str
@@ -35,13 +35,13 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a body is made from, but for the frames.
+    """Everything a body is built from, except the frames.
 
-    - `meta`: what the body says about itself
-    - `rows`: of each micro-batch its rollouts in order, as pairs: position in `groups`, number in that group
+    - `meta`: the metadata of the body
+    - `rows`: the rollouts of each micro-batch in order, as pairs: position in `groups`, number in that group
     - `groups`: the groups of this rank, in the order of `meta.group_ids`
-    - `seq_len`: rollouts that are longer are cut to so many tokens (`replaybuf.wire.group_check.truncate`)
-    - `release`: of replaybuf that planned; another one may lay the same tokens out in other bytes
+    - `seq_len`: longer rollouts are cut to this length (`replaybuf.wire.group_check.truncate`)
+    - `release`: the replaybuf release that planned; another release may write other bytes
     """
 
     meta: BatchMeta
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_body(plan: Plan, groups: Sequence[Group]) -> memoryview:
-    """Write the body of a plan from its groups, as they were stored or truncated already, in the plan's order."""
+    """Build the body of a plan from its groups in the plan's order, as stored or already truncated."""
     placed = [
         BatchGroup(
             group=truncate(group, plan.seq_len),
@@ -69,9 +69,9 @@ def build_body(plan: Plan, groups: Sequence[Group]) -> memoryview:
 
 
 def decode_payload(payload_key: str, frame: bytes | None, crc32c: int) -> Group:
-    """Decode the payload of a group, which must be the frame with this checksum.
+    """Decode the payload of a group and compare its checksum.
 
-    Raises `BrokenFrame`, with the reason as its name: `missing_payload`, `bad_checksum`, `broken_frame`.
+    Raises `BrokenFrame`; its name is the reason: `missing_payload`, `bad_checksum` or `broken_frame`.
     """
     if frame is None:
         raise BrokenFrame(f"payload {payload_key} is missing", name="missing_payload")

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model folder, by the `tokenizers` library alone."""
+"""The tokenizer of a Hugging Face model folder, with the `tokenizers` library only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """Text to token ids and back, as the model in `folder` was trained with.
+    """Text to token ids and back, as the model in `folder` was trained.
 
-    Reads `tokenizer.json`, and where they are there `tokenizer_config.json`, `generation_config.json` and
-    `chat_template.jinja` and `config.json`. `vocab_size`: its largest id + 1; `model_vocab_size`: that of the model
-    beside it, None where it is not told. Raises `Invalid` where a file is missing or unreadable, `MissingExtra` without
-    the library.
+    Reads `tokenizer.json`, and if present `tokenizer_config.json`, `generation_config.json`, `chat_template.jinja` and
+    `config.json`. `vocab_size` is the largest id + 1, `model_vocab_size` the model's, None if unknown. Raises `Invalid`
+    if a file is missing or unreadable, `MissingExtra` without the library.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,25 +40,25 @@ class Tokenizer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """What ends a completion: the end-of-sequence tokens, ascending."""
+        """The end-of-sequence tokens, ascending."""
         return tuple(sorted(self.eos_token_ids))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text to token ids; with `add_special_tokens` those that the tokenizer's own rule adds are there."""
+        """Encode a text to token ids; `add_special_tokens` applies the tokenizer's own rule for special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[TokenIds], *, special_tokens: bool = False) -> list[str]:
-        """Decode sequences of token ids; `special_tokens` are left out or written."""
+        """Decode sequences of token ids, with or without `special_tokens`."""
         if self._byte_level is not None and not special_tokens:
             return [self._byte_level.decode(ids) for ids in token_ids]
-        # One by one: for the few sequences of a group the library's own batching costs more than it saves.
+        # One by one: for the few sequences of a group the library's batching costs more than it saves.
         lists = [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in token_ids]
         return [self._tokenizer.decode(ids, skip_special_tokens=not special_tokens) for ids in lists]
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Render chat messages by the folder's template, up to where the assistant's answer starts.
+        """Render chat messages with the folder's template, up to the start of the assistant's answer.
 
-        Raises `Invalid` where the folder has no template or it refuses the messages, `MissingExtra` without jinja2.
+        Raises `Invalid` if the folder has no template or it rejects the messages, `MissingExtra` without jinja2.
         """
         source = self._chat_template()
         try:
@@ -67,11 +66,11 @@ class Tokenizer:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise MissingExtra("a prompt with messages", EXTRA) from None
-        # The options that templates in model folders are written for.
+        # The options that templates of model folders expect.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.globals["raise_exception"] = _refuse_messages
+        environment.globals["raise_exception"] = _reject_messages
         names = {name: _token_text(self._config.get(name)) for name in _SPECIAL_TOKENS}
         try:
             template = environment.from_string(source)
@@ -84,11 +83,11 @@ class Tokenizer:
         if file.is_file():
             return file.read_text(encoding="utf-8")
         template = self._config.get("chat_template")
-        if isinstance(template, list):  # several by name; the one for chat is called default
+        if isinstance(template, list):  # several templates by name; "default" is for chat
             template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         if not isinstance(template, str):
             raise Invalid(
-                f"a prompt has messages, but {self.folder} has no chat template; give prompt or prompt_ids instead",
+                f"a prompt has messages, but {self.folder} has no chat template; use prompt or prompt_ids",
                 name="messages",
                 value=str(self.folder),
                 bound="chat_template.jinja, or chat_template in tokenizer_config.json",
@@ -96,7 +95,7 @@ class Tokenizer:
         return template
 
     def _find_eos(self, generation: dict[str, Any]) -> frozenset[int]:
-        """Take the end-of-sequence ids from the generation configuration, else the tokenizer's own token."""
+        """Read the end-of-sequence ids of the generation configuration, else the tokenizer's own token."""
         found = generation.get("eos_token_id")
         if found is not None:
             return frozenset(found if isinstance(found, list) else [found])
@@ -128,17 +127,17 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _vocab_size(config: dict[str, Any]) -> int | None:
-    """Return how many ids the model has, where its configuration says it; of several parts the text's."""
+    """Return the model's number of ids, for a multimodal model that of its text part; None if unknown."""
     found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return found if isinstance(found, int) else None
 
 
 def _token_text(token: Any) -> str:
-    """Return the text of a special token, which folders write as a string or as an object."""
+    """Return the text of a special token, which is a string or an object in the file."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
-def _refuse_messages(message: str) -> None:
+def _reject_messages(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)

@@ -264,7 +264,7 @@ def test_metadata_that_nobody_could_read_again_is_refused_alone_before_it_is_sen
     with service.client() as client:
         results = client.append([bad, make_group("good")])
     assert [(r.group_id, r.reason) for r in results] == [("bad", "bad_metadata"), ("good", None)]
-    assert results[0].detail == "metadata.seed is 18446744073709551616; whole numbers are from -2^63 to 2^64 - 1"
+    assert results[0].detail == "metadata.seed is 18446744073709551616; integers are from -2^63 to 2^64 - 1"
 
 
 def test_what_is_no_group_is_told_how_to_become_one() -> None:

@@ -175,15 +175,15 @@ def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> No
         ("rejected", "too_large"),
         ("stored", None),
     ]
-    assert f"at most {LARGEST_HEADER_BYTES}" in results[0]["detail"]
+    assert f"the maximum is {LARGEST_HEADER_BYTES}" in results[0]["detail"]
 
 
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("18446744073709551616", "metadata.seed is 18446744073709551616; whole numbers are from -2^63 to 2^64 - 1"),
-        ("[" * 64 + "]" * 64, "metadata is nested 65 deep; at most 64"),
-        ("[" * 900 + "]" * 900, "metadata is nested 901 deep; at most 64"),
+        ("18446744073709551616", "metadata.seed is 18446744073709551616; integers are from -2^63 to 2^64 - 1"),
+        ("[" * 64 + "]" * 64, "metadata is nested 65 deep; the maximum is 64"),
+        ("[" * 900 + "]" * 900, "metadata is nested 901 deep; the maximum is 64"),
     ],
     ids=["number", "depth", "much depth"],
 )

@@ -220,13 +220,13 @@ def test_columns_may_not_lie_on_top_of_each_other() -> None:
     def change(columns: dict[str, list[Any]]) -> None:
         columns["rewards.x"] = list(columns["rewards"])
 
-    assert "what stands before it ends at" in refused(frame_with(group(), {}, change)).detail
+    assert "the part before it ends at" in refused(frame_with(group(), {}, change)).detail
 
 
 def test_a_column_that_no_frame_has_is_refused() -> None:
     """What it is for is not known here: a newer producer's, or a typing error."""
     frame = frame_with(group(), {}, lambda columns: columns.update(entropy=["<f4", 1 << 20, 0, "raw"]))
-    assert "'entropy', which is none of this format" in refused(frame).detail
+    assert "unknown column 'entropy'" in refused(frame).detail
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_more_rollouts_than_any_group_has_are_refused() -> None:
     """Before their lengths are read."""
     many = bytes(4 * ((1 << 20) + 1))
     error = refused(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many}))
-    assert "frame has 1048577 rollouts; at most 1048576" in error.detail
+    assert "frame has 1048577 rollouts; the maximum is 1048576" in error.detail
 
 
 def test_a_frame_may_hold_no_rollouts_at_all() -> None:
@@ -268,7 +268,7 @@ def test_a_header_costs_memory_in_proportion_to_its_bytes(metadata: bytes) -> No
 def test_a_header_above_its_limit_is_neither_read_nor_written() -> None:
     error = refused(frame_of(b"\x80" + bytes(LARGEST_HEADER_BYTES)))
     assert (error.name, error.bound) == ("header", LARGEST_HEADER_BYTES)
-    with pytest.raises(TooLarge, match=f"the header of the group has .* bytes; at most {LARGEST_HEADER_BYTES}"):
+    with pytest.raises(TooLarge, match=f"the header of the group has .* bytes; the maximum is {LARGEST_HEADER_BYTES}"):
         encode_frame(group(metadata={"text": "x" * LARGEST_HEADER_BYTES}))
 
 
