@@ -27,7 +27,7 @@ async def evaluated(
     return process.returncode, out.decode(), error.decode()
 
 
-def test_it_prints_json_and_the_run_keeps_the_result_apart_from_its_groups(tmp_path: Path, run: RunClient) -> None:
+def test_it_prints_json_and_the_run_records_the_result(tmp_path: Path, run: RunClient) -> None:
     assert run.put(batch={"groups_per_batch": 1}, group_size=4).status_code == 201
 
     async def main() -> None:
@@ -56,7 +56,7 @@ def test_it_prints_a_table_and_needs_no_service(tmp_path: Path) -> None:
     bounded(main())
 
 
-def test_an_environment_of_turns_is_played(tmp_path: Path) -> None:
+def test_an_environment_with_turns_is_played(tmp_path: Path) -> None:
     """Two turns by default, one where that is the bound; the reward is that of the episode."""
     echo = "tests.generator.turn_environments:Echo"
 
@@ -71,7 +71,7 @@ def test_an_environment_of_turns_is_played(tmp_path: Path) -> None:
     bounded(main())
 
 
-def test_what_cannot_be_evaluated_ends_it_with_one_message(tmp_path: Path) -> None:
+def test_an_invalid_option_of_eval_ends_it_with_one_message(tmp_path: Path) -> None:
     async def main() -> None:
         async with EngineDouble().up() as engine:
             for options, said in (

@@ -100,7 +100,7 @@ def stored(run: RunClient) -> list[dict[str, Any]]:
     return [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
 
 
-def test_a_finite_supply_is_generated_trained_and_ends_with_exit_code_0(tmp_path: Path, run: RunClient) -> None:
+def test_a_finite_supply_is_generated_and_trained_and_the_exit_code_is_0(tmp_path: Path, run: RunClient) -> None:
     put(run, tickets={"prompts": 12})
 
     def train(engine: EngineDouble) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ async def line_of(stream: asyncio.StreamReader | None, text: str) -> str:
     raise AssertionError(f"it ended without saying {text!r}")
 
 
-def test_metrics_are_scraped_and_options_change_while_it_runs(tmp_path: Path, run: RunClient) -> None:
+def test_metrics_are_served_and_sighup_changes_options(tmp_path: Path, run: RunClient) -> None:
     """SIGHUP takes what may change, and changes nothing where one value of the file may not."""
     put(run)
     config = tmp_path / "options.toml"
@@ -266,7 +266,7 @@ def test_tool_tokens_of_several_turns_are_stored_masked(tmp_path: Path, run: Run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_gives_tickets_back_and_ends_it_in_time_with_exit_code_0(
+def test_a_signal_returns_the_tickets_and_ends_it_in_time_with_exit_code_0(
     tmp_path: Path, run: RunClient, number: signal.Signals
 ) -> None:
     put(run)
@@ -289,7 +289,7 @@ def test_a_signal_gives_tickets_back_and_ends_it_in_time_with_exit_code_0(
     assert tickets["returned"] == tickets["issued"] > 0
 
 
-def test_a_signal_before_anything_is_there_ends_it_too(tmp_path: Path) -> None:
+def test_a_signal_ends_it_while_it_waits_for_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         async with generator(tmp_path, "http://127.0.0.1:9", "r", "http://127.0.0.1:9") as process:
             assert process.stderr is not None

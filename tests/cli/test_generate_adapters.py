@@ -53,7 +53,7 @@ def train(run: RunClient, engines: dict[str, EngineDouble]) -> list[dict[str, An
     return records
 
 
-def test_each_adapter_is_generated_by_its_engine_under_its_own_versions(tmp_path: Path, run: RunClient) -> None:
+def test_each_adapter_is_sampled_by_its_engine_with_its_own_versions(tmp_path: Path, run: RunClient) -> None:
     """Two generators, two engines, one trainer, until both supplies are used up; both end with exit code 0."""
     put(run)
     engines = {name: EngineDouble(model=name) for name in ADAPTERS}
@@ -86,7 +86,7 @@ def test_each_adapter_is_generated_by_its_engine_under_its_own_versions(tmp_path
     assert {name: state["adapters"][name]["groups"]["stored"] for name in ADAPTERS} == PROMPTS
 
 
-def test_a_used_up_supply_ends_its_generator_though_the_other_adapter_goes_on(tmp_path: Path, run: RunClient) -> None:
+def test_the_end_of_one_adapters_prompts_ends_only_its_generator(tmp_path: Path, run: RunClient) -> None:
     put(run, strategy={"options": {"max_staleness": 9}})
 
     async def main() -> None:
@@ -99,7 +99,7 @@ def test_a_used_up_supply_ends_its_generator_though_the_other_adapter_goes_on(tm
     assert (state["state"], state["adapters"]["math"]["groups"]["stored"]) == ("running", PROMPTS["math"])
 
 
-def test_a_signal_gives_back_the_tickets_of_the_adapter(tmp_path: Path, run: RunClient) -> None:
+def test_a_signal_returns_the_tickets_of_the_adapter(tmp_path: Path, run: RunClient) -> None:
     """Their names hold the adapter's, with a slash."""
     put(run)
 
@@ -129,7 +129,7 @@ def test_a_signal_gives_back_the_tickets_of_the_adapter(tmp_path: Path, run: Run
         (ADAPTERS, {"adapter": "math"}, "serves ['tiny']; the requested model is 'math'"),
     ],
 )
-def test_an_adapter_that_run_or_engine_lacks_ends_it_at_once_with_one_message(
+def test_an_unknown_adapter_ends_it_at_once_with_one_message(
     tmp_path: Path, run: RunClient, adapters: dict[str, Any], asked: dict[str, str], message: str
 ) -> None:
     put(run, adapters=adapters)
@@ -146,7 +146,7 @@ def test_an_adapter_that_run_or_engine_lacks_ends_it_at_once_with_one_message(
     assert run.state()["tickets"]["issued"] == 0
 
 
-def test_model_names_what_serves_the_adapter(tmp_path: Path, run: RunClient) -> None:
+def test_the_option_model_names_the_served_adapter(tmp_path: Path, run: RunClient) -> None:
     """For an engine that has merged it, or knows it by another name."""
     put(run, strategy={"options": {"max_staleness": 9}})
 

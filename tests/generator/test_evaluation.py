@@ -44,7 +44,7 @@ def run(
     return asyncio.run(main())
 
 
-def test_the_mean_reward_and_the_versions_are_told(tmp_path: Path) -> None:
+def test_the_result_has_mean_reward_and_versions(tmp_path: Path) -> None:
     double = EngineDouble(version=4)
     double.script.append(reply(token_ids=[0, 0, 0], weight_versions=[{"version": 5, "start": 0, "end": 3}]))
     result = run(double, tmp_path, ["abc"] * 4, max_inflight_prompts=1)
@@ -53,7 +53,7 @@ def test_the_mean_reward_and_the_versions_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_episodes_are_played_to_their_end_by_whatever_versions(tmp_path: Path) -> None:
+def test_episodes_are_played_to_their_end_across_versions(tmp_path: Path) -> None:
     """The last turn is three versions younger than the first: a result like any other."""
     environment = scripted(" x ", " y ", " z ")
     result = run(Speaking("a", "b", "c", "d", rises=1), tmp_path, ["abc"], environment, max_tokens=40)
@@ -61,7 +61,7 @@ def test_episodes_are_played_to_their_end_by_whatever_versions(tmp_path: Path) -
     assert [turn.text for turn in environment.turns[0]] == ["a", "b", "c", "d"]
 
 
-def test_an_episode_that_fails_is_a_prompt_that_failed(tmp_path: Path) -> None:
+def test_a_failed_episode_is_a_failed_prompt(tmp_path: Path) -> None:
     async def answers(number: int, turn: Turn) -> str | None:
         if turn.text == "c":
             raise ValueError("no such move")
@@ -72,7 +72,7 @@ def test_an_episode_that_fails_is_a_prompt_that_failed(tmp_path: Path) -> None:
     assert (result.accuracy, result.n, result.failed) == (1.0, 1, 1)
 
 
-def test_temperature_and_number_of_samples_are_the_callers(tmp_path: Path) -> None:
+def test_temperature_and_number_of_samples_can_be_set(tmp_path: Path) -> None:
     double = EngineDouble()
     assert run(double, tmp_path, ["abc", "abd"], temperature=1.0, samples=3).n == 6
     assert {(request["n"], request["temperature"]) for request in double.requests} == {(3, 1.0)}
@@ -98,7 +98,7 @@ def test_no_more_prompts_are_in_flight_than_allowed(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_prompts_that_fail_are_counted_apart(tmp_path: Path) -> None:
+def test_failed_prompts_are_counted_separately(tmp_path: Path) -> None:
     def picky(prompt: Any, text: str) -> Score:
         if prompt.text == "abd":
             raise ValueError("cannot judge")
@@ -108,18 +108,18 @@ def test_prompts_that_fail_are_counted_apart(tmp_path: Path) -> None:
     assert (result.accuracy, result.n, result.failed) == (1.0, 2, 1)
 
 
-def test_an_evaluation_in_which_everything_fails_tells_why(tmp_path: Path) -> None:
+def test_an_evaluation_without_any_score_raises_the_last_fault(tmp_path: Path) -> None:
     with pytest.raises(RewardFault, match="is not finite"):
         run(EngineDouble(), tmp_path, ["abc"], Broken(lambda prompt, text: Score(float("nan"))))
 
 
-def test_an_engine_that_does_not_fit_is_told_though_others_succeeded(tmp_path: Path) -> None:
+def test_an_unfit_engine_is_raised_although_other_prompts_succeeded(tmp_path: Path) -> None:
     double = EngineDouble()
     double.script.append(reply(weight_versions=[{"version": "other", "start": 0, "end": 3}]))
     with pytest.raises(EngineUnfit):
         run(double, tmp_path, ["abc", "abc"])
 
 
-def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_evaluation_without_prompts_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="prompts is empty"):
         run(EngineDouble(), tmp_path, [])

@@ -26,7 +26,7 @@ def test_groups_that_were_in_flight_together_count_once() -> None:
     assert failures.in_a_row == 2
 
 
-def test_a_success_ends_them_but_not_the_wave_that_was_counted() -> None:
+def test_a_success_resets_the_count_but_not_the_counted_wave() -> None:
     failures = after(3)
     failures.record_success()
     assert failures.in_a_row == 0 and failures.rest_s(3.0) <= 0
@@ -36,25 +36,25 @@ def test_a_success_ends_them_but_not_the_wave_that_was_counted() -> None:
     assert failures.in_a_row == 1
 
 
-def test_pauses_double_from_the_second_on_up_to_a_ceiling() -> None:
+def test_pauses_double_from_the_second_failure_up_to_a_ceiling() -> None:
     pauses = [after(count).rest_s(float(count)) for count in range(1, 9)]
     assert pauses == [0.0, *(min(FIRST_PAUSE_S * 2**k, PAUSE_CEILING_S) for k in range(7))]
     assert after(2).rest_s(2.0 + FIRST_PAUSE_S) == 0.0
 
 
-def test_too_many_in_a_row_are_told_with_the_last_reason() -> None:
+def test_too_many_failures_in_a_row_raise_the_last_reason() -> None:
     after(FAULTS_IN_A_ROW - 1).check("no parse")
     with pytest.raises(ReplaybufError, match="64 groups in a row failed; the last: no parse"):
         after(FAULTS_IN_A_ROW).check("no parse")
 
 
 @pytest.mark.parametrize("reason", [*SERVER_FAILED, "ref_engine_timeout"])
-def test_what_a_server_did_wrong_pauses_and_never_ends(reason: str) -> None:
+def test_failures_of_a_server_pause_and_never_end(reason: str) -> None:
     failures = after(10 * FAULTS_IN_A_ROW, reason)
     failures.check("no answer")
     assert failures.rest_s(10.0 * FAULTS_IN_A_ROW) == PAUSE_CEILING_S
 
 
 @pytest.mark.parametrize("reason", sorted(FORGIVEN_REASONS))
-def test_what_is_nobodys_fault_does_not_count(reason: str) -> None:
+def test_forgiven_reasons_do_not_count(reason: str) -> None:
     assert after(FAULTS_IN_A_ROW, reason).in_a_row == 0

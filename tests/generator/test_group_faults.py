@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response, StreamingResponse
 
 from replaybuf.errors import EngineAway, PromptFault
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import failures as failures_module
 from replaybuf.generator.environments import Reward, Score
+from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.generator.prompts import Prompt
 from replaybuf.kernel.tickets import is_forgiven
@@ -43,6 +46,16 @@ def gives_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------- engines
 
 
+async def die(request: dict[str, Any]) -> Response:
+    """Script: the connection breaks in the middle of the answer."""
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"choices": [{"index": 0, "token_ids": [1, '
+        raise ConnectionResetError
+
+    return StreamingResponse(half(), media_type="application/json")
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [(reply(token_ids=None), "engine_bad_answer"), (fail(400, "prompt too long"), "engine_refused")],
@@ -62,6 +75,51 @@ def test_a_request_that_failed_once_is_retried_and_returns_no_ticket(tmp_path: P
     engine.script.append(fail(500))
     w = completed(tmp_path, ServiceDouble(prompts=2), engine)
     assert w.service.returned == [] and len(w.service.groups) == 2
+
+
+def test_an_engine_that_dies_during_an_answer_costs_no_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
+    engine = EngineDouble()
+    engine.script.append(die)
+    w = completed(tmp_path, ServiceDouble(prompts=4), engine, max_inflight_groups=1)
+    assert w.service.returned == [] and w.stored == [0, 1, 2, 3]
+    assert w.daemon.engines[0].outcomes == {"ok": 4, "engine_away": 1}
+
+
+def test_a_request_over_which_an_engine_dies_at_every_try_is_a_failed_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that brings engines down would otherwise come again for ever."""
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
+    engine = EngineDouble()
+    engine.script.extend([die] * TRIES)
+    w = completed(tmp_path, ServiceDouble(prompts=4), engine, max_inflight_groups=1)
+    ((ticket, text),) = w.service.returned
+    assert ticket == "t0" and not is_forgiven(text)
+    assert text.startswith("engine_lost: the connection to the engine failed in 3 tries")
+    assert w.stored == [1, 2, 3]
+
+
+def test_a_group_of_old_weights_is_not_stored_and_the_engine_is_used_once_its_weights_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
+
+    async def main() -> None:
+        engine, service = EngineDouble(version=5), ServiceDouble(prompts=4)
+        service.published = 5
+        engine.script.append(sampled_by(2))  # it restarted, and its answer shows that
+        async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
+            w.start()
+            await until(lambda: bool(engine.requests))
+            engine.version = 2
+            await until(lambda: w.daemon.waiting == "engine_stale")
+            engine.version = 5
+            await w.end()
+            assert {group.policy_version for group in service.groups} == {5}
+            assert len(service.groups) == 4 and service.returned == []
+
+    run(main())
 
 
 def test_no_ticket_is_taken_while_no_engine_is_up(

@@ -28,7 +28,7 @@ def samples(text: bytes) -> dict[str, float]:
     return found
 
 
-def test_what_was_generated_is_counted_by_outcome_and_reason(tmp_path: Path) -> None:
+def test_groups_and_requests_are_counted_by_outcome_and_reason(tmp_path: Path) -> None:
     def picky(prompt: object, text: str) -> Score:
         if text.startswith("d"):
             raise ValueError("cannot judge")
@@ -57,7 +57,7 @@ def test_what_was_generated_is_counted_by_outcome_and_reason(tmp_path: Path) -> 
     run(main())
 
 
-def test_what_goes_on_is_told_while_it_goes_on(tmp_path: Path) -> None:
+def test_groups_and_requests_in_flight_are_gauges(tmp_path: Path) -> None:
     async def main() -> None:
         service = ServiceDouble(prompts=2)
         async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
@@ -70,7 +70,7 @@ def test_what_goes_on_is_told_while_it_goes_on(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_engines_of_stages_are_told_with_their_stage(tmp_path: Path) -> None:
+def test_the_engines_of_stages_have_the_label_stage(tmp_path: Path) -> None:
     """In the metrics, and as the policy's are in every line of the metrics file."""
     file = tmp_path / "generate.jsonl"
 
@@ -92,7 +92,7 @@ def test_the_engines_of_stages_are_told_with_their_stage(tmp_path: Path) -> None
     run(main())
 
 
-def test_what_is_waited_for_has_its_reason(tmp_path: Path) -> None:
+def test_the_reason_for_waiting_is_a_label(tmp_path: Path) -> None:
     async def main() -> None:
         service = ServiceDouble()
         service.open = 0

@@ -28,7 +28,7 @@ def fit(run: RunFacts, *texts: str, **options: Any) -> None:
     check_fit(run, [make_prompt(text) for text in texts], **given | options)
 
 
-def test_a_run_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_waits_for_a_run_that_comes_late(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> RunFacts:
         service = ServiceDouble(group_size=8)
         service.faults["run"] = deque([ServiceUnavailable("starting"), NotFound("run 'r' is not known")])
@@ -39,7 +39,7 @@ def test_a_run_that_comes_late_is_waited_for(caplog: pytest.LogCaptureFixture) -
     assert re.search(r"waiting for the run, up to \d+ s: run 'r' is not known", caplog.text)
 
 
-def test_a_run_that_is_waited_for_is_told_once_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """And again after a while: not with every try."""
 
     async def main() -> None:
@@ -56,7 +56,7 @@ def test_a_run_that_is_waited_for_is_told_once_for_each_reason(caplog: pytest.Lo
     ]
 
 
-def test_a_service_that_does_not_come_is_named() -> None:
+def test_after_the_timeout_the_error_names_the_service() -> None:
     async def main() -> None:
         async with AsyncClient("http://127.0.0.1:9", "r") as client:
             await wait_for_run(client, 0.3)
@@ -66,7 +66,7 @@ def test_a_service_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize(("asked", "configured", "size"), [(4, None, 4), (None, 8, 8), (8, 8, 8)])
-def test_the_group_size_is_the_callers_or_the_runs(asked: int | None, configured: int | None, size: int) -> None:
+def test_the_group_size_is_that_of_the_option_or_the_run(asked: int | None, configured: int | None, size: int) -> None:
     assert check_group_size(asked, facts(group_size=configured)) == size
 
 
@@ -78,48 +78,48 @@ def test_the_group_size_is_the_callers_or_the_runs(asked: int | None, configured
         (0, None, "group_size is 0; the minimum is 1"),
     ],
 )
-def test_a_group_size_that_no_group_could_have_is_refused(asked: int | None, configured: int | None, told: str) -> None:
+def test_an_invalid_group_size_is_rejected(asked: int | None, configured: int | None, told: str) -> None:
     with pytest.raises(Invalid, match=told):
         check_group_size(asked, facts(group_size=configured))
 
 
-def test_what_fits_passes() -> None:
+def test_a_fitting_configuration_passes() -> None:
     fit(facts(batch={"seq_len": 13, "tokens_per_batch": 8}), "a", "abc", longest={"the engine's max_model_len": 13})
 
 
-def test_a_prompt_that_could_outgrow_a_micro_batch_is_refused_with_what_would_fit() -> None:
+def test_a_rollout_that_can_exceed_seq_len_is_rejected_with_the_bound() -> None:
     with pytest.raises(Invalid, match=r"prompt 'abc' .* a rollout has 13; the run's batch.seq_len is 12") as caught:
         fit(facts(batch={"seq_len": 12}), "a", "abc")
     assert (caught.value.name, caught.value.bound) == ("max_tokens", 9)
 
 
-def test_a_run_that_truncates_takes_any_length() -> None:
+def test_a_run_that_truncates_accepts_any_length() -> None:
     fit(facts(batch={"seq_len": 12, "overlong": "truncate"}), "abc")
 
 
-def test_a_prompt_that_could_outgrow_the_engine_is_refused() -> None:
+def test_a_rollout_that_can_exceed_the_engines_context_is_rejected() -> None:
     with pytest.raises(Invalid, match="the engine's max_model_len is 12"):
         fit(facts(), "abc", longest={"the engine's max_model_len": 12})
 
 
-def test_a_group_that_fits_no_batch_is_refused() -> None:
+def test_a_group_that_fits_no_batch_is_rejected() -> None:
     with pytest.raises(Invalid, match=r"a group of 2 rollouts .* at least 8 tokens; .*tokens_per_batch is 7"):
         fit(facts(batch={"tokens_per_batch": 7}), "abc")
 
 
-def test_an_estimator_nobody_knows_is_refused() -> None:
+def test_an_unknown_estimator_is_rejected() -> None:
     with pytest.raises(Invalid, match="advantage is 'ppo'"):
         fit(facts(advantage="ppo"), "a")
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_the_model_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 28}')
     with pytest.raises(Invalid, match=r"has ids up to 28; vocab_size in .*config\.json is 28"):
         check_vocabulary(facts(), Tokenizer(tmp_path))
 
 
-def test_a_tokenizer_with_more_ids_than_the_run_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_the_run_is_rejected(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
     with pytest.raises(Invalid, match=r"has ids up to 28; the run's vocab_size is 28"):
         check_vocabulary(facts(vocab_size=28), tokenizer)

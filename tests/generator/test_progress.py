@@ -9,7 +9,7 @@ from replaybuf.generator.progress import Progress, append_status
 from tests import builders
 
 
-def test_counts_grow_while_rates_start_anew_with_every_line() -> None:
+def test_counts_grow_while_rates_restart_with_every_status() -> None:
     progress = Progress(now_s=100.0)
     for _ in range(4):
         progress.record_stored(builders.group(), 0.1)  # two rollouts of three tokens, rewards 1 and 0
@@ -23,7 +23,7 @@ def test_counts_grow_while_rates_start_anew_with_every_line() -> None:
     assert progress.status(105.0, None).reward_mean == 0.25
 
 
-def test_every_line_of_the_metrics_file_is_one_json_object(tmp_path: Path) -> None:
+def test_each_line_of_the_metrics_file_is_one_json_object(tmp_path: Path) -> None:
     progress, file = Progress(now_s=0.0), tmp_path / "generate.jsonl"
     progress.given_back["reward_raised"] += 1
     append_status(file, progress.status(1.0, None))

@@ -65,7 +65,7 @@ async def publish(engine: EngineDouble, service: ServiceDouble, version: int) ->
     await service.change(published=version, open=1)
 
 
-def test_it_is_evaluated_at_the_start_and_once_in_so_many_versions(tmp_path: Path) -> None:
+def test_it_evaluates_at_the_start_and_once_per_turn_of_versions(tmp_path: Path) -> None:
     async def main() -> None:
         engine, service = EngineDouble(), ServiceDouble()
         service.open = 1
@@ -93,7 +93,7 @@ def test_it_is_evaluated_at_the_start_and_once_in_so_many_versions(tmp_path: Pat
     run(main())
 
 
-def test_what_was_evaluated_before_a_restart_or_by_another_is_not_evaluated_again(tmp_path: Path) -> None:
+def test_a_turn_with_a_recorded_result_is_not_evaluated_again(tmp_path: Path) -> None:
     async def main() -> None:
         engine, service = EngineDouble(version=12), ServiceDouble()
         service.open, service.published = 1, 12
@@ -108,7 +108,7 @@ def test_what_was_evaluated_before_a_restart_or_by_another_is_not_evaluated_agai
     run(main())
 
 
-def test_an_evaluation_that_fails_is_counted_and_generating_goes_on(
+def test_a_failed_evaluation_is_counted_and_the_generator_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(prompt: object, text: str) -> Score:
@@ -128,7 +128,7 @@ def test_an_evaluation_that_fails_is_counted_and_generating_goes_on(
     assert "evaluation words failed" in caplog.text and "no judge" in caplog.text
 
 
-def test_a_result_is_kept_while_the_service_is_away(tmp_path: Path) -> None:
+def test_a_result_is_recorded_once_the_service_is_back(tmp_path: Path) -> None:
     async def main() -> None:
         engine, service = EngineDouble(), ServiceDouble()
         service.open = 1
@@ -140,7 +140,7 @@ def test_a_result_is_kept_while_the_service_is_away(tmp_path: Path) -> None:
     run(main())
 
 
-def test_held_out_prompts_that_are_trained_on_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_held_out_prompts_that_are_training_prompts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         warn_of_overlap([make_prompt("ab"), make_prompt("cd")], [make_prompt("cd"), make_prompt("ef")])
         assert "1 held-out prompts are training prompts too" in caplog.text

@@ -35,9 +35,7 @@ def bound(max_staleness: int) -> StalenessBound:
 
 
 @pytest.mark.parametrize(("then", "kept"), [(1, False), (4, True)])
-def test_a_group_in_flight_is_judged_by_the_bound_that_the_run_has_by_then(
-    tmp_path: Path, then: int, kept: bool
-) -> None:
+def test_a_group_in_flight_is_checked_against_the_runs_new_bound(tmp_path: Path, then: int, kept: bool) -> None:
     """It is three versions old when it comes; the bound was 2 at the start."""
 
     async def main() -> None:
@@ -64,7 +62,7 @@ def test_a_group_in_flight_is_judged_by_the_bound_that_the_run_has_by_then(
     run(main())
 
 
-def test_a_strategy_that_is_not_installed_here_bounds_nothing_and_is_told_once(
+def test_a_strategy_that_is_not_installed_bounds_nothing_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:

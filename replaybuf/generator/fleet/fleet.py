@@ -200,10 +200,8 @@ class Fleet:
             except EngineAway as error:
                 member.record_failure(error)
                 failed.append(member)
-                if len(failed) >= TRIES:
+                if len(failed) >= TRIES or error.reason == "engine_timeout":
                     raise _last_fault(error) from error
-                if error.reason == "engine_timeout":
-                    raise
             except EngineUnfit as error:
                 if not self._usable([member]):
                     raise

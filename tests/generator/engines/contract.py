@@ -104,7 +104,7 @@ class EngineContract(abc.ABC):
     def serve(self) -> contextlib.AbstractAsyncContextManager[Subject]:
         """Serve the engine."""
 
-    def test_as_many_completions_come_as_were_asked_for_each_within_its_length(self) -> None:
+    def test_n_completions_come_each_within_its_maximum_length(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             for sampling in (SAMPLING, Sampling(n=1, max_tokens=1)):
                 made = await engine.generate(prompt_of(subject), sampling)
@@ -129,7 +129,7 @@ class EngineContract(abc.ABC):
 
         self.run(main)
 
-    def test_completions_carry_the_version_that_is_loaded(self) -> None:
+    def test_completions_have_the_loaded_version(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             for version in (3, 4):
                 await subject.set_version(version)
@@ -139,7 +139,7 @@ class EngineContract(abc.ABC):
 
         self.run(main)
 
-    def test_a_completion_stops_at_a_stop_token_which_is_part_of_it_or_at_its_length(self) -> None:
+    def test_a_completion_ends_with_a_stop_token_or_at_its_maximum_length(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             stops = tuple(range(0, subject.vocab_size, 2))
             sampling = Sampling(n=64, max_tokens=2, stop_token_ids=stops)
@@ -152,14 +152,14 @@ class EngineContract(abc.ABC):
 
         self.run(main)
 
-    def test_at_temperature_zero_all_completions_are_the_same(self) -> None:
+    def test_at_temperature_zero_all_completions_are_equal(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             made = await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, temperature=0.0))
             assert len({tuple(ids) for ids in made.completions}) == 1
 
         self.run(main)
 
-    def test_a_seed_decides_the_completions_which_differ_all_the_same(self) -> None:
+    def test_the_same_seed_gives_the_same_completions_which_differ_from_each_other(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             first, again, other = [
                 lists_of(await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, seed=seed)))
@@ -170,7 +170,7 @@ class EngineContract(abc.ABC):
 
         self.run(main)
 
-    def test_who_sampled_and_how_is_written_down(self) -> None:
+    def test_the_metadata_record_the_engine_and_the_sampling_parameters(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             made = await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, seed=5))
             told = made.metadata["engine"]
@@ -180,14 +180,14 @@ class EngineContract(abc.ABC):
 
         self.run(main)
 
-    def test_the_model_and_its_longest_context_are_learnt(self) -> None:
+    def test_prepare_reads_the_model_and_its_longest_context(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             assert await engine.healthy()
             assert engine.model and engine.max_model_len
 
         self.run(main)
 
-    def test_requests_at_the_same_time_get_completions_of_their_own_prompts(self) -> None:
+    def test_parallel_requests_get_completions_of_their_own_prompts(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             prompts = [prompt_of(subject)[: 1 + length] for length in range(len(subject.prompt))]
             greedy = Sampling(n=2, max_tokens=4, temperature=0.0)
@@ -206,7 +206,7 @@ class EngineContract(abc.ABC):
 
         self.run(main)
 
-    def test_an_aborted_completion_comes_with_what_was_sampled_and_the_engine_goes_on(self) -> None:
+    def test_an_aborted_completion_keeps_its_tokens_and_the_engine_goes_on(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             asking = asyncio.create_task(engine.generate(prompt_of(subject), self.long))
             await subject.abort_running()
@@ -248,7 +248,7 @@ class FaultContract(abc.ABC):
             (Fault.OTHER_PROMPT, EngineFault, "engine_bad_answer"),
         ],
     )
-    def test_a_failed_request_is_told_by_its_reason_and_the_next_one_is_answered(
+    def test_a_failed_request_has_its_reason_and_the_next_one_is_answered(
         self, fault: Fault, kind: type[EngineFault], reason: str
     ) -> None:
         async def main() -> None:
@@ -264,7 +264,7 @@ class FaultContract(abc.ABC):
 
         asyncio.run(main())
 
-    def test_a_server_that_wants_a_key_gets_it_and_no_log_does(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_key_goes_to_the_server_and_never_to_the_log(self, caplog: pytest.LogCaptureFixture) -> None:
         async def main() -> None:
             async with self.serve_faulty() as subject:
                 subject.require_key("s3cret")

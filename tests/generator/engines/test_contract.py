@@ -104,7 +104,7 @@ INDEXED = (VllmCompletions, VllmTokens031, VllmTokens032)
 
 
 @pytest.mark.parametrize("double", INDEXED)
-def test_choices_are_put_in_the_order_of_their_index(double: type[ShapedEngine]) -> None:
+def test_choices_are_sorted_by_index(double: type[ShapedEngine]) -> None:
     seeded = Sampling(n=4, max_tokens=12, seed=5)
     backwards = double()
     backwards.fail_next(Fault.BACKWARDS)
@@ -120,7 +120,7 @@ def test_choices_of_the_same_index_are_a_fault(double: type[ShapedEngine]) -> No
 
 
 @pytest.mark.parametrize("double", [VllmTokens031, VllmCompletions, Sglang])
-def test_nothing_but_the_temperature_bends_the_distribution(double: type[ShapedEngine]) -> None:
+def test_only_the_temperature_changes_the_distribution(double: type[ShapedEngine]) -> None:
     """A model folder's generation_config.json may say otherwise, and would be taken for what is left out."""
     made = double()
     sample(made)
@@ -129,7 +129,7 @@ def test_nothing_but_the_temperature_bends_the_distribution(double: type[ShapedE
     assert untouched.items() <= parameters.items()
 
 
-def test_vllms_token_call_is_found_out_by_prepare_and_given_up_where_it_is_gone() -> None:
+def test_prepare_finds_vllms_token_call_and_a_404_drops_it() -> None:
     class Both(VllmTokens032):
         """Serves the older call beside the newer one, and the newer one only while `offered`."""
 
@@ -161,7 +161,7 @@ def test_vllms_token_call_is_found_out_by_prepare_and_given_up_where_it_is_gone(
 
 
 @pytest.mark.parametrize("double", [VllmTokens032, Sglang])
-def test_spans_across_an_update_are_taken_exactly(double: type[ShapedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_across_an_update_are_kept(double: type[ShapedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     def spans(self: ShapedEngine, made: Made) -> list[dict[str, Any]]:
         return [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": len(made.ids)}]
 
@@ -188,7 +188,7 @@ def test_logprobs_of_other_tokens_are_a_fault(monkeypatch: pytest.MonkeyPatch) -
         sample(VllmTokens031())
 
 
-def test_without_spans_sglang_is_asked_before_and_the_older_version_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_spans_the_older_of_sglangs_versions_is_stamped(monkeypatch: pytest.MonkeyPatch) -> None:
     double = SglangWithoutSpans()
     double.version = "3"
     shaped = SglangWithoutSpans.meta
@@ -203,7 +203,7 @@ def test_without_spans_sglang_is_asked_before_and_the_older_version_is_stamped(m
     assert made.metadata["weight_versions"] == {"before": 3, "after": 4}
 
 
-def test_sglang_is_told_the_adapter_where_the_model_asked_for_is_one() -> None:
+def test_sglang_gets_the_name_of_a_requested_adapter() -> None:
     class WithAdapter(Sglang):
         async def _models(self, request: Request) -> Response:
             cards = [{"id": "policy"}, {"id": "de", "parent": "policy", "max_model_len": None}]
@@ -223,7 +223,7 @@ def test_sglang_is_told_the_adapter_where_the_model_asked_for_is_one() -> None:
     assert [body.get("lora_path") for body in double.bodies] == [None, "de"]
 
 
-def test_the_logprobs_mode_is_by_default_what_such_a_server_does() -> None:
+def test_the_default_logprobs_mode_depends_on_the_kind_of_server() -> None:
     def mode(address: str, **options: Any) -> str:
         return open_engine(address, timeout_s=1, **options).logprobs_mode
 
@@ -232,7 +232,7 @@ def test_the_logprobs_mode_is_by_default_what_such_a_server_does() -> None:
     assert mode("sglang+http://h:1", logprobs_mode="raw_logprobs") == "raw_logprobs"
 
 
-def test_an_address_with_a_password_is_refused_without_telling_it() -> None:
+def test_an_address_with_a_password_is_rejected_without_showing_it() -> None:
     with pytest.raises(Invalid, match="use engine_api_key") as caught:
         open_engine("http://me:s3cret@host:8000", timeout_s=1)
     assert "s3cret" not in repr(caught.value.problem())
@@ -245,7 +245,7 @@ def test_request_seeds_are_the_same_everywhere_and_differ_by_prompt_and_attempt(
     assert all(0 <= seed < 1 << 53 for seed in seeds)
 
 
-def test_a_server_without_any_version_is_refused_with_what_to_do() -> None:
+def test_a_server_without_any_version_is_unfit() -> None:
     with pytest.raises(EngineUnfit, match="GET /model_info"):
         with_double(_NoVersion(), lambda engine: engine.generate(np.array([1], np.int32), SAMPLING))
 
@@ -257,7 +257,7 @@ class _NoVersion(SglangWithoutSpans):
         return super().meta(one) | {"weight_version": None}
 
 
-def test_the_doubles_of_the_daemons_tests_pass_for_a_server_without_the_token_call() -> None:
+def test_the_engine_double_behaves_as_a_server_without_the_token_call() -> None:
     """`EngineDouble` spells words; its shapes are those of /v1/completions with labels, as the tiny engine's are."""
 
     async def main() -> None:

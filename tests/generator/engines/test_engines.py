@@ -72,7 +72,7 @@ def test_the_request_asks_for_token_ids_and_the_sampled_tokens_logprobs() -> Non
     ]
 
 
-def test_who_sampled_and_how_is_written_down() -> None:
+def test_the_metadata_record_the_engine_and_the_sampling_parameters() -> None:
     double = EngineDouble()
     made = sample(double, logprobs_mode="processed_logprobs")
     assert made.metadata["engine"] == {
@@ -89,14 +89,14 @@ def test_who_sampled_and_how_is_written_down() -> None:
     }
 
 
-def test_versions_that_the_server_labels_are_taken_exactly() -> None:
+def test_version_spans_of_the_server_are_kept() -> None:
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
     made = sample(EngineDouble(), reply(weight_versions=spans))
     assert made.version_spans.tolist() == [[0, 4, 0, 2], [0, 5, 2, 3], [1, 4, 0, 2], [1, 5, 2, 3]]
     assert made.policy_version == 4
 
 
-def test_a_server_that_labels_is_not_asked_for_its_version_again() -> None:
+def test_a_server_with_spans_is_not_asked_for_its_version_again() -> None:
     double = EngineDouble()
 
     async def twice(engine: VllmEngine) -> None:
@@ -107,7 +107,7 @@ def test_a_server_that_labels_is_not_asked_for_its_version_again() -> None:
     assert double.calls == ["weight_info", "completions", "completions"]
 
 
-def test_without_labels_the_version_is_read_before_and_after() -> None:
+def test_without_spans_the_version_is_read_before_and_after() -> None:
     double = EngineDouble(version="7", labels=False)
     made = sample(double)
     assert double.calls == ["weight_info", "completions", "weight_info"]
@@ -116,7 +116,7 @@ def test_without_labels_the_version_is_read_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(7, 8), (8, 7)])
-def test_where_the_version_changed_meanwhile_the_older_one_is_stamped(before: int, after: int) -> None:
+def test_without_spans_a_changed_version_is_stamped_older(before: int, after: int) -> None:
     double = EngineDouble(version=before, labels=False)
 
     async def update(request: dict[str, Any]) -> None:
@@ -128,23 +128,23 @@ def test_where_the_version_changed_meanwhile_the_older_one_is_stamped(before: in
     assert made.metadata["weight_versions"] == {"before": before, "after": after}
 
 
-def test_weights_nobody_named_are_version_zero() -> None:
+def test_the_label_default_means_version_zero() -> None:
     assert sample(EngineDouble(version="default", labels=False)).policy_version == 0
 
 
-def test_weights_with_another_name_are_refused() -> None:
+def test_a_label_that_is_not_a_number_is_unfit() -> None:
     with pytest.raises(EngineUnfit, match=r"labels its weights 'v2'.*must be the policy version"):
         sample(EngineDouble(version="v2"))
 
 
-def test_a_server_that_tells_no_version_is_refused_with_what_to_do() -> None:
+def test_a_server_that_reports_no_version_is_unfit() -> None:
     double = EngineDouble(labels=False)
     double.weight_info = False
     with pytest.raises(EngineUnfit, match="VLLM_SERVER_DEV_MODE=1"):
         sample(double)
 
 
-def test_a_server_that_stops_labelling_costs_one_try() -> None:
+def test_a_server_that_stops_reporting_spans_costs_one_try() -> None:
     double = EngineDouble()
 
     async def restart(engine: VllmEngine) -> Sample:
@@ -170,7 +170,7 @@ def test_a_server_that_stops_labelling_costs_one_try() -> None:
         ({"token_ids": [1, 0, -2]}, "Expected `int` >="),
     ],
 )
-def test_an_answer_that_lacks_something_is_a_fault_of_this_request(changes: dict[str, Any], message: str) -> None:
+def test_an_incomplete_answer_is_a_fault_of_this_request(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineFault) as caught:
         sample(EngineDouble(), reply(**changes))
     assert type(caught.value) is EngineFault
@@ -178,7 +178,7 @@ def test_an_answer_that_lacks_something_is_a_fault_of_this_request(changes: dict
     assert message in caught.value.detail and "http://127.0.0.1" in caught.value.detail
 
 
-def test_fewer_choices_than_asked_for_are_a_fault() -> None:
+def test_fewer_choices_than_requested_are_a_fault() -> None:
     async def one(request: dict[str, Any]) -> dict[str, Any]:
         return EngineDouble().answer(request | {"n": 1})
 
@@ -189,12 +189,12 @@ def test_fewer_choices_than_asked_for_are_a_fault() -> None:
 @pytest.mark.parametrize(
     ("body", "told"), [("oops", "it starts with 'oops'"), (b'{"model": "\xff", "choices": []}', "'utf-8' codec")]
 )
-def test_an_answer_that_is_no_json_is_a_fault(body: str | bytes, told: str) -> None:
+def test_an_answer_that_is_not_json_is_a_fault(body: str | bytes, told: str) -> None:
     with pytest.raises(EngineFault, match=told):
         sample(EngineDouble(), fail(200, body))
 
 
-def test_completions_aborted_before_their_first_token_are_empty_and_no_fault() -> None:
+def test_completions_aborted_before_their_first_token_are_empty() -> None:
     """Nobody sampled them, so that they have no spans says nothing of a server which tells versions."""
     double = EngineDouble()
 
@@ -226,7 +226,7 @@ def test_an_error_status_names_server_status_and_text(status: int, kind: type[En
     assert caught.value.detail == f"engine {double.url}/v1/completions answered {status}: 'it broke'"
 
 
-def test_a_server_that_hangs_is_left_after_the_timeout() -> None:
+def test_a_server_that_hangs_is_a_timeout() -> None:
     async def hang(request: dict[str, Any]) -> None:
         await asyncio.Event().wait()
 
@@ -235,7 +235,7 @@ def test_a_server_that_hangs_is_left_after_the_timeout() -> None:
     assert caught.value.reason == "engine_timeout"
 
 
-def test_a_server_that_is_not_there_is_away() -> None:
+def test_a_failed_connection_is_away() -> None:
     async def main() -> None:
         engine = VllmEngine("http://127.0.0.1:9", timeout_s=5)
         with pytest.raises(EngineAway, match=r"engine http://127\.0\.0\.1:9/weight_info") as caught:
@@ -247,7 +247,7 @@ def test_a_server_that_is_not_there_is_away() -> None:
     asyncio.run(main())
 
 
-def test_requests_at_the_same_time_use_connections_of_their_own_and_give_them_back() -> None:
+def test_parallel_requests_use_separate_connections_which_are_reused() -> None:
     double, gate = EngineDouble(), Gate()
 
     async def together(engine: VllmEngine) -> None:
@@ -263,7 +263,7 @@ def test_requests_at_the_same_time_use_connections_of_their_own_and_give_them_ba
     assert len(double.connections) == 5
 
 
-def test_the_model_and_its_context_are_learnt_from_the_server() -> None:
+def test_prepare_reads_the_model_and_its_context() -> None:
     double = EngineDouble(model="qwen")
 
     async def prepare(engine: VllmEngine) -> tuple[str | None, int | None]:
@@ -275,7 +275,7 @@ def test_the_model_and_its_context_are_learnt_from_the_server() -> None:
     assert double.requests[0]["model"] == "qwen"
 
 
-def test_a_server_of_another_model_is_refused() -> None:
+def test_a_server_of_another_model_is_unfit() -> None:
     with pytest.raises(EngineUnfit, match=r"serves \['tiny'\]; the requested model is 'large'"):
         with_engine(EngineDouble(), lambda engine: engine.prepare(), model="large")
 
@@ -291,7 +291,7 @@ def test_health_follows_the_server() -> None:
     assert with_engine(double, look) == (True, False)
 
 
-def test_a_server_is_asked_through_the_proxy_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reached() -> bool:
         engine = VllmEngine("http://engine.example:8000", timeout_s=5)
         try:
@@ -311,7 +311,7 @@ def test_a_server_is_asked_through_the_proxy_that_the_environment_names(monkeypa
 
 
 @pytest.mark.parametrize("address", ["localhost:8000", "http://:8000", "http://engine:port", "http://[::1"])
-def test_an_address_without_scheme_host_or_port_is_refused(address: str) -> None:
+def test_an_address_without_scheme_host_or_port_is_rejected(address: str) -> None:
     with pytest.raises(Invalid, match=re.escape(f"engine is '{address}'")):
         VllmEngine(address, timeout_s=1)
 

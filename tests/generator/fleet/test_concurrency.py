@@ -29,7 +29,7 @@ def test_gauges_are_added_up_over_the_engines_of_a_server() -> None:
     assert read_load("a 1\nb 2 1712\n", "a", "b") == Load(1, 2)
 
 
-def test_a_server_without_one_of_the_gauges_tells_no_load() -> None:
+def test_a_server_that_lacks_a_gauge_reports_no_load() -> None:
     assert read_load(VLLM, "vllm:num_requests_running", "vllm:num_requests") is None
     assert read_load("", "a", "b") is None
 
@@ -37,40 +37,40 @@ def test_a_server_without_one_of_the_gauges_tells_no_load() -> None:
 @pytest.mark.parametrize(
     ("line", "told"), [("a x", "could not convert"), ("a +Inf", "a is"), ('a{b="c"}', "could not convert")]
 )
-def test_a_gauge_that_is_no_number_is_not_taken(line: str, told: str) -> None:
+def test_an_invalid_gauge_is_an_error(line: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_load(f"{line}\nb 1\n", "a", "b")
 
 
-def test_where_rollouts_queue_that_share_of_the_own_groups_is_asked_for_no_more() -> None:
+def test_the_limit_falls_by_the_share_of_rollouts_that_wait() -> None:
     assert next_limit(64, Load(running=30, waiting=10), BOUNDS, sampling=40, scoring=0) == 30
     assert next_limit(64, Load(running=30, waiting=10), BOUNDS, sampling=40, scoring=5) == 35
 
 
-def test_generators_that_share_engines_give_way_in_the_same_proportion() -> None:
+def test_generators_that_share_engines_reduce_in_the_same_proportion() -> None:
     load = Load(running=100, waiting=100)
     limits = [next_limit(64, load, BOUNDS, sampling=sampling, scoring=0) for sampling in (40, 10)]
     assert limits == [20, 5]
 
 
-def test_with_none_waiting_it_rises_by_half_where_it_was_what_kept_more_from_being_asked_for() -> None:
+def test_without_a_queue_a_reached_limit_rises_by_half() -> None:
     assert next_limit(8, Load(20, 0), BOUNDS, sampling=8, scoring=0) == 12
     assert next_limit(2, Load(2, 0), BOUNDS, sampling=1, scoring=1) == 3
     assert next_limit(8, Load(20, 0), BOUNDS, sampling=7, scoring=0) == 8
 
 
-def test_paused_engines_are_not_full() -> None:
+def test_paused_engines_do_not_lower_the_limit() -> None:
     assert next_limit(40, Load(running=0, waiting=80), BOUNDS, sampling=40, scoring=0) == 40
 
 
-def test_without_gauges_it_is_the_upper_bound() -> None:
+def test_without_gauges_the_limit_is_the_upper_bound() -> None:
     assert next_limit(3, None, BOUNDS, sampling=0, scoring=0) == 64
     assert total([None, None]) is None
     assert total([None, Load(1, 2), Load(3, 4)]) == Load(4, 6)
 
 
 @given(st.integers(2, 64), COUNT, COUNT, COUNT, COUNT)
-def test_it_stays_within_its_bounds_and_never_rises_while_rollouts_wait(
+def test_the_limit_stays_within_bounds_and_never_rises_while_rollouts_wait(
     limit: int, running: int, waiting: int, sampling: int, scoring: int
 ) -> None:
     chosen = next_limit(limit, Load(running, waiting), BOUNDS, sampling=sampling, scoring=scoring)
@@ -79,7 +79,7 @@ def test_it_stays_within_its_bounds_and_never_rises_while_rollouts_wait(
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_it_settles_at_what_a_steady_engine_samples(room: int, n: int) -> None:
+def test_the_limit_settles_at_the_capacity_of_a_steady_engine(room: int, n: int) -> None:
     """An engine with room for so many rollouts, groups of n: within the last step up."""
     concurrency = Concurrency(Bounds(1, 64))
     for _ in range(40 * WINDOW):
@@ -91,7 +91,7 @@ def test_it_settles_at_what_a_steady_engine_samples(room: int, n: int) -> None:
 
 
 @given(st.lists(st.tuples(COUNT, COUNT), min_size=WINDOW - 1, max_size=WINDOW - 1), st.integers(0, WINDOW - 1))
-def test_queues_that_come_and_go_lower_nothing(queues: list[tuple[int, int]], calm: int) -> None:
+def test_a_temporary_queue_does_not_lower_the_limit(queues: list[tuple[int, int]], calm: int) -> None:
     """One look in a window that finds none waiting is enough: what queues after a burst does not stand."""
     concurrency = Concurrency(Bounds(1, 64))
     window = [Load(running, waiting) for running, waiting in queues]
@@ -101,7 +101,7 @@ def test_queues_that_come_and_go_lower_nothing(queues: list[tuple[int, int]], ca
     assert concurrency.limit == 64
 
 
-def test_a_queue_that_stands_lowers_it_by_its_least_part_once_per_window() -> None:
+def test_a_standing_queue_lowers_the_limit_once_per_window() -> None:
     concurrency = Concurrency(Bounds(1, 64))
     loads = [Load(8, 504), Load(0, 512), Load(128, 128), Load(64, 448), Load(256, 256 + 1)]
     assert [concurrency.update([load], sampling=64, scoring=0) for load in loads] == [False] * 4 + [True]
@@ -109,7 +109,7 @@ def test_a_queue_that_stands_lowers_it_by_its_least_part_once_per_window() -> No
     assert not concurrency.update([Load(1, 999)], sampling=32, scoring=0)
 
 
-def test_groups_are_counted_where_there_were_most_of_them() -> None:
+def test_the_reading_with_the_most_groups_counts() -> None:
     """Between two tickets a generator has hardly any, whatever others have in the queue."""
     concurrency = Concurrency(Bounds(1, 64))
     for sampling in (1, 60, 0, 2, 0):
@@ -117,7 +117,7 @@ def test_groups_are_counted_where_there_were_most_of_them() -> None:
     assert concurrency.limit == 30
 
 
-def test_engines_without_gauges_are_not_looked_at_for_long() -> None:
+def test_gauges_that_disappear_restore_the_upper_bound() -> None:
     concurrency = Concurrency(Bounds(1, 64))
     for _ in range(WINDOW):
         concurrency.update([Load(100, 100)], sampling=64, scoring=0)
@@ -126,7 +126,7 @@ def test_engines_without_gauges_are_not_looked_at_for_long() -> None:
     assert concurrency.limit == 64
 
 
-def test_bounds_that_leave_no_room_are_refused_with_the_bound() -> None:
+def test_invalid_bounds_are_rejected_with_the_bound() -> None:
     with pytest.raises(Invalid, match="is 9; it must be from 1 to max_inflight_groups, 8") as caught:
         Bounds(9, 8)
     assert (caught.value.name, caught.value.value, caught.value.bound) == ("min_inflight_groups", 9, 8)
@@ -134,7 +134,7 @@ def test_bounds_that_leave_no_room_are_refused_with_the_bound() -> None:
         Bounds(0, 8)
 
 
-def test_an_upper_bound_that_is_reached_moves_along_and_a_limit_between_stays() -> None:
+def test_new_bounds_move_a_limit_at_the_old_upper_bound() -> None:
     concurrency = Concurrency(Bounds(2, 8))
     concurrency.set_bounds(Bounds(2, 16))
     assert concurrency.limit == 16

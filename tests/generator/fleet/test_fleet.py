@@ -74,7 +74,7 @@ def test_the_least_loaded_server_gets_the_next_request() -> None:
     run(main())
 
 
-def test_a_request_that_one_server_failed_goes_to_another() -> None:
+def test_a_failed_request_goes_to_another_server() -> None:
     async def main() -> None:
         broken, sound = EngineDouble(), EngineDouble()
         async with fleet_of(broken, sound) as fleet:
@@ -89,7 +89,7 @@ def test_a_request_that_one_server_failed_goes_to_another() -> None:
     run(main())
 
 
-def test_one_failure_alone_does_not_put_a_server_aside(quick: None) -> None:
+def test_a_single_failure_does_not_suspend_a_server(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double) as fleet:
@@ -102,7 +102,7 @@ def test_one_failure_alone_does_not_put_a_server_aside(quick: None) -> None:
     run(main())
 
 
-def test_a_server_that_cannot_be_connected_to_is_put_aside_at_once_and_used_again_when_it_is_back(quick: None) -> None:
+def test_a_failed_connection_suspends_a_server_until_it_is_back(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble(model="qwen")
         async with double.up():
@@ -122,7 +122,7 @@ def test_a_server_that_cannot_be_connected_to_is_put_aside_at_once_and_used_agai
     run(main())
 
 
-def test_a_server_that_is_aside_comes_back_while_others_are_up(quick: None) -> None:
+def test_a_suspended_server_comes_back_while_others_are_up(quick: None) -> None:
     async def main() -> None:
         broken, sound = EngineDouble(), EngineDouble()
         async with fleet_of(broken, sound) as fleet:
@@ -138,9 +138,7 @@ def test_a_server_that_is_aside_comes_back_while_others_are_up(quick: None) -> N
     run(main())
 
 
-def test_in_trial_the_first_failure_puts_a_server_aside_again_for_longer(
-    quick: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_failure_in_trial_suspends_a_server_for_longer(quick: None, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         broken, sound = EngineDouble(), EngineDouble()
         async with fleet_of(broken, sound) as fleet:
@@ -177,7 +175,7 @@ def test_a_server_in_trial_gets_one_request_at_a_time_while_others_are_up(quick:
     run(main())
 
 
-def test_of_two_servers_the_one_with_fewer_tokens_outstanding_gets_the_request() -> None:
+def test_the_server_with_fewer_tokens_in_flight_gets_the_request() -> None:
     async def main() -> None:
         long, short = EngineDouble(), EngineDouble()
         async with fleet_of(long, short) as fleet:
@@ -194,7 +192,7 @@ def test_of_two_servers_the_one_with_fewer_tokens_outstanding_gets_the_request()
     run(main())
 
 
-def test_an_aborted_completion_is_no_failure_of_the_server(quick: None) -> None:
+def test_an_aborted_completion_is_not_a_failure_of_the_server(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double) as fleet:
@@ -207,7 +205,7 @@ def test_an_aborted_completion_is_no_failure_of_the_server(quick: None) -> None:
     run(main())
 
 
-def test_a_server_that_does_not_fit_any_more_is_put_aside_while_others_are_up(quick: None) -> None:
+def test_an_unfit_server_is_suspended_while_others_are_up(quick: None) -> None:
     async def main() -> None:
         other, sound = EngineDouble(model="qwen"), EngineDouble(model="qwen")
         async with fleet_of(other, sound) as fleet:
@@ -224,7 +222,7 @@ def test_a_server_that_does_not_fit_any_more_is_put_aside_while_others_are_up(qu
     run(main())
 
 
-def test_after_a_few_tries_the_fault_is_told(quick: None) -> None:
+def test_after_the_last_try_the_fault_is_raised(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double) as fleet:
@@ -236,7 +234,7 @@ def test_after_a_few_tries_the_fault_is_told(quick: None) -> None:
     run(main())
 
 
-def test_a_timeout_is_not_tried_again() -> None:
+def test_a_timeout_is_not_retried() -> None:
     async def main() -> None:
         async def hang(request: dict[str, Any]) -> None:
             await asyncio.Event().wait()
@@ -251,7 +249,7 @@ def test_a_timeout_is_not_tried_again() -> None:
     run(main())
 
 
-def test_a_fault_of_the_request_is_not_tried_again() -> None:
+def test_a_bad_answer_of_the_only_server_is_not_retried() -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double) as fleet:
@@ -265,7 +263,7 @@ def test_a_fault_of_the_request_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("answer", [fail(400, "bad"), fail(200, "<html>gateway</html>"), reply(token_ids=None)])
-def test_a_server_that_alone_answers_badly_is_put_aside_and_costs_no_request(quick: None, answer: Script) -> None:
+def test_a_server_that_alone_answers_badly_is_suspended_and_costs_no_request(quick: None, answer: Script) -> None:
     """It answers at once, so it is the least loaded one: all requests would go there, and fail."""
 
     async def main() -> None:
@@ -284,7 +282,7 @@ def test_a_server_that_alone_answers_badly_is_put_aside_and_costs_no_request(qui
     run(main())
 
 
-def test_a_request_that_two_servers_refuse_is_at_fault_itself(quick: None) -> None:
+def test_a_request_that_two_servers_refuse_is_at_fault(quick: None) -> None:
     async def main() -> None:
         doubles = EngineDouble(), EngineDouble(), EngineDouble()
         async with fleet_of(*doubles) as fleet:
@@ -300,7 +298,7 @@ def test_a_request_that_two_servers_refuse_is_at_fault_itself(quick: None) -> No
     run(main())
 
 
-def test_what_one_server_answered_badly_goes_to_one_that_has_not(quick: None) -> None:
+def test_a_badly_answered_request_prefers_a_server_without_bad_answers(quick: None) -> None:
     """So that of several broken servers none stays unknown, as long as one is sound."""
 
     async def main() -> None:
@@ -319,7 +317,7 @@ def test_what_one_server_answered_badly_goes_to_one_that_has_not(quick: None) ->
     run(main())
 
 
-def test_with_no_server_up_a_request_waits_as_long_as_its_patience(quick: None) -> None:
+def test_with_no_server_up_a_request_waits_for_patience_s(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble()
         async with fleet_of(double, patience_s=0.3) as fleet:
@@ -348,7 +346,7 @@ def test_a_server_that_starts_late_is_waited_for(caplog: pytest.LogCaptureFixtur
     assert "waiting for an engine" in caplog.text
 
 
-def test_the_shortest_context_of_all_servers_counts() -> None:
+def test_the_fleets_context_is_the_shortest_of_its_servers() -> None:
     async def main() -> None:
         short, long = EngineDouble(), EngineDouble()
         short.max_model_len, long.max_model_len = 32, 128
@@ -359,7 +357,7 @@ def test_the_shortest_context_of_all_servers_counts() -> None:
     run(main())
 
 
-def test_servers_of_different_models_are_refused() -> None:
+def test_servers_of_different_models_are_rejected() -> None:
     async def main() -> None:
         async with fleet_of(EngineDouble(model="a"), EngineDouble(model="b")) as fleet:
             with pytest.raises(EngineUnfit, match="engines serve different models"):

@@ -56,9 +56,7 @@ def per_token(piece: Piece) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=12).map(sorted), st.lists(st.integers(0, 12), max_size=4), st.booleans())
-def test_a_rollout_cut_anywhere_is_the_same_again_when_it_is_joined(
-    versions: list[int], cuts: list[int], finely: bool
-) -> None:
+def test_a_rollout_cut_anywhere_is_unchanged_when_joined(versions: list[int], cuts: list[int], finely: bool) -> None:
     """Tokens, logprobs, the version of every token and the last reason; pieces may be empty."""
     edges = [0, *sorted(min(cut, len(versions)) for cut in cuts), len(versions)]
     parts = [
@@ -76,7 +74,7 @@ def test_a_rollout_cut_anywhere_is_the_same_again_when_it_is_joined(
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5).map(sorted), min_size=1, max_size=4))
-def test_a_sample_taken_apart_and_joined_is_the_same_sample(rollouts: list[list[int]]) -> None:
+def test_a_sample_split_and_joined_is_the_same_sample(rollouts: list[list[int]]) -> None:
     made = sample_of(*rollouts)
     again = joined(pieces(made), made.metadata)
     for name in ("completion_ids", "completion_lengths", "inference_logprobs", "version_spans"):
@@ -86,7 +84,7 @@ def test_a_sample_taken_apart_and_joined_is_the_same_sample(rollouts: list[list[
     assert [per_token(piece) for piece in pieces(made)] == rollouts
 
 
-def test_versions_that_fall_are_no_continuation() -> None:
+def test_a_lower_version_cannot_continue_a_rollout() -> None:
     """A rewind took back the weights that sampled the first tokens; the numbers mean others now."""
     with pytest.raises(EngineFault) as caught:
         piece_of([5, 6]).followed_by(piece_of([4]))
@@ -119,7 +117,7 @@ UNSURE = sample_of([3, 3], [3, 3], exact=False)
         ("abort", UNSURE, "engine_version_changed"),
     ],
 )
-def test_each_policy_takes_what_it_promises(on_publish: OnPublish, made: Sample, reason: str | None) -> None:
+def test_each_policy_accepts_only_its_kinds_of_samples(on_publish: OnPublish, made: Sample, reason: str | None) -> None:
     told = rejection(on_publish, made)
     assert (None if told is None else told[0]) == reason
 
@@ -137,11 +135,11 @@ def test_an_engine_behind_the_published_version_is_stale(
     ("oldest", "published", "bound", "said"),
     [(3, 5, 2, False), (3, 6, 2, True), (3, 3, 0, False), (3, 9, None, False), (3, None, 0, False), (4, 3, 0, False)],
 )
-def test_what_no_step_to_come_can_use_is_doomed(oldest: int, published: Any, bound: Any, said: bool) -> None:
+def test_a_group_beyond_max_staleness_is_too_old(oldest: int, published: Any, bound: Any, said: bool) -> None:
     assert too_old(oldest, published, bound) is said
 
 
-def test_the_rest_of_a_rollout_is_one_completion_of_what_length_is_left_with_a_seed_of_its_own() -> None:
+def test_the_remainder_is_one_completion_of_the_remaining_length_with_its_own_seed() -> None:
     sampling = Sampling(n=4, max_tokens=10, temperature=0.5, stop_token_ids=(7,), seed=11)
     rests = [remainder(sampling, rollout, piece_of([1] * length)) for rollout in (0, 1) for length in (3, 4)]
     assert [(rest.n, rest.max_tokens) for rest in rests] == [(1, 7), (1, 6)] * 2
@@ -151,7 +149,7 @@ def test_the_rest_of_a_rollout_is_one_completion_of_what_length_is_left_with_a_s
     assert remainder(Sampling(n=4, max_tokens=10), 0, piece_of([1])).seed is None
 
 
-def test_a_rollout_aborted_at_its_last_token_is_as_long_as_it_may_be() -> None:
+def test_a_rollout_aborted_at_its_maximum_length_is_finished() -> None:
     cut = piece_of([1, 1], reason="abort")
     assert unfinished(cut, Sampling(n=1, max_tokens=3)) and not unfinished(cut, Sampling(n=1, max_tokens=2))
     assert finished(cut).finish_reason == "length" and finished(piece_of([1])).finish_reason == "stop"

@@ -56,7 +56,7 @@ def generate(fleet: Fleet, sampling: Sampling = SAMPLING) -> asyncio.Task[Sample
 # ---------------------------------------------------------------------- aborted rollouts
 
 
-def test_an_aborted_rollout_is_continued_from_its_tokens_and_its_spans_say_who_sampled_what() -> None:
+def test_an_aborted_rollout_continues_from_its_tokens_with_version_spans() -> None:
     async def main() -> None:
         double = ByRule(4)
         double.cuts.append([None, [(3, 2)]])
@@ -72,7 +72,7 @@ def test_an_aborted_rollout_is_continued_from_its_tokens_and_its_spans_say_who_s
     run(main())
 
 
-def test_a_rollout_aborted_again_and_again_keeps_every_token() -> None:
+def test_a_rollout_aborted_several_times_keeps_every_token() -> None:
     async def main() -> None:
         double = ByRule(5)
         double.cuts.extend([[[(2, 1)], [(2, 3)]], [[(3, 2)]], [[]], [[(4, 1)]]])
@@ -86,7 +86,7 @@ def test_a_rollout_aborted_again_and_again_keeps_every_token() -> None:
     run(main())
 
 
-def test_a_rollout_aborted_before_its_first_token_carries_nothing_of_the_old_version() -> None:
+def test_a_rollout_aborted_before_its_first_token_has_only_the_new_version() -> None:
     async def main() -> None:
         double = ByRule(4)
         double.cuts.append([[], []])
@@ -96,7 +96,7 @@ def test_a_rollout_aborted_before_its_first_token_carries_nothing_of_the_old_ver
     run(main())
 
 
-def test_a_rollout_goes_on_at_once_on_a_server_that_is_not_loading() -> None:
+def test_a_rollout_continues_at_once_on_another_server() -> None:
     async def main() -> None:
         loading, other = ByRule(3), ByRule(4)
         loading.cuts.append([[(3, 2)], [(3, 4)]])
@@ -107,7 +107,7 @@ def test_a_rollout_goes_on_at_once_on_a_server_that_is_not_loading() -> None:
     run(main())
 
 
-def test_a_rollout_that_gets_no_token_is_given_up() -> None:
+def test_a_rollout_that_gets_no_token_fails() -> None:
     async def main() -> None:
         double = ByRule(4)
         double.cuts.append([[(4, 1)]])
@@ -120,7 +120,7 @@ def test_a_rollout_that_gets_no_token_is_given_up() -> None:
     run(main())
 
 
-def test_weights_that_a_rewind_took_back_are_not_continued_by_others() -> None:
+def test_a_rollout_from_before_a_rewind_is_not_continued() -> None:
     async def main() -> None:
         double = ByRule(2)
         double.cuts.append([[(7, 3)]])
@@ -133,7 +133,7 @@ def test_weights_that_a_rewind_took_back_are_not_continued_by_others() -> None:
 
 
 @pytest.mark.parametrize("on_publish", ["drain", "in-flight", "abort"])
-def test_other_policies_sample_an_aborted_rollout_anew(on_publish: OnPublish) -> None:
+def test_other_policies_sample_an_aborted_rollout_again(on_publish: OnPublish) -> None:
     async def main() -> None:
         double = ByRule(4)
         double.cuts.append([None, [(3, 2)]])
@@ -151,9 +151,7 @@ def test_other_policies_sample_an_aborted_rollout_anew(on_publish: OnPublish) ->
 @pytest.mark.parametrize(
     ("on_publish", "taken"), [("drain", False), ("in-flight", True), ("abort-and-resume", True), ("abort", False)]
 )
-def test_a_rollout_that_new_weights_went_on_with_is_taken_where_the_policy_says_so(
-    on_publish: OnPublish, taken: bool
-) -> None:
+def test_a_rollout_of_two_versions_is_accepted_only_by_some_policies(on_publish: OnPublish, taken: bool) -> None:
     async def main() -> None:
         double = ByRule(4)
         double.aborts = False
@@ -167,7 +165,7 @@ def test_a_rollout_that_new_weights_went_on_with_is_taken_where_the_policy_says_
 
 
 @pytest.mark.parametrize(("on_publish", "requests"), [("in-flight", 1), ("drain", 2), ("abort-and-resume", 2)])
-def test_without_spans_a_version_that_changes_in_mid_request_is_stamped_older_in_flight_and_else_sampled_anew(
+def test_without_spans_a_version_change_is_stamped_older_in_flight_and_otherwise_sampled_again(
     on_publish: OnPublish, requests: int
 ) -> None:
     async def main() -> None:
@@ -189,7 +187,7 @@ def test_without_spans_a_version_that_changes_in_mid_request_is_stamped_older_in
 # ---------------------------------------------------------------------- stale engines
 
 
-def test_a_server_that_a_publication_did_not_reach_is_not_used_until_it_has_the_version() -> None:
+def test_a_server_without_the_published_version_is_suspended() -> None:
     async def main() -> None:
         behind, right = ByRule(3), ByRule(4)
         async with fleet_of(behind, right) as fleet:
@@ -207,7 +205,7 @@ def test_a_server_that_a_publication_did_not_reach_is_not_used_until_it_has_the_
     run(main())
 
 
-def test_a_stale_server_is_looked_at_again_as_soon_as_the_next_version_is_published(
+def test_a_stale_server_is_probed_at_once_after_the_next_publication(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its probes may be far between by then."""
@@ -226,7 +224,7 @@ def test_a_stale_server_is_looked_at_again_as_soon_as_the_next_version_is_publis
     run(main())
 
 
-def test_completions_of_a_server_that_was_started_anew_unnoticed_are_not_taken() -> None:
+def test_completions_of_a_server_that_restarted_unnoticed_are_rejected() -> None:
     async def main() -> None:
         double = ByRule(4)
         async with fleet_of(double) as fleet:
@@ -242,7 +240,7 @@ def test_completions_of_a_server_that_was_started_anew_unnoticed_are_not_taken()
     run(main())
 
 
-def test_a_server_with_weights_of_another_run_is_not_used_until_it_has_this_ones() -> None:
+def test_a_server_with_weights_of_another_run_is_suspended() -> None:
     """One version ahead is normal, since servers are loaded before the version is announced."""
 
     async def main() -> None:
@@ -258,7 +256,7 @@ def test_a_server_with_weights_of_another_run_is_not_used_until_it_has_this_ones
     run(main())
 
 
-def test_completions_of_weights_that_no_publication_is_about_to_announce_are_not_taken() -> None:
+def test_completions_of_a_version_that_is_too_new_are_rejected() -> None:
     async def main() -> None:
         double = ByRule(4)
         async with fleet_of(double) as fleet:
@@ -274,7 +272,7 @@ def test_completions_of_weights_that_no_publication_is_about_to_announce_are_not
     run(main())
 
 
-def test_a_version_that_a_server_loses_before_it_is_published_is_told_once() -> None:
+def test_an_unpublished_version_that_a_server_loses_is_reported_once() -> None:
     async def main() -> None:
         lost: list[int] = []
         double = ByRule(4)
@@ -324,7 +322,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_server_killed_in_mid_generation_and_started_anew_is_used_only_with_the_right_weights() -> None:
+def test_a_server_killed_during_a_request_and_restarted_is_used_only_with_the_right_weights() -> None:
     """The rollout keeps the tokens it has; what the dead process was sampling is sampled again, by the new one."""
 
     async def main() -> None:
@@ -365,7 +363,7 @@ def test_after_a_rewind_no_server_is_used_before_it_has_other_weights() -> None:
     run(main())
 
 
-def test_a_server_that_does_not_tell_its_version_is_judged_by_what_it_samples() -> None:
+def test_a_server_that_reports_no_version_is_checked_by_its_samples() -> None:
     async def main() -> None:
         double = ByRule(4)
         double.weight_info = False
