@@ -155,7 +155,7 @@ def open_held_out(
     if not supply.finite:
         raise Invalid(f"prompts {prompts!r} never end; an evaluation needs a finite set", name="prompts", value=prompts)
     rewards = load_rewards(environment)
-    check_prompts(rewards, supply.known)
+    check_prompts(rewards, supply.loaded)
     played = multi_turn(rewards)
     scorer = (
         Scorer(rewards, timeout_s=reward_timeout_s)
@@ -164,7 +164,7 @@ def open_held_out(
     )
     return HeldOut(
         name=name or Path(prompts).stem,
-        prompts=supply.known,
+        prompts=supply.loaded,
         scorer=scorer,
         tokenizer=tokenizer,
         stop_token_ids=tokenizer.stop_token_ids,

@@ -83,7 +83,7 @@ async def _prepare(
     """Build the daemon after all checks; `stack` closes what it uses."""
     tokenizer = Tokenizer(options.tokenizer)
     supply = Supply(options.prompts, tokenizer)
-    prompts = supply.known
+    prompts = supply.loaded
     rewards = load_rewards(options.environment)
     check_prompts(rewards, prompts)
     facts = await wait_for_run(client, options.start_timeout_s)

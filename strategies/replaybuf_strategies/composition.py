@@ -205,7 +205,7 @@ def _prompts(groups: Groups, may: May, pieces: Pieces, seen: list[Positions]) ->
     A group without a prompt is a prompt of its own. The other groups of all prompts of a part are found in one pass
     over the column. Each part is twice as long as the one before: a batch rarely needs more than the first.
     """
-    known = np.empty(0, np.int64)
+    yielded = np.empty(0, np.int64)
     length = _FIRST_PIECE
     for piece in pieces:
         seen.append(piece)
@@ -217,8 +217,8 @@ def _prompts(groups: Groups, may: May, pieces: Pieces, seen: list[Positions]) ->
             prompts = np.where(prompts < 0, -1 - part, prompts)
             _, first = np.unique(prompts, return_index=True)
             new = prompts[np.sort(first)]
-            new = new[~np.isin(new, known)]
-            known = np.concatenate([known, new])
+            new = new[~np.isin(new, yielded)]
+            yielded = np.concatenate([yielded, new])
             yield from _with_members(groups, may, new)
 
 

@@ -1,4 +1,4 @@
-"""The contract that every strategy keeps, and the two rules that make this one."""
+"""The contract of strategies, and the two rules of this one."""
 
 import numpy as np
 from replaybuf_near_target import NearTarget, NearTargetOptions
@@ -8,7 +8,7 @@ from replaybuf.testing import StrategyContract
 
 
 class TestContract(StrategyContract):
-    """The suite of replaybuf, with the options by default."""
+    """The contract suite, with default options."""
 
     def build(self) -> NearTarget:
         return NearTarget(NearTargetOptions())
@@ -27,9 +27,9 @@ def chosen(rewards: list[float], versions: list[int], wanted: int) -> list[int]:
     return selection.rows.tolist()
 
 
-def test_the_nearest_to_the_target_come_first() -> None:
+def test_groups_nearest_to_the_target_come_first() -> None:
     assert chosen([1.0, 0.5, 0.0, 0.4], [2, 2, 2, 2], 2) == [1, 3]
 
 
-def test_what_would_become_too_stale_comes_before_all() -> None:
+def test_groups_on_their_last_version_come_before_all_others() -> None:
     assert chosen([0.5, 1.0, 0.5], [2, 0, 1], 2) == [1, 0]

@@ -163,11 +163,11 @@ class Supply:
 
     @property
     def finite(self) -> bool:
-        """Whether `known` holds all prompts."""
+        """Whether `loaded` holds all prompts."""
         return not any(isinstance(found, Endless) for found in self._sources.values())
 
     @property
-    def known(self) -> list[Prompt]:
+    def loaded(self) -> list[Prompt]:
         """All prompts of finite sources, and the first of endless ones."""
         found = self._sources.values()
         return [prompt for one in found for prompt in (one.first_prompts() if isinstance(one, Endless) else one)]
