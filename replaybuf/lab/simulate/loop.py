@@ -47,7 +47,7 @@ _FRUITLESS = 20
 _ENDED, _TRAINED, _PUBLISHED, _EXPIRES = range(4)
 
 
-class Generation(NamedTuple):
+class Job(NamedTuple):
     """A ticket, the policy version at its start, and the attempt."""
 
     ticket: Ticket
@@ -77,7 +77,7 @@ class Simulation:
         self._last_wait: tuple[str, float] | None = None
         self._group_size = len(supply.lengths(0, 1))
         self._attempts: dict[int, int] = {}
-        self._held: list[Generation] = []
+        self._held: list[Job] = []
         self._fruitless = 0
         self._most_fruitless = _FRUITLESS * (self._groups_per_batch() + self._workload.slots)
 
@@ -114,7 +114,7 @@ class Simulation:
         if now >= self._sample_at_s:
             self._sample_at_s = now + self._sample_every_s
             self._sample()
-        ended: list[Generation] = []
+        ended: list[Job] = []
         while self._events and self._events[0][0] == now:
             _, kind, _, what = heapq.heappop(self._events)
             if kind == _ENDED:
@@ -155,7 +155,7 @@ class Simulation:
         for ticket in tickets:
             attempt = self._supply.attempt(ticket.prompt_index, ticket.attempt)
             ends_s = self._end_s(attempt.duration_s)
-            heapq.heappush(self._events, (ends_s, _ENDED, next(self._serial), Generation(ticket, version, attempt)))
+            heapq.heappush(self._events, (ends_s, _ENDED, next(self._serial), Job(ticket, version, attempt)))
             if attempt.fate == "lost" or ends_s - now >= ttl_s:
                 self._later(ttl_s, _EXPIRES)
         self._free -= len(tickets)
@@ -165,28 +165,28 @@ class Simulation:
         now, each = self.run.now_s, self._round_s
         return max(round((now + duration_s) / each), math.floor(now / each) + 1) * each
 
-    def _finish(self, flights: list[Generation]) -> None:
+    def _finish(self, jobs: list[Job]) -> None:
         """Store generated groups; give back the tickets of failed and rejected ones."""
-        if not flights:
+        if not jobs:
             return
-        self._free += len(flights)
-        self._fruitless += len(flights)
+        self._free += len(jobs)
+        self._fruitless += len(jobs)
         if self._fruitless > self._most_fruitless:
             self.ended = f"nothing usable in {self._fruitless} groups"
         run, meter, arrived = self.run, self.meter, []
-        for flight in flights:
-            attempt = flight.attempt
+        for job in jobs:
+            attempt = job.attempt
             meter.generated(attempt.tokens, self._group_size)
             reason: str | None = attempt.fate
             if reason == "stored":
                 rejection = run.rejection(attempt.tokens, attempt.longest_tokens)
                 reason = rejection.reason if rejection else None
             if reason is None:
-                arrived.append(flight)
+                arrived.append(job)
                 continue
             meter.wasted_group(reason, attempt.tokens, self._group_size)
             if reason != "lost":
-                run.return_ticket(flight.ticket, reason)
+                run.return_ticket(job.ticket, reason)
         self._store(arrived)
 
     def _retry_held(self) -> bool:
@@ -196,33 +196,33 @@ class Simulation:
         self._store(held)
         return len(self._held) < len(held)
 
-    def _store(self, flights: list[Generation]) -> None:
+    def _store(self, jobs: list[Job]) -> None:
         """Store groups as far as there is room; the others occupy their slots until then."""
-        new: dict[int, Generation] = {}
-        for flight in flights:
-            prompt = flight.attempt.prompt_index
+        new: dict[int, Job] = {}
+        for job in jobs:
+            prompt = job.attempt.prompt_index
             if prompt in new or self.run.has_group(prompt):
-                self.meter.wasted_group("duplicate", flight.attempt.tokens, self._group_size)
+                self.meter.wasted_group("duplicate", job.attempt.tokens, self._group_size)
             else:
-                new[prompt] = flight
+                new[prompt] = job
         if not new:
             return
-        entries = self._supply.entries([flight.attempt for flight in new.values()])
+        entries = self._supply.entries([job.attempt for job in new.values()])
         sizes = zip(entries["tokens"].tolist(), entries["frame_bytes"].tolist(), strict=True)
         fits = self.run.fitting([Load(1, *size) for size in sizes])
-        flights = list(new.values())
-        self._held += flights[fits:]
-        self._free -= len(flights) - fits
-        self.meter.held.update(flight.attempt.prompt_index for flight in flights[fits:])
+        jobs = list(new.values())
+        self._held += jobs[fits:]
+        self._free -= len(jobs) - fits
+        self.meter.held.update(job.attempt.prompt_index for job in jobs[fits:])
         if fits:
-            self._append(flights[:fits], entries[:fits])
+            self._append(jobs[:fits], entries[:fits])
 
-    def _append(self, flights: list[Generation], entries: npt.NDArray[Any]) -> None:
-        entries["policy_version"] = [flight.version for flight in flights]
+    def _append(self, jobs: list[Job], entries: npt.NDArray[Any]) -> None:
+        entries["policy_version"] = [job.version for job in jobs]
         entries["policy_version_max"] = self.run.published_version
         entries["staleness_at_write"] = self.run.published_version - entries["policy_version"]
         entries["arrival_s"] = self.run.now_s
-        self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in flights if f.attempt.number > 1}
+        self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in jobs if f.attempt.number > 1}
         self.run.append(entries)
         self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.pool.live_totals().tokens)
 

@@ -33,8 +33,9 @@ def draw(study: Study, path: Path) -> None:
         _groups(axes[0, 1], study.runs)
         _staleness(axes[0, 2], study.runs)
         _buffer(axes[1, 0], study.runs)
-        _lengths(axes[1, 1], study.runs)
-        _dropped(axes[1, 2], study.runs)
+        kinds = [("generated_lengths", ":"), ("used_lengths", "-")]
+        _lengths(axes[1, 1], study.runs, "Lengths: generated (dotted), used", kinds)
+        _lengths(axes[1, 2], study.runs, "Lengths: dropped", [("dropped_lengths", "-")])
         handles = [axes[1, 0].plot([], [], color=_colour(n), linewidth=3)[0] for n in range(len(study.runs))]
         labels = [", ".join(title_of(run).split("\n")) for run in study.runs]
         figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.99), ncols=min(3, len(labels)))
@@ -102,27 +103,15 @@ def _buffer(axis: Any, runs: Sequence[Figures]) -> None:
     axis.set_ylim(0)
 
 
-def _curve(lengths: Lengths) -> tuple[Any, Any]:
-    middle = np.sqrt(BINS[1:] * BINS[:-1])
-    return middle, np.array(lengths.bins) / max(1, lengths.groups)
-
-
-def _lengths(axis: Any, runs: Sequence[Figures]) -> None:
-    axis.set_title("Lengths: generated (dotted), used")
+def _lengths(axis: Any, runs: Sequence[Figures], title: str, kinds: Sequence[tuple[str, str]]) -> None:
+    """Draw the histogram of lengths of each kind (name of the figure, line style) and run."""
+    axis.set_title(title)
+    middles = np.sqrt(BINS[1:] * BINS[:-1])
     for number, run in enumerate(runs):
-        axis.plot(*_curve(run.generated_lengths), color=_colour(number), linestyle=":", linewidth=1.4)
-        axis.plot(*_curve(run.used_lengths), color=_colour(number), linewidth=1.6)
-    _lengths_axis(axis, runs)
-
-
-def _dropped(axis: Any, runs: Sequence[Figures]) -> None:
-    axis.set_title("Lengths: dropped")
-    for number, run in enumerate(runs):
-        axis.plot(*_curve(run.dropped_lengths), color=_colour(number), linewidth=1.6)
-    _lengths_axis(axis, runs)
-
-
-def _lengths_axis(axis: Any, runs: Sequence[Figures]) -> None:
+        for name, style in kinds:
+            lengths: Lengths = getattr(run, name)
+            shares = np.array(lengths.bins) / max(1, lengths.groups)
+            axis.plot(middles, shares, color=_colour(number), linestyle=style, linewidth=1.5)
     seen = np.flatnonzero(np.sum([run.generated_lengths.bins for run in runs], axis=0))
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:,.0f}")

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, NotFound, StrategyFault
-from replaybuf.kernel.decide import check_requestable, decide_batch, decide_dead_letters
+from replaybuf.kernel.decide import check_requestable, decide_batch, decide_dead_letters, decide_evict
 from replaybuf.kernel.decide_config import decide_end
 from replaybuf.kernel.history import BatchState
 from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
@@ -161,7 +161,7 @@ class Batches:
                 continue
             overlong = self._overlong(fetched)
             if overlong:
-                await self._eviction.record({"overlong": overlong})
+                await self._journal.append(decide_evict(self._state, {"overlong": overlong}, self._journal.clock()))
                 continue
             digest = digest_of(fetched.entries, self._state.next_step, self._state.generation)
             labels = labels_of(fetched.entries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.decide import decide_evict, decide_removals
+from replaybuf.kernel.decide import decide_removals
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.journal import Journal
@@ -59,7 +59,3 @@ class Eviction:
         journal = self._journal
         for record in decide_removals(journal.state, self._selector, journal.clock(), only, filtered=filtered):
             await journal.append(record)
-
-    async def record(self, by_reason: dict[str, list[int]]) -> None:
-        """Record that no batch from the next step on uses these groups. Called within a decision."""
-        await self._journal.append(decide_evict(self._journal.state, by_reason, self._journal.clock()))
