@@ -1,4 +1,4 @@
-"""The contract of strategies and filters as a suite that any of them must pass, built-in or not.
+"""Contract suite that every strategy and filter must pass, built-in or not.
 
 In a plug-in's own tests::
 
@@ -9,8 +9,7 @@ In a plug-in's own tests::
             return Mine(MineOptions())
 
 or, without pytest, `check_strategy(lambda: Mine(MineOptions()))` and `check_progress(...)`. A broken rule raises
-`StrategyFault`, which names the rule; Hypothesis shows the smallest buffer it found for it. Needs the extra `testing`;
-the service does not import this.
+`StrategyFault`, which names the rule; Hypothesis shows the smallest buffer that breaks it. Needs the extra `testing`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer and producers around one strategy, in virtual time: does it go on, and who is trained."""
+"""Closed loop of a trainer and producers around one strategy, in virtual time."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ import numpy.typing as npt
 from replaybuf.kernel.strategy import Budget, BufferView, Feedback, Flow, Groups, Strategy, Waiting
 
 BUDGETS = (Budget(None, 16, 4096), Budget(1650, None, 4096))
-"""Batches counted in groups, and in tokens: a group has 60 to 140 of them."""
+"""Batches counted in groups, and in tokens; a group has 60 to 140 tokens."""
 MEAN_TOKENS = 100
 SLOW_EVERY = 8
 """Every eighth prompt is slow."""
 SLOW_S, TIMES_SLOWER, STEP_S = 0.5, 50, 1.0
 TAIL_STEPS = 8
-"""Groups that arrive within the last steps are not judged: they had no time to be used."""
+"""Groups that arrive in the last steps do not count: they had no time to be used."""
 
 _TRAINED = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What came of a closed loop. Per group in the order of storing: `slow`, `judged` bool, `uses` int; `staleness` of
-    every use.
+    """Result of a closed loop: `steps` done, and `staleness` of every use.
+
+    Per group, in the order of storing: `slow`, `counted` (it had time to be used), `uses`.
     """
 
     steps: int
     slow: npt.NDArray[np.bool_]
-    judged: npt.NDArray[np.bool_]
+    counted: npt.NDArray[np.bool_]
     uses: npt.NDArray[np.int32]
     staleness: npt.NDArray[np.int64]
 
     def share(self, *, slow: bool) -> float:
-        """Return the share of the judged slow (or fast) groups that were trained at least once."""
-        uses = self.uses[self.judged & (self.slow == slow)]
+        """Return the share of the counted slow, or fast, groups that were trained at least once."""
+        uses = self.uses[self.counted & (self.slow == slow)]
         return float((uses > 0).mean()) if len(uses) else 1.0
 
 
 class ClosedLoop:
-    """One trainer and as many producers as admission lets work.
+    """One trainer, and as many producers as admission allows.
 
-    A step takes 1, its ack brings feedback, and a publication follows at once; every eighth prompt takes `slow_s`,
-    others a 50th of it.
-    The core's bounds are kept as the service keeps them. Stands still where no batch can be made and nothing is coming.
+    A step takes 1 s; its ack has feedback, and a publication follows at once. Every eighth prompt takes `slow_s`, the
+    others a 50th of it. The bounds of the strategy hold as in a service. The loop stops if no batch can be made and no
+    group is on its way.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ClosedLoop:
         self._batch: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def run(self, steps: int) -> Progress:
-        """Train so many steps, or as many as come before everything stands still."""
+        """Train `steps` steps, or fewer if the loop stops before."""
         while self._step < steps:
             self._evict()
             self._start(self._strategy.admit(self._view(), self._flow()))
@@ -76,11 +77,11 @@ class ClosedLoop:
                 self._training = self._assemble()
             if not self._coming:
                 break
-            self._go_on()
+            self._advance()
         return Progress(
             steps=self._step,
             slow=self._columns["prompt_index"] % SLOW_EVERY == 0,
-            judged=self._stored_at < steps - TAIL_STEPS,
+            counted=self._stored_at < steps - TAIL_STEPS,
             uses=self._columns["times_sampled"],
             staleness=np.array(self._staleness, np.int64),
         )
@@ -90,21 +91,21 @@ class ClosedLoop:
         return self._step + self._training
 
     def _flow(self) -> Flow:
-        """Tell speeds once a step is trained, as a service that has just begun."""
+        """Return the rates; without speeds before the first step, as in a service that has just started."""
         flow = Flow(self._now_s, float(MEAN_TOKENS))
         fast_s = self._slow_s / TIMES_SLOWER
         mean_s = fast_s + (self._slow_s - fast_s) / SLOW_EVERY
         return dataclasses.replace(flow, step_s=STEP_S, group_s=mean_s) if self._step else flow
 
     def _start(self, groups: int) -> None:
-        """Let producers start so many groups, with the version that is published."""
+        """Start groups with the published version."""
         for prompt in range(self._prompts, self._prompts + groups):
             takes_s = self._slow_s if prompt % SLOW_EVERY == 0 else self._slow_s / TIMES_SLOWER
             heapq.heappush(self._coming, (self._now_s + takes_s, prompt, self._step))
         self._prompts += groups
 
-    def _go_on(self) -> None:
-        """Let the next thing happen: a group arrives, or the step in training is done and published."""
+    def _advance(self) -> None:
+        """Process the next event: a group arrives, or the step in training is done and published."""
         self._now_s, prompt, version = heapq.heappop(self._coming)
         if prompt == _TRAINED:
             self._training = False
@@ -133,7 +134,7 @@ class ClosedLoop:
         self._stored_at = np.append(self._stored_at, self._step)
 
     def _feedback(self) -> dict[str, Any]:
-        """Make up what a trainer sends with its ack: a loss, and how far off each group of its batch was."""
+        """Make the feedback of a trainer: a loss, and a priority for each group of the batch."""
         prompts = self._columns["prompt_index"][self._batch].tolist()
         return {
             "loss": 1 / (1 + self._step),
@@ -173,7 +174,7 @@ class ClosedLoop:
         self._gone[np.array(found.rows, np.int64) - 1] = True
 
     def _assemble(self) -> bool:
-        """Make the batch of the next step and start to train on it, or say that there is none."""
+        """Make the batch of the next step and start its training; return whether there is one."""
         staleness = self._step - self._columns["policy_version"]
         usable = self._live() & (staleness >= 0)
         if self._strategy.max_staleness is not None:

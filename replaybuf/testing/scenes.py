@@ -1,4 +1,4 @@
-"""Random buffers for the contract suite: what a strategy may be shown, and what it may be told."""
+"""Random buffers for the contract suite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_INT32 = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A buffer at the moment of a decision: groups that the strategy's bounds allow, and what is known besides."""
+    """The arguments of one decision: groups within the strategy's bounds, the view, the rates."""
 
     seed: int
     huge: bool
@@ -25,21 +25,21 @@ class Scene:
     columns: dict[str, npt.NDArray[Any]] = dataclasses.field(repr=False)
 
     def groups(self) -> Groups:
-        """Show the groups, as new columns that nobody can write."""
+        """Return the groups as new, read-only columns."""
         columns = {name: column.copy() for name, column in self.columns.items()}
         for column in columns.values():
             column.flags.writeable = False
         return Groups(**columns)
 
     def rng(self) -> np.random.Generator:
-        """Make the generator of this decision, in its first state."""
+        """Return the generator of this decision in its first state."""
         return np.random.default_rng(self.seed)
 
 
 def random_groups(
     count: int, rng: np.random.Generator, *, version: int = 10, step: int = 10, huge: bool = False
 ) -> dict[str, npt.NDArray[Any]]:
-    """Draw the columns of `Groups`: `count` groups, some used before; `huge` numbers where columns can hold them."""
+    """Draw the columns of `count` groups, some used before; `huge`: with numbers as large as the columns can hold."""
     most = _LARGEST_INT32 if huge else 200
     used = np.where(rng.random(count) < 0.5, 0, rng.integers(0, 4, count)) if step else np.zeros(count)
     tokens = rng.integers(2, most, count)
@@ -70,7 +70,7 @@ def random_groups(
 
 
 def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: int, huge: bool, budget: Budget) -> Scene:
-    """Draw a buffer from few numbers, so that Hypothesis can make it small."""
+    """Draw a buffer from few numbers, so that Hypothesis can shrink it."""
     rng = np.random.default_rng(seed)
     version = _LARGEST_INT32 - 100 if huge else int(rng.integers(0, 20))
     columns = random_groups(count, rng, version=version, step=version, huge=huge)
@@ -110,6 +110,7 @@ def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: in
 
 
 def scenes(max_staleness: int | None, max_uses: int | None) -> st.SearchStrategy[Scene]:
+    """Return the buffers that a strategy with these bounds may see."""
     budgets = st.builds(
         Budget, tokens=st.none() | st.integers(2, 4000), groups=st.none() | st.integers(1, 24), seq_len=st.just(4096)
     ).filter(lambda budget: budget.tokens is not None or budget.groups is not None)

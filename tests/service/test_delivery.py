@@ -14,7 +14,7 @@ import zstandard
 
 from replaybuf.client.client import Client
 from replaybuf.errors import NotAcceptable
-from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, is_known
+from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
 from replaybuf.service.run import assembly, bodies, next_batch
 from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.bodies import Part
@@ -82,7 +82,7 @@ def test_a_request_that_accepts_no_coding_gets_the_list(accepted: str) -> None:
     ],
 )
 def test_if_none_match_matches_the_etag(values: list[str], known: bool) -> None:
-    assert is_known(values, '"a"') is known
+    assert matches(values, '"a"') is known
 
 
 def test_a_compressed_body_has_the_same_content_and_another_etag(run: RunClient) -> None:

@@ -308,20 +308,20 @@ class Boundless(Sound):
     [
         (Twice, "selects a group once"),
         (Greedy, "keeps the (token|group) budget"),
-        (Inventive, "selects only groups it was given"),
-        (Moody, "a reason for waiting is one that a strategy may tell"),
+        (Inventive, "selects only groups that it was given"),
+        (Moody, "a waiting reason is one that strategies may give"),
         (Weightless, "weights are finite and > 0"),
         (Remembering, "selects the same again"),
         (Chancy, "selects the same"),
-        (Writing, "leaves its view as it is"),
-        (Wasteful, "evicts only what it would never select"),
-        (Hoarding, "evicts what is staler than max_staleness"),
+        (Writing, "leaves its groups unchanged"),
+        (Wasteful, "evicts only groups that it would never select"),
+        (Hoarding, "evicts groups staler than max_staleness"),
         (Wordy, "a word that can label a metric"),
         (OpenHanded, "admits no more after"),
         (Indebted, "admits a number >= 0"),
         (Endless, r"admit answers within 1 s' is broken: it did not come to an end"),
         (Listening, "selects the same as another instance that observed the same"),
-        (Demanding, "observes whatever a trainer sends"),
+        (Demanding, "observes any feedback"),
         (Tardy, "the constructor answers within 1 s"),
         (Pausing, "max_staleness answers within 1 s"),
         (Halving, "selects whole groups, by their row"),
@@ -405,9 +405,9 @@ def test_a_filter_that_refuses_what_it_drops_whole_is_sound() -> None:
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (Overcautious, r"refuses only runs of which drop leaves nothing' is broken: \{'group_size': 4"),
-        (Suspicious, r"refuses only runs of which drop leaves nothing' is broken: \{'group_size': None"),
-        (Nameless, "check names what it refuses"),
+        (Overcautious, r"refuses only runs of which drop leaves no group' is broken: \{'group_size': 4"),
+        (Suspicious, r"refuses only runs of which drop leaves no group' is broken: \{'group_size': None"),
+        (Nameless, "check names the field that it refuses"),
     ],
 )
 @pytest.mark.usefixtures("as_found")
@@ -420,5 +420,5 @@ def test_the_suite_notices_starvation_and_waiting_for_ever() -> None:
     """Slow prompts that are never trained; producers that are never let in."""
     with pytest.raises(StrategyFault, match="50 times longer"):
         check_progress(lambda: Impatient(StrategyOptions()))
-    with pytest.raises(StrategyFault, match="does not wait for ever"):
+    with pytest.raises(StrategyFault, match="does not wait forever"):
         check_progress(lambda: Shut(StrategyOptions()))
