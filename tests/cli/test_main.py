@@ -1,4 +1,4 @@
-"""The command line: options from three sources, and one clear message for what goes wrong."""
+"""The command line: options from three sources, and one clear message for each error."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProces
     )
 
 
-def test_help_tells_what_every_command_does() -> None:
-    """A newcomer sees what there is, also of what is imported only when it is run."""
+def test_help_lists_every_command_with_a_summary() -> None:
+    """The summaries of lazily imported commands too."""
     shown = replaybuf("--help", COLUMNS="200").stdout
-    told = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
+    summaries = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
     commands = {"serve", "status", "doctor", "token", "strategies", "generate", "eval", "simulate", "demo"}
-    assert told.keys() == commands | {"engine", "init-model", "train"}
-    assert told["generate"].startswith("Generate scored groups of rollouts")
-    assert told["generate"] in replaybuf(COLUMNS="200").stdout
+    assert summaries.keys() == commands | {"engine", "init-model", "train"}
+    assert summaries["generate"].startswith("Generate scored groups of rollouts")
+    assert summaries["generate"] in replaybuf(COLUMNS="200").stdout
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_help_tells_what_every_command_does() -> None:
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
         (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),
         (["status", "--token", "s\u00e9cret "], "token has an invalid character"),
-        (["simulate", "--run", "x"], "--run is 'x' without --from"),
-        (["simulate", "--save-recording", "x"], "--save-recording is 'x' without --from"),
+        (["simulate", "--run", "x"], "--run is 'x'; it needs --from"),
+        (["simulate", "--save-recording", "x"], "--save-recording is 'x'; it needs --from"),
         (["simulate", "--steps", "1", "--report-dir", "/dev/null/x"], "report folder /dev/null/x cannot be made"),
-        (["demo", "--data-dir", "/dev/null/x"], "data folder /dev/null/x cannot be made: Not a directory"),
+        (["demo", "--data-dir", "/dev/null/x"], "data folder /dev/null/x cannot be created: Not a directory"),
         (["token", "new", "--role", "reader", "--name", "", "--tokens-file", "x"], "name is ''"),
         (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),
     ],
@@ -64,7 +64,7 @@ def test_help_tells_what_every_command_does() -> None:
 def test_a_failure_is_one_line_on_standard_error_and_exit_code_1(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    """No traceback, and the value is named."""
+    """The message names the value; there is no traceback."""
     done = replaybuf(*arguments, REPLAYBUF_SERVE_DATA_DIR=str(tmp_path), REPLAYBUF_SERVE_PORT="0")
     assert done.returncode == 1
     assert message in done.stderr
@@ -72,7 +72,6 @@ def test_a_failure_is_one_line_on_standard_error_and_exit_code_1(
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    """The message says what to do."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -83,7 +82,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_flags_beat_the_environment_and_the_environment_beats_the_file(tmp_path: Path) -> None:
-    """Each source overrides the one before it."""
     config = tmp_path / "replaybuf.toml"
     config.write_text('[serve]\nhost = "file"\nport = 1\n')
     from_file = replaybuf("--config", str(config), "serve")
@@ -93,8 +91,8 @@ def test_flags_beat_the_environment_and_the_environment_beats_the_file(tmp_path:
         assert f"host is '{host}'" in done.stderr
 
 
-def test_the_file_is_named_by_a_variable_of_the_command_or_of_all_of_them(tmp_path: Path) -> None:
-    """That of the command beats the other, a flag beats both, and none is told as no option."""
+def test_environment_variables_name_the_configuration_file(tmp_path: Path) -> None:
+    """The variable of the command wins over the global one; a flag wins over both."""
     files = {}
     for name in ("of_serve", "of_all", "flag"):
         files[name] = str(tmp_path / f"{name}.toml")
@@ -111,9 +109,9 @@ def test_the_file_is_named_by_a_variable_of_the_command_or_of_all_of_them(tmp_pa
         assert f"host is '{host}'" in done.stderr and "not an option of" not in done.stderr
 
 
-def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_path: Path) -> None:
-    """A name written wrong would else be ignored, and a default used in its place."""
-    for written, told in (
+def test_a_configuration_file_has_only_tables_of_commands(tmp_path: Path) -> None:
+    """A misspelled name would otherwise be ignored, and a default used instead."""
+    for written, message in (
         ("[srve]\nport = 1\n", "an unknown table [srve]"),
         ("port = 1\n", "key 'port' outside the tables"),
     ):
@@ -121,11 +119,11 @@ def test_what_is_no_table_of_a_command_is_refused_in_a_configuration_file(tmp_pa
         config.write_text(written)
         done = replaybuf("serve", REPLAYBUF_CONFIG=str(config))
         assert done.returncode == 1
-        assert told in done.stderr and "serve, simulate, status" in done.stderr
+        assert message in done.stderr and "serve, simulate, status" in done.stderr
 
 
-def test_a_variable_that_is_no_option_of_the_command_is_told() -> None:
-    """Ignored, as others may set some, but not in silence."""
+def test_an_unknown_environment_variable_of_a_command_is_logged() -> None:
+    """It is not an error: Kubernetes sets such variables."""
     done = replaybuf("serve", REPLAYBUF_SERVE_PROT="1", REPLAYBUF_SERVE_HOST="a", REPLAYBUF_STATUS_URL="b")
     assert "REPLAYBUF_SERVE_PROT is not an option of serve; did you mean REPLAYBUF_SERVE_PORT?" in done.stderr
     assert done.stderr.count("not an option of") == 1
@@ -147,15 +145,15 @@ def test_a_variable_that_is_no_option_of_the_command_is_told() -> None:
         (["train", "--run", "x", "--model", "x", "--engine", "x", "--learning-rate", "-1"], "Must be > 0"),
     ],
 )
-def test_an_option_outside_its_range_is_refused_before_anything_starts(arguments: list[str], message: str) -> None:
-    """Exit code 2, with option, value and bound."""
+def test_an_option_out_of_range_is_rejected_before_anything_starts(arguments: list[str], message: str) -> None:
+    """The exit code is 2; the message has option, value and bound."""
     done = replaybuf(*arguments)
     assert done.returncode == 2
     assert f'Invalid value "{arguments[-1]}' in done.stderr and arguments[-2] in done.stderr and message in done.stderr
 
 
-def test_a_log_level_is_taken_in_capitals_too() -> None:
-    """As manifests write it for services that use Python's names."""
+def test_a_log_level_may_be_in_capitals() -> None:
+    """Manifests of other Python services write it so."""
     variable = {"REPLAYBUF_SERVE_PROT": "1"}
     assert (
         "not an option of"
@@ -167,7 +165,7 @@ def test_a_log_level_is_taken_in_capitals_too() -> None:
     )
 
 
-def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClient) -> None:
+def test_status_prints_the_waiting_reason_of_a_run(service: ServeProcess, run: RunClient) -> None:
     """The same reason as over HTTP."""
     run.put(batch={"groups_per_batch": 2})
     run.append(group("a"))
@@ -180,7 +178,7 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
     assert "evaluation held-out" in shown and "version 3, 4: reward 0.500" in shown and "0.250" not in shown
     shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
-    assert "too_few_groups" in shown, "a server that is away is passed over"
+    assert "too_few_groups" in shown, "unreachable servers are skipped"
     run.append(group("b"))
     assert run.batch(0, run.attach()).status_code == 200
     shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
@@ -192,9 +190,7 @@ def test_status_prints_what_a_run_waits_for(service: ServeProcess, run: RunClien
     ("answered", "message"),
     [(200, "does not fit the contract: JSON is malformed"), (404, "returned status 404: '<p>hi</p>'")],
 )
-def test_status_of_what_is_no_service_tells_what_it_answered(answered: int, message: str) -> None:
-    """Here a web server with a page of its own."""
-
+def test_status_quotes_the_answer_of_another_web_server(answered: int, message: str) -> None:
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(answered)
@@ -211,7 +207,6 @@ def test_status_of_what_is_no_service_tells_what_it_answered(answered: int, mess
 
 
 def test_doctor_finds_the_embedded_valkey_strict(tmp_path: Path) -> None:
-    """A machine that can run the service passes."""
     done = replaybuf("doctor", "--data-dir", str(tmp_path), "--port", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strict" in done.stdout
@@ -226,8 +221,7 @@ def test_doctor_reports_a_running_replaybuf_on_its_port(service: ServeProcess, t
     )
 
 
-def test_doctor_fails_where_the_data_folder_is_a_file_or_the_host_is_elsewhere(tmp_path: Path) -> None:
-    """Each keeps `serve` from starting."""
+def test_doctor_fails_for_a_data_folder_that_is_a_file_and_for_a_foreign_host(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = replaybuf("doctor", "--data-dir", str(tmp_path / "file"), "--port", "0", COLUMNS="300")
     assert done.returncode == 1
@@ -238,15 +232,13 @@ def test_doctor_fails_where_the_data_folder_is_a_file_or_the_host_is_elsewhere(t
     assert re.search(rf"data folder +│ ok +│ to be created in {tmp_path}", done.stdout)
 
 
-def test_doctor_fails_where_redis_is_away() -> None:
-    """Exit code 1, with what to do."""
+def test_doctor_fails_if_redis_is_unreachable() -> None:
     done = replaybuf("doctor", "--redis-url", "redis://127.0.0.1:1")
     assert done.returncode == 1
     assert "fail" in done.stdout
 
 
-def test_names_of_strategies_are_folded_not_cut_where_the_table_is_wide() -> None:
-    """Three side by side in 80 columns."""
+def test_a_wide_table_wraps_strategy_names() -> None:
     names = ["one-step-off-policy:max_staleness=2", "one-step-off-policy", "on-policy"]
     done = replaybuf("simulate", "--steps", "3", *(word for name in names for word in ("--strategy", name)))
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""`replaybuf strategies`: what is installed, what it takes, whether a class of one's own keeps the contract."""
+"""`replaybuf strategies`: list, show and check."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_list_names_the_built_ins_with_their_distribution_and_first_line(
     assert "Staleness 0, each group once, oldest first, no look-ahead." in lines["on-policy"]
 
 
-def test_one_that_does_not_import_is_listed_with_its_cause(
+def test_a_strategy_that_does_not_import_is_listed_with_its_cause(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the exit code says so."""
@@ -110,10 +110,10 @@ def test_one_that_does_not_import_is_listed_with_its_cause(
     assert "unknown distribution" in (shown := capsys.readouterr().out) and "does not import" in shown
 
 
-def test_one_strategy_is_shown_with_what_it_promises(
+def test_show_prints_docstring_bounds_and_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Docstring, bounds, options; an unknown name is refused with the installed ones."""
+    """An unknown name is an error that lists the installed names."""
     monkeypatch.setenv("COLUMNS", "160")
     main(["strategies", "show", "one-step-off-policy"])
     shown = capsys.readouterr().out
@@ -124,14 +124,14 @@ def test_one_strategy_is_shown_with_what_it_promises(
     assert "no options" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["strategies", "show", "nobody"])
-    told = capsys.readouterr().err
-    assert "name is 'nobody'; installed: strategy: " in told and "; filter: overlong, " in told
+    message = capsys.readouterr().err
+    assert "name is 'nobody'; installed: strategy: " in message and "; filter: overlong, " in message
 
 
 def test_filters_are_listed_and_shown_beside_the_strategies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their options with types, defaults and ranges; a filter promises no bounds."""
+    """A filter has options and no bounds."""
     monkeypatch.setenv("COLUMNS", "160")
     main(["strategies", "list"])
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
@@ -161,7 +161,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_module")
 @pytest.mark.parametrize("name", ["Mine", "Sieve", "NeedsOne"])
 def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A strategy, a filter, and one with an option that it needs; the suite among the checks."""
+    """A strategy, a filter, and a strategy with a required option."""
     main(["strategies", "check", f"own_strategies:{name}", *(["--option", "share=0.5"] if name == "NeedsOne" else [])])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 5 and all(line.startswith("ok") for line in lines)
@@ -170,7 +170,7 @@ def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("own_module")
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("NoStrategy", "is not a subclass of replaybuf.strategy.Strategy"),
         ("Mute", "the class has no docstring"),
@@ -181,30 +181,30 @@ def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixtu
         ("Sleeps", "own_strategies:Sleeps', when it was configured, did not come to an end within 1 s"),
     ],
 )
-def test_a_class_that_is_not_sound_fails_with_the_rule(
-    name: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_an_unsound_class_fails_with_the_broken_rule(
+    name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1; the check that failed comes last."""
+    """The exit code is 1, and the failed check comes last."""
     with pytest.raises(SystemExit) as ended:
         main(["strategies", "check", f"own_strategies:{name}"])
     assert ended.value.code == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("fail") and told in last
+    assert last.startswith("fail") and message in last
 
 
 @pytest.mark.usefixtures("own_module")
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (StrategyFault("rule 'keeps the budget' is broken"), "rule 'keeps the budget' is broken"),
         (SystemExit(3), "strategy, over random buffers: raised SystemExit(3) in"),
         (ZeroDivisionError("x"), "strategy, over random buffers: raised ZeroDivisionError('x') in"),
     ],
 )
-def test_what_the_suite_finds_is_told(
-    fault: BaseException, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_fault_found_by_the_suite_is_printed(
+    fault: BaseException, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken rule as a failed check, an exception of the class by its name."""
+    """A broken rule, or an exception of the class under test."""
 
     def break_it(build: Any) -> None:
         raise fault
@@ -214,28 +214,30 @@ def test_what_the_suite_finds_is_told(
         main(["strategies", "check", "own_strategies:Mine"])
     assert ended.value.code == 1
     captured = capsys.readouterr()
-    assert told in captured.out + captured.err
+    assert message in captured.out + captured.err
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "message"),
     [
         ("own_strategies", "class is 'own_strategies'; it must be MODULE:CLASS or an installed name: on-policy,"),
         ("no_such_module:X", "'no_such_module:X' does not import: ModuleNotFoundError"),
         ("replaybuf.kernel.strategy:Nothing", "does not import: AttributeError"),
     ],
 )
-def test_what_is_no_class_is_refused(target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the form that is needed, or the cause."""
+def test_a_target_that_is_not_a_class_is_an_error(
+    target: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message has the required form, or the cause."""
     with pytest.raises(SystemExit):
         main(["strategies", "check", target])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_suite_is_named_with_its_extra_where_it_is_not_installed(
+def test_without_the_suite_the_error_names_its_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shape and options are checked all the same."""
+    """The checks that need no suite still run."""
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "replaybuf.testing")
     monkeypatch.delattr(replaybuf, "testing")
@@ -254,13 +256,13 @@ def test_built_in_strategies_pass_the_real_suite_by_name_and_by_class(
     assert len(lines) == 6 and all(line.startswith("ok") for line in lines)
 
 
-def test_text_of_a_strategy_is_broken_where_the_terminal_ends(
+def test_docstrings_wrap_at_the_width_of_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where its source has line ends, too: items stay items, paragraphs stay paragraphs."""
+    """Line breaks of the source are joined; list items and paragraphs stay."""
     monkeypatch.setenv("COLUMNS", "400")
     main(["strategies", "show", "replay"])
-    told = capsys.readouterr().out
-    assert "times_sampled < u before a use; step - last_step > c; fresh groups >= f" in told
-    assert "or at random by priority, with `priority` as x" in told
-    assert re.search(r"^- `cooldown` \(c\): steps that a group rests after a use *\n- `samples", told, re.MULTILINE)
+    shown = capsys.readouterr().out
+    assert "times_sampled < u before a use; step - last_step > c; fresh groups >= f" in shown
+    assert "or at random by priority, with `priority` as x" in shown
+    assert re.search(r"^- `cooldown` \(c\): steps that a group rests after a use *\n- `samples", shown, re.MULTILINE)

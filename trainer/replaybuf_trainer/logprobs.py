@@ -32,12 +32,15 @@ _Tokens: TypeAlias = tuple[Int32s, int]
 
 
 class Rollout(Protocol):
-    """One rollout: `prompt_ids` int32 [P], `completion_ids` int32 [C]."""
+    """One rollout of P prompt tokens and C completion tokens."""
 
     @property
-    def prompt_ids(self) -> Int32s: ...
+    def prompt_ids(self) -> Int32s:
+        """Token ids of the prompt, int32 [P]."""
+
     @property
-    def completion_ids(self) -> Int32s: ...
+    def completion_ids(self) -> Int32s:
+        """Token ids of the completion, int32 [C]."""
 
 
 class PackedLogprobs:

@@ -56,7 +56,7 @@ def draw(report: Report, path: Path) -> None:
             axis.set_xlim(0, max(report.steps, 1))
         figure.suptitle(headline(report), x=0.06, y=0.975, ha="left", fontsize=15, fontweight="bold")
         subtitle = f"seed {report.seed}: GRPO, one step off-policy, after a short supervised warm start"
-        figure.text(0.06, 0.925, f"{subtitle}; mostly sharpens sampling", color=QUIET)
+        figure.text(0.06, 0.925, subtitle, color=QUIET)
         figure.subplots_adjust(left=0.06, right=0.98, top=0.86, bottom=0.07, hspace=0.34, wspace=0.16)
         figure.savefig(path)
 

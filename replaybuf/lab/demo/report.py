@@ -189,8 +189,8 @@ def _notes(before: Evaluation, after: Evaluation) -> tuple[str, ...]:
         f"the training problems brought its sampled accuracy on the held-out problems to {percent(before.sampled)}. "
         "Everything after that comes from rewards only.",
         f"Sampled accuracy (temperature 1) changed by {100 * sampled:+.1f} points, greedy accuracy (temperature 0) by "
-        f"{100 * greedy:+.1f} points: in a warm-started model of this size, reinforcement learning mostly sharpens "
-        "what the model can already do.",
+        f"{100 * greedy:+.1f} points: if sampled accuracy gains more, reinforcement learning has mostly sharpened "
+        "what the model could already do.",
         "Accuracy is the share of completions that get full marks from the environment's own scorer, on held-out "
         "problems that are never trained on.",
     )
