@@ -1,4 +1,4 @@
-"""`replaybuf eval` as a process: it scores held-out prompts, prints what they come to, and keeps it where asked."""
+"""`replaybuf eval` as a process: it scores held-out prompts, prints the result, and records it in a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.generator.doubles import EngineDouble, write_tokenizer
 async def evaluated(
     folder: Path, engine: str, *options: str, environment: str = "exact-match"
 ) -> tuple[int | None, str, str]:
-    """Run it; return exit code, standard output and standard error."""
+    """Run `replaybuf eval`; return exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "replaybuf", "eval", "--engine", engine, "--environment", environment),
         *("--tokenizer", str(write_tokenizer(folder / "model")), "--max-tokens", "8"),
@@ -35,10 +35,15 @@ def test_it_prints_json_and_the_run_records_the_result(tmp_path: Path, run: RunC
             keep = ("--url", str(run.http.base_url), "--run", run.run)
             code, out, error = await evaluated(tmp_path, engine.url, "--json", "--samples", "2", *keep)
         assert code == 0, error
-        told = json.loads(out)
-        assert (told["name"], told["version"], told["reward_mean"], told["standard_error"]) == ("words", 7, 1.0, 0.0)
-        assert (told["rollouts"], told["samples"], told["failed"], told["generation"]) == (12, 2, 0, 0)
-        assert run.get("evaluations").json() == {"evaluations": [told]}
+        printed = json.loads(out)
+        assert (printed["name"], printed["version"], printed["reward_mean"], printed["standard_error"]) == (
+            "words",
+            7,
+            1.0,
+            0.0,
+        )
+        assert (printed["rollouts"], printed["samples"], printed["failed"], printed["generation"]) == (12, 2, 0, 0)
+        assert run.get("evaluations").json() == {"evaluations": [printed]}
         assert {(request["n"], request["temperature"]) for request in engine.requests} == {(1, 0.0)}
 
     bounded(main())
@@ -57,7 +62,7 @@ def test_it_prints_a_table_and_needs_no_service(tmp_path: Path) -> None:
 
 
 def test_an_environment_with_turns_is_played(tmp_path: Path) -> None:
-    """Two turns by default, one where that is the bound; the reward is that of the episode."""
+    """It takes two turns, or one with --max-turns 1; the reward is the episode's."""
     echo = "tests.generator.turn_environments:Echo"
 
     async def main() -> None:

@@ -23,7 +23,7 @@ from tests.generator.doubles import EngineDouble, Gate, given_logprob, write_tok
 WORDS = ("abc", "bca", "cab", "abd", "bad", "dab")
 TIMEOUT_S = 60.0
 STOP_S = 4.0 + 8.0
-"""It promises 4 s on a machine that has time for it; requests held back here would keep it for 300 s."""
+"""The promise is 4 s on an idle machine; without it the held requests would take 300 s."""
 
 
 def write_prompts(folder: Path) -> Path:
@@ -38,7 +38,7 @@ def write_prompts(folder: Path) -> Path:
 async def generator(
     folder: Path, url: str, run: str, engine: str, /, **options: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `replaybuf generate`; it is killed at the end where it still runs."""
+    """Start `replaybuf generate`, and kill it at the end if it still runs."""
     given = {
         "url": url,
         "run": run,
@@ -142,7 +142,7 @@ def test_a_finite_supply_is_generated_and_trained_and_the_exit_code_is_0(tmp_pat
 
 
 async def line_of(stream: asyncio.StreamReader | None, text: str) -> str:
-    """Read on to a line that holds a text."""
+    """Read up to a line that contains a text, and return the line."""
     assert stream is not None
     async for line in stream:
         if text in line.decode():
@@ -151,7 +151,7 @@ async def line_of(stream: asyncio.StreamReader | None, text: str) -> str:
 
 
 def test_metrics_are_served_and_sighup_changes_options(tmp_path: Path, run: RunClient) -> None:
-    """SIGHUP takes what may change, and changes nothing where one value of the file may not."""
+    """SIGHUP applies live options; one invalid value or change rejects all of them."""
     put(run)
     config = tmp_path / "options.toml"
     config.write_text("[generate]\nmax_inflight_groups = 1\nmetrics_port = 0\n")

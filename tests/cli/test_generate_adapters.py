@@ -1,4 +1,4 @@
-"""`replaybuf generate --adapter` as a process: its tickets, its engine, its versions, and nobody else's."""
+"""`replaybuf generate --adapter` as a process: only the adapter's tickets, engine and versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = {"code": 3, "math": 6}
 
 
 def put(run: RunClient, **config: Any) -> None:
-    """Create a run whose adapters have prompts for three own batches each."""
+    """Create a run whose adapters have prompts for three batches each."""
     adapters = {name: own | {"prompts": PROMPTS[name]} for name, own in ADAPTERS.items()}
     batch = {"tokens_per_batch": 512, "seq_len": 64}
     assert run.put(**{"batch": batch, "group_size": 4, "adapters": adapters} | config).status_code == 201
@@ -30,7 +30,7 @@ def put(run: RunClient, **config: Any) -> None:
 async def generating(
     folder: Path, run: RunClient, adapter: str, engine: EngineDouble
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Serve an adapter by an engine of its own, and generate for it in a process of its own."""
+    """Serve an adapter with its own engine, and generate for it in a process."""
     url, own = str(run.http.base_url), folder / adapter
     own.mkdir()
     async with engine.up(), generator(own, url, run.run, engine.url, adapter=adapter) as process:
@@ -38,7 +38,7 @@ async def generating(
 
 
 def train(run: RunClient, engines: dict[str, EngineDouble]) -> list[dict[str, Any]]:
-    """Train until the run is finished, each adapter's versions by its own batches; return the records."""
+    """Train until the run is finished, publish per adapter, and return the batch records."""
     epoch = run.attach()
     records: list[dict[str, Any]] = []
     while (response := run.batch(len(records), epoch, wait_ms=20_000)).status_code != 410:
@@ -54,7 +54,7 @@ def train(run: RunClient, engines: dict[str, EngineDouble]) -> list[dict[str, An
 
 
 def test_each_adapter_is_sampled_by_its_engine_with_its_own_versions(tmp_path: Path, run: RunClient) -> None:
-    """Two generators, two engines, one trainer, until both supplies are used up; both end with exit code 0."""
+    """Two generators, two engines and one trainer, until both prompt supplies end; both exit codes are 0."""
     put(run)
     engines = {name: EngineDouble(model=name) for name in ADAPTERS}
 
@@ -100,7 +100,7 @@ def test_the_end_of_one_adapters_prompts_ends_only_its_generator(tmp_path: Path,
 
 
 def test_a_signal_returns_the_tickets_of_the_adapter(tmp_path: Path, run: RunClient) -> None:
-    """Their names hold the adapter's, with a slash."""
+    """The ticket ids start with the adapter's name and a slash."""
     put(run)
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_an_unknown_adapter_ends_it_at_once_with_one_message(
 
 
 def test_the_option_model_names_the_served_adapter(tmp_path: Path, run: RunClient) -> None:
-    """For an engine that has merged it, or knows it by another name."""
+    """For an engine that has merged the adapter, or serves it under another name."""
     put(run, strategy={"options": {"max_staleness": 9}})
 
     async def main() -> None:

@@ -30,7 +30,7 @@ from tests.builders import RUN_STATUS, waiting_answer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz> "
 TIMEOUT_S = 20.0
-"""Every wait of a test ends here; none should come near."""
+"""Limit of every wait of a test."""
 
 
 def write_tokenizer(folder: Path, *, ends_texts: bool = False, **config: Any) -> Path:
@@ -80,12 +80,12 @@ class Spelling:
         """Accept any prompt."""
 
     def score(self, prompt: Prompt, completion_text: str) -> Score:
-        """Compare with the prompt, backwards."""
+        """Compare the completion with the prompt, spelled backwards."""
         return Score(float(completion_text == prompt.text[::-1]), {"length": float(len(completion_text))})
 
 
 class Broken:
-    """Environment that does whatever it is given."""
+    """Environment that does the given call."""
 
     def __init__(self, score: Callable[[Prompt, str], Any]) -> None:
         self._score = score
@@ -94,7 +94,7 @@ class Broken:
         """Accept any prompt."""
 
     def score(self, prompt: Prompt, completion_text: str) -> Any:
-        """Do it."""
+        """Call the function."""
         return self._score(prompt, completion_text)
 
 
@@ -134,7 +134,7 @@ Script = Callable[[dict[str, Any]], Awaitable[Response | dict[str, Any] | None]]
 
 
 def given_logprob(before: int, token: int) -> float:
-    """Tell the logprob that an `EngineDouble` gives a token after another."""
+    """Return the logprob that an `EngineDouble` gives a token after another."""
     return -(1 + before) / (2 + token)
 
 
@@ -152,12 +152,12 @@ def scored(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class EngineDouble:
-    """A vLLM-style server that spells prompts backwards, each in its next `script` where there is one.
+    """A vLLM-style server that spells prompts backwards, or follows its next `script` if there is one.
 
     Requests with `prompt_logprobs` are answered by `given_logprob`.
 
-    `labels`: say `weight_versions` per choice; `weight_info` None: that call is 404; `connections`: from where requests
-    came.
+    `labels`: report `weight_versions` per choice; `weight_info` False: that call is 404; `connections`: addresses of
+    the clients.
     """
 
     def __init__(self, *, version: int | str = 0, labels: bool = True, model: str = "tiny") -> None:
@@ -254,7 +254,7 @@ class EngineDouble:
 
 
 class Gate:
-    """Script: the usual answer, but only once `open` is set; `arrived` counts the requests that came to it."""
+    """Script: the usual answer once `open` is set; `arrived` counts the requests."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -265,7 +265,7 @@ class Gate:
         await self.open.wait()
 
     async def requests(self, count: int) -> None:
-        """Wait until so many requests have come."""
+        """Wait until `count` requests have come."""
         for _ in range(count):
             await self.arrived.acquire()
 
@@ -333,7 +333,7 @@ class ServiceDouble:
             yield self
 
     async def change(self, **values: Any) -> None:
-        """Set attributes and let held calls look again."""
+        """Set attributes and wake the held calls."""
         async with self.changed:
             for name, value in values.items():
                 setattr(self, name, value)

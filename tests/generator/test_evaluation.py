@@ -1,4 +1,4 @@
-"""An evaluation scores completions of held-out prompts and says which versions sampled them."""
+"""Evaluation: scores of held-out prompts and the versions that sampled them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_result_has_mean_reward_and_versions(tmp_path: Path) -> None:
 
 
 def test_episodes_are_played_to_their_end_across_versions(tmp_path: Path) -> None:
-    """The last turn is three versions younger than the first: a result like any other."""
+    """The last turn is three versions newer than the first."""
     environment = scripted(" x ", " y ", " z ")
     result = run(Speaking("a", "b", "c", "d", rises=1), tmp_path, ["abc"], environment, max_tokens=40)
     assert (result.accuracy, result.n, result.failed, result.versions) == (1.0, 1, 0, (3, 4, 5, 6))

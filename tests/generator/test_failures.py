@@ -1,4 +1,4 @@
-"""Groups that fail one after another are counted by waves, tried one at a time, and given up in the end."""
+"""Failures in a row: counted by waves, followed by pauses, raised in the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replaybuf.kernel.tickets import FORGIVEN_REASONS
 
 
 def after(count: int, reason: str = "reward_raised") -> Failures:
-    """Return failures after so many failures, the k-th group from second k - 1 to second k."""
+    """Return the state after `count` failures, where the k-th group ran from second k - 1 to second k."""
     failures = Failures()
     for number in range(count):
         failures.record_failure(reason, "no parse", float(number), float(number + 1))

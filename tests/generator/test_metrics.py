@@ -1,4 +1,4 @@
-"""A generator tells Prometheus what it does, and that it is alive."""
+"""Prometheus metrics of a generator, and its health check."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.generator.worlds import gated, reference, run, world
 
 
 def samples(text: bytes) -> dict[str, float]:
-    """Values by name and labels, without the label run."""
+    """Return values by name and labels, without the label run."""
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         for name, labels, value, *_ in family.samples:
             assert labels.pop("run") == "r"
-            told = ",".join(f"{label}={said}" for label, said in sorted(labels.items()) if label != "engine")
-            found[name.removeprefix("replaybuf_generator_") + (f"{{{told}}}" if told else "")] = value
+            values = ",".join(f"{label}={said}" for label, said in sorted(labels.items()) if label != "engine")
+            found[name.removeprefix("replaybuf_generator_") + (f"{{{values}}}" if values else "")] = value
     return found
 
 
@@ -40,19 +40,19 @@ def test_groups_and_requests_are_counted_by_outcome_and_reason(tmp_path: Path) -
         engine.script.append(fail(500))
         async with world(tmp_path, engine, service, environment=Broken(picky)) as w:
             await w.run()
-            told = samples(exposition("r", w.daemon))
-        assert told["ready"] == 1
-        assert (told["groups_stored_total"], told["rollouts_total"], told["tokens_total"]) == (1, 4, 12)
-        assert told["groups_failed_total{reason=reward_raised}"] == 3
-        assert told["requests_total{outcome=ok}"] == 4
-        assert told["requests_total{outcome=engine_error}"] == 1
-        assert (told["sampled_version"], told["published_version"]) == (3, 3)
-        assert (told["reward_seconds_count"], told["group_seconds_count"]) == (4, 1)
-        assert told["group_seconds_sum"] > 0
-        assert (told["engine_up"], told["groups_inflight"], told["groups_generating"]) == (1, 0, 0)
-        assert told["groups_limit"] == 64
-        assert told["waiting{reason=finished}"] == 1
-        assert "engine_running" not in told
+            values = samples(exposition("r", w.daemon))
+        assert values["ready"] == 1
+        assert (values["groups_stored_total"], values["rollouts_total"], values["tokens_total"]) == (1, 4, 12)
+        assert values["groups_failed_total{reason=reward_raised}"] == 3
+        assert values["requests_total{outcome=ok}"] == 4
+        assert values["requests_total{outcome=engine_error}"] == 1
+        assert (values["sampled_version"], values["published_version"]) == (3, 3)
+        assert (values["reward_seconds_count"], values["group_seconds_count"]) == (4, 1)
+        assert values["group_seconds_sum"] > 0
+        assert (values["engine_up"], values["groups_inflight"], values["groups_generating"]) == (1, 0, 0)
+        assert values["groups_limit"] == 64
+        assert values["waiting{reason=finished}"] == 1
+        assert "engine_running" not in values
 
     run(main())
 
@@ -61,9 +61,9 @@ def test_groups_and_requests_in_flight_are_gauges(tmp_path: Path) -> None:
     async def main() -> None:
         service = ServiceDouble(prompts=2)
         async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
-            told = samples(exposition("r", w.daemon))
-            assert (told["groups_inflight"], told["groups_generating"], told["engine_requests"]) == (1, 1, 1)
-            assert "sampled_version" not in told
+            values = samples(exposition("r", w.daemon))
+            assert (values["groups_inflight"], values["groups_generating"], values["engine_requests"]) == (1, 1, 1)
+            assert "sampled_version" not in values
             gate.open.set()
             await w.end()
 
@@ -71,7 +71,7 @@ def test_groups_and_requests_in_flight_are_gauges(tmp_path: Path) -> None:
 
 
 def test_the_engines_of_stages_have_the_label_stage(tmp_path: Path) -> None:
-    """In the metrics, and as the policy's are in every line of the metrics file."""
+    """In the metrics and in every line of the metrics file."""
     file = tmp_path / "generate.jsonl"
 
     async def main() -> None:
@@ -82,10 +82,10 @@ def test_the_engines_of_stages_have_the_label_stage(tmp_path: Path) -> None:
         ):
             judge.script.append(fail(400))
             await w.run()
-            told = samples(exposition("r", w.daemon))
-            assert told["stage_engine_up{stage=ref_logprobs}"] == 1
-            assert told["stage_requests_total{outcome=ok,stage=ref_logprobs}"] == 1
-            assert told["stage_requests_total{outcome=engine_refused,stage=ref_logprobs}"] == 1
+            values = samples(exposition("r", w.daemon))
+            assert values["stage_engine_up{stage=ref_logprobs}"] == 1
+            assert values["stage_requests_total{outcome=ok,stage=ref_logprobs}"] == 1
+            assert values["stage_requests_total{outcome=engine_refused,stage=ref_logprobs}"] == 1
             (line,) = json.loads(file.read_text().splitlines()[-1])["stages"]["ref_logprobs"]
             assert (line["url"], line["state"], line["fault"]) == (judge.url, "up", None)
 
@@ -112,10 +112,10 @@ def test_metrics_and_liveness_are_served_on_a_free_port() -> None:
             serve_metrics("127.0.0.1", 0, lambda: exposition("r", None)) as url,
             httpx.AsyncClient(base_url=url) as http,
         ):
-            alive, told = await http.get("/healthz"), await http.get("/metrics")
+            alive, values = await http.get("/healthz"), await http.get("/metrics")
             assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
-            assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert samples(told.content) == {"ready": 0}
+            assert values.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert samples(values.content) == {"ready": 0}
             with pytest.raises(ServiceUnavailable, match="choose another --metrics-port"):
                 async with serve_metrics("127.0.0.1", int(url.rpartition(":")[2]), bytes):
                     pass

@@ -1,4 +1,4 @@
-"""What could only end in refused groups is refused at the start; what may still come is waited for."""
+"""Checks before the first ticket, and the wait for the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_waits_for_a_run_that_comes_late(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """And again after a while: not with every try."""
+    """Not at every try."""
 
     async def main() -> None:
         service = ServiceDouble(group_size=8)
@@ -71,15 +71,15 @@ def test_the_group_size_is_that_of_the_option_or_the_run(asked: int | None, conf
 
 
 @pytest.mark.parametrize(
-    ("asked", "configured", "told"),
+    ("asked", "configured", "message"),
     [
         (4, 8, "group_size is 4; the run's group_size is 8"),
         (None, None, "group_size is not set"),
         (0, None, "group_size is 0; the minimum is 1"),
     ],
 )
-def test_an_invalid_group_size_is_rejected(asked: int | None, configured: int | None, told: str) -> None:
-    with pytest.raises(Invalid, match=told):
+def test_an_invalid_group_size_is_rejected(asked: int | None, configured: int | None, message: str) -> None:
+    with pytest.raises(Invalid, match=message):
         check_group_size(asked, facts(group_size=configured))
 
 

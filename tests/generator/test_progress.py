@@ -1,4 +1,4 @@
-"""A generator's numbers: counts since the start, rates and mean reward since the line before."""
+"""Status of a generator: counts since the start, rates and mean reward since the last status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out prompts are evaluated beside generating, every so many versions, and never become groups."""
+"""Evaluation of held-out prompts beside generating, once in a number of versions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def evaluating(
     texts: Sequence[str] = HELD_OUT,
     judge: Any = None,
 ) -> AsyncIterator[World]:
-    """Generate one group at a time by tickets that `service.open` allows, and evaluate."""
+    """Generate with the tickets that `service.open` allows, and evaluate."""
     held_out = HeldOut(
         name="words",
         prompts=[make_prompt(text) for text in texts],
@@ -79,13 +79,13 @@ def test_it_evaluates_at_the_start_and_once_per_turn_of_versions(tmp_path: Path)
             first = service.evaluations[0]
             assert (first["name"], first["reward_mean"], first["rollouts"], first["samples"]) == ("words", 1.0, 3, 1)
             assert (first["temperature"], first["producer"], first["adapter"]) == (0.0, "me", "")
-            told = {
+            reported = {
                 family.name: family.samples[0].value
                 for family in text_string_to_metric_families(exposition("r", w.daemon).decode())
                 if family.name.startswith("replaybuf_generator_evaluation_")
             }
-            assert told["replaybuf_generator_evaluation_reward_mean"] == 1.0
-            assert told["replaybuf_generator_evaluation_version"] == 20
+            assert reported["replaybuf_generator_evaluation_reward_mean"] == 1.0
+            assert reported["replaybuf_generator_evaluation_version"] == 20
         trained = {group.prompt_id for group in service.groups}
         assert trained.isdisjoint(HELD_OUT) and len(service.groups) == 6
         assert {(request["n"], request["temperature"]) for request in engine.requests} == {(4, 1.0), (1, 0.0)}

@@ -30,13 +30,13 @@ def strategy(max_staleness: int) -> dict[str, Any]:
 
 
 def bound(max_staleness: int) -> StalenessBound:
-    """A bound of a generator that started when the run's was this."""
+    """Return the follower of a generator that started with this bound."""
     return StalenessBound(RunFacts(strategy=ChosenStrategy(NAME, {"max_staleness": max_staleness})))
 
 
 @pytest.mark.parametrize(("then", "kept"), [(1, False), (4, True)])
 def test_a_group_in_flight_is_checked_against_the_runs_new_bound(tmp_path: Path, then: int, kept: bool) -> None:
-    """It is three versions old when it comes; the bound was 2 at the start."""
+    """The group is three versions old when it is sampled; the bound at the start was 2."""
 
     async def main() -> None:
         gate, engine, service = Gate(), EngineDouble(version=3), ServiceDouble(prompts=1, strategy=strategy(2))

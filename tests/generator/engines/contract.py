@@ -1,4 +1,4 @@
-"""What every engine must do behind its client, whatever it is: a double, the tiny engine, a real server.
+"""Contract suite of every engine behind its client: a double, the tiny engine, a real server.
 
 Subclass `EngineContract` with a `serve`; doubles, in which things can be made to go wrong, also `FaultContract`. For a
 server that speaks vLLM's API at an address, `ServedOverVllmApi` is the subject.
@@ -35,14 +35,14 @@ class Subject(Protocol):
     prompt: Sequence[int]
 
     async def set_version(self, version: int) -> None:
-        """Name the weights."""
+        """Set the label of the weights."""
 
     async def abort_running(self) -> None:
-        """Abort what is in flight, as soon as something is, and go on."""
+        """Abort the requests in flight once there are some, and go on."""
 
 
 class Fault(enum.Enum):
-    """What the next request for completions comes to."""
+    """Faults of the next request for completions."""
 
     ERROR = "answered 500"
     HANG = "no answer"
@@ -56,31 +56,31 @@ class Fault(enum.Enum):
 
 
 class FaultySubject(Subject, Protocol):
-    """A double in which things can be made to go wrong."""
+    """A double with faults."""
 
     def fail_next(self, fault: Fault) -> None:
-        """Make the next request for completions fail so."""
+        """Make the next request for completions fail with a fault."""
 
     def require_key(self, key: str) -> None:
-        """Answer 401 to whoever does not show the key."""
+        """Answer 401 to requests without the key."""
 
 
 @dataclasses.dataclass
 class ServedOverVllmApi:
-    """A server that speaks vLLM's API, with VLLM_SERVER_DEV_MODE=1; after `prompt` there is room for 160 tokens."""
+    """A server that speaks vLLM's API, with VLLM_SERVER_DEV_MODE=1; its context fits 160 tokens after `prompt`."""
 
     address: str
     vocab_size: int
     prompt: Sequence[int]
 
     async def set_version(self, version: int) -> None:
-        """Name the weights."""
+        """Set the label of the weights."""
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             body = {"new_version": str(version)}
             (await client.post(f"{self.address}/update_weight_version", json=body)).raise_for_status()
 
     async def abort_running(self) -> None:
-        """Pause with mode=abort once tokens come, and resume."""
+        """Pause with mode=abort once tokens are generated, and resume."""
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             before = await self._generated(client)
             while await self._generated(client) <= before:  # noqa: ASYNC110 - its metrics are all it shows
@@ -95,10 +95,10 @@ class ServedOverVllmApi:
 
 
 class EngineContract(abc.ABC):
-    """What every engine must do."""
+    """Tests of every engine."""
 
     long = Sampling(n=24, max_tokens=160)
-    """Long enough that some of it can be aborted."""
+    """Long enough to abort a part of it."""
 
     @abc.abstractmethod
     def serve(self) -> contextlib.AbstractAsyncContextManager[Subject]:
@@ -173,9 +173,9 @@ class EngineContract(abc.ABC):
     def test_the_metadata_record_the_engine_and_the_sampling_parameters(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
             made = await engine.generate(prompt_of(subject), dataclasses.replace(SAMPLING, seed=5))
-            told = made.metadata["engine"]
-            assert told["url"] == engine.url and told["model"] == engine.model
-            assert told["logprobs_mode"] == engine.logprobs_mode and told["api"].startswith("/")
+            reported = made.metadata["engine"]
+            assert reported["url"] == engine.url and reported["model"] == engine.model
+            assert reported["logprobs_mode"] == engine.logprobs_mode and reported["api"].startswith("/")
             assert made.metadata["sampling"]["seed"] == 5
 
         self.run(main)
@@ -230,7 +230,7 @@ class EngineContract(abc.ABC):
 
 
 class FaultContract(abc.ABC):
-    """What becomes of everything that can go wrong between client and engine."""
+    """Tests of every fault between client and engine."""
 
     @abc.abstractmethod
     def serve_faulty(self) -> contextlib.AbstractAsyncContextManager[FaultySubject]:
@@ -285,7 +285,7 @@ class FaultContract(abc.ABC):
 async def opened(
     subject: Subject, *, timeout_s: float = TIMEOUT_S, api_key: str | None = None
 ) -> AsyncIterator[Server]:
-    """Open a client of the subject, unprepared."""
+    """Open a client of the subject, without `prepare`."""
     engine = open_engine(subject.address, timeout_s=timeout_s, api_key=api_key)
     try:
         yield engine

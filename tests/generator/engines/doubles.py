@@ -1,4 +1,4 @@
-"""Doubles that answer in the exact shapes of vLLM 0.31, 0.32 and SGLang, and fail on request.
+"""Engine doubles with the exact answer shapes of vLLM 0.31, 0.32 and SGLang, and with faults.
 
 Shapes: vLLM `entrypoints/scale_out/token_in_token_out`, seen from a running 0.31; SGLang `srt/managers/io_struct.py`,
 `srt/managers/tokenizer_manager.py`, `srt/utils/weight_versions.py`.
@@ -30,7 +30,7 @@ ABSENT = -9999.0
 
 @dataclasses.dataclass
 class Asked:
-    """A request, whatever its shape: `seeds` one per completion."""
+    """A decoded request; `seeds`: one per completion."""
 
     prompt: list[int]
     seeds: list[int | None]
@@ -45,7 +45,7 @@ class Asked:
 
 @dataclasses.dataclass
 class Made:
-    """A completion, whatever its shape."""
+    """A sampled completion, before it is shaped."""
 
     index: int
     ids: list[int]
@@ -60,7 +60,7 @@ class ShapedEngine(abc.ABC):
     vocab_size = 16
     prompt: Sequence[int] = (3, 1, 4, 1, 5)
     one_if_greedy = False
-    """Refuse, as vLLM does, to make several completions at temperature 0."""
+    """Reject several completions at temperature 0, as vLLM does."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -79,24 +79,24 @@ class ShapedEngine(abc.ABC):
             yield self
 
     async def set_version(self, version: int) -> None:
-        """Name the weights."""
+        """Set the label of the weights."""
         self.version = str(version)
 
     async def abort_running(self) -> None:
-        """Abort the request that comes next."""
+        """Abort the next request."""
         self._abort.set()
 
     def fail_next(self, fault: Fault) -> None:
-        """Make the next request for completions fail so."""
+        """Make the next request for completions fail with a fault."""
         self._faults.append(fault)
 
     def require_key(self, key: str) -> None:
-        """Answer 401 to whoever does not show the key."""
+        """Answer 401 to requests without the key."""
         self._key = key
 
     @abc.abstractmethod
     def routes(self) -> list[Route]:
-        """What it serves beside models and health."""
+        """Return the routes beside models and health."""
 
     @abc.abstractmethod
     def asked(self, body: dict[str, Any]) -> Asked:
@@ -129,13 +129,13 @@ class ShapedEngine(abc.ABC):
         return JSONResponse(self.answer(asked, _spoilt(made, fault), fault))
 
     def refusal(self, request: Request) -> Response | None:
-        """Refuse whoever lacks the key."""
+        """Reject requests without the key."""
         if self._key is not None and request.headers.get("authorization") != f"Bearer {self._key}":
             return JSONResponse({"error": "Unauthorized"}, 401)
         return None
 
     def spans(self, made: Made) -> list[dict[str, Any]]:
-        """Version spans, as vLLM 0.32 and newer SGLang tell them."""
+        """Return version spans in the shape of vLLM 0.32 and newer SGLang."""
         return [{"version": self.version, "start": 0, "end": len(made.ids)}]
 
     def _sampled(self, index: int, seed: int | None, asked: Asked) -> Made:
@@ -182,7 +182,7 @@ class VllmCompletions(ShapedEngine):
     one_if_greedy = True
 
     def routes(self) -> list[Route]:
-        """Serve completions and the name of the weights."""
+        """Serve completions and the label of the weights."""
         return [
             Route("/v1/completions", self.generate, methods=["POST"]),
             Route("/weight_info", self._weight_info),
@@ -223,7 +223,7 @@ class VllmTokens031(VllmCompletions):
     """vLLM 0.31 with `--enable-scale-out`: no version spans, tokens of logprobs as text."""
 
     def routes(self) -> list[Route]:
-        """Serve token ids in and out, and the name of the weights."""
+        """Serve token ids in and out, and the label of the weights."""
         return [
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/weight_info", self._weight_info),
@@ -257,8 +257,8 @@ class VllmTokens031(VllmCompletions):
 
     def item(self, token: int, logprob: float) -> dict[str, Any]:
         """Shape one logprob."""
-        told = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
-        return told | {"top_logprobs": [told]}
+        reported = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+        return reported | {"top_logprobs": [reported]}
 
 
 class VllmTokens032(VllmTokens031):
@@ -280,18 +280,18 @@ class Sglang(ShapedEngine):
     info = "/model_info"
 
     def routes(self) -> list[Route]:
-        """Serve generate and the name of the weights."""
+        """Serve generate and the label of the weights."""
         return [Route("/generate", self.generate, methods=["POST"]), Route(self.info, self._model_info)]
 
     def asked(self, body: dict[str, Any]) -> Asked:
-        """Read a request: one prompt for n completions, or a batch with parameters of its own for each."""
+        """Read a request: one prompt for n completions, or a batch with parameters for each."""
         parameters = body["sampling_params"]
         if isinstance(parameters, list):
             return Asked(body["input_ids"][0], [one["sampling_seed"] for one in parameters], parameters[0])
         return Asked(body["input_ids"], [None] * parameters["n"], parameters)
 
     def answer(self, asked: Asked, made: Sequence[Made], fault: Fault | None) -> Any:
-        """Shape an answer: a list, but for one completion of one prompt."""
+        """Shape an answer: a list, except for one completion of one prompt."""
         prompt_tokens = 99 if fault is Fault.OTHER_PROMPT else len(asked.prompt)
         outputs = [
             {"text": "", "output_ids": one.ids, "meta_info": self.meta(one) | {"prompt_tokens": prompt_tokens}}
@@ -300,7 +300,7 @@ class Sglang(ShapedEngine):
         return outputs[0] if len(outputs) == 1 and asked.seeds == [None] else outputs
 
     def meta(self, one: Made) -> dict[str, Any]:
-        """Shape what is told of one completion."""
+        """Shape the meta information of one completion."""
         return {
             "id": "1",
             "finish_reason": {"type": one.finish_reason},
@@ -315,17 +315,17 @@ class Sglang(ShapedEngine):
 
 
 class SglangWithoutSpans(Sglang):
-    """Older SGLang: the label at the end alone, and the older name of the call that tells it."""
+    """Older SGLang: only the label at the end, and the older name of its model call."""
 
     info = "/get_model_info"
 
     def meta(self, one: Made) -> dict[str, Any]:
-        """Shape what is told of one completion."""
-        told = super().meta(one)
-        del told["weight_versions"]
-        return told
+        """Shape the meta information of one completion."""
+        reported = super().meta(one)
+        del reported["weight_versions"]
+        return reported
 
 
 def _consecutive(seed: int | None, n: int) -> list[int | None]:
-    """Seeds of n completions, as vLLM derives them."""
+    """Return the seeds of n completions, as vLLM derives them."""
     return [None if seed is None else seed + index for index in range(n)]

@@ -1,9 +1,9 @@
-"""An engine that samples by a rule which tells every token's version; run as a process where it is to be killed::
+"""An engine whose tokens show the version that sampled them; run it as a process to kill it::
 
     python -m tests.generator.engines.rule_engine PORT VERSION CUTS HOLD
 
-CUTS: JSON, see `ByRule.cuts`. HOLD: so many requests are answered, the next ones never. Prints its address when it
-listens, and `held` for every request that it does not answer.
+CUTS: JSON, see `ByRule.cuts`. HOLD: number of requests that it answers; it holds all later ones. It prints its address
+when it listens, and `held` for every request that it holds.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ PROMPT = [2, 0, 1]
 VOCABULARY = 27
 
 Segment = Sequence[tuple[int, int]]
-"""(version, tokens): so many tokens by this version, one after another."""
+"""(version, tokens): number of consecutive tokens of this version."""
 
 
 def next_token(context: Sequence[int], version: int) -> int:
-    """Sample by rule: the token depends on all before it and on the version."""
+    """Return the next token, which depends on all tokens before it and on the version."""
     return (7 * len(context) + sum(context) + 5 * version) % VOCABULARY
 
 
 def logprob(token: int, version: int) -> float:
-    """Return a logprob that tells the version, exact in float32."""
+    """Return a logprob that shows the version, exact in float32."""
     return -(token + 1) / 64 - version
 
 
 class ByRule(EngineDouble):
-    """Samples by rule up to `max_tokens`; a request finds its completions in `cuts` where there are any.
+    """Samples by rule up to `max_tokens`; the next entry of `cuts` cuts the completions of a request.
 
     A cut completion has the segments given and is aborted after them; an uncut one (None) is whole.
     """

@@ -1,4 +1,4 @@
-"""The engine contract over doubles of every API, and what is particular to each."""
+"""The engine contract over doubles of every API, and tests of each API."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class _OverADouble(EngineContract, FaultContract):
 
 
 class TestVllmCompletions(_OverADouble):
-    """vLLM 0.31 by /v1/completions."""
+    """vLLM 0.31 with /v1/completions."""
 
     double = VllmCompletions
 
 
 class TestVllmTokens031(_OverADouble):
-    """vLLM 0.31 by /inference/v1/generate."""
+    """vLLM 0.31 with /inference/v1/generate."""
 
     double = VllmTokens031
 
 
 class TestVllmTokens032(_OverADouble):
-    """vLLM 0.32 by /inference/v1/generate."""
+    """vLLM 0.32 with /inference/v1/generate."""
 
     double = VllmTokens032
 
@@ -75,7 +75,7 @@ class TestSglang(_OverADouble):
 
 
 class TestSglangWithoutSpans(_OverADouble):
-    """SGLang without."""
+    """SGLang without version spans."""
 
     double = SglangWithoutSpans
 
@@ -121,7 +121,7 @@ def test_choices_of_the_same_index_are_a_fault(double: type[ShapedEngine]) -> No
 
 @pytest.mark.parametrize("double", [VllmTokens031, VllmCompletions, Sglang])
 def test_only_the_temperature_changes_the_distribution(double: type[ShapedEngine]) -> None:
-    """A model folder's generation_config.json may say otherwise, and would be taken for what is left out."""
+    """The server takes missing parameters from the model's generation_config.json."""
     made = double()
     sample(made)
     parameters = made.asked(made.bodies[0]).parameters
@@ -131,7 +131,7 @@ def test_only_the_temperature_changes_the_distribution(double: type[ShapedEngine
 
 def test_prepare_finds_vllms_token_call_and_a_404_drops_it() -> None:
     class Both(VllmTokens032):
-        """Serves the older call beside the newer one, and the newer one only while `offered`."""
+        """Serves the older call, and the newer one while `offered`."""
 
         older = VllmCompletions()
         offered = True
@@ -146,8 +146,8 @@ def test_prepare_finds_vllms_token_call_and_a_404_drops_it() -> None:
 
     async def use(engine: Server) -> list[str]:
         async def api() -> str:
-            told: str = (await engine.generate(prompt_of(double), SAMPLING)).metadata["engine"]["api"]
-            return told
+            reported: str = (await engine.generate(prompt_of(double), SAMPLING)).metadata["engine"]["api"]
+            return reported
 
         apis = [await api()]
         await engine.prepare()
@@ -175,8 +175,8 @@ def test_spans_across_an_update_are_kept(double: type[ShapedEngine], monkeypatch
 def test_spans_that_do_not_cover_the_completion_are_a_fault(
     bounds: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = [{"version": "7", "start": start, "end": end} for start, end in bounds]
-    monkeypatch.setattr(VllmTokens032, "spans", lambda self, made: told)
+    reported = [{"version": "7", "start": start, "end": end} for start, end in bounds]
+    monkeypatch.setattr(VllmTokens032, "spans", lambda self, made: reported)
     with pytest.raises(EngineFault, match=r"weight_versions .* for 3 tokens"):
         sample(VllmTokens032(), Sampling(n=1, max_tokens=3))
 
@@ -258,7 +258,7 @@ class _NoVersion(SglangWithoutSpans):
 
 
 def test_the_engine_double_behaves_as_a_server_without_the_token_call() -> None:
-    """`EngineDouble` spells words; its shapes are those of /v1/completions with labels, as the tiny engine's are."""
+    """`EngineDouble` has the shapes of /v1/completions with version spans, like the tiny engine."""
 
     async def main() -> None:
         async with EngineDouble().up() as double:

@@ -1,4 +1,4 @@
-"""What is asked of a vLLM-style server, how its answers become columns, and what becomes of unusable answers."""
+"""Requests to a vLLM-style server, columns from its answers, and faults from unusable answers."""
 
 from __future__ import annotations
 
@@ -187,15 +187,15 @@ def test_fewer_choices_than_requested_are_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"), [("oops", "it starts with 'oops'"), (b'{"model": "\xff", "choices": []}', "'utf-8' codec")]
+    ("body", "message"), [("oops", "it starts with 'oops'"), (b'{"model": "\xff", "choices": []}', "'utf-8' codec")]
 )
-def test_an_answer_that_is_not_json_is_a_fault(body: str | bytes, told: str) -> None:
-    with pytest.raises(EngineFault, match=told):
+def test_an_answer_that_is_not_json_is_a_fault(body: str | bytes, message: str) -> None:
+    with pytest.raises(EngineFault, match=message):
         sample(EngineDouble(), fail(200, body))
 
 
 def test_completions_aborted_before_their_first_token_are_empty() -> None:
-    """Nobody sampled them, so that they have no spans says nothing of a server which tells versions."""
+    """They have no spans, because nothing was sampled; the server still counts as one that reports spans."""
     double = EngineDouble()
 
     async def twice(engine: VllmEngine) -> Sample:

@@ -1,4 +1,4 @@
-"""How many groups are generated at the same time follows what the engines say of themselves."""
+"""The limit of groups in flight follows the engines' gauges."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_server_that_lacks_a_gauge_reports_no_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"), [("a x", "could not convert"), ("a +Inf", "a is"), ('a{b="c"}', "could not convert")]
+    ("line", "message"), [("a x", "could not convert"), ("a +Inf", "a is"), ('a{b="c"}', "could not convert")]
 )
-def test_an_invalid_gauge_is_an_error(line: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_gauge_is_an_error(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_load(f"{line}\nb 1\n", "a", "b")
 
 
@@ -80,7 +80,7 @@ def test_the_limit_stays_within_bounds_and_never_rises_while_rollouts_wait(
 
 @given(st.integers(1, 200), st.integers(1, 64))
 def test_the_limit_settles_at_the_capacity_of_a_steady_engine(room: int, n: int) -> None:
-    """An engine with room for so many rollouts, groups of n: within the last step up."""
+    """An engine samples `room` rollouts, in groups of n; the limit ends within one step above its capacity."""
     concurrency = Concurrency(Bounds(1, 64))
     for _ in range(40 * WINDOW):
         rollouts = concurrency.limit * n
@@ -92,7 +92,7 @@ def test_the_limit_settles_at_the_capacity_of_a_steady_engine(room: int, n: int)
 
 @given(st.lists(st.tuples(COUNT, COUNT), min_size=WINDOW - 1, max_size=WINDOW - 1), st.integers(0, WINDOW - 1))
 def test_a_temporary_queue_does_not_lower_the_limit(queues: list[tuple[int, int]], calm: int) -> None:
-    """One look in a window that finds none waiting is enough: what queues after a burst does not stand."""
+    """One reading per window without a queue is enough."""
     concurrency = Concurrency(Bounds(1, 64))
     window = [Load(running, waiting) for running, waiting in queues]
     window.insert(calm, Load(512, 0))
@@ -110,7 +110,7 @@ def test_a_standing_queue_lowers_the_limit_once_per_window() -> None:
 
 
 def test_the_reading_with_the_most_groups_counts() -> None:
-    """Between two tickets a generator has hardly any, whatever others have in the queue."""
+    """Between two tickets a generator has few groups, however many others have queued."""
     concurrency = Concurrency(Bounds(1, 64))
     for sampling in (1, 60, 0, 2, 0):
         concurrency.update([Load(100, 100)], sampling=sampling, scoring=0)

@@ -1,4 +1,4 @@
-"""Several engines share the work; one that fails is left alone until it is healthy again."""
+"""Several engines share the work; a failing engine is suspended until it is healthy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLING = Sampling(n=1, max_tokens=5)
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probe and try again soon."""
+    """Make probes and retries fast."""
     monkeypatch.setattr(member_module, "PROBE_FIRST_S", 0.01)
     monkeypatch.setattr(fleet_module, "RETRY_PAUSE_S", 0.01)
 
@@ -149,8 +149,8 @@ def test_the_first_failure_in_trial_suspends_a_server_for_longer(quick: None, ca
             assert len(broken.requests) == FAILURES_IN_A_ROW + 1
 
     run(main())
-    told = [record.getMessage() for record in caplog.records if "is suspended" in record.msg]
-    assert [line.partition(": ")[0].rpartition(" is ")[2] for line in told] == [
+    reported = [record.getMessage() for record in caplog.records if "is suspended" in record.msg]
+    assert [line.partition(": ")[0].rpartition(" is ")[2] for line in reported] == [
         "suspended after 3 failures in a row, next probe in 0.01 s",
         "suspended after 4 failures in a row, next probe in 0.02 s",
     ]
@@ -264,7 +264,7 @@ def test_a_bad_answer_of_the_only_server_is_not_retried() -> None:
 
 @pytest.mark.parametrize("answer", [fail(400, "bad"), fail(200, "<html>gateway</html>"), reply(token_ids=None)])
 def test_a_server_that_alone_answers_badly_is_suspended_and_costs_no_request(quick: None, answer: Script) -> None:
-    """It answers at once, so it is the least loaded one: all requests would go there, and fail."""
+    """It answers at once, so it is always the least loaded server: without suspension all requests would go there."""
 
     async def main() -> None:
         sound, broken = EngineDouble(), EngineDouble()
@@ -299,7 +299,7 @@ def test_a_request_that_two_servers_refuse_is_at_fault(quick: None) -> None:
 
 
 def test_a_badly_answered_request_prefers_a_server_without_bad_answers(quick: None) -> None:
-    """So that of several broken servers none stays unknown, as long as one is sound."""
+    """So every broken server is found while one works."""
 
     async def main() -> None:
         sound, *broken = (EngineDouble() for _ in range(4))

@@ -1,4 +1,4 @@
-"""The rules of publications, and that a rollout cut into pieces is the same rollout when it is joined."""
+"""Rules of publications; a rollout cut into pieces and joined is unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from replaybuf.generator.fleet.publication import (
 
 
 def piece_of(versions: list[int], *, first: int = 0, reason: str | None = "stop", finely: bool = False) -> Piece:
-    """Make a piece of one token per version, numbered from `first`; `finely`: one span for every token."""
+    """Return a piece with one token per version, numbered from `first`; `finely`: one span per token."""
     spans: list[list[int]] = []
     for place, version in enumerate(versions):
         if spans and spans[-1][0] == version and not finely:
@@ -39,7 +39,7 @@ def piece_of(versions: list[int], *, first: int = 0, reason: str | None = "stop"
 
 
 def sample_of(*rollouts: list[int], reasons: tuple[str, ...] | None = None, exact: bool = True) -> Sample:
-    """Make a sample of rollouts given as the version of every token."""
+    """Return a sample of rollouts, each given as the versions of its tokens."""
     reasons = reasons or ("stop",) * len(rollouts)
     made = joined([piece_of(one, reason=why) for one, why in zip(rollouts, reasons, strict=True)], {})
     return Sample(**{name: getattr(made, name) for name in made.__slots__} | {"exact": exact})
@@ -85,7 +85,7 @@ def test_a_sample_split_and_joined_is_the_same_sample(rollouts: list[list[int]])
 
 
 def test_a_lower_version_cannot_continue_a_rollout() -> None:
-    """A rewind took back the weights that sampled the first tokens; the numbers mean others now."""
+    """A rewind took back the weights of the first tokens; their number now means other weights."""
     with pytest.raises(EngineFault) as caught:
         piece_of([5, 6]).followed_by(piece_of([4]))
     assert (caught.value.reason, caught.value.value, caught.value.bound) == ("superseded", 4, 6)
@@ -118,8 +118,8 @@ UNSURE = sample_of([3, 3], [3, 3], exact=False)
     ],
 )
 def test_each_policy_accepts_only_its_kinds_of_samples(on_publish: OnPublish, made: Sample, reason: str | None) -> None:
-    told = rejection(on_publish, made)
-    assert (None if told is None else told[0]) == reason
+    reported = rejection(on_publish, made)
+    assert (None if reported is None else reported[0]) == reason
 
 
 @pytest.mark.parametrize(

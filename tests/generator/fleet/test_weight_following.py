@@ -1,4 +1,4 @@
-"""New weights while rollouts are in flight: engines that sample by a rule which tells every token's version."""
+"""New weights while rollouts are in flight, on engines whose tokens show the version that sampled them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def versions_of(made: Sample) -> list[list[tuple[int, int]]]:
-    """Return the segments of every rollout, after holding each token and logprob against the rule of its version."""
-    told = []
+    """Return the segments of every rollout, after a check of each token and logprob against the rule of its version."""
+    reported = []
     for piece in pieces(made):
         context = list(PROMPT)
         for version, start, end in piece.spans.tolist():
@@ -45,8 +45,8 @@ def versions_of(made: Sample) -> list[list[tuple[int, int]]]:
                 assert piece.logprobs[place] == logprob(int(piece.token_ids[place]), version)
                 context.append(int(piece.token_ids[place]))
         assert len(context) == len(PROMPT) + len(piece)
-        told.append([(version, end - start) for version, start, end in piece.spans.tolist()])
-    return told
+        reported.append([(version, end - start) for version, start, end in piece.spans.tolist()])
+    return reported
 
 
 def generate(fleet: Fleet, sampling: Sampling = SAMPLING) -> asyncio.Task[Sample]:
@@ -208,7 +208,7 @@ def test_a_server_without_the_published_version_is_suspended() -> None:
 def test_a_stale_server_is_probed_at_once_after_the_next_publication(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its probes may be far between by then."""
+    """The pauses between its probes may be long by then."""
 
     async def main() -> None:
         double = ByRule(3)
@@ -241,7 +241,7 @@ def test_completions_of_a_server_that_restarted_unnoticed_are_rejected() -> None
 
 
 def test_a_server_with_weights_of_another_run_is_suspended() -> None:
-    """One version ahead is normal, since servers are loaded before the version is announced."""
+    """One version ahead is normal, because servers are loaded before the publication."""
 
     async def main() -> None:
         double = ByRule(2)
@@ -298,7 +298,7 @@ def test_an_unpublished_version_that_a_server_loses_is_reported_once() -> None:
 
 @contextlib.asynccontextmanager
 async def process(port: int, version: int, cuts: str, hold: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run an engine as a process; it is killed in the end, if not before."""
+    """Run an engine as a process, and kill it at the end."""
     arguments = ("-m", "tests.generator.engines.rule_engine", str(port), str(version), cuts, str(hold))
     child = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     try:
@@ -323,7 +323,7 @@ def free_port() -> int:
 
 
 def test_a_server_killed_during_a_request_and_restarted_is_used_only_with_the_right_weights() -> None:
-    """The rollout keeps the tokens it has; what the dead process was sampling is sampled again, by the new one."""
+    """The rollout keeps its tokens; the new process samples the rest."""
 
     async def main() -> None:
         port = free_port()
