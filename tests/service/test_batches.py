@@ -320,7 +320,7 @@ def test_unreadable_feedback_is_rejected_with_its_bound(run: RunClient) -> None:
     epoch = run.attach()
     run.append(group("a"))
     assert run.batch(0, epoch).status_code == 200
-    for value, told in [
+    for value, reported in [
         ("[" * 64 + "]" * 64, ("feedback", 65, 64)),
         ("[" * 900 + "]" * 900, ("feedback", 901, 64)),
         ("[1, 18446744073709551616]", ("feedback.x[1]", 2**64, [-(2**63), 2**64 - 1])),
@@ -328,7 +328,7 @@ def test_unreadable_feedback_is_rejected_with_its_bound(run: RunClient) -> None:
         body = f'{{"epoch": {epoch}, "feedback": {{"x": {value}}}}}'
         refused = run.http.post(f"{run.path}/batches/0/ack", content=body)
         assert refused.status_code == 422, refused.text
-        assert tuple(refused.json()[key] for key in ("name", "value", "bound")) == told
+        assert tuple(refused.json()[key] for key in ("name", "value", "bound")) == reported
     deepest: object = []
     for _ in range(62):
         deepest = [deepest]

@@ -43,24 +43,24 @@ def test_histograms_and_coverage_survive_a_kill(
     epoch = run.attach(seq_len=32)
     run.train(epoch, range(2))
 
-    told = counted(run)
+    reported = counted(run)
     lengths = {
         "stored": {"count": 4, "sum": 84, "buckets": [[16, 2], [32, 1], [64, 1]]},
         "used": {"count": 2, "sum": 32, "buckets": [[16, 1], [32, 1]]},
         "dropped": {"count": 1, "sum": 40, "buckets": [[64, 1]]},
     }
-    assert told["groups"]["stored"] == 4 and told["groups"]["evicted"] == {"overlong": 1}
-    assert {name: told["histograms"][name] for name in TIME_FREE} == {
+    assert reported["groups"]["stored"] == 4 and reported["groups"]["evicted"] == {"overlong": 1}
+    assert {name: reported["histograms"][name] for name in TIME_FREE} == {
         "times_sampled": {"1": 2},
         "rollout_tokens": lengths,
         "longest_rollout_tokens": lengths,
     }
-    assert told["histograms"]["age_at_use_s"]["count"] == 2
-    dropped = told["histograms"]["dropped"]["overlong"]
+    assert reported["histograms"]["age_at_use_s"]["count"] == 2
+    dropped = reported["histograms"]["dropped"]["overlong"]
     assert dropped["age_versions"] == {"count": 1, "sum": 0, "buckets": [[0, 1]]}
     assert dropped["age_s"]["count"] == 1 and 0 <= dropped["age_s"]["sum"] < 60
     prompts = {"issued": 3, "stored": 2, "trained": 1, "dropped": 1, "failed": 1, "pending": 0}
-    assert told["coverage"] == prompts | {"share": 1 / 3}
+    assert reported["coverage"] == prompts | {"share": 1 / 3}
     metrics = ("rollout_tokens_bucket", "dropped_age_seconds_sum", "prompts", "group_age_at_use_seconds_count")
     exposed = {name: samples(run, f"replaybuf_{name}") for name in metrics}
     assert exposed["rollout_tokens_bucket"][("used", "16.0")] == 1
@@ -71,7 +71,7 @@ def test_histograms_and_coverage_survive_a_kill(
 
     own_service.kill()
     run = connect(own_service.start().url, "counted")
-    assert counted(run) == told
+    assert counted(run) == reported
     assert {name: samples(run, f"replaybuf_{name}") for name in metrics} == exposed
 
 

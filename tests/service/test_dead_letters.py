@@ -91,8 +91,8 @@ def test_a_frame_that_breaks_after_assembly_is_a_dead_letter_with_a_reason(
         assert (response.status_code, response.json()["value"]) == (410, "bad")
         assert "bad_checksum; attach with on_resume = resample at step 0" in response.json()["detail"]
     (letter,) = run.get("dead-letters").json()["dead_letters"]
-    told = ("group_id", "state", "reason", "batches")
-    assert [letter[name] for name in told] == ["bad", "dead_lettered", "bad_checksum", [0]]
+    reported = ("group_id", "state", "reason", "batches")
+    assert [letter[name] for name in reported] == ["bad", "dead_lettered", "bad_checksum", [0]]
     assert [one["type"] for one in run.get("ledger").json()["records"]].count("DEAD_LETTER") == 1
     assert "batch cannot be served run=r step=0" in own_service.log()
     assert counts(run) == {"stored": 3, "live": 1, "in_batches": 1, "retired": 0, "dead_lettered": 1}

@@ -414,7 +414,7 @@ def test_metrics_count_the_outcome_of_preparation(run: RunClient) -> None:
     run.append(group("a"))
     run.batch(0, epoch)
     text = run.http.get("/metrics").text
-    told = {
+    reported = {
         one: metric(text, "replaybuf_batches_prepared_total", run=run.run, outcome=one) for one in next_batch.OUTCOMES
     }
-    assert told == {"hit": 0, "partial": 0, "miss": 1}
+    assert reported == {"hit": 0, "partial": 0, "miss": 1}

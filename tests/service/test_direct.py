@@ -173,10 +173,10 @@ def test_the_accept_header_selects_the_plan(run: RunClient) -> None:
     assert planned.headers["etag"] != body.headers["etag"]
     again = ask(MEDIA_TYPE, **{"if-none-match": planned.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    told = planned.json()
-    assert told["meta"] == msgspec.to_builtins(read_batch(body.content).meta)
-    assert sorted(map(tuple, itertools.chain(*told["rows"]))) == [(0, 0), (0, 1), (0, 2), (0, 3)]
-    (planned_group,) = told["groups"]
+    reported = planned.json()
+    assert reported["meta"] == msgspec.to_builtins(read_batch(body.content).meta)
+    assert sorted(map(tuple, itertools.chain(*reported["rows"]))) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    (planned_group,) = reported["groups"]
     assert planned_group["group_id"] == "a" and planned_group["payload_key"].startswith("rb:p:")
     for accept in (f"{MEDIA_TYPE};q=0", f"application/vnd.safetensors, {MEDIA_TYPE};q=0.5"):
         assert ask(accept).headers["content-type"] == "application/vnd.safetensors"

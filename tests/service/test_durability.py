@@ -1,4 +1,4 @@
-"""Durability over HTTP: levels that are told, waits that are not met, a full Redis, a Redis that takes no writes."""
+"""Durability over HTTP: reported levels, missing replicas, a full Redis, a read-only Redis."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_full_redis_rejects_groups_until_the_trainer_frees_memory(
 def test_the_service_waits_while_redis_is_a_replica(
     tmp_path: Path, serve: Callable[..., ServeProcess], connect: Connect
 ) -> None:
-    """READONLY: 503 with the server's word, told by `/readyz`; the service lives, and goes on when it may write."""
+    """READONLY: 503 with the server's message, also on `/readyz`; the service continues after the fault."""
     with Valkey(tmp_path / "v") as server:
         service = serve("--redis-url", server.url)
         run = connect(service.url, "r")
@@ -290,12 +290,12 @@ def test_a_full_disk_loses_nothing_and_the_service_waits(own_service: ServeProce
         assert len(stored) < 100
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
-    def told() -> tuple[str, str]:
+    def reported() -> tuple[str, str]:
         """Try again, so that it dies again: small writes between still find room."""
         detail: str = run.post("groups", **group("more", tokens=1000)).json()["detail"]
         return detail, str(ready(own_service)["waiting_for"])
 
-    eventually(told, WITHIN_S, lambda texts: all("the embedded Valkey ended with" in text for text in texts))
+    eventually(reported, WITHIN_S, lambda texts: all("the embedded Valkey ended with" in text for text in texts))
     let_files_grow_to(resource.RLIM_INFINITY, own_service.pid)  # and with it the next Valkey
     eventually(lambda: run.post("groups", **group("more", tokens=1000)).status_code == 200, WITHIN_S)
     found = {one["group_id"] for one in run.get("groups").json()["groups"]}

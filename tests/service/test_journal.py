@@ -26,10 +26,10 @@ class Answering:
 
     async def read_end(self, run: str) -> Ends:
         """Tell where the streams end, as they are now."""
-        told = Ends(self.journal.state.entries, 0)
+        reported = Ends(self.journal.state.entries, 0)
         if self.grows:
-            self.journal.state.apply(told.entry + 1, config_record())
-        return told
+            self.journal.state.apply(reported.entry + 1, config_record())
+        return reported
 
 
 def test_a_write_during_the_check_of_the_ends_is_not_a_loss() -> None:
@@ -45,8 +45,8 @@ def test_an_entry_known_before_the_check_is_missed() -> None:
     store = Answering()
     store.journal.state.apply(1, config_record())
     store.journal.state.apply(2, config_record())
-    told = Ends(1, 0)
-    store.streams.read_end = lambda run: asyncio.sleep(0, told)  # type: ignore[method-assign]
+    reported = Ends(1, 0)
+    store.streams.read_end = lambda run: asyncio.sleep(0, reported)  # type: ignore[method-assign]
     with pytest.raises(DataLost, match="ledger ends at entry 1"):
         asyncio.run(store.journal.check_kept())
     assert store.journal.lost

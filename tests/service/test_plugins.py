@@ -221,7 +221,7 @@ class Overhears(Best):
 
 
 class Learner(Best):
-    """Takes the newest groups first once it was told to, the oldest again once it was told that."""
+    """Selects the newest or the oldest groups first, as the last feedback says."""
 
     newest = False
 
@@ -389,18 +389,18 @@ def test_rows_and_weights_may_be_lists_and_evictions_arrays(plugged: ServeProces
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [("slowbuilt", "did not come to an end"), ("slowchecked", "did not"), ("slowpromise", "did not")],
 )
 def test_a_slow_strategy_constructor_is_rejected_in_time(
-    plugged: ServeProcess, connect: Connect, name: str, told: str
+    plugged: ServeProcess, connect: Connect, name: str, reported: str
 ) -> None:
     """Building, properties and check are bounded as answers are."""
     started_s = time.monotonic()
     answer = connect(plugged.url, f"run-{name}").put(batch={"groups_per_batch": 1}, strategy={"name": name})
     assert time.monotonic() - started_s < 3.5
     assert (answer.status_code, answer.json()["name"]) == (422, name)
-    assert f"plug-in '{name}', when it was configured, {told}" in answer.json()["detail"]
+    assert f"plug-in '{name}', when it was configured, {reported}" in answer.json()["detail"]
 
 
 def test_the_properties_of_a_strategy_are_read_once(plugged: ServeProcess, connect: Connect) -> None:
@@ -416,7 +416,7 @@ def test_the_properties_of_a_strategy_are_read_once(plugged: ServeProcess, conne
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("closes", "SystemExit('admit')"),
         ("refuses", "OSError('closed')"),
@@ -424,17 +424,17 @@ def test_the_properties_of_a_strategy_are_read_once(plugged: ServeProcess, conne
         ("lavish", "broke the rule 'admits a whole number of groups, 0 or more' at step 0: 'all of them'"),
     ],
 )
-def test_a_failing_admission_pauses_the_run(plugged: ServeProcess, connect: Connect, name: str, told: str) -> None:
-    """The producer is told to wait for the operator, not that the service has a fault."""
+def test_a_failing_admission_pauses_the_run(plugged: ServeProcess, connect: Connect, name: str, reported: str) -> None:
+    """The producer waits for the operator; the service reports no fault of its own."""
     run = connect(plugged.url, f"run-{name}")
     run.put(batch={"groups_per_batch": 1}, strategy={"name": name})
     answer = run.post("tickets", producer="p", count=1)
     assert (answer.status_code, answer.json()["waiting"]["reason"]) == (200, "paused")
-    assert told in run.state()["paused_reason"]
+    assert reported in run.state()["paused_reason"]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("unbuilt", "plug-in 'unbuilt' raised KeyError('no ground') when it was configured"),
         ("unbegun", "plug-in 'unbegun' raised SystemExit('no') when it was configured"),
@@ -442,10 +442,10 @@ def test_a_failing_admission_pauses_the_run(plugged: ServeProcess, connect: Conn
     ],
 )
 def test_a_strategy_that_does_not_build_or_has_invalid_bounds_is_rejected(
-    plugged: ServeProcess, connect: Connect, name: str, told: str
+    plugged: ServeProcess, connect: Connect, name: str, reported: str
 ) -> None:
     answer = connect(plugged.url, f"run-{name}").put(batch={}, strategy={"name": name})
-    assert (answer.status_code, answer.json()["detail"]) == (422, told)
+    assert (answer.status_code, answer.json()["detail"]) == (422, reported)
 
 
 def test_an_observation_that_raises_acks_the_step_and_pauses_the_run(plugged: ServeProcess, connect: Connect) -> None:
@@ -546,8 +546,8 @@ def test_a_filter_that_breaks_its_contract_pauses_the_run_and_loses_nothing(
     assert run.append(group("a"), group("b"))[0]["status"] == "stored"
     state = run.state()
     assert (state["state"], state["groups"]["live"]) == ("paused", 2)
-    told = f"broke the rule '{rule}'" if rule else "raised in evict: SystemExit('drop')"
-    assert f"filter '{name}' {told}" in state["paused_reason"]
+    reported = f"broke the rule '{rule}'" if rule else "raised in evict: SystemExit('drop')"
+    assert f"filter '{name}' {reported}" in state["paused_reason"]
 
 
 @pytest.mark.parametrize("filters", [[{"name": "nobody"}], [{"name": "odd", "options": {"x": 1}}]])

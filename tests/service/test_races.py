@@ -184,17 +184,17 @@ def test_a_group_checked_before_a_rewind_does_not_survive_it(
         epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a", "b")
         await train(run, epoch, range(2))
-        judged, rewinding = asyncio.Event(), asyncio.Event()
+        checked, rewinding = asyncio.Event(), asyncio.Event()
         publish = store.groups.append
 
         async def held(*arguments: Any) -> Any:
-            judged.set()
+            checked.set()
             await rewinding.wait()
             return await publish(*arguments)
 
         monkeypatch.setattr(store.groups, "append", held)
         late = asyncio.create_task(append(run, "late", version=2))
-        await judged.wait()
+        await checked.wait()
         attach = AttachRequest(dp_world_size=1, resume_step=1, on_resume=on_resume)
         attaching = asyncio.create_task(run.session.attach(attach))
         await asyncio.wait({attaching}, timeout=0.3)
@@ -253,7 +253,7 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_nothing(
 
 
 def test_an_append_of_many_groups_yields_between_chunks(server: EmbeddedServer) -> None:
-    """However many one body brings, a trainer that asks meanwhile waits for a portion of them at most."""
+    """A trainer that asks during a large append waits for one chunk at most."""
 
     async def work(store: Store, run: Run) -> None:
         seen = []

@@ -120,7 +120,7 @@ def test_a_new_state_has_every_field_of_the_contract(run: RunClient) -> None:
 
 
 def test_a_paused_run_serves_no_new_batch_until_it_runs_again(run: RunClient) -> None:
-    """Pausing is told as the reason, with the operator as the one who is waited for."""
+    """The reason is paused, blocked on the operator."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("a"))

@@ -155,7 +155,7 @@ async def stubborn() -> None:
 
 
 def test_a_ctrl_c_reaches_the_service_before_its_valkey(tmp_path: Path) -> None:
-    """A terminal sends it to the whole group; a Valkey that went first would be told as a Redis that is lost."""
+    """A terminal sends it to the whole group; a Valkey that ended first would be logged as a lost Redis."""
     terminal, shell = os.openpty()
     command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
     log = (tmp_path / "log").open("w+")
@@ -177,9 +177,9 @@ def test_a_ctrl_c_reaches_the_service_before_its_valkey(tmp_path: Path) -> None:
             for one in (terminal, shell):
                 os.close(one)
     log.seek(0)
-    told = log.read()
+    reported = log.read()
     log.close()
-    assert "stopped" in told and "ERROR" not in told
+    assert "stopped" in reported and "ERROR" not in reported
     assert "SIGINT" not in (tmp_path / "data" / "valkey.log").read_text()
     assert not (tmp_path / "data" / "valkey.sock").exists(), "the Valkey has ended too"
 

@@ -45,12 +45,12 @@ def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             start_new_session=True,
         )
         assert process.stdout is not None
-        told = []
+        reported = []
         for line in process.stdout:
-            told.append(line)
+            reported.append(line)
             if line.startswith("listening"):
                 break
-        assert told[-1:] == [f"listening on unix:{path}\n"], (folder / "log").read_text()
+        assert reported[-1:] == [f"listening on unix:{path}\n"], (folder / "log").read_text()
         yield path
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_TIMEOUT_S) == 0

@@ -188,7 +188,7 @@ def test_an_emptied_redis_is_data_lost_until_its_data_is_back(
 
 
 def test_an_empty_replacement_of_redis_is_data_lost(tmp_path: Path, connect: Connect) -> None:
-    """Another server on the same address, without data and without our functions: nothing is written, all is told."""
+    """Another Redis on the same address, without data and functions: nothing is written, the loss is reported."""
     with Valkey(tmp_path / "valkey") as redis_server:
         server = ServeProcess(tmp_path / "server", "--redis-url", redis_server.url).start()
         try:

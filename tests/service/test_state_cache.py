@@ -1,4 +1,4 @@
-"""What is told of a run's state is kept while it is true: no stream moved, no ticket went out, no time passed."""
+"""The state cache is valid while no stream grows, no ticket goes out and no time passes."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_one_call_issues_at_most_a_thousand_tickets(run: RunClient) -> None:
 
 
 def test_a_ticketed_group_takes_its_name_from_the_prompt(run: RunClient) -> None:
-    """`p<prompt_index>`, once: whoever comes second is a duplicate."""
+    """`p<prompt_index>`, once: the second group is a duplicate."""
     run.put(batch={"groups_per_batch": 2})
     first, second = take(run, 2)
     assert run.append(group(None, ticket=second))[0] == {"group_id": "p1", "status": "stored"}

@@ -125,8 +125,8 @@ def test_streams_and_ids_stay_bounded_and_the_state_is_the_same_after_a_restart(
             assert len(client.keys("rb:p:{bound*")) == 0
         again = await trial.restarted()
         counts, before = (await again.http.get("")).json(), (await trial.http.get("")).json()
-        told = ("step", "epoch", "generation", "published_version", "groups", "tokens", "tickets", "config")
-        assert [counts[name] for name in told] == [before[name] for name in told]
+        reported = ("step", "epoch", "generation", "published_version", "groups", "tokens", "tickets", "config")
+        assert [counts[name] for name in reported] == [before[name] for name in reported]
         assert counts["groups"]["stored"] == counts["groups"]["retired"] == 100
         await again.steps(50, 3)
 
@@ -149,7 +149,7 @@ def test_trimmed_groups_are_gone_and_recently_freed_ones_are_reported(server: Em
         page = (await trial.http.get("groups", params={"limit": 5})).json()
         assert [one["number"] for one in page["groups"]] == [trial.run.state.trimmed + k for k in range(1, 6)]
 
-    attempt(server, "told", work)
+    attempt(server, "failed-prompt", work)
 
 
 def test_a_failed_prompt_is_reported_after_its_record_is_trimmed(server: EmbeddedServer) -> None:
@@ -164,9 +164,9 @@ def test_a_failed_prompt_is_reported_after_its_record_is_trimmed(server: Embedde
         records = (await trial.http.get("ledger", params={"limit": 1000})).json()["records"]
         assert records and "TICKET" not in {record["type"] for record in records}
         for one in (trial, await trial.restarted()):
-            told = (await one.http.get("failed-prompts")).json()
-            assert told["failed"] == 1
-            (failed,) = told["failed_prompts"]
+            reported = (await one.http.get("failed-prompts")).json()
+            assert reported["failed"] == 1
+            (failed,) = reported["failed_prompts"]
             assert (failed["prompt_index"], failed["attempts"], failed["reason"]) == (0, 1, "reward_failed: boom")
             assert failed["adapter"] == "" and failed["at_s"] > 0
 

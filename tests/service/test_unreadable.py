@@ -60,7 +60,7 @@ def test_an_unreadable_run_does_not_stop_the_others(
         eventually(lambda: "bad" in good.http.get("/readyz").json()["runs"], within_s=20.0)
     assert bad.state()["groups"]["live"] == 1
     assert good.http.get("/readyz").json()["unreadable"] == {}
-    assert "run can be read again run=bad" in own_service.log()
+    assert "run is readable again run=bad" in own_service.log()
 
 
 def garbage(client: redis.Redis, run: str) -> None:

@@ -166,7 +166,7 @@ def waited_s(server: ServeProcess, run: str) -> dict[str, float]:
     """Read the waiting seconds of a run off `/metrics`, those that are not 0."""
     text = httpx.get(f"{server.url}/metrics").text
     found = re.findall(rf'^replaybuf_waiting_seconds_total{{reason="(\w+)",run="{run}"}} (\S+)$', text, re.MULTILINE)
-    assert [reason for reason, _ in found] == list(REASONS), "one label each, told from the start"
+    assert [reason for reason, _ in found] == list(REASONS), "one label each, from the start"
     return {reason: float(value) for reason, value in found if float(value)}
 
 
@@ -185,9 +185,9 @@ def test_every_reason_of_the_closed_list_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.begin.__name__)
 def test_all_calls_report_the_same_reason(clocked: ClockedServe, run: RunClient, case: Case) -> None:
-    """Batch answer, state, status, metric; and what a producer is told at that moment."""
+    """Batch answer, state, status, metric; and the answer to a producer at that moment."""
     epoch = case.begin(run)
-    told = {
+    reported = {
         "status": "waiting",
         "reason": case.reason,
         "have": dict(zip(("groups", "tokens"), case.have, strict=True)),
@@ -203,9 +203,9 @@ def test_all_calls_report_the_same_reason(clocked: ClockedServe, run: RunClient,
         assert (first.status_code, first.json()["type"]) == (410, "urn:replaybuf:problem:finished")
         assert case.reason not in waited_s(clocked, run.run), "nobody waits for a run that is over"
     else:
-        assert (first.status_code, first.json()) == (again.status_code, again.json()) == (202, told)
+        assert (first.status_code, first.json()) == (again.status_code, again.json()) == (202, reported)
         assert 2.0 <= waited_s(clocked, run.run)[case.reason] - before_s < 2.0 + 30.0
-    assert run.state()["waiting"] == told
+    assert run.state()["waiting"] == reported
     (g, t), (more_g, more_t) = case.have, case.need
     sentence = f"{case.reason}: have groups {g}, tokens {t}; need groups {more_g}, tokens {more_t}; "
     assert sentence + f"waiting for {case.blocked_on}" in status(clocked, run.run)
@@ -215,7 +215,7 @@ def test_all_calls_report_the_same_reason(clocked: ClockedServe, run: RunClient,
     assert (denied and (denied["reason"], denied["blocked_on"])) == case.ticket
     assert bool(answer["tickets"]) == (case.ticket is None)
     if denied:
-        assert denied["need"] == told["need"] and denied["have"].keys() == {"groups", "tokens"}
+        assert denied["need"] == reported["need"] and denied["have"].keys() == {"groups", "tokens"}
 
 
 # ---------------------------------------------------------------------- the order, and what changes a reason
@@ -250,11 +250,11 @@ def test_a_run_with_a_ready_batch_reports_no_waiting(clocked: ClockedServe, run:
 
 
 def denied(run: RunClient, **fields: Any) -> dict[str, Any]:
-    """Ask for a ticket while the window is full; return what the producer is told."""
+    """Ask for a ticket while the window is full; return the waiting answer."""
     answer = run.post("tickets", producer="q", count=1, **fields).json()
     assert answer["tickets"] == [] and answer["waiting"]["reason"] == "rate_limited", answer
-    told: dict[str, Any] = answer["waiting"]
-    return told
+    reported: dict[str, Any] = answer["waiting"]
+    return reported
 
 
 def test_a_window_full_of_tickets_that_are_out_waits_for_producers_as_the_trainer_does(
@@ -265,16 +265,16 @@ def test_a_window_full_of_tickets_that_are_out_waits_for_producers_as_the_traine
     epoch = run.attach()
     tickets = run.post("tickets", producer="dead", count=9).json()["tickets"]
     clocked.put_forward(100.0)
-    told, batch = denied(run), run.batch(0, epoch).json()
-    assert (told["blocked_on"], told["have"]["groups"]) == ("producers", 4)
+    reported, batch = denied(run), run.batch(0, epoch).json()
+    assert (reported["blocked_on"], reported["have"]["groups"]) == ("producers", 4)
     assert (batch["reason"], batch["blocked_on"]) == ("no_groups", "producers")
-    found = re.fullmatch(r"tickets out: 4; the oldest expires in (\d+) s", told["detail"])
+    found = re.fullmatch(r"tickets out: 4; the oldest expires in (\d+) s", reported["detail"])
     assert found and 500 <= int(found[1]) <= 600
     run.append(group(None, ticket=tickets[0]["ticket"]))
     assert denied(run)["detail"].startswith("tickets out: 3; "), "the next batch still lacks one"
     run.append(group(None, ticket=tickets[1]["ticket"]))
-    told = denied(run)
-    assert (told["blocked_on"], told.get("detail")) == ("trainer", None), "there is a batch, it is not fetched"
+    reported = denied(run)
+    assert (reported["blocked_on"], reported.get("detail")) == ("trainer", None), "there is a batch, it is not fetched"
     assert run.batch(0, epoch).status_code == 200
     assert run.ack(0, epoch).status_code == 200
     assert denied(run)["blocked_on"] == run.batch(1, epoch).json()["blocked_on"] == "producers"

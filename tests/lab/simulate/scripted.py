@@ -1,7 +1,7 @@
 """A real run at scripted speeds: a real service is asked by HTTP, but nobody sleeps.
 
 What takes time, generating and training, is an event in a queue; between two events the service's clock is put forward.
-Whoever is told to wait asks again as soon as anything has changed, as a long-poll would. So the run is the same on a
+A caller that has to wait asks again after every change, like a long poll. So the run is the same on a
 slow machine and on a busy one.
 """
 
@@ -68,7 +68,7 @@ class Play:
         heapq.heappush(self._events, (self._now_s + seconds, next(self._order), happens))
 
     def _set_clock(self) -> None:
-        """Make the service's time the run's: what the calls took in truth is taken off."""
+        """Make the service's time the run's: subtract the real time of the calls."""
         wanted_s = self._now_s - (time.time() - self._began_s)
         self._put_forward(wanted_s - self._forward_s)
         self._forward_s = wanted_s

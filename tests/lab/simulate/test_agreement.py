@@ -64,12 +64,12 @@ def test_simulated_and_real_runs_agree(clocked: ClockedServe, tmp_path: Path, na
         measured = Play(client, Supply(w, run, seed=1), STEPS, clocked.put_forward).run()
     simulated: Figures = simulate(run, Supply(w, run, seed=1), STEPS)
     real = real_figures(clocked.url, name)
-    told = f"real {real}, waited {measured.wait_share:.3f}; simulated {simulated.wait_share:.3f}"
+    reported = f"real {real}, waited {measured.wait_share:.3f}; simulated {simulated.wait_share:.3f}"
     assert simulated.steps == STEPS
-    assert simulated.wait_share == pytest.approx(measured.wait_share, abs=SHARE_TOLERANCE), told
-    assert simulated.staleness_mean == pytest.approx(real["staleness"], abs=STALENESS_TOLERANCE), told
+    assert simulated.wait_share == pytest.approx(measured.wait_share, abs=SHARE_TOLERANCE), reported
+    assert simulated.staleness_mean == pytest.approx(real["staleness"], abs=STALENESS_TOLERANCE), reported
     dropped = simulated.coverage.dropped / simulated.stored_groups
-    assert dropped == pytest.approx(real["dropped"], abs=SHARE_TOLERANCE), told
+    assert dropped == pytest.approx(real["dropped"], abs=SHARE_TOLERANCE), reported
     recorded_run_is_understood(clocked.url, name, w, tmp_path / "recording.json")
 
 

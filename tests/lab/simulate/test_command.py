@@ -54,7 +54,7 @@ def test_without_matplotlib_there_is_a_report_and_the_name_of_the_extra(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["--strategy", "nobody"], "strategy is 'nobody'; installed: "),
         (["--option", "max_staleness=-1"], "max_staleness"),
@@ -70,10 +70,10 @@ def test_without_matplotlib_there_is_a_report_and_the_name_of_the_extra(
     ],
 )
 def test_wrong_input_ends_with_a_message_that_names_it(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 1, one line, before anything is simulated."""
     with pytest.raises(SystemExit) as ended:
         main(["simulate", *arguments])
     assert ended.value.code == 1
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_truncation_by_rule_cuts_rollouts_to_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "reported"),
     [
         ("slots", 0, r"slots is 0; needed: int >= 1"),
         ("token_s", -0.5, r"token_s is -0.5; needed: float >= 0"),
@@ -70,9 +70,9 @@ def test_truncation_by_rule_cuts_rollouts_to_a_row() -> None:
         ("ranks", 5000, r"ranks is 5000; needed: int <= 4096"),
     ],
 )
-def test_impossible_values_are_rejected_with_name_value_and_bound(field: str, value: float, told: str) -> None:
+def test_impossible_values_are_rejected_with_name_value_and_bound(field: str, value: float, reported: str) -> None:
     """Before anything is simulated."""
-    with pytest.raises(Invalid, match=told) as caught:
+    with pytest.raises(Invalid, match=reported) as caught:
         check_workload(workload(**{field: value}))
     assert caught.value.name == field and caught.value.bound is not None
 
