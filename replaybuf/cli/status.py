@@ -131,7 +131,7 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
         *((f"evaluation {name}", _evaluation(result)) for name, result in _newest(evaluations).items()),
         ("epoch, generation", f"{status.epoch}, {status.generation}"),
         ("durability", status.durability),
-        ("led by", leader or "nobody, or a server not known yet"),
+        ("led by", leader or "no server, or one without an address"),
     ):
         table.add_row(name, str(value))
     return table

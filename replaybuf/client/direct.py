@@ -103,10 +103,10 @@ class DirectBodies:
 
     def _groups(self, plan: Plan) -> list[Group]:
         groups = []
-        for portion in split_chunks(plan.groups, lambda planned: planned.frame_bytes):
+        for chunk in split_chunks(plan.groups, lambda planned: planned.frame_bytes):
             pipe = self._redis.pipeline(transaction=False)
-            for planned in portion:
+            for planned in chunk:
                 pipe.get(planned.payload_key)
-            for planned, frame in zip(portion, pipe.execute(), strict=True):
+            for planned, frame in zip(chunk, pipe.execute(), strict=True):
                 groups.append(decode_payload(planned.payload_key, frame, planned.crc32c))
         return groups

@@ -1,4 +1,4 @@
-"""What the clients send and how they read answers, on a transport that stands for the service."""
+"""Requests of the clients and how they read answers, on a transport in place of the service."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_problem_document_becomes_the_error_it_describes(error: ReplaybufError
     assert (caught.value.name, caught.value.value, caught.value.bound) == (error.name, error.value, error.bound)
 
 
-def test_a_finished_run_is_told_from_freed_bytes() -> None:
+def test_a_finished_run_and_freed_bytes_are_different_errors() -> None:
     with Service(problem(RunFinished("done"))).client() as client, pytest.raises(RunFinished):
         client.fetch_batch(9, epoch=1)
 
@@ -267,7 +267,7 @@ def test_metadata_that_nobody_could_read_again_is_refused_alone_before_it_is_sen
     assert results[0].detail == "metadata.seed is 18446744073709551616; integers are from -2^63 to 2^64 - 1"
 
 
-def test_what_is_no_group_is_told_how_to_become_one() -> None:
+def test_the_error_for_anything_but_a_group_says_how_to_make_one() -> None:
     """As JSON has it, it would be taken over HTTP."""
     service = Service(ok())
     with (
@@ -473,7 +473,7 @@ def test_servers_that_name_each_other_are_asked_with_pauses(pauses: list[float])
     assert pauses == [0.0, 1.0, 0.0]
 
 
-def test_no_address_is_refused_wherever_it_stands_in_the_list() -> None:
+def test_an_invalid_address_is_an_error_at_any_place_of_the_list() -> None:
     """A list ends without a comma."""
     with pytest.raises(Invalid, match=r"url is 'http://a:1,'"):
         Client("http://a:1,", "r")

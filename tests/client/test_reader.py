@@ -156,7 +156,7 @@ def test_a_question_is_held_as_long_as_asked(client: ScriptedClient, reading: Re
     assert client.wait_ms[:2] == [250, 250]
 
 
-def test_waiting_is_told_with_its_reason(
+def test_a_wait_is_reported_with_its_reason(
     client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To the callback at every answer, to the log now and then, and counted by reason."""
@@ -233,7 +233,7 @@ def test_a_service_that_is_away_is_waited_for_and_in_the_end_given_up(client: Sc
         next(hasty)
 
 
-def test_a_body_that_does_not_read_is_told_to_the_consumer(client: ScriptedClient, reading: Reading) -> None:
+def test_a_body_that_does_not_decode_is_an_error_of_the_consumer(client: ScriptedClient, reading: Reading) -> None:
     """Whatever goes wrong in the thread."""
     reader = reading(prefetch=False)
     client.put(0, b"no body")
@@ -252,7 +252,7 @@ def test_stop_wakes_who_waits_for_a_batch(client: ScriptedClient, reading: Readi
     assert next(reader, None) is None
 
 
-def test_close_waits_no_longer_than_told_for_a_question_that_is_held(
+def test_close_waits_at_most_close_timeout_s_for_a_held_request(
     client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says so; the thread ends with the question."""
@@ -314,7 +314,7 @@ def test_a_reader_whose_run_another_trainer_took_is_fenced(run: RunClient, servi
 
 
 def test_a_batch_packed_for_another_number_of_ranks_is_refused(run: RunClient, service: ServeProcess) -> None:
-    """Fewer readers than ranks would leave a part of every batch untrained; told nothing, one is the only one."""
+    """Fewer readers than ranks would leave a part of every batch untrained. By default there is one reader."""
     run.put(batch={"groups_per_batch": 1})
     run.append(group("a"))
     with Client(service.url, run.run) as client:
@@ -354,6 +354,6 @@ def test_an_option_outside_its_bound_is_refused(option: dict[str, Any], told: st
 
 @pytest.mark.parametrize("step", [0, 7])
 def test_nothing_can_be_acked_before_a_batch_was_handed_out(step: int) -> None:
-    """Whoever resumes would ack the step before once more, and be told nothing."""
+    """A trainer that resumes would ack the step before once more, without an error."""
     with pytest.raises(Invalid, match=f"ack before the batch of step {step}; get that batch first"):
         BatchReader(cast(Client, ScriptedClient()), EPOCH, step).ack()

@@ -187,7 +187,7 @@ def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> No
     ],
     ids=["number", "depth", "much depth"],
 )
-def test_metadata_that_nobody_could_read_again_is_rejected_alone(run: RunClient, value: str, told: str) -> None:
+def test_unreadable_metadata_rejects_its_group_alone(run: RunClient, value: str, told: str) -> None:
     """The groups beside it are stored, and what a reader can read is kept as it is."""
     run.put(batch={"groups_per_batch": 2})
     fits = {"seed": 2**64 - 1, "low": -(2**63), "x": [[[]]]}

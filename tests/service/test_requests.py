@@ -1,4 +1,4 @@
-"""What is wrong with a request is told as the caller's mistake, with its name, value and bound; never as a fault."""
+"""Invalid requests are errors of the caller with name, value and bound, never faults of the service."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_unknown_parameter_is_refused_on_every_route_with_the_known_ones(run:
 
 @pytest.mark.parametrize("written", ["dprank", "dp-rank", "rank", "DP_RANK"])
 def test_a_rank_with_a_typing_error_does_not_train_on_rank_0(run: RunClient, written: str) -> None:
-    """The nearest name is told; the one that was meant is answered."""
+    """The error names the nearest parameter."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach(dp_world_size=2)
     run.append(group("a"))
@@ -145,7 +145,7 @@ def test_probes_pass_over_what_their_callers_add(run: RunClient, path: str) -> N
         ("POST", "/healthz", "GET, HEAD"),
     ],
 )
-def test_a_method_that_a_path_does_not_take_is_told_with_all_it_takes(
+def test_the_answer_to_a_wrong_method_lists_the_methods_of_the_path(
     run: RunClient, method: str, path: str, allowed: str
 ) -> None:
     """405 with `Allow` (RFC 9110 section 15.5.6); the title is the phrase of the status (RFC 9457 section 4.2.1)."""

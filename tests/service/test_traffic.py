@@ -1,4 +1,4 @@
-"""What Prometheus is told of the calls themselves: how they were answered, and how long that took the service."""
+"""Metrics of the calls: their statuses, and how long the service took."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_buckets_add_up_to_the_calls(run: RunClient) -> None:
     assert counts == sorted(counts) and counts[-1] == 5
 
 
-def test_a_stopwatch_stands_still_while_it_is_stopped_also_where_that_ends_badly() -> None:
+def test_a_stopped_stopwatch_does_not_run_also_after_an_exception() -> None:
     now_s = 10.0
     watch = Stopwatch(lambda: now_s)
     now_s = 12.0
