@@ -57,7 +57,7 @@ class SamplingOptions:
     adapter: str = ""
     """LoRA adapter of the run: its tickets and its published version. Required where a run has adapters."""
     engine_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """Bearer token for the engines; better set in the environment: REPLAYBUF_GENERATE_ENGINE_API_KEY."""
+    """Bearer token for the engines; better set as REPLAYBUF_GENERATE_ENGINE_API_KEY (or REPLAYBUF_EVAL_...)."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token of the service, with the role producer."""
 
