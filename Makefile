@@ -55,7 +55,7 @@ test: $(STAMP)
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist loadfile $(KERNEL_TESTS) \
-		--cov=replaybuf.kernel --cov-report=term-missing:skip-covered --cov-fail-under=$(KERNEL_FLOOR) $(ARGS)
+		--cov=replaybuf.kernel --cov-report=term-missing:skip-covered --cov-fail-under=$(KERNEL_FLOOR) --timeout 600 $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)
