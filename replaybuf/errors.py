@@ -1,17 +1,17 @@
-"""Every error of replaybuf, in one table.
+"""All errors of replaybuf, as one tree.
 
 ::
 
     ReplaybufError
     ├── Invalid             422  a value outside its bound (configuration, parameter, group)
-    │   ├── GroupRejected   422  one group may not enter; `reason` is what it is counted by
+    │   ├── GroupRejected   422  one rejected group; `reason` is the word it is counted by
     │   └── InvalidGroups   422  every group of an append was rejected
     ├── Malformed           400  bytes that do not decode to the declared shape
     │   └── BrokenFrame     400  a group frame with a wrong magic, length, checksum or column
-    ├── Unauthorized        401  no token, or one that is not known
+    ├── Unauthorized        401  no token, or an unknown token
     ├── Forbidden           403  a token whose role may not make this call
     ├── NotFound            404  unknown run, ticket, group, step
-    ├── NotAcceptable       406  a coding that a body does not come in
+    ├── NotAcceptable       406  no content coding that both sides support
     ├── Conflict            409  the change would break a guarantee
     │   ├── Fenced          409  an epoch that a newer one replaced
     │   └── WrongStep       409  a step out of order
@@ -19,23 +19,24 @@
     │   └── RunFinished     410  no further batch will come
     ├── TooLarge            413  body or group above its limit
     ├── UnsupportedMedia    415  unknown media type
-    ├── NoRoom              429  capacity or memory used up; retry after a while
-    ├── ServiceUnavailable  503  service or Redis not reachable; retry after a while
-    │   ├── NotDurable      503  written, but not confirmed on disk or replicas in time; send it again
-    │   ├── NotLeader       503  this server follows another one; ask that one, or again after its lease
-    │   ├── LedgerGap       503  a stream that does not go on where it was folded to; its run is read anew
-    │   └── UnsupportedServer    a Redis that is too old or lacks what we need
-    ├── DataLost            500  Redis does not hold what it acknowledged; the service refuses to go on
-    │   └── Unreadable      500  what Redis holds of a run cannot be read; the other runs are served
+    ├── NoRoom              429  capacity or memory is used up; retry later
+    ├── ServiceUnavailable  503  service or Redis is unreachable; retry later
+    │   ├── NotDurable      503  written, but not confirmed in time; send it again
+    │   ├── NotLeader       503  another server leads; ask that server, or retry after its lease
+    │   ├── LedgerGap       503  entries of a stream are missing; the service reads the run again
+    │   └── UnsupportedServer    a Redis that is too old or lacks a needed feature
+    ├── DataLost            500  Redis lacks acknowledged data; the service stops writing
+    │   └── Unreadable      500  a run's data in Redis cannot be decoded; other runs are served
     ├── StrategyFault       500  a strategy broke its contract
-    ├── EngineFault              an inference engine gave no usable answer to one request
-    │   ├── EngineAway           an engine that is not reachable, too late or broken; another try may help
-    │   └── EngineUnfit          an engine that serves something else or lacks what is needed
-    ├── PromptFault              a ticket whose prompt could not be made or used
-    ├── RewardFault              a reward that raised, hung or was not a finite number
+    ├── GenerationFault          one ticket failed in the generator; `reason` is the word it is counted by
+    │   ├── EngineFault          an inference engine gave no usable answer to one request
+    │   │   ├── EngineAway       an unreachable, slow or broken engine; retry
+    │   │   └── EngineUnfit      an engine with the wrong model, or without a needed feature
+    │   ├── PromptFault          a ticket whose prompt could not be built or used
+    │   └── RewardFault          a reward that raised, hung or was not a finite number
     └── MissingExtra             an optional dependency that is not installed
 
-Messages give the name, the value and the bound; the same three travel in the problem document (RFC 9457).
+Messages give name, value and bound. The problem document (RFC 9457) has the same three fields.
 """
 
 from __future__ import annotations
@@ -44,19 +45,31 @@ from typing import Any, ClassVar
 
 
 class ReplaybufError(Exception):
-    """Report that something did not go as asked: `name` had `value`, the bound was `bound`."""
+    """Base of all errors: `name` had `value`, the bound was `bound`.
+
+    `retry_after_s`: when a retry may succeed; None = a retry does not help.
+    """
 
     status: ClassVar[int] = 500
     slug: ClassVar[str] = "internal"
     title: ClassVar[str] = "Internal error"
+    default_retry_after_s: ClassVar[float | None] = None
 
-    def __init__(self, detail: str, *, name: str | None = None, value: Any = None, bound: Any = None) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        name: str | None = None,
+        value: Any = None,
+        bound: Any = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
         self.name = name
         self.value = value
         self.bound = bound
-        self.retry_after_s: float | None = None
+        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
     def problem(self) -> dict[str, Any]:
         """Render the problem document: type, title, status, detail and the machine fields."""
@@ -88,7 +101,7 @@ class GroupRejected(Invalid):
 
 
 class InvalidGroups(Invalid):
-    """Every group of an append was rejected; `results` says why for each."""
+    """Every group of an append was rejected; `results` has the reason of each."""
 
     slug, title = "invalid-groups", "All groups were rejected"
 
@@ -113,7 +126,7 @@ class BrokenFrame(Malformed):
 
 
 class Unauthorized(ReplaybufError):
-    """No bearer token, or one that is not known."""
+    """No bearer token, or an unknown one."""
 
     status, slug, title = 401, "unauthorized", "Unauthorized"
 
@@ -131,7 +144,7 @@ class NotFound(ReplaybufError):
 
 
 class NotAcceptable(ReplaybufError):
-    """A request that accepts no coding in which the answer comes."""
+    """A request that accepts no content coding of the answer."""
 
     status, slug, title = 406, "not-acceptable", "Not acceptable"
 
@@ -143,7 +156,7 @@ class Conflict(ReplaybufError):
 
 
 class Fenced(Conflict):
-    """The epoch of a trainer that a newer one replaced."""
+    """The epoch of a trainer that a newer trainer replaced."""
 
     slug, title = "fenced", "Fenced by a newer owner"
 
@@ -179,60 +192,54 @@ class UnsupportedMedia(ReplaybufError):
 
 
 class NoRoom(ReplaybufError):
-    """Capacity or memory is used up; try again after `retry_after_s`."""
+    """Capacity or memory is used up; retry after `retry_after_s`."""
 
     status, slug, title = 429, "no-room", "No room"
-
-    def __init__(self, detail: str, *, retry_after_s: float = 1.0, **fields: Any) -> None:
-        super().__init__(detail, **fields)
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 1.0
 
 
 class ServiceUnavailable(ReplaybufError):
-    """The service or its Redis cannot be reached; try again after `retry_after_s`."""
+    """The service or its Redis cannot be reached; retry after `retry_after_s`."""
 
     status, slug, title = 503, "unavailable", "Service unavailable"
-
-    def __init__(self, detail: str, *, retry_after_s: float = 1.0, **fields: Any) -> None:
-        super().__init__(detail, **fields)
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 1.0
 
 
 class NotDurable(ServiceUnavailable):
-    """A write that Redis took, but did not confirm on its disk or on enough replicas in time.
+    """A write that Redis did not confirm in time on its disk or on enough replicas.
 
-    It may become durable yet. Sent again it is recognised, and answered once it is confirmed.
+    It may still become durable. A repeat is recognised, and answered when it is confirmed.
     """
 
     slug, title = "not-durable", "Not confirmed as durable"
 
 
 class NotLeader(ServiceUnavailable):
-    """This server follows another one, which alone decides for the run; `value` is its address, where it is known."""
+    """Another server leads the run; `value` is its address, if known."""
 
     slug, title = "not-leader", "Not the leader"
 
 
 class LedgerGap(ServiceUnavailable):
-    """A stream does not go on where it was folded to: the state is read anew from what there is."""
+    """Entries of a stream are missing; the service reads the state again."""
 
     slug, title = "ledger-gap", "Gap in a stream"
 
 
 class UnsupportedServer(ServiceUnavailable):
-    """A Redis that is too old or lacks what the storage needs; retrying does not help."""
+    """A Redis that is too old or lacks a needed feature; a retry does not help."""
 
     slug, title = "unsupported-server", "Unsupported Redis server"
 
 
 class DataLost(ReplaybufError):
-    """Redis does not hold what it acknowledged: it was emptied or replaced under a running service."""
+    """Redis lacks acknowledged data: it was emptied or replaced under a running service."""
 
     slug, title = "data-lost", "Redis lost data"
 
 
 class Unreadable(DataLost):
-    """What Redis holds of a run that cannot be read: it was spoiled, or another release wrote it."""
+    """Data of a run in Redis that cannot be decoded: it is damaged, or another release wrote it."""
 
     slug, title = "unreadable", "Run cannot be read"
 
@@ -243,50 +250,48 @@ class StrategyFault(ReplaybufError):
     slug, title = "strategy-fault", "Strategy broke its contract"
 
 
-class EngineFault(ReplaybufError):
-    """An inference engine that gave no usable answer to one request; `reason` is what it is counted by."""
+class GenerationFault(ReplaybufError):
+    """One ticket that failed in the generator; `reason` is the word it is counted by."""
 
-    status, slug, title = 502, "engine-fault", "Engine gave no usable answer"
+    slug, title = "generation-fault", "Generation failed"
 
     def __init__(self, reason: str, detail: str, **fields: Any) -> None:
         super().__init__(detail, **fields)
         self.reason = reason
 
 
+class EngineFault(GenerationFault):
+    """An inference engine that gave no usable answer to one request."""
+
+    status, slug, title = 502, "engine-fault", "Engine gave no usable answer"
+
+
 class EngineAway(EngineFault):
-    """An engine that is not reachable, answered too late or is broken; another try may help."""
+    """An engine that is unreachable, slow or broken; a retry may help."""
 
     slug, title = "engine-away", "Engine is away"
 
 
 class EngineUnfit(EngineFault):
-    """An engine that serves something else or lacks what is needed; only an operator can help."""
+    """An engine with the wrong model, or without a needed feature; only an operator can help."""
 
     slug, title = "engine-unfit", "Engine does not fit"
 
 
-class RewardFault(ReplaybufError):
-    """A reward that raised, hung or was not a finite number; `reason` is what it is counted by."""
+class RewardFault(GenerationFault):
+    """A reward that raised, hung or was not a finite number."""
 
     slug, title = "reward-fault", "Reward failed"
 
-    def __init__(self, reason: str, detail: str, **fields: Any) -> None:
-        super().__init__(detail, **fields)
-        self.reason = reason
 
-
-class PromptFault(ReplaybufError):
-    """A ticket whose prompt could not be made or cannot be used; `reason` is what it is counted by."""
+class PromptFault(GenerationFault):
+    """A ticket whose prompt could not be built or used."""
 
     slug, title = "prompt-fault", "Prompt failed"
 
-    def __init__(self, reason: str, detail: str, **fields: Any) -> None:
-        super().__init__(detail, **fields)
-        self.reason = reason
-
 
 class MissingExtra(ReplaybufError):
-    """An optional dependency that is not installed; the message holds the command that installs it."""
+    """An optional dependency that is not installed; the message has the install command."""
 
     slug, title = "missing-extra", "Missing optional dependency"
 
@@ -297,7 +302,7 @@ class MissingExtra(ReplaybufError):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Unpack the error that task groups wrapped; of several the first."""
+    """Return the first error inside nested exception groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -309,21 +314,15 @@ def _tree(cls: type[ReplaybufError]) -> list[type[ReplaybufError]]:
 
 
 def from_problem(status: int, document: dict[str, Any], retry_after_s: float | None = None) -> ReplaybufError:
-    """Rebuild the error that a problem document describes, as the nearest known class."""
+    """Rebuild the error of a problem document, as the nearest known class."""
     slug = str(document.get("type", "")).rpartition(":")[2]
     detail = str(document.get("detail") or document.get("title") or f"HTTP status {status}")
-    known = _tree(ReplaybufError)
-    local = (MissingExtra, GroupRejected, EngineFault, EngineAway, EngineUnfit, PromptFault, RewardFault)
-    known = [cls for cls in known if cls not in local]  # these never travel
+    local = (MissingExtra, GroupRejected, GenerationFault)  # these never cross HTTP
+    known = [cls for cls in _tree(ReplaybufError) if not issubclass(cls, local)]
     by_slug = {cls.slug: cls for cls in reversed(known)}
     by_status = {cls.status: cls for cls in reversed(known)}
     cls = by_slug.get(slug) or by_status.get(status, ReplaybufError)
     fields = {key: document.get(key) for key in ("name", "value", "bound")}
-    error: ReplaybufError
     if cls is InvalidGroups:
-        error = InvalidGroups(detail, list(document.get("results") or []), **fields)
-    else:
-        error = cls(detail, **fields)
-    if retry_after_s is not None:
-        error.retry_after_s = retry_after_s
-    return error
+        return InvalidGroups(detail, list(document.get("results") or []), **fields)
+    return cls(detail, retry_after_s=retry_after_s, **fields)

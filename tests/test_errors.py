@@ -1,4 +1,4 @@
-"""The error tree: one table, drawn in its docstring; every error travels as a problem document and comes back."""
+"""The error tree, and errors as problem documents in both directions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from replaybuf.errors import (
     EngineFault,
     EngineUnfit,
     Fenced,
+    GenerationFault,
     Gone,
     GroupRejected,
     Invalid,
@@ -36,8 +37,9 @@ from replaybuf.errors import (
     from_problem,
 )
 
-STAY_AT_HOME: set[type[ReplaybufError]] = {
+LOCAL: set[type[ReplaybufError]] = {
     GroupRejected,
+    GenerationFault,
     EngineFault,
     EngineAway,
     EngineUnfit,
@@ -45,7 +47,7 @@ STAY_AT_HOME: set[type[ReplaybufError]] = {
     RewardFault,
     MissingExtra,
 }
-"""Raised and caught within one process; they never cross HTTP."""
+"""Errors that never cross HTTP."""
 
 
 def all_errors() -> list[type[ReplaybufError]]:
@@ -53,10 +55,10 @@ def all_errors() -> list[type[ReplaybufError]]:
     return [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, ReplaybufError)]
 
 
-TRAVEL = sorted(set(all_errors()) - STAY_AT_HOME, key=str)
+REMOTE = sorted(set(all_errors()) - LOCAL, key=str)
 
 
-def made(cls: type[ReplaybufError]) -> ReplaybufError:
+def build(cls: type[ReplaybufError]) -> ReplaybufError:
     """Build an error with name, value and bound."""
     fields: dict[str, Any] = {"name": "step", "value": 7, "bound": [0, 5]}
     if cls is InvalidGroups:
@@ -68,7 +70,7 @@ def made(cls: type[ReplaybufError]) -> ReplaybufError:
 
 
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
-    """Names, parents and, where they are drawn, statuses."""
+    """Names, parents, and the drawn statuses."""
     drawn: dict[str, tuple[str, str | None]] = {}
     path: list[str] = ["ReplaybufError"]
     for indent, name, status in re.findall(r"^    ([│ ]*)[├└]── (\w+)\s+(\d{3})?", errors.__doc__ or "", re.MULTILINE):
@@ -82,7 +84,7 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
         assert status is None or int(status) == coded[name].status, name
 
 
-def test_every_error_has_a_slug_of_its_own_a_title_and_a_known_status() -> None:
+def test_every_error_has_its_own_slug_a_title_and_a_known_status() -> None:
     slugs = [cls.slug for cls in all_errors()]
     assert len(set(slugs)) == len(slugs)
     for cls in all_errors():
@@ -105,14 +107,14 @@ def test_a_problem_document_has_the_fields_of_rfc_9457_and_name_value_bound() ->
     }
 
 
-def test_a_problem_without_a_field_to_name_has_no_machine_fields() -> None:
+def test_a_problem_without_a_name_has_no_machine_fields() -> None:
     assert NotFound("no such page").problem().keys() == {"type", "title", "status", "detail"}
 
 
-@pytest.mark.parametrize("cls", TRAVEL, ids=repr)
-def test_every_error_that_travels_comes_back_as_itself(cls: type[ReplaybufError]) -> None:
-    """Over JSON text: same class, message, name, value and bound."""
-    sent = made(cls)
+@pytest.mark.parametrize("cls", REMOTE, ids=repr)
+def test_every_remote_error_keeps_its_class_through_a_problem_document(cls: type[ReplaybufError]) -> None:
+    """Class, message, name, value and bound stay the same."""
+    sent = build(cls)
     read = from_problem(cls.status, json.loads(json.dumps(sent.problem())))
     assert type(read) is cls
     assert read.problem() == sent.problem()
@@ -133,17 +135,17 @@ def test_every_error_that_travels_comes_back_as_itself(cls: type[ReplaybufError]
         (418, ReplaybufError),
     ],
 )
-def test_an_answer_of_someone_else_is_read_by_its_status(status: int, cls: type[ReplaybufError]) -> None:
-    """A proxy's answer, or a slug of a later release: the nearest class, never one more specific."""
+def test_an_unknown_answer_is_read_by_its_status(status: int, cls: type[ReplaybufError]) -> None:
+    """An answer of a proxy, or a slug of a later release, becomes the nearest general class."""
     for document in ({}, {"type": "urn:replaybuf:problem:from-the-future"}, {"type": "about:blank", "detail": "no"}):
         assert type(from_problem(status, document)) is cls
 
 
-@pytest.mark.parametrize("cls", sorted(STAY_AT_HOME, key=str), ids=repr)
-def test_an_error_that_never_travels_is_not_built_from_an_answer(cls: type[ReplaybufError]) -> None:
-    """Their constructors want more than a problem document has."""
+@pytest.mark.parametrize("cls", sorted(LOCAL, key=str), ids=repr)
+def test_a_local_error_is_not_built_from_an_answer(cls: type[ReplaybufError]) -> None:
+    """Their constructors need more than a problem document has."""
     read = from_problem(cls.status, {"type": f"urn:replaybuf:problem:{cls.slug}", "detail": "x"})
-    assert type(read) not in STAY_AT_HOME
+    assert type(read) not in LOCAL
 
 
 def test_the_message_of_an_empty_answer_is_its_status() -> None:
@@ -151,13 +153,13 @@ def test_the_message_of_an_empty_answer_is_its_status() -> None:
     assert str(from_problem(502, {"title": "Bad gateway"})) == "Bad gateway"
 
 
-def test_how_long_to_wait_is_taken_from_the_header() -> None:
+def test_retry_after_comes_from_the_header() -> None:
     assert from_problem(429, {}, retry_after_s=7.5).retry_after_s == 7.5
     assert from_problem(429, {}).retry_after_s == NoRoom("full").retry_after_s == 1.0
     assert from_problem(404, {}).retry_after_s is None
 
 
-def test_results_of_rejected_groups_travel_with_the_problem() -> None:
+def test_a_problem_document_keeps_the_results_of_rejected_groups() -> None:
     sent = made(InvalidGroups)
     read = from_problem(422, sent.problem())
     assert isinstance(read, InvalidGroups) and read.results == sent.problem()["results"]
@@ -180,14 +182,16 @@ def test_results_of_rejected_groups_travel_with_the_problem() -> None:
         (EngineAway, EngineFault),
     ],
 )
-def test_the_specific_is_caught_by_the_general(cls: type[ReplaybufError], caught_as: type[ReplaybufError]) -> None:
+def test_a_specific_error_is_caught_as_its_general_class(
+    cls: type[ReplaybufError], caught_as: type[ReplaybufError]
+) -> None:
     assert issubclass(cls, caught_as) and cls.status == caught_as.status
 
 
-def test_a_missing_extra_names_the_command_that_installs_it() -> None:
+def test_a_missing_extra_names_its_install_command() -> None:
     assert "pip install 'replaybuf[trainer]'" in str(MissingExtra("replaybuf train", "trainer"))
 
 
-def test_a_rejected_group_keeps_the_word_it_is_counted_by() -> None:
+def test_a_rejected_group_keeps_its_reason() -> None:
     rejected = GroupRejected("overlong", "a rollout has 9 tokens", name="seq_len", value=9, bound=8)
     assert (rejected.reason, rejected.detail, rejected.bound) == ("overlong", "a rollout has 9 tokens", 8)

@@ -118,6 +118,7 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
     local = {
         "missing-extra",
         "group-rejected",
+        "generation-fault",
         "engine-fault",
         "engine-away",
         "engine-unfit",
