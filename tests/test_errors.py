@@ -160,7 +160,7 @@ def test_retry_after_comes_from_the_header() -> None:
 
 
 def test_a_problem_document_keeps_the_results_of_rejected_groups() -> None:
-    sent = made(InvalidGroups)
+    sent = build(InvalidGroups)
     read = from_problem(422, sent.problem())
     assert isinstance(read, InvalidGroups) and read.results == sent.problem()["results"]
     bare = from_problem(422, {"type": "urn:replaybuf:problem:invalid-groups", "results": None})
