@@ -21,7 +21,7 @@ from replaybuf.errors import Invalid, ReplaybufError, StrategyFault
 from replaybuf.kernel import plugins
 from replaybuf.kernel.options import REQUIRED, StrategyOptions, check_options, describe_options
 from replaybuf.kernel.strategy import Filter, Strategy
-from replaybuf.kernel.time_limit import OURS
+from replaybuf.kernel.time_limit import PLUGIN_ERRORS
 
 _KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS}
 
@@ -157,9 +157,7 @@ def _suite_findings(cls: Any, built: Any, target: str, values: dict[str, Any]) -
             run(lambda: _build(cls, target, values))
         except StrategyFault as broken:
             fault = broken.detail
-        except OURS:
-            raise
-        except BaseException as error:  # noqa: BLE001 - the class under test may raise anything; the report shows it
+        except PLUGIN_ERRORS as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             fault = f"raised {error!r} in {at.name}, {at.filename}:{at.lineno}"
         yield what, fault

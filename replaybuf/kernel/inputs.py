@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.kernel.index import LIVE
-from replaybuf.kernel.plugin_set import Ask, PluginSet, build
+from replaybuf.kernel.plugin_set import Ask, PluginSet, build_plugins
 from replaybuf.kernel.pool import LiveTotals
 from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.state import RunState
@@ -53,7 +53,7 @@ class StrategyInputs:
         self._book = book
         self._clock = clock
         self._ask = ask
-        self._built: PluginSet | None = None
+        self._plugins: PluginSet | None = None
         self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
 
     @property
@@ -65,10 +65,11 @@ class StrategyInputs:
 
     @property
     def plugins(self) -> PluginSet:
-        """Plug-ins of the configuration in force; a strategy that observes knows the feedback that the state keeps."""
-        built, config, feedback = self._built, self.config, self._state.feedback
-        if built is None or built.config is not config or (built.heard is not None and built.heard is not feedback):
-            built = self._built = build(config, feedback, self._ask)
+        """Plug-ins of the configuration in force; a strategy that observes has observed the feedback of the state."""
+        built, config, feedback = self._plugins, self.config, self._state.feedback
+        observed = built.observed if built else None
+        if built is None or built.config is not config or (observed is not None and observed is not feedback):
+            built = self._plugins = build_plugins(config, feedback, self._ask)
         return built
 
     @property

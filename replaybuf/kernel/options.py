@@ -1,9 +1,10 @@
-"""Options of strategies and filters: frozen structs, judged when a run is configured, described with their ranges."""
+"""Options of strategies and filters: frozen structs, checked when a run is configured, described with their ranges."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -12,21 +13,21 @@ import msgspec.inspect
 from replaybuf.errors import Invalid
 
 REQUIRED = "required"
-"""What is told for the default of an option that has none."""
+"""Default of an option that has none."""
 _UNSET = "unset"
-_UNTOLD = 1e9
-"""Bounds from here on only keep numbers within their type; a message tells them when they are crossed."""
+_TYPE_BOUND = 1e9
+"""Bounds from here on only keep numbers within their type; descriptions leave them out."""
 
 
 class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of a strategy's options: immutable, unknown names refused."""
+    """Base of a strategy's options: immutable; unknown names are errors."""
 
 
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
 def contradiction(option: str, value: Any, needed: str, why: str) -> Invalid:
-    """Build the error of an option that another one contradicts: what is `needed` of its value, and why."""
+    """Build the error of an option that contradicts another: what its value must be (`needed`), and why."""
     return Invalid(f"{option} is {json.dumps(value)}; {why}; needed: {needed}", name=option, value=value, bound=needed)
 
 
@@ -47,7 +48,7 @@ def describe_options(shape: type[StrategyOptions]) -> list[OptionHelp]:
 
 
 def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
-    """Say of every option what it may be and its default, as in `int >= 0 or null (default 4)`."""
+    """Return the range and default of every option, as in `int >= 0 or null (default 4)`."""
     return {
         name: accepts if default in (REQUIRED, _UNSET) else f"{accepts} (default {default})"
         for name, accepts, default in describe_options(shape)
@@ -57,8 +58,8 @@ def option_ranges(shape: type[StrategyOptions]) -> dict[str, str]:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return REQUIRED
-    made = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    return _UNSET if made is msgspec.UNSET else _json(made)
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return _UNSET if default is msgspec.UNSET else _json(default)
 
 
 def _json(value: Any) -> str:
@@ -71,8 +72,8 @@ def _range(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            told = [f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < _UNTOLD]
-            return f"{name} {' and '.join(told)}".strip()
+            shown = [f"{sign} {bound}" for sign, bound in bounds if bound is not None and abs(bound) < _TYPE_BOUND]
+            return f"{name} {' and '.join(shown)}".strip()
         case msgspec.inspect.LiteralType():
             return " | ".join(str(value) for value in kind.values)
         case msgspec.inspect.UnionType():
@@ -91,7 +92,7 @@ def _range(kind: msgspec.inspect.Type) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    """Say whether all numbers in a value from JSON are finite."""
+    """Return whether all numbers in a value from JSON are finite."""
     if isinstance(value, dict):
         return all(map(_is_finite, value.values()))
     if isinstance(value, list | tuple):
@@ -102,26 +103,37 @@ def _is_finite(value: Any) -> bool:
 def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kind: str = "strategy") -> OptionsT:
     """Build the options of a strategy or filter.
 
-    Raises `Invalid` naming the option and listing the valid ones with their ranges; whatever the struct itself refuses
-    in `__post_init__` (options that contradict each other) is raised as it is. No number may be NaN or infinite:
-    nothing compares with the one, the other as a bound lets everything or nothing through, and JSON has neither.
+    Raises `Invalid` naming the option, the reason and what is valid: for missing options all of them at once. What the
+    struct raises in `__post_init__` (options that contradict each other) is passed on. NaN and infinity are invalid:
+    NaN compares with nothing, an infinite bound bounds nothing, and JSON has neither.
     """
     for option, value in options.items():
         if not _is_finite(value):
             raise contradiction(f"{kind}.options.{option}", value, "finite numbers", f"{kind} {name!r} bounds by it")
+    valid = option_ranges(shape)
+    required = [option.name for option in describe_options(shape) if option.default == REQUIRED]
+    missing = [option for option in required if option not in options]
+    if missing:
+        needed = "; ".join(f"{option}: {valid[option]}" for option in missing)
+        raise _invalid(name, kind, options, f"missing required options: {needed}", needed)
     try:
         return msgspec.convert(options, shape)
     except msgspec.ValidationError as error:
-        valid = "; ".join(f"{option}: {told}" for option, told in option_ranges(shape).items())
-        raise Invalid(
-            f"options of {kind} {name!r}: {error}; valid options: {valid or 'none'}",
-            name=f"{kind}.options",
-            value=options,
-            bound=valid,
-        ) from None
+        reason, _, path = str(error).partition(" - at `$.")
+        option = re.split(r"[.\[`]", path)[0]
+        if option in valid:
+            bound = f"{option}: {valid[option]}"
+            reason = f"{option} is {json.dumps(options[option])}; {reason}"
+        else:
+            bound = "; ".join(f"{option}: {accepts}" for option, accepts in valid.items()) or "none"
+        raise _invalid(name, kind, options, f"{reason}; valid options: {bound}", bound) from None
+
+
+def _invalid(name: str, kind: str, options: dict[str, Any], detail: str, bound: str) -> Invalid:
+    return Invalid(f"options of {kind} {name!r}: {detail}", name=f"{kind}.options", value=options, bound=bound)
 
 
 def repr_without(options: msgspec.Struct, secret: str) -> str:
-    """Show options as `repr` does, but for the field that may hold a password or a token."""
+    """Show options as `repr` does, without the field that may hold a password or a token."""
     shown = ", ".join(f"{name}={getattr(options, name)!r}" for name in options.__struct_fields__ if name != secret)
     return f"{type(options).__name__}({shown})"

@@ -1,4 +1,4 @@
-"""The plug-ins of a configuration: checked when it is given, built for a run that exists."""
+"""Plug-ins of a run configuration: checked when a run is configured, built for an existing run."""
 
 from __future__ import annotations
 
@@ -16,65 +16,65 @@ from replaybuf.kernel.strategy import Budget, Feedback, Filter, Strategy
 from replaybuf.wire.config import Limits, RunConfig, StrategySpec, check_run_config
 
 ID_BYTES = 4
-"""Of one token id, as frames hold them."""
+"""Bytes of one token id in a frame."""
 
 
 Ask = Callable[[str, Callable[[], Strategy[Any]]], Strategy[Any]]
-"""Ask a plug-in something; see `Selector.ask`."""
+"""Call a plug-in, see `Selector.ask`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PluginSet:
-    """The plug-ins of a configuration, and what the strategy promises.
+    """Plug-ins of a configuration, and the bounds of its strategy.
 
-    `made` is the strategy, unless `fault` says why there is none: not installed any more, does not import, fails to
-    observe. `heard`: the feedback that it observed, by step as msgpack; None where it observes none.
+    `fault`: why a plug-in cannot be called (not installed any more, import or `observe` fails).
+    `observed`: feedback that the strategy observed, by step as msgpack; None if it observes none.
     """
 
     config: RunConfig
     bounds: Bounds
-    made: Strategy[Any] | None
     filters: list[Filter[Any]]
+    _strategy: Strategy[Any] | None
     fault: str = ""
-    heard: dict[int, bytes] | None = None
+    observed: dict[int, bytes] | None = None
 
     @property
     def strategy(self) -> Strategy[Any]:
-        """The strategy. Raises `StrategyFault` where any plug-in cannot be asked: the run pauses with it."""
-        if self.made is None:
+        """The strategy. Raises `StrategyFault` if a plug-in cannot be called, which pauses the run."""
+        if self._strategy is None:
             raise StrategyFault(self.fault, name="strategy")
-        return self.made
+        return self._strategy
 
 
-def build(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> PluginSet:
-    """Build the plug-ins of a run that exists; one that cannot be built pauses it when they are asked.
+def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> PluginSet:
+    """Build the plug-ins of an existing run; one that fails is reported when it is called.
 
-    A strategy that observes is given all of the `feedback`, oldest first, in one question.
+    A strategy that observes gets all of the `feedback` in one call, oldest first.
     """
+    name, options = config.strategy.name, config.strategy.options
     try:
-        strategy, bounds = build_with_bounds(config.strategy.name, config.strategy.options)
+        strategy, bounds = build_with_bounds(name, options)
         filters = [build_filter(spec.name, spec.options) for spec in config.filters]
     except Invalid as error:
-        return PluginSet(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), None, [], error.detail)
+        return PluginSet(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), [], None, error.detail)
     if type(strategy).observe is Strategy.observe:
-        return PluginSet(config, bounds, strategy, filters)
+        return PluginSet(config, bounds, filters, strategy)
+
+    def observing() -> Strategy[Any]:
+        """Build the strategy anew: `ask` may repeat the call, and feedback observed twice would count twice."""
+        built = build_strategy(name, options)
+        for step, values in feedback.items():
+            built.observe(Feedback(step, msgspec.msgpack.decode(values)))
+        return built
+
     try:
-        hearing = ask("observe", lambda: _hearing(config, feedback))
+        return PluginSet(config, bounds, filters, ask("observe", observing), observed=feedback)
     except StrategyFault as fault:
-        return PluginSet(config, bounds, None, filters, fault.detail, feedback)
-    return PluginSet(config, bounds, hearing, filters, heard=feedback)
-
-
-def _hearing(config: RunConfig, feedback: dict[int, bytes]) -> Strategy[Any]:
-    """Build a strategy that knows this feedback and no other."""
-    strategy = build_strategy(config.strategy.name, config.strategy.options)
-    for step, told in feedback.items():
-        strategy.observe(Feedback(step, msgspec.msgpack.decode(told)))
-    return strategy
+        return PluginSet(config, bounds, filters, None, fault.detail, feedback)
 
 
 def resolve_config(config: RunConfig) -> tuple[RunConfig, Bounds]:
-    """Check a configuration, fill in the defaults of its plug-ins' options, and read what its strategy promises.
+    """Check a configuration, fill in the defaults of its plug-ins' options, and read the strategy's bounds.
 
     Raises `Invalid`.
     """
@@ -107,6 +107,6 @@ def _filled_in(spec: StrategySpec, plugin: Strategy[Any] | Filter[Any]) -> Strat
 
 
 def _live_tokens(limits: Limits) -> int | None:
-    """Return the most tokens that may be live; of a bound in bytes, as many as it holds ids of tokens."""
+    """Return the most tokens that may be live; a bound in bytes counts as that many token ids."""
     bounds = (limits.max_tokens_live, limits.max_bytes_live and limits.max_bytes_live // ID_BYTES)
     return min((bound for bound in bounds if bound is not None), default=None)

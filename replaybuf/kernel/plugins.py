@@ -1,6 +1,6 @@
-"""Everything that is found by entry point: strategies, filters, environments, commands.
+"""Plug-ins by entry point: strategies, filters, environments, commands.
 
-The core knows plug-ins by name alone; built-ins come in through the same door as anybody's.
+The core knows plug-ins by name alone; built-ins are entry points as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.time_limit import BOUND_S, IMPORT_BOUND_S, OURS, TookTooLong, bounded, bounded_again
+from replaybuf.kernel.time_limit import (
+    CALL_LIMIT_S,
+    IMPORT_LIMIT_S,
+    PLUGIN_ERRORS,
+    TookTooLong,
+    call_limited,
+    call_twice_limited,
+)
 
 if TYPE_CHECKING:  # the command line asks for names alone, and starts without numpy
     from replaybuf.kernel.strategy import Filter, Strategy
@@ -32,7 +39,7 @@ LOGPROBS = "replaybuf.logprobs"
 
 @functools.cache
 def installed(group: str) -> EntryPoints:
-    """Return what all installed distributions register in a group; read once, as it takes 15 ms."""
+    """Return the entry points of a group in all installed distributions; cached, because reading takes 15 ms."""
     return entry_points(group=group)
 
 
@@ -42,7 +49,7 @@ def names(group: str) -> list[str]:
 
 
 def find(group: str, name: str) -> EntryPoint:
-    """Return one entry point. Raises `Invalid` naming it and the installed ones."""
+    """Return one entry point. Raises `Invalid` with the installed names."""
     found = installed(group).select(name=name)
     if not found:
         installed.cache_clear()  # it may have been installed since
@@ -59,37 +66,33 @@ def find(group: str, name: str) -> EntryPoint:
 
 
 def load(group: str, name: str) -> Any:
-    """Import one plug-in. Raises `Invalid` where it is unknown or its import fails."""
+    """Import one plug-in. Raises `Invalid` if it is unknown or its import fails."""
     entry = find(group, name)
     try:
         return entry.load()
-    except OURS:
-        raise
-    except BaseException as error:  # whatever a plug-in raises at import is its author's to read
+    except PLUGIN_ERRORS as error:
         raise Invalid(f"{group} plug-in {name!r} ({entry.value}) does not import: {error!r}", name=name) from error
 
 
 def is_object_path(text: str) -> bool:
-    """Say whether `text` reads MODULE:NAME."""
+    """Return whether `text` has the form MODULE:NAME."""
     module, colon, name = text.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def load_object(path: str) -> Any:
-    """Import what MODULE:NAME names, from the working directory too. Raises `Invalid` where that fails."""
+    """Import the object MODULE:NAME, from the working directory too. Raises `Invalid` if that fails."""
     module, _, name = path.partition(":")
     if (here := str(Path.cwd())) not in sys.path:  # a console script, unlike python -m, does not look there
         sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), name)
-    except OURS:
-        raise
-    except BaseException as error:  # whatever a user's module raises at import is its author's to read
+    except PLUGIN_ERRORS as error:
         raise Invalid(f"{path!r} does not import: {error!r}", name="import", value=path) from error
 
 
 def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
-    """Read options written as KEY=VALUE; a value is JSON, or a word. Raises `Invalid`."""
+    """Parse options written as KEY=VALUE; a value is JSON, or a word. Raises `Invalid`."""
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -103,7 +106,7 @@ def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
 
 
 class Bounds(NamedTuple):
-    """What a strategy promises and the core enforces: its properties, read once."""
+    """Properties of a strategy that the core enforces, read once."""
 
     max_staleness: int | None
     max_uses: int | None
@@ -111,15 +114,14 @@ class Bounds(NamedTuple):
 
 
 def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
-    """Build a strategy from its name and options. Raises what `build_with_bounds` does."""
+    """Build a strategy from its name and options. Raises `Invalid`."""
     return build_with_bounds(name, options)[0]
 
 
 def build_with_bounds(name: str, options: dict[str, Any]) -> tuple[Strategy[Any], Bounds]:
-    """Build a strategy from its name and options, and read what it promises.
+    """Build a strategy from its name and options, and read its bounds.
 
-    Raises `Invalid` for an unknown name, a bad option, a class that does not build or not in time, and bounds that are
-    none.
+    Raises `Invalid` for an unknown name, an invalid option or bound, and a class that fails or is too slow.
     """
     from replaybuf.kernel.strategy import Strategy
 
@@ -128,7 +130,7 @@ def build_with_bounds(name: str, options: dict[str, Any]) -> tuple[Strategy[Any]
 
 
 def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
-    """Read what a strategy promises. Raises `Invalid` where it is no bound."""
+    """Read the bounds of a strategy. Raises `Invalid` for an invalid one."""
     found = configured(name, lambda: Bounds(strategy.max_staleness, strategy.max_uses, strategy.look_ahead))
     for what, value, least, unbounded in zip(Bounds._fields, found, (0, 1, 0), (True, True, False), strict=True):
         if not ((type(value) is int and value >= least) or (unbounded and value is None)):
@@ -143,10 +145,7 @@ def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
 
 
 def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
-    """Build a filter from its name and options.
-
-    Raises `Invalid` for an unknown name, a bad option, a class that does not build or not in time.
-    """
+    """Build a filter from its name and options. Raises `Invalid`, as `build_with_bounds`."""
     from replaybuf.kernel.strategy import Filter
 
     found: Filter[Any] = _build(FILTERS, name, options, Filter)
@@ -157,26 +156,26 @@ def _build(group: str, name: str, options: dict[str, Any], base: type[Strategy[A
     from replaybuf.kernel.options import check_options
 
     kind = base.__name__.lower()
-    try:  # once: what an import that was ended has loaded does not come anew
-        cls = bounded(lambda: load(group, name), IMPORT_BOUND_S)
+    try:  # once: modules loaded before the interruption would not be imported again
+        cls = call_limited(lambda: load(group, name), IMPORT_LIMIT_S)
     except TookTooLong as error:
-        raise Invalid(f"import of {kind} {name!r} {error}", name=name, bound=IMPORT_BOUND_S) from error
+        raise Invalid(f"import of {kind} {name!r} {error}", name=name, bound=IMPORT_LIMIT_S) from error
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise Invalid(f"{kind} {name!r} is {cls!r}; it must be a subclass of {base.__name__}", name=kind, value=name)
     return configured(name, lambda: cls(check_options(name, options, cls.Options, kind=kind)))
 
 
 def configured(name: str, call: Callable[[], T]) -> T:
-    """Answer what a plug-in is asked while a run is configured, which changes nothing and so may be asked again.
+    """Return the result of a call to a plug-in while a run is configured; the call changes nothing.
 
-    Raises `Invalid` with its name for whatever it raises, or too slow twice.
+    Raises `Invalid` naming the plug-in for whatever it raises, and if it is too slow twice.
     """
     with reported(name):
         try:
-            return bounded_again(call)
+            return call_twice_limited(call)
         except TookTooLong as error:
             raise Invalid(
-                f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=BOUND_S
+                f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=CALL_LIMIT_S
             ) from error
 
 
@@ -185,7 +184,7 @@ def reported(name: str) -> Iterator[None]:
     """Turn whatever a plug-in raises while it is configured into `Invalid` with its name."""
     try:
         yield
-    except (Invalid, *OURS):
+    except Invalid:
         raise
-    except BaseException as error:  # whatever a plug-in raises is its author's to read
+    except PLUGIN_ERRORS as error:
         raise Invalid(f"plug-in {name!r} raised {error!r} when it was configured", name=name, value=name) from error

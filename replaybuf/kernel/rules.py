@@ -72,7 +72,7 @@ def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
 
 def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
     rows = np.asarray(chosen.rows)
-    yield "selects at least one group", rows.size > 0, rows.size
+    yield "selects at least one group, or returns Waiting(reason)", rows.size > 0, "rows is empty: Selection([])"
     yield "selects whole groups, by their row", are_rows(rows), str(rows.ravel()[:8].tolist())
     if chosen.weights is not None:
         weights = np.asarray(chosen.weights)

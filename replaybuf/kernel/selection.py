@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from replaybuf.kernel.rules import check_evictions, check_selection, hold
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
-from replaybuf.kernel.time_limit import OURS, TookTooLong, bounded_again
+from replaybuf.kernel.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.kernel.waiting import nearest, waiting
 from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
@@ -50,7 +51,18 @@ class Selector:
     The service and the simulator own the state, the book, the clock and the rates, and feed them.
     """
 
-    def __init__(self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: RunState,
+        book: TicketBook,
+        clock: Callable[[], float],
+        rates: Rates,
+        *,
+        limit_s: float | None = CALL_LIMIT_S,
+    ) -> None:
+        self.slowest_call_s = 0.0
+        self._limit_s = limit_s
         self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         self.inputs = StrategyInputs(name, state, book, clock, rates, self.ask)
         self._name = name
@@ -75,24 +87,22 @@ class Selector:
         return self.inputs.plugins.bounds
 
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
-        """Ask a plug-in, the strategy if none is named; what is asked changes nothing in it, so it may be asked again.
+        """Call a plug-in, by default the strategy, within the time limit; the call changes nothing in it.
 
-        Raises `StrategyFault` for whatever it raises, or too slow twice.
+        Raises `StrategyFault` for whatever it raises, and if it is too slow twice.
         """
+        started_s = time.monotonic()
         try:
-            return bounded_again(call)
-        except (StrategyFault, *OURS):
+            return call_twice_limited(call, self._limit_s) if self._limit_s else call()
+        except StrategyFault:
             raise
-        except TookTooLong as error:
-            logger.exception("plug-in too slow run=%s call=%s", self._name, what)
-            cause: BaseException = error
-            told = f"in {what}: {error}"
-        except BaseException as error:  # a plug-in may raise anything; the run pauses with it, the service lives
-            logger.exception("plug-in raised run=%s call=%s", self._name, what)
-            cause = error
-            told = f"raised in {what}: {error!r}"
-        plugin = plugin or f"strategy {self.config.strategy.name!r}"
-        raise StrategyFault(f"{plugin} {told}", name=what, value=repr(cause)) from cause
+        except PLUGIN_ERRORS as error:
+            logger.exception("plug-in failed run=%s call=%s", self._name, what)
+            why = f"in {what}: {error}" if isinstance(error, TookTooLong) else f"raised in {what}: {error!r}"
+            plugin = plugin or f"strategy {self.config.strategy.name!r}"
+            raise StrategyFault(f"{plugin} {why}", name=what, value=repr(error)) from error
+        finally:
+            self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - started_s)
 
     # ------------------------------------------------------------------ admission
 

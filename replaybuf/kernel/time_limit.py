@@ -1,7 +1,8 @@
-"""A bound on the time that a plug-in may take, kept even where it never returns.
+"""Time limit on calls to plug-ins: one that hangs must pause its own run and not hold the service.
 
-The plug-in runs in the loop's thread, which is the main thread of a service: a timer interrupts it there. In any other
-thread, and for a call into C that does not come back to Python, the bound is checked once the call has ended.
+Plug-ins run in the event loop's thread. In the main thread, where a service runs its loop, the timer signal SIGALRM
+interrupts the call; that costs 16 µs. In another thread, and in C code that does not return to Python, a call is found
+too slow only once it has returned.
 """
 
 from __future__ import annotations
@@ -19,105 +20,69 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-IMPORT_BOUND_S = 5.0
-"""Of an import, which may load a large library; nothing else goes on meanwhile."""
-BOUND_S = 1.0
-"""A question to a strategy takes a millisecond; a thousand times that holds up every run of the service."""
+IMPORT_LIMIT_S = 5.0
+"""An import may load a large library; every run of the service waits meanwhile."""
+CALL_LIMIT_S = 1.0
+"""A call to a strategy takes about a millisecond; a thousand times as long holds up every run of the service."""
+PLUGIN_ERRORS = (Exception, SystemExit)
+"""What a plug-in may raise without ending the service."""
 
 
 class TookTooLong(Exception):
-    """A call passed its bound."""
+    """A call exceeded its time limit."""
 
 
-class Interrupted(BaseException):
-    """The timer went off. No `Exception`, so that a plug-in which answers any of those does not answer this one."""
+class _Interrupted(BaseException):
+    """Raised in the call by the timer; not an `Exception`, because plug-ins catch those."""
 
 
-OURS = (KeyboardInterrupt, Interrupted)
-"""What goes through whoever answers everything else that a plug-in raises, `SystemExit` too."""
-_handled = False
-_unbounded: Slowest | None = None
+def call_limited(call: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
+    """Return the result of a call. Raises `TookTooLong` if it takes longer than `limit_s`."""
+    started_s = time.monotonic()
+    try:
+        with _timer(limit_s):
+            result = call()
+    except _Interrupted:
+        raise TookTooLong(f"did not return within {limit_s:g} s") from None
+    took_s = time.monotonic() - started_s
+    if took_s > limit_s:
+        raise TookTooLong(f"took {took_s:.2f} s; the limit is {limit_s:g} s")
+    return result
+
+
+def call_twice_limited(call: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
+    """Return the result of a call that changes nothing; repeat it once, within half the limit, if it is too slow.
+
+    The clock runs on while the host is suspended, so one slow call proves nothing. Raises `TookTooLong` after two.
+    """
+    try:
+        return call_limited(call, limit_s)
+    except TookTooLong as first:
+        logger.warning("plug-in called again: it %s", first)
+        try:
+            return call_limited(call, limit_s / 2)
+        except TookTooLong as second:
+            raise TookTooLong(f"{first}; called again, it {second}") from second
 
 
 @contextlib.contextmanager
-def handling() -> Iterator[None]:
-    """Answer the timer for the whole body, so that each of many bounded calls takes 2 µs instead of 16.
-
-    Nests; does nothing outside the main thread.
-    """
-    global _handled
-    if _handled or threading.current_thread() is not threading.main_thread():
+def _timer(limit_s: float) -> Iterator[None]:
+    """Raise `_Interrupted` in the body after `limit_s`, in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _interrupt)
-    _handled = True
-    try:
-        yield
-    finally:
-        _handled = False
-        signal.signal(signal.SIGALRM, before)
-
-
-class Slowest:
-    """The longest that a call took, in seconds."""
-
-    took_s = 0.0
-
-
-@contextlib.contextmanager
-def unbounded() -> Iterator[Slowest]:
-    """Let every call of the body take its time, and tell the longest: where time is virtual the host's says nothing."""
-    global _unbounded
-    before, _unbounded = _unbounded, Slowest()
-    try:
-        yield _unbounded
-    finally:
-        _unbounded = before
-
-
-def bounded(call: Callable[[], T], bound_s: float = BOUND_S) -> T:
-    """Answer a call; interrupt it with `TookTooLong` once it has taken `bound_s` seconds."""
     started_s = time.monotonic()
-    if _unbounded:
-        answer = call()
-        _unbounded.took_s = max(_unbounded.took_s, time.monotonic() - started_s)
-        return answer
-    if _handled and threading.current_thread() is threading.main_thread():
-        due_s, again_s = signal.setitimer(signal.ITIMER_REAL, bound_s)
-        try:
-            try:
-                answer = call()
-            finally:  # a timer that was running goes on: a test runner's
-                left_s = max(1e-6, due_s - (time.monotonic() - started_s)) if due_s else 0.0
-                signal.setitimer(signal.ITIMER_REAL, left_s, again_s)
-        except Interrupted:
-            raise TookTooLong(f"did not come to an end within {bound_s:g} s") from None
-    elif threading.current_thread() is threading.main_thread():
-        with handling():
-            return bounded(call, bound_s)
-    else:
-        answer = call()
-    took_s = time.monotonic() - started_s
-    if took_s > bound_s:
-        raise TookTooLong(f"took {took_s:.2f} s; the bound is {bound_s:g} s")
-    return answer
-
-
-def bounded_again(call: Callable[[], T], bound_s: float = BOUND_S) -> T:
-    """Answer a call that changes nothing; one that passes its bound is made once more, within half of it.
-
-    The clock runs on while the host stands still (a virtual machine that moves, a laptop that sleeps), so that one late
-    call says nothing about the plug-in. Raises `TookTooLong` where both are late.
-    """
+    handler = signal.signal(signal.SIGALRM, _interrupt)
     try:
-        return bounded(call, bound_s)
-    except TookTooLong as late:
-        logger.warning("plug-in called again: it %s", late)
+        due_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
-            return bounded(call, bound_s / 2)
-        except TookTooLong as again:
-            raise TookTooLong(f"{late}; called again, it {again}") from again
+            yield
+        finally:  # a timer that was running, of a test runner, goes on
+            left_s = max(1e-6, due_s - (time.monotonic() - started_s)) if due_s else 0.0
+            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted
+    raise _Interrupted

@@ -24,7 +24,7 @@ from replaybuf.kernel.strategy import (
     Strategy,
     Waiting,
 )
-from replaybuf.kernel.time_limit import BOUND_S, TookTooLong, bounded, bounded_again, handling
+from replaybuf.kernel.time_limit import CALL_LIMIT_S, TookTooLong, call_limited, call_twice_limited
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes
 
@@ -107,8 +107,7 @@ def _check_rules(
         suppress_health_check=tuple(HealthCheck),
     )(given(buffers)(check))
     try:
-        with handling():
-            run()
+        run()
     except ExceptionGroup as group:
         faults = group.subgroup(StrategyFault)
         if faults is None:
@@ -136,11 +135,11 @@ class _TimeLimited:
 def _call_in_time(name: str, call: Callable[[], Any], late: list[StrategyFault]) -> Any:
     if late:
         raise late[0]
-    limited = bounded if name == "observe" else bounded_again  # a second `observe` would change the plug-in
+    limited = call_limited if name == "observe" else call_twice_limited  # a second `observe` would change the plug-in
     try:
         return limited(call)
     except TookTooLong as error:
-        rule = f"{name} answers within {BOUND_S:g} s"
+        rule = f"{name} answers within {CALL_LIMIT_S:g} s"
         late.append(StrategyFault(f"rule '{rule}' is broken: it {error}", name=rule, bound=rule))
         raise late[0] from error
 
@@ -165,8 +164,7 @@ def check_progress(build: BuildStrategy, steps: int = 60) -> list[Progress]:
     build = _time_limited(build)
     found = []
     for budget in BUDGETS:
-        with handling():
-            progress = ClosedLoop(build(), budget).run(steps)
+        progress = ClosedLoop(build(), budget).run(steps)
         _rule(progress.steps == steps, "a trainer whose producers work does not wait forever", progress.steps)
         found.append(progress)
         if build().max_staleness == 0:

@@ -178,7 +178,7 @@ def test_a_sound_class_passes_every_check(name: str, capsys: pytest.CaptureFixtu
         ("NeedsOne", "share"),
         ("Explodes", "own_strategies:Explodes' raised KeyError('nothing') when it was configured"),
         ("Leaves", "own_strategies:Leaves' raised SystemExit('nothing') when it was configured"),
-        ("Sleeps", "own_strategies:Sleeps', when it was configured, did not come to an end within 1 s"),
+        ("Sleeps", "own_strategies:Sleeps', when it was configured, did not return within 1 s"),
     ],
 )
 def test_an_unsound_class_fails_with_the_broken_rule(

@@ -9,7 +9,8 @@ import pytest
 from msgspec import Meta
 
 from replaybuf.client.reader import ReaderOptions
-from replaybuf.kernel.options import StrategyOptions, describe_options, option_ranges
+from replaybuf.errors import Invalid
+from replaybuf.kernel.options import StrategyOptions, check_options, describe_options, option_ranges
 from replaybuf.kernel.strategy import Strategy
 from replaybuf.service.options import ServeOptions
 
@@ -63,3 +64,34 @@ def test_options_show_no_password(options: object) -> None:
     """Who logs them, or meets them in a traceback, sees the others."""
     for shown in (repr(options), str(options), f"{options}"):
         assert "SECRET" not in shown and "=7.5" in shown and shown.startswith(type(options).__name__)
+
+
+class Needy(StrategyOptions, frozen=True):
+    """Two required options."""
+
+    low: Annotated[int, Meta(ge=0)]
+    high: Annotated[int, Meta(ge=0)]
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "detail"),
+    [
+        ({}, "missing required options: low: int >= 0; high: int >= 0"),
+        (
+            {"low": 1, "high": 2, "share": 7},
+            "share is 7; Expected `float` <= 1.0; valid options: share: number > 0 and <= 1 (default 0.5)",
+        ),
+        (
+            {"low": 1, "high": 2, "lo": 3},
+            "Object contains unknown field `lo`; valid options: low: int >= 0; high: int >= 0; "
+            "share: number > 0 and <= 1 (default 0.5)",
+        ),
+    ],
+    ids=["missing", "out of range", "unknown"],
+)
+def test_an_invalid_option_names_its_reason_first(options: dict[str, float], detail: str) -> None:
+    """Missing options are named all at once; a range only for the option that is out of it."""
+    with pytest.raises(Invalid) as caught:
+        check_options("near", options, Needy)
+    assert caught.value.detail == f"options of strategy 'near': {detail}"

@@ -319,7 +319,7 @@ class Boundless(Sound):
         (Wordy, "a word that can label a metric"),
         (OpenHanded, "admits no more after"),
         (Indebted, "admits a number >= 0"),
-        (Endless, r"admit answers within 1 s' is broken: it did not come to an end"),
+        (Endless, r"admit answers within 1 s' is broken: it did not return"),
         (Listening, "selects the same as another instance that observed the same"),
         (Demanding, "observes any feedback"),
         (Tardy, "the constructor answers within 1 s"),

@@ -24,7 +24,7 @@ from replaybuf.errors import StrategyFault
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.options import StrategyOptions
 from replaybuf.kernel.tickets import Ticket
-from replaybuf.kernel.time_limit import BOUND_S, unbounded
+from replaybuf.kernel.time_limit import CALL_LIMIT_S
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.lab.simulate.figures import Figures, Meter
 from replaybuf.lab.simulate.virtual import VirtualRun
@@ -266,7 +266,7 @@ class Simulation:
         self._training = None
         waited = self.meter.waited_s.items()
         feedback = None
-        if trained and run.selector.inputs.plugins.heard is not None:  # it observes
+        if trained and run.selector.inputs.plugins.observed is not None:  # it observes
             feedback = self._supply.feedback(trained.step) or run.feedback(trained)
         run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"), feedback)
         if run.state.step % w.checkpoint_steps == 0:
@@ -360,19 +360,18 @@ def simulate(config: RunConfig, supply: Supply, steps: int) -> Figures:
 
     Plug-ins have no time limit here: a busy host must not end a study. A call above the limit is logged.
     """
-    with unbounded() as slowest:
-        simulation = Simulation(config, supply, steps)
-        try:
-            figures = simulation.simulate()
-        except StrategyFault as fault:
-            step = simulation.run.state.next_step
-            detail = f"{fault.detail}; the run would be paused at step {step}"
-            raise StrategyFault(detail, name=fault.name, value=fault.value, bound=fault.bound) from fault
-    if slowest.took_s > BOUND_S:
+    simulation = Simulation(config, supply, steps)
+    try:
+        figures = simulation.simulate()
+    except StrategyFault as fault:
+        detail = f"{fault.detail}; the run would be paused at step {simulation.run.state.next_step}"
+        raise StrategyFault(detail, name=fault.name, value=fault.value, bound=fault.bound) from fault
+    slowest_s = simulation.run.selector.slowest_call_s
+    if slowest_s > CALL_LIMIT_S:
         logger.warning(
             "plug-in slow strategy=%s took_s=%.2f bound_s=%g: a service would pause the run if it is so twice",
             figures.strategy,
-            slowest.took_s,
-            BOUND_S,
+            slowest_s,
+            CALL_LIMIT_S,
         )
     return figures

@@ -51,7 +51,7 @@ class VirtualRun:
         self.state = RunState()
         self.book = TicketBook(config.tickets.ttl_s, config.tickets.max_attempts, config.tickets.prompts)
         self.rates = Rates(self.now_s)
-        self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates)
+        self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates, limit_s=None)
         self._evicted: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._stored_prompts: set[int] = set()
         self._apply(created)

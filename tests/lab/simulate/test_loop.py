@@ -232,7 +232,7 @@ def test_a_slow_plug_in_is_logged_and_does_not_end_the_study(
 ) -> None:
     """The clock is virtual; the host's says nothing about the run."""
     install(monkeypatch, Sleepy)
-    monkeypatch.setattr("replaybuf.lab.simulate.loop.BOUND_S", 0.02)
+    monkeypatch.setattr("replaybuf.lab.simulate.loop.CALL_LIMIT_S", 0.02)
     assert study("sleepy").ended == "steps"
     assert Sleepy.asked > 5
     assert re.search(r"plug-in slow strategy=sleepy took_s=0\.\d+ bound_s=0.02", caplog.text)
