@@ -49,7 +49,7 @@ def in_the_middle(engine: ServedEngine) -> Future[list[dict[str, Any]]]:
 
 
 def assert_sampled_by(model: Any, choice: dict[str, Any], start: int = 0) -> None:
-    """Check the told logprobs from token `start` on against the model."""
+    """Check the reported logprobs from token `start` on against the model."""
     expected = oracle(model, choice["prompt_token_ids"], choice["token_ids"])
     assert choice["logprobs"]["token_logprobs"][start:] == pytest.approx(expected[start:], abs=TOLERANCE)
 
@@ -256,8 +256,8 @@ def test_tokens_before_a_reload_are_those_of_the_old_weights(engine: ServedEngin
     old = load_model(models / "a")
     for choice in swapped_in_the_middle(engine, models / "b"):
         ids, end = choice["token_ids"], choice["weight_versions"][0]["end"]
-        told = choice["logprobs"]["token_logprobs"][:end]
-        assert told == pytest.approx(oracle(old, WORD, ids)[:end], abs=TOLERANCE)
+        reported = choice["logprobs"]["token_logprobs"][:end]
+        assert reported == pytest.approx(oracle(old, WORD, ids)[:end], abs=TOLERANCE)
 
 
 def test_the_first_token_under_the_new_label_is_sampled_by_the_new_weights(engine: ServedEngine, models: Path) -> None:

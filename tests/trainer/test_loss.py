@@ -122,8 +122,10 @@ def test_a_ratio_beyond_the_clip_has_no_gradient(model: Any) -> None:
     one = rollouts(1, seed=3)[0]
     ones = [1] * len(one.completion_ids)
     for behaviour, advantage, moves in ((-9.0, 1.0, False), (-9.0, -1.0, True), (-1.0, -1.0, False), (-1.0, 1.0, True)):
-        told = Rollout(one.prompt_ids, one.completion_ids, ones, [behaviour] * len(ones), one.ref_logprobs, advantage)
-        batch = packed([told], [[0]])
+        recorded = Rollout(
+            one.prompt_ids, one.completion_ids, ones, [behaviour] * len(ones), one.ref_logprobs, advantage
+        )
+        batch = packed([recorded], [[0]])
         loss = rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, Objective(), Tally())
         norm = sum(float(g.norm()) for g in torch.autograd.grad(loss, list(model.parameters())))
         assert (norm > 0) == moves, (behaviour, advantage)
@@ -131,16 +133,16 @@ def test_a_ratio_beyond_the_clip_has_no_gradient(model: Any) -> None:
 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(model: Any, members: list[Rollout]) -> None:
     """With the policy's own logprobs as inference logprobs; the entropy is that of the distributions."""
-    told, entropies = [], []
+    recorded, entropies = [], []
     with torch.no_grad():
         for one in members:
             every = logprobs_alone(model, one)
             own = [float(every[t, token]) for t, token in enumerate(one.completion_ids)]
             entropies += [-float((e.exp() * e).sum()) for e, bit in zip(every, one.completion_mask, strict=True) if bit]
-            told.append(
+            recorded.append(
                 Rollout(one.prompt_ids, one.completion_ids, one.completion_mask, own, one.ref_logprobs, one.advantage)
             )
-        batch, tally = packed(told, ROWS), Tally()
+        batch, tally = packed(recorded, ROWS), Tally()
         rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, CLIPPED, tally)
     assert tally.tokens == batch.meta.batch_loss_tokens == len(entropies)
     assert tally.mean("ratio") == pytest.approx(1.0, abs=1e-5)

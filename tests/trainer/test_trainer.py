@@ -1,4 +1,4 @@
-"""The training loop: in which order it calls whom, what it does when somebody is away, and the same on a real run."""
+"""The training loop: order of calls, unreachable services, and a real run."""
 
 from __future__ import annotations
 
@@ -101,10 +101,9 @@ def test_a_step_is_fetched_trained_acked_loaded_and_published(
     assert scripted.events == [*expected, f"fetch {STEPS}", f"checkpoint {STEPS}"]
 
 
-def test_without_engines_weights_are_written_and_announced_and_the_log_says_who_has_to_load_them(
+def test_without_engines_weights_are_announced_and_a_warning_is_logged(
     tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else nobody would ever hear of them."""
     service = ScriptedService(tmp_path / "checkpoints")
     made = trainer_of(service, options(tmp_path, models))
     assert made.train() == STEPS
@@ -148,10 +147,9 @@ def test_the_next_batch_is_asked_for_while_this_one_trains(
 
 
 @pytest.mark.parametrize("early", [WAIT, WrongStep("not yet"), ServiceUnavailable("away")])
-def test_a_prefetch_that_came_too_early_is_asked_again(
+def test_a_prefetch_that_came_too_early_is_repeated(
     scripted: ScriptedService, tmp_path: Path, models: Path, early: WaitingAnswer | Exception
 ) -> None:
-    """Whatever it was answered, it costs nothing."""
     scripted.answers[1] = [early]
     assert trainer_of(scripted, options(tmp_path, models, prefetch=True)).train() == STEPS
     assert scripted.events.count("fetch 1") == 2
@@ -160,9 +158,9 @@ def test_a_prefetch_that_came_too_early_is_asked_again(
 def test_training_moves_the_weights_and_says_how(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:
     """One line of figures per step, as the demo reads them; finite weights that are not the old ones."""
     trainer_of(scripted, options(tmp_path, models)).train()
-    told = lines(tmp_path / "train.jsonl")
-    assert [line.step for line in told] == list(range(STEPS))
-    for line in told:
+    recorded = lines(tmp_path / "train.jsonl")
+    assert [line.step for line in recorded] == list(range(STEPS))
+    for line in recorded:
         assert line.tokens == sum(len(one.prompt_ids) + len(one.completion_ids) for one in rollouts(4, seed=line.step))
         assert line.reward_mean == pytest.approx(0.5)
         assert line.grad_norm > 0
@@ -189,9 +187,9 @@ def test_waiting_is_counted_by_reason(
     assert first.wait_reasons == {}
     assert second.wait_reasons.keys() == {"too_few_groups"}
     assert 5 * 0.01 <= second.wait_reasons["too_few_groups"] <= second.wait_s
-    told = [record.getMessage() for record in caplog.records if "too_few_groups" in record.getMessage()]
-    assert len(told) == 1
-    assert "producers" in told[0]
+    messages = [record.getMessage() for record in caplog.records if "too_few_groups" in record.getMessage()]
+    assert len(messages) == 1
+    assert "producers" in messages[0]
 
 
 def test_a_service_that_comes_back_in_time_is_waited_for(
@@ -235,7 +233,7 @@ def test_a_fenced_trainer_stops_without_a_checkpoint(scripted: ScriptedService, 
 
 
 def test_a_stop_while_waiting_leaves_a_checkpoint(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:
-    """Asked to stop with no batch in sight: the steps done so far are kept and told."""
+    """Asked to stop with no batch in sight: the steps done so far are kept and recorded."""
     made = trainer_of(scripted, options(tmp_path, models, poll_s=2 * TIMEOUT_S))
     scripted.answers[2] = [WAIT] * 1000
     scripted.when["fetch 2"] = made.stop
@@ -258,7 +256,7 @@ def test_a_stop_while_the_service_is_away_leaves_a_checkpoint(
     assert newest is not None and read_state(newest).step == 2
 
 
-def test_a_step_that_is_acked_is_told_where_a_stop_comes_before_its_publication(
+def test_an_acked_step_is_recorded_if_a_stop_comes_before_its_publication(
     scripted: ScriptedService, tmp_path: Path, models: Path
 ) -> None:
     """It counts and is in the checkpoint, so it has its line of figures."""

@@ -133,7 +133,7 @@ def train(options: dict[str, str]) -> None:
     checkpoint.parent.mkdir(exist_ok=True)
     total, behaviour = int(os.environ["STANDIN_STEPS"]), os.environ.get("STANDIN_TRAIN")
     with httpx.Client(base_url=f"{options['--url']}/v1/runs/{options['--run']}/") as run:
-        epoch = told(run, "attach", {"resume_step": first})["epoch"]
+        epoch = post(run, "attach", {"resume_step": first})["epoch"]
         for step in range(first, total):
             if behaviour and step == total // 2:
                 print("weights are not finite", flush=True)
@@ -149,11 +149,11 @@ def train(options: dict[str, str]) -> None:
 
 def do_step(run: httpx.Client, step: int, epoch: int) -> None:
     """Append the groups of a batch, take it, ack it, publish its version."""
-    told(run, "groups", {"groups": [group(f"{step}-{number}", step) for number in range(GROUPS_PER_BATCH)]})
+    post(run, "groups", {"groups": [group(f"{step}-{number}", step) for number in range(GROUPS_PER_BATCH)]})
     answer = run.get(f"batches/{step}", params={"epoch": epoch, "wait_ms": 1000})
     assert answer.status_code == 200, answer.text
-    told(run, f"batches/{step}/ack", {"epoch": epoch})
-    told(run, "policy", {"epoch": epoch, "version": step + 1})
+    post(run, f"batches/{step}/ack", {"epoch": epoch})
+    post(run, "policy", {"epoch": epoch, "version": step + 1})
 
 
 def group(name: str, version: int) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def group(name: str, version: int) -> dict[str, Any]:
     return {"group_id": name, "prompt_id": name, "policy_version": version, "rollouts": rollouts}
 
 
-def told(run: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+def post(run: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     """POST and return what was answered."""
     return run.post(path, json=body).raise_for_status().json()
 

@@ -72,7 +72,7 @@ def left(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Proce
     return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_demo_that_goes_well_reports_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
+def test_a_finished_demo_reports_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
     """Exit code 0, the accuracy that the engine really has, all three files, their paths printed."""
     code, output = finished(start())
     assert code == 0, output
@@ -85,7 +85,7 @@ def test_a_demo_that_goes_well_reports_and_leaves_no_process(start: Start, tmp_p
     assert {"serve", "valkey", "engine", "demo"} <= report["peak_memory_bytes"].keys()
 
 
-def test_a_child_that_dies_is_named_with_its_last_lines_and_the_way_on(start: Start, tmp_path: Path) -> None:
+def test_a_dead_child_is_named_with_its_last_lines_and_the_resume_command(start: Start, tmp_path: Path) -> None:
     """Exit code 1; then `--resume` goes on from the checkpoint, without a second warm start."""
     code, output = finished(start(train="dies"))
     assert code == 1
@@ -109,7 +109,7 @@ def test_a_child_that_dies_is_named_with_its_last_lines_and_the_way_on(start: St
 def test_a_signal_stops_the_whole_demo_in_time(
     start: Start, tmp_path: Path, number: signal.Signals, code: int, word: str
 ) -> None:
-    """Within 5 seconds nothing is left, Valkey and the guard included, and the reason is told."""
+    """Within 5 seconds nothing is left, Valkey and the guard included, and the reason is printed."""
     process = start(train="hangs")
     processes = training(process, tmp_path / "demo")
     began = time.monotonic()
@@ -136,7 +136,7 @@ def test_kill_9_leaves_no_process_and_the_folder_can_be_resumed(start: Start, tm
     assert "2, 1 killed: up to 5 s of each are not counted" in output
 
 
-def test_the_warm_start_tells_how_far_it_is(start: Start, tmp_path: Path) -> None:
+def test_the_warm_start_shows_its_progress(start: Start, tmp_path: Path) -> None:
     """The last line of its log is shown while it goes on."""
     process = start(init_model="waits")
     if process.stdout is None:

@@ -41,8 +41,8 @@ def test_one_that_lost_its_overlap_fails(
     report: Report, wait_s: list[float], staleness: list[float], words: str
 ) -> None:
     """With the figure and its bound."""
-    (told,) = broken_promises(demo_of(report, wait_s, staleness), 0, STEPS)
-    assert words in told
+    (message,) = broken_promises(demo_of(report, wait_s, staleness), 0, STEPS)
+    assert words in message
 
 
 def test_another_demo_than_was_asked_for_fails(report: Report) -> None:
