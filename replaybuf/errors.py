@@ -110,6 +110,7 @@ class InvalidGroups(Invalid):
         self.results = results
 
     def problem(self) -> dict[str, Any]:
+        """Render the problem document, with the results."""
         return super().problem() | {"results": self.results}
 
 

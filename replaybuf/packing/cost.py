@@ -8,7 +8,7 @@ import numpy.typing as npt
 from replaybuf.wire.config import Cost
 
 TYPICAL = Cost(1.0, 1.0 / 12288)
-"""Where the model is not known: about 1B parameters. At 12288 tokens attention costs as much as the rest."""
+"""For an unknown model: about 1B parameters. At 12288 tokens attention costs as much as the rest."""
 
 
 def rollout_costs(lengths: npt.NDArray[np.int32], cost: Cost = TYPICAL) -> npt.NDArray[np.float64]:
@@ -19,7 +19,7 @@ def rollout_costs(lengths: npt.NDArray[np.int32], cost: Cost = TYPICAL) -> npt.N
 
 
 def whole_costs(lengths: npt.NDArray[np.int32], cost: Cost) -> npt.NDArray[np.int64]:
-    """Give the costs as integers, the largest 2^36: their sums do not depend on an order. Good for 2^26 rollouts."""
+    """Scale costs to integers up to 2^36, so that sums do not depend on their order. Valid for 2^26 rollouts."""
     costs = rollout_costs(lengths, cost)
     largest = float(costs.max()) if len(costs) else 0.0
     return (costs / (largest or 1.0) * 2.0**36).astype(np.int64)

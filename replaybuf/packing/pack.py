@@ -1,19 +1,19 @@
 """Packing: whole rollouts into micro-batches of `seq_len` tokens, an equal number for every data-parallel rank.
 
-Pure: lengths in, grid out. Every sum is of integers and every tie goes to the earlier position: the same arguments give
-the same grid on any machine, so it is computed again, also for another world size, instead of being stored.
+Pure: lengths in, grid out. All sums are of integers and the earlier position wins every tie. So the same arguments give
+the same grid on any machine, and the grid is computed again, also for another world size, instead of being stored.
 
-1. The least number of rows is tried first: tokens / seq_len, or the rollouts above half a row where they are more. It
-   is rounded up to a multiple of the ranks, and what that adds is used, not left empty. Row r goes to rank r % ranks.
-2. A row has a level, what it should cost: the same for all rows of a rank but those whose longest rollout alone costs
-   more, and such that ranks cost the same in total and slot by slot.
-3. Rollouts are spread, longest first: round by round the largest to the cheapest row, the short ones by best fit up to
-   the level, the last ones to the rank that lacks most (Graham 1969).
-4. Where that leaves a rollout without a row, best-fit decreasing (Johnson 1973) says how many rows it takes, and rows
-   of like cost are dealt to the ranks, the dearest to the one that has least.
-5. What is still uneven is mended by exchanges (`replaybuf.packing.exchange`).
+1. Try the least number of rows first: tokens / seq_len, or the number of rollouts above half a row if that is larger.
+   Round it up to a multiple of the ranks and use the added rows. Row r goes to rank r % ranks.
+2. Give each row a target cost (`level`): the same for all rows of a rank, except rows whose longest rollout alone costs
+   more. The targets make ranks equal in total and slot by slot.
+3. Spread the rollouts, longest first: in rounds, the largest to the cheapest row; short ones by best fit up to the
+   target; the last ones to the rank that is furthest below its target (list scheduling, Graham 1969).
+4. If a rollout finds no row, use best-fit decreasing (Johnson 1973) to find the number of rows. Then deal rows of
+   similar cost to the ranks, the costliest to the cheapest rank.
+5. Even out the rest by exchanges (`replaybuf.packing.exchange`).
 
-An adapter has rows of its own. A filler, a row without rollouts, appears only where there are fewer rollouts than rows.
+Each adapter has its own rows. A filler, a row without rollouts, appears only if there are fewer rollouts than rows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from replaybuf.packing.exchange import Rollouts, even_out
 from replaybuf.wire.config import MAX_RANKS, Cost
 
 _BY_BEST_FIT = 3
-"""Rollouts per row, the shortest ones, that find their row by best fit. More fill rows better, fewer are faster."""
+"""Shortest rollouts per row that are placed by best fit. More fill rows better, fewer are faster."""
 _MOST_RANKS = 8
 _BY_RANK = 4
-"""Rollouts per rank, the shortest of all, that make ranks even."""
+"""Shortest rollouts per rank that even out ranks."""
 _HOPELESS, _EASY = 0.001, 0.01
-"""Unused share of rows below which spreading is not tried, and from which on one rollout per row is enough."""
+"""Unused share of rows below which spreading is not tried, and above which best fit of one per row is enough."""
 
 Row = list[int]
 """Positions of the rollouts of one micro-batch, longest first."""
@@ -50,10 +50,10 @@ def pack(
     cost: Cost = TYPICAL,
     adapters: npt.NDArray[np.int32] | None = None,
 ) -> list[list[Row]]:
-    """Arrange rollouts into `grid[rank][micro-batch]`; the rows of a rank stand in the order of their cost.
+    """Arrange rollouts into `grid[rank][micro-batch]`; the rows of a rank are ordered by cost.
 
-    `lengths` [n] in tokens; `adapters` [n] codes: rollouts of two codes never share a row (None: all of one).
-    Raises `Invalid` where a rollout is longer than `seq_len` or `ranks` is not in 1..4096.
+    `lengths` [n] in tokens; `adapters` [n] codes: rollouts of two adapters never share a row (None: one adapter).
+    Raises `Invalid` if a rollout is longer than `seq_len` or `ranks` is not in 1..4096.
     """
     _check(lengths, seq_len, ranks)
     if not len(lengths):
@@ -70,13 +70,13 @@ def pack(
 
 
 def best_fit_decreasing(lengths: npt.NDArray[np.int32], seq_len: int) -> list[Row]:
-    """Put each rollout, longest first, into the row with the least room that takes it."""
+    """Put each rollout, longest first, into the fullest row that has space for it."""
     sizes = lengths.astype(np.int64)
     return _best_fit_decreasing(_order(seq_len - sizes, seq_len), sizes, sizes, seq_len)[0]
 
 
 def padding_fraction(lengths: npt.NDArray[np.int32], grid: Sequence[Sequence[Row]], seq_len: int) -> float:
-    """Unused share of all rows: 1 - tokens / (rows * seq_len)."""
+    """Return the unused share of all rows: 1 - tokens / (rows * seq_len)."""
     rows = sum(len(rank) for rank in grid)
     return 1.0 - float(lengths.sum(dtype=np.int64)) / (rows * seq_len) if rows else 0.0
 
@@ -97,7 +97,7 @@ def _check(lengths: npt.NDArray[np.int32], seq_len: int, ranks: int) -> None:
     if len(lengths) and int(lengths.max()) > seq_len:
         longest = int(lengths.max())
         raise Invalid(
-            f"a rollout has {longest} tokens; a micro-batch has room for seq_len = {seq_len}",
+            f"a rollout has {longest} tokens; the maximum is seq_len, {seq_len}",
             name="seq_len",
             value=longest,
             bound=seq_len,
@@ -105,7 +105,7 @@ def _check(lengths: npt.NDArray[np.int32], seq_len: int, ranks: int) -> None:
 
 
 def _grid(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int, ranks: int) -> tuple[list[list[Row]], Ints]:
-    """Make the fewest rows that are a multiple of `ranks` and give them to the ranks; cost of each rank, [ranks].
+    """Build the fewest rows that are a multiple of `ranks` and assign them to ranks; also return rank costs, [ranks].
 
     `parts`: positions that may share rows, longest first.
     """
@@ -139,7 +139,7 @@ def _grid(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int, ranks: int)
 
 
 def _of_one_rank(parts: list[Ints], sizes: Ints, costs: Ints, seq_len: int) -> list[list[Row]]:
-    """Fill rows by best fit: a rank that waits for no other needs no level ones, and no more than these."""
+    """Fill rows by best fit: a single rank needs the fewest rows, not even ones."""
     made = [_best_fit_decreasing(part, sizes, costs, seq_len) for part in parts]
     rows = [row for fitted, _ in made for row in fitted]
     load = np.concatenate([load for _, load in made])
@@ -152,7 +152,7 @@ def _fewest(sizes: Ints, seq_len: int) -> int:
 
 
 def _share_out(parts: list[Ints], fewest: list[int], costs: Ints, total: int) -> list[int]:
-    """Give the rows that are left to the part whose rows cost most, as long as it has a rollout for each."""
+    """Give each remaining row to the part with the costliest rows that still has a rollout for it."""
     if len(parts) == 1:
         return [min(total, len(parts[0]))]
     counts = list(fewest)
@@ -170,10 +170,10 @@ def _share_out(parts: list[Ints], fewest: list[int], costs: Ints, total: int) ->
 
 
 def _levels(parts: list[Ints], counts: list[int], costs: Ints, ranks: int) -> list[Ints]:
-    """Say how much each row of each part should cost, so that ranks cost the same; row r goes to rank r % ranks.
+    """Return the target cost of each row of each part, so that ranks cost the same; row r goes to rank r % ranks.
 
-    A row costs at least its first rollout, the r-th longest. What that is above the mean row of the part, the other
-    rows of its rank leave out.
+    A row costs at least its first rollout, the r-th longest. The other rows of its rank get less by what that exceeds
+    the part's mean row.
     """
     firsts = np.concatenate([costs[part[:count]] for part, count in zip(parts, counts, strict=True)])
     means = np.repeat(
@@ -189,14 +189,14 @@ def _levels(parts: list[Ints], counts: list[int], costs: Ints, ranks: int) -> li
     return np.split(level, np.cumsum(counts)[:-1])
 
 
-def _rooms(room: Ints, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """List room and number of the rows of a rank that have any, the fullest first."""
-    of_rank = room[rank::ranks].tolist()
+def _free_rows(free: Ints, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """List free tokens and number of the rows of a rank that are not full, fullest first."""
+    of_rank = free[rank::ranks].tolist()
     return sorted((left, rank + at * ranks) for at, left in enumerate(of_rank) if left > 0)
 
 
 class _Spread:
-    """Rollouts of one part on their way into rows that should cost `level` each; all by their place in the part."""
+    """Places the rollouts of one part into rows with target costs `level`; positions are those in the part."""
 
     def __init__(self, part: Ints, sizes: Ints, costs: Ints, seq_len: int, level: Ints) -> None:
         self.size, self.cost = sizes[part], costs[part]
@@ -206,7 +206,7 @@ class _Spread:
         self.filled, self.load = np.zeros(len(level), np.int64), np.zeros(len(level), np.int64)
 
     def by_rounds(self, upto: int) -> int:
-        """Give the longest rollout to the row that lacks most, and so on, one to each row per round; how many."""
+        """Give rollouts, longest first, to the rows furthest below target, one per row and round; return how many."""
         at = 0
         while at < upto:
             lacks = self.level - self.load
@@ -220,34 +220,34 @@ class _Spread:
         return at
 
     def by_best_fit(self, items: Ints, *, to_level: bool) -> Ints:
-        """Fill rows to their level, or as far as they have room; what found no row."""
+        """Fill rows to their target or to capacity; return the rollouts without a row."""
         if not len(items):
             return items
-        room = self.seq_len - self.filled
+        free = self.seq_len - self.filled
         if to_level:
             tokens_per_cost = int(self.size[items].sum()) / max(1, int(self.cost[items].sum()))
-            room = np.minimum(room, ((self.level - self.load) * tokens_per_cost).astype(np.int64))
-        return self._place(items, _best_fit(self.size[items], room))
+            free = np.minimum(free, ((self.level - self.load) * tokens_per_cost).astype(np.int64))
+        return self._place(items, _best_fit(self.size[items], free))
 
     def by_rank(self, items: Ints, ranks: int) -> Ints:
-        """Give each rollout to the rank that lacks most of those that have room, by best fit; what found no row."""
+        """Give each rollout, by best fit, to the rank furthest below target with space; return those without a row."""
         if not len(items):
             return items
         over = np.zeros(ranks, np.int64)
         np.add.at(over, np.arange(len(self.level)) % ranks, self.load - self.level)
         lacking = list(zip(over.tolist(), range(ranks), strict=True))
         heapq.heapify(lacking)
-        room = self.seq_len - self.filled
-        rooms: dict[int, list[tuple[int, int]]] = {}
+        free = self.seq_len - self.filled
+        free_rows: dict[int, list[tuple[int, int]]] = {}
         rows = []
         for size, cost in zip(self.size[items].tolist(), self.cost[items].tolist(), strict=True):
             passed: list[tuple[int, int]] = []
             row = -1
             while lacking and len(passed) < _MOST_RANKS:
                 so_far, rank = lacking[0]
-                if rank not in rooms:
-                    rooms[rank] = _rooms(room, rank, ranks)
-                of_rank = rooms[rank]
+                if rank not in free_rows:
+                    free_rows[rank] = _free_rows(free, rank, ranks)
+                of_rank = free_rows[rank]
                 at = bisect.bisect_left(of_rank, (size, -1))
                 if at < len(of_rank):
                     left, row = of_rank.pop(at)
@@ -272,7 +272,7 @@ class _Spread:
 def _spread(
     part: Ints, sizes: Ints, costs: Ints, seq_len: int, level: Ints, ranks: int
 ) -> tuple[list[Row], Ints] | None:
-    """Spread rollouts over rows that should cost `level` each, row r of rank r % ranks; None where one has no room."""
+    """Spread rollouts over rows with target costs `level`, row r of rank r % ranks; None if a rollout does not fit."""
     count = len(level)
     unused = 1 - int(sizes[part].sum()) / (count * seq_len)
     if unused < _HOPELESS:
@@ -287,33 +287,33 @@ def _spread(
 
 
 def _best_fit_decreasing(part: Ints, sizes: Ints, costs: Ints, seq_len: int) -> tuple[list[Row], Ints]:
-    """Open rows as they are needed; the rows and what each costs."""
-    row_of = _best_fit(sizes[part], np.empty(0, np.int64), new_room=seq_len)
+    """Open rows as needed; return the rows and their costs."""
+    row_of = _best_fit(sizes[part], np.empty(0, np.int64), new_free=seq_len)
     load = np.zeros(int(row_of.max(initial=-1)) + 1, np.int64)
     np.add.at(load, row_of, costs[part])
     return _collect(part, row_of, len(load)), load
 
 
-def _best_fit(sizes: Ints, rooms: Ints, new_room: int | None = None) -> Ints:
-    """Find for each size in turn the row with the least room that takes it: its number, -1 for none.
+def _best_fit(sizes: Ints, free: Ints, new_free: int | None = None) -> Ints:
+    """Find for each size in turn the fullest row with space for it: its number, -1 for none.
 
-    Where none takes it and `new_room` is given, a row with that room is opened.
+    If no row has space and `new_free` is given, open a row with that many free tokens.
     """
-    # One integer per row, room above number: half as slow to bisect as tuples.
-    bits = (len(rooms) + len(sizes)).bit_length()
+    # One integer per row, free tokens above row number: bisects twice as fast as tuples.
+    bits = (len(free) + len(sizes)).bit_length()
     mask = (1 << bits) - 1
-    some = np.flatnonzero(rooms > 0)
-    by_room = some[np.argsort(rooms[some], kind="stable")]
-    keys: list[int] = ((rooms[by_room] << bits) | by_room).tolist()
-    rows, opened = len(keys), len(rooms)
+    some = np.flatnonzero(free > 0)
+    fullest_first = some[np.argsort(free[some], kind="stable")]
+    keys: list[int] = ((free[fullest_first] << bits) | fullest_first).tolist()
+    rows, opened = len(keys), len(free)
     found: Row = []
     add, find, pop, insert = found.append, bisect.bisect_left, keys.pop, keys.insert
     for needed in (sizes << bits).tolist():
         at = find(keys, needed)
         if at < rows:
             key = pop(at)
-        elif new_room is not None:
-            key = new_room << bits | opened
+        elif new_free is not None:
+            key = new_free << bits | opened
             opened += 1
             rows += 1
         else:
@@ -338,13 +338,13 @@ def _order(values: Ints, bound: int) -> npt.NDArray[np.intp]:
 
 
 def _split(fitted: list[Row], load: Ints, costs: Ints, wanted: int) -> tuple[list[Row], Ints]:
-    """Split the costliest rows until there are `wanted`, as far as rollouts go; cost of each row."""
+    """Split the costliest rows until there are `wanted` rows or no row has two rollouts; also return row costs."""
     rows, each = list(fitted), load.tolist()
     heap = [(-each[number], number) for number, row in enumerate(rows) if len(row) > 1 and len(rows) < wanted]
     heapq.heapify(heap)
     while len(rows) < wanted and heap:
         _, number = heapq.heappop(heap)
-        # Alternating over the row's rollouts, longest first, halves its cost closely enough.
+        # Every second rollout, longest first, is close enough to half the cost.
         row = rows[number]
         rows[number], half = row[::2], row[1::2]
         rows.append(half)
@@ -367,7 +367,7 @@ def _by_number(rows: list[Row], load: Ints, ranks: int) -> tuple[list[list[Row]]
 
 
 def _deal(rows: list[Row], load: Ints, ranks: int) -> tuple[list[list[Row]], Ints]:
-    """Deal rows of like cost, one to every rank, the costliest to the rank that has least so far."""
+    """Deal rows of similar cost, one to every rank, the costliest to the cheapest rank so far."""
     dearest_first = np.argsort(-load, kind="stable").tolist()
     each = load.tolist()
     grid: list[list[Row]] = [[] for _ in range(ranks)]

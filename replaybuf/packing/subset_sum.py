@@ -1,4 +1,4 @@
-"""Which of a few sizes fill a room best: what a batch looks ahead for."""
+"""Choose the sizes that fill a capacity best (subset sum); selection uses it at the end of a batch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ import itertools
 from collections.abc import Sequence
 
 _BITS = 1 << 16
-"""Sums that are told apart: in a larger room sizes are rounded up to a 65,536th of it."""
+"""Distinct sums: for a larger capacity, sizes are rounded up to a 65,536th of it."""
 
 
-def closest(sizes: Sequence[int], room: int, enough: int, at_most: int | None = None) -> list[int]:
-    """Choose positions whose sizes sum up to between `enough` and `room`, the earliest ones that do.
+def closest(sizes: Sequence[int], capacity: int, enough: int, max_count: int | None = None) -> list[int]:
+    """Choose the earliest positions whose sizes add up to between `enough` and `capacity`.
 
-    `at_most` so many of them; None = no bound. Where no choice reaches `enough`: the earliest that come closest to it.
-    Sizes > 0. The reachable sums of what follows each position are the bits of one integer, so 64 sizes cost about a
-    tenth of a millisecond. Where a count binds there is one such integer for each count, each of as many bits fewer.
+    At most `max_count` positions; None = no bound. If no choice reaches `enough`, choose the earliest that come
+    closest. Sizes > 0. Dynamic programming: the sums that sizes after a position can reach are the bits of one
+    integer, so 64 sizes take about 0.1 ms. If `max_count` binds, there is one integer per count, with fewer bits each.
     """
-    bound = at_most is not None and sum(itertools.islice(sorted(sizes), at_most + 1)) <= room and at_most < len(sizes)
-    left = at_most if at_most is not None and bound else 0
-    unit = max(1, -(-room // (_BITS // (left + 1))))
-    scaled, most, least = [-(-size // unit) for size in sizes], room // unit, -(-enough // unit)
+    bound = (
+        max_count is not None
+        and sum(itertools.islice(sorted(sizes), max_count + 1)) <= capacity
+        and max_count < len(sizes)
+    )
+    left = max_count if max_count is not None and bound else 0
+    unit = max(1, -(-capacity // (_BITS // (left + 1))))
+    scaled, most, least = [-(-size // unit) for size in sizes], capacity // unit, -(-enough // unit)
     within = (1 << most + 1) - 1
     sums = [1] * (left + 1)  # of at most 0, 1, 2, ... sizes; without a bound of any number
     reachable = [sums]  # of the sizes from a position on, last position first
     for size in reversed(scaled):
         if size <= most:
             fewer = [0, *sums[:-1]] if bound else sums
-            sums = [known | (one_less << size) & within for known, one_less in zip(sums, fewer, strict=True)]
+            sums = [reached | (one_less << size) & within for reached, one_less in zip(sums, fewer, strict=True)]
         reachable.append(sums)
     reachable.reverse()
     least = min(least, reachable[0][left].bit_length() - 1)

@@ -174,7 +174,7 @@ def padded_length(tokens: int, pad_to_multiple_of: int) -> int:
 
 
 class _Rollouts(NamedTuple):
-    """The rollouts of a body in row order:
+    """The rollouts of a body in row order.
 
     - `groups`, `places`: the group of each, and its number in that group
     - `prompts`, `completions`: its tokens in the columns of its group; `tokens`: their number

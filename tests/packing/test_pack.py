@@ -304,8 +304,8 @@ def test_any_number_of_ranks_from_1_to_4096_is_served(ranks: int) -> None:
     assert len(grid) == ranks and sorted(i for rank in grid for row in rank for i in row) == [0, 1, 2]
 
 
-def test_a_rollout_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(Invalid, match="a rollout has 9 tokens; a micro-batch has room for seq_len = 8") as caught:
+def test_a_rollout_longer_than_a_row_is_rejected() -> None:
+    with pytest.raises(Invalid, match="a rollout has 9 tokens; the maximum is seq_len, 8") as caught:
         pack(np.array([3, 9, 1], np.int32), 8, 2)
     assert (caught.value.value, caught.value.bound) == (9, 8)
 

@@ -16,12 +16,12 @@ from tests.builders import steady
 )
 @steady
 def test_the_earliest_choice_that_is_enough_is_taken_or_the_closest_one(
-    sizes: list[int], room: int, enough: int, at_most: int | None
+    sizes: list[int], room: int, enough: int, max_count: int | None
 ) -> None:
     """Against all subsets of at most so many."""
-    chosen = closest(sizes, room, min(enough, room), at_most)
+    chosen = closest(sizes, room, min(enough, room), max_count)
     total = sum(sizes[at] for at in chosen)
-    most = len(sizes) if at_most is None else min(at_most, len(sizes))
+    most = len(sizes) if max_count is None else min(max_count, len(sizes))
     subsets = [s for n in range(most + 1) for s in itertools.combinations(range(len(sizes)), n)]
     sums = {s: sum(sizes[at] for at in s) for s in subsets}
     least = min(min(enough, room), max(t for t in sums.values() if t <= room))
@@ -51,16 +51,16 @@ def test_a_room_of_millions_is_filled_to_a_thousandth_and_never_exceeded(sizes: 
 @given(st.lists(st.integers(1, 10**6), max_size=64), st.integers(0, 10**7), st.integers(0, 64))
 @steady
 def test_a_count_is_never_exceeded_and_what_it_costs_in_exactness_is_little(
-    sizes: list[int], room: int, at_most: int
+    sizes: list[int], room: int, max_count: int
 ) -> None:
     """Against the first that fit: with n sizes each is rounded up by less than (n + 1) 65,536ths of the room."""
-    chosen = closest(sizes, room, room, at_most)
+    chosen = closest(sizes, room, room, max_count)
     total, plainly, taken = sum(sizes[at] for at in chosen), 0, 0
     for size in sizes:
-        if taken < at_most and plainly + size <= room:
+        if taken < max_count and plainly + size <= room:
             plainly, taken = plainly + size, taken + 1
-    assert len(chosen) <= at_most and total <= room
-    assert total >= plainly - (taken + 1) * (at_most + 1) * (room / 65536 + 1)
+    assert len(chosen) <= max_count and total <= room
+    assert total >= plainly - (taken + 1) * (max_count + 1) * (room / 65536 + 1)
 
 
 def test_sizes_that_cannot_fit_cost_nothing() -> None:
