@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.strategy import Groups, read_only
+from replaybuf.kernel.groups import Groups, read_only
 from replaybuf.wire.group import Float64s, Group, hash_name
 
 ENTRY = np.dtype(

@@ -10,7 +10,8 @@ two streams does not matter: records name groups by number.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -230,38 +231,29 @@ class RunState:
         self.entries = entry
         if not isinstance(record, _KEEPS_LIVE_GROUPS):
             self.pool.forget_live_totals()
-        match record:
-            case ConfigRecord():
-                self._configure(record)
-            case AttachRecord():
-                self.attachment = Attachment(
-                    record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of, record.cost
-                )
-            case RewindRecord():
-                self._rewind(record)
-            case BatchRecord():
-                self._add_batch(entry, record)
-            case AckRecord():
-                self._ack(record)
-            case EvictRecord():
-                for reason, numbers in record.numbers.items():
-                    self._evict(self.index.rows_of(numbers), reason, record)
-            case DeadLetterRecord():
-                for reason, numbers in record.numbers.items():
-                    rows = self.index.rows_of(numbers)
-                    self.pool.dead_letter(rows, reason, self.versions_at(self.next_step, rows), record.at_s)
-            case PurgeRecord():
-                return self.pool.free(self.index.rows_of(record.numbers), purged=True)
-            case CheckpointRecord():
-                return self._checkpoint(record)
-            case PolicyRecord():
-                self.published[record.adapter] = record.version
-                self.weights_uri[record.adapter] = record.weights_uri
-            case TicketRecord():
-                self._fail_prompt(record)
-            case TrimRecord():
-                self._trim(record)
-        return _NO_NUMBERS
+        freed = _HANDLERS[type(record)](self, record)
+        return _NO_NUMBERS if freed is None else freed
+
+    def _attach(self, record: AttachRecord) -> None:
+        self.attachment = Attachment(
+            record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of, record.cost
+        )
+
+    def _publish(self, record: PolicyRecord) -> None:
+        self.published[record.adapter] = record.version
+        self.weights_uri[record.adapter] = record.weights_uri
+
+    def _evict_groups(self, record: EvictRecord) -> None:
+        for reason, numbers in record.numbers.items():
+            self._evict(self.index.rows_of(numbers), reason, record)
+
+    def _dead_letter(self, record: DeadLetterRecord) -> None:
+        for reason, numbers in record.numbers.items():
+            rows = self.index.rows_of(numbers)
+            self.pool.dead_letter(rows, reason, self.versions_at(self.next_step, rows), record.at_s)
+
+    def _purge(self, record: PurgeRecord) -> Numbers:
+        return self.pool.free(self.index.rows_of(record.numbers), purged=True)
 
     def _configure(self, record: ConfigRecord) -> None:
         try:
@@ -277,7 +269,8 @@ class RunState:
         if record.max_uses != self.max_uses:
             self.pool.change_max_uses(record.max_uses)
 
-    def _add_batch(self, entry: int, record: BatchRecord) -> None:
+    def _add_batch(self, record: BatchRecord) -> None:
+        entry = self.entries
         numbers = np.array([group.number for group in record.groups], np.int64)
         earlier = self.pool.use(numbers, record)
         self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier, self.rotation)
@@ -363,3 +356,19 @@ class RunState:
         self.pool.trim(record.groups)
         self.trimmed_entries = max(self.trimmed_entries, record.entries)
         self.records = {step: made for step, made in self.records.items() if made.entry > self.trimmed_entries}
+
+
+_HANDLERS: dict[type[AnyRecord], Callable[[RunState, Any], Numbers | None]] = {
+    ConfigRecord: RunState._configure,
+    AttachRecord: RunState._attach,
+    RewindRecord: RunState._rewind,
+    BatchRecord: RunState._add_batch,
+    AckRecord: RunState._ack,
+    EvictRecord: RunState._evict_groups,
+    DeadLetterRecord: RunState._dead_letter,
+    PurgeRecord: RunState._purge,
+    CheckpointRecord: RunState._checkpoint,
+    PolicyRecord: RunState._publish,
+    TicketRecord: RunState._fail_prompt,
+    TrimRecord: RunState._trim,
+}

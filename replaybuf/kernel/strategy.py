@@ -13,17 +13,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic
 
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.kernel.groups import Groups as Groups
+from replaybuf.kernel.groups import Rows as Rows
 from replaybuf.kernel.options import OptionsT, StrategyOptions
 from replaybuf.packing.subset_sum import closest
 from replaybuf.wire.group import hash_name
-
-Rows = npt.NDArray[np.int64]
 
 LOOK_AHEAD = 64
 """Groups behind a full batch that may still complete it."""
@@ -37,115 +37,6 @@ source_code = hash_name
 
 STRATEGY_REASONS = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
 """Those that a strategy may tell; the others are of the run's state, which it does not see."""
-
-_COLUMNS: dict[str, npt.DTypeLike] = {
-    "row": np.int64,
-    "prompt_index": np.int64,
-    "adapter": np.int32,
-    "policy_version": np.int32,
-    "policy_version_max": np.int32,
-    "tokens": np.int32,
-    "rollouts": np.int32,
-    "times_sampled": np.int32,
-    "last_step": np.int32,
-    "reward_mean": np.float32,
-    "reward_std": np.float32,
-    "advantage_abs_mean": np.float32,
-    "arrival_s": np.float64,
-    "priority": np.float32,
-    "source": np.int32,
-    "longest_tokens": np.int32,
-    "truncated": np.int32,
-}
-_LATER = ("source", "longest_tokens", "truncated")
-"""Columns that may be left out where groups are built by hand: zeros."""
-
-
-def read_only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """View a column in a way that cannot be made writable again, as `flags.writeable` can."""
-    return np.asarray(column.data.toreadonly())
-
-
-class Groups:
-    """Live groups as read-only columns of equal length, in the order they were stored.
-
-    - `row` int64: name of the group for `Selection` and `Evictions`; grows with every stored group
-    - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_code` of the name; 0 = none)
-    - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
-    - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used); `longest_tokens` int32: of
-      the longest rollout; `truncated` int32: rollouts that ended at their token limit
-    - `reward_mean`, `reward_std`, `advantage_abs_mean`, `priority` float32
-    - `arrival_s` float64: seconds since the epoch when the group was stored
-
-    A column is taken from the index when it is first read: a strategy pays for what it looks at. Of all groups it is a
-    view, without a copy. Nothing here can be set or written: `AttributeError`, `ValueError`.
-    """
-
-    COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
-    DTYPES: ClassVar[Mapping[str, np.dtype[Any]]] = {name: np.dtype(kind) for name, kind in _COLUMNS.items()}
-
-    _base: dict[str, npt.NDArray[Any]]
-    _size: int
-    _which: Rows | None
-    row: Rows
-    prompt_index: npt.NDArray[np.int64]
-    adapter: npt.NDArray[np.int32]
-    policy_version: npt.NDArray[np.int32]
-    policy_version_max: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-    rollouts: npt.NDArray[np.int32]
-    times_sampled: npt.NDArray[np.int32]
-    last_step: npt.NDArray[np.int32]
-    reward_mean: npt.NDArray[np.float32]
-    reward_std: npt.NDArray[np.float32]
-    advantage_abs_mean: npt.NDArray[np.float32]
-    arrival_s: npt.NDArray[np.float64]
-    priority: npt.NDArray[np.float32]
-    source: npt.NDArray[np.int32]
-    longest_tokens: npt.NDArray[np.int32]
-    truncated: npt.NDArray[np.int32]
-
-    def __init__(self, **columns: npt.NDArray[Any]) -> None:
-        missing = [name for name in self.COLUMNS if name not in columns and name not in _LATER]
-        unknown = [name for name in columns if name not in _COLUMNS]
-        if missing or unknown:
-            raise TypeError(f"Groups: missing columns {missing}, unknown columns {unknown}")
-        self.__dict__.update(
-            _base={name: read_only(column) for name, column in columns.items()}, _size=len(columns["row"]), _which=None
-        )
-
-    @classmethod
-    def view_of(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
-        """Show the first `size` groups of `read_only` columns with room for more, or those at these positions."""
-        shown = object.__new__(cls)
-        shown.__dict__.update(_base=columns, _size=size, _which=which)
-        return shown
-
-    def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        """Take a column; found as a plain attribute from then on."""
-        if name not in _COLUMNS:
-            raise AttributeError(f"Groups has no column {name!r}; it has {', '.join(self.COLUMNS)}")
-        base = self._base.get(name)
-        if base is None:
-            base = read_only(np.zeros(self._size, _COLUMNS[name]))
-        column = base[: self._size] if self._which is None else read_only(base[self._which])
-        self.__dict__[name] = column
-        return column
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"Groups are read-only; {name!r} cannot be set")
-
-    def __len__(self) -> int:
-        return self._size if self._which is None else len(self._which)
-
-    def unread_copy(self) -> Groups:
-        """Return the same groups, of which nothing is read yet: what one reader does to it no other sees."""
-        return Groups.view_of(dict(self._base), self._size, self._which)
-
-    def take(self, which: npt.NDArray[Any]) -> Groups:
-        """Return the groups at these positions, or where this mask is true; nothing is read of the others."""
-        positions = np.flatnonzero(which) if which.dtype == bool else which
-        return Groups.view_of(self._base, self._size, positions if self._which is None else self._which[positions])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -325,7 +216,7 @@ class Filter(ABC, Generic[OptionsT]):
 
 
 def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
-    """Groups that may be started now and still be used in time.
+    """Count the groups that may be started now and still be used in time.
 
     A group started now gets version v = published_version and may be used up to the last step s with
     version(s) <= v + max_staleness, that is s < (v + max_staleness + 1) * steps_per_publish. With
@@ -345,7 +236,7 @@ def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, l
 
 
 def capacity_of(buffer: BufferView, flow: Flow, batches: float) -> int:
-    """Groups that may be started so that live ones and those out make so many batches, at least 0."""
+    """Count the groups that may be started until live groups and tickets out make this many batches, at least 0."""
     if batches <= 0:
         return 0
     budget = buffer.budget

@@ -128,12 +128,12 @@ class RunConfig(Spec, frozen=True):
         return tuple(sorted(self.adapters)) or ("",)
 
     def steps_per_publish_of(self, adapter: str = "") -> int:
-        """Steps, of the adapter, that make one version of it."""
+        """Return the own steps of an adapter that make one version of it."""
         spec = self.adapters.get(adapter)
         return spec.steps_per_publish if spec and spec.steps_per_publish else self.steps_per_publish
 
     def groups_per_batch_of(self, adapter: str = "") -> int | None:
-        """Groups of an adapter's own batch; of the run's batch where there is none."""
+        """Return the groups of an adapter's own batch; `""`: of the run's batch."""
         spec = self.adapters.get(adapter)
         return spec.groups_per_batch if spec else self.batch.groups_per_batch
 

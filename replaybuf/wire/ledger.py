@@ -14,9 +14,9 @@ from replaybuf.wire.config import Cost
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Base of all records. `at_s`: when it was written, seconds since the epoch; for histograms of ages and for people
+    """Base of all records.
 
-    to read, never an input of a decision.
+    `at_s`: seconds since the epoch when it was written, for histograms of ages and for people; no decision reads it.
     """
 
     at_s: float = 0.0
