@@ -134,7 +134,7 @@ def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> 
     check_estimator(name)
     if not len(rewards):
         raise Invalid("rewards is empty; a group has at least one rollout", name="rewards", value=0, bound=1)
-    with np.errstate(over="ignore", invalid="ignore"):  # judged below, by the result
+    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked below
         lengths = np.ones_like(rewards) if tokens is None else tokens
         result = np.zeros_like(rewards) if zero_variance(rewards) else ESTIMATORS[name](rewards, lengths)
         spread = rewards.std()

@@ -1,9 +1,9 @@
-"""Room under `limits.max_tokens_live` and `limits.max_bytes_live`, judged at the door, where sizes are known.
+"""Limits on live groups (`max_tokens_live`, `max_bytes_live`), checked at the append, where sizes are known::
 
-    live + coming <= bound, but for groups for want of which there is no next batch
+    live + coming <= bound, except for groups that the next batch waits for
 
-without which nothing would ever leave the buffer. So what is live never exceeds a bound, or what one batch takes,
-whichever is more. What has no room is told to come again.
+Without the exception nothing would ever leave the buffer. So live groups never exceed a bound, or one batch if that is
+larger. Groups that do not fit are answered 429, and their producer sends them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replaybuf.wire.config import Limits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What groups take; nothing by default."""
+    """Groups, tokens and bytes of some groups."""
 
     groups: int = 0
     tokens: int = 0
@@ -30,25 +30,24 @@ class Load:
         return Load(self.groups - other.groups, self.tokens - other.tokens, self.bytes - other.bytes)
 
     def over(self, limits: Limits) -> NoRoom | None:
-        """Name the bound that this exceeds, its value and the bound's."""
+        """Return the error of the first limit that this load exceeds, None if it exceeds none."""
         for name, value, bound in (
             ("max_tokens_live", self.tokens, limits.max_tokens_live),
             ("max_bytes_live", self.bytes, limits.max_bytes_live),
         ):
             if bound is not None and value > bound:
                 what = "tokens" if name == "max_tokens_live" else "bytes"
-                told = f"with the next group {value} {what} would be live; limits.{name} is {bound}"
-                return NoRoom(told, name=f"limits.{name}", value=value, bound=bound)
+                detail = f"with the next group {value} {what} would be live; limits.{name} is {bound}"
+                return NoRoom(detail, name=f"limits.{name}", value=value, bound=bound)
         return None
 
 
 def count_fitting(
     held: Load, coming: Sequence[Load], limits: Limits, lacking: Callable[[], int]
 ) -> tuple[int, NoRoom | None]:
-    """Count the first groups of `coming` that may enter beside `held`; with the bound that stops the next one.
+    """Return how many of the first groups of `coming` fit beside `held`, and the error for the next one.
 
-    A group that takes nothing always may. `lacking` says how many groups the next batch waits for; it is asked once,
-    when a bound is met.
+    An empty load always fits. `lacking` returns how many groups the next batch waits for; called once, at a bound.
     """
     wanted: int | None = None
     entered = 0

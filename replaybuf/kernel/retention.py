@@ -1,7 +1,7 @@
-"""What of a run's past is still told: the newest freed groups and the records of their batches; the rest is trimmed.
+"""Retention of a run's history: keep the newest freed groups and the records of their batches, trim the rest.
 
-Pure: `trim_point` looks at a state and names what may go. Never trimmed is what the state needs: index entries of
-groups that are not freed (few old ones are set aside), batch records that a resume may read.
+`trim_point` reads a state and returns what may go. It never trims what the state needs: index entries of groups that
+are not freed (few old ones are set aside) and batch records that a resume may read.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from replaybuf.kernel.state import RunState
 from replaybuf.wire.ledger import TrimRecord
 
 KEPT_GROUPS = 100_000
-"""Freed groups, and uses in freed batches, whose history is kept for people to look at."""
+"""Freed groups, and uses in freed batches, whose history people can still read."""
 KEPT_ENTRIES = 100
-"""Newest ledger entries that are always kept."""
+"""Newest ledger entries, never trimmed."""
 MOST_SET_ASIDE = 5_000
-"""Groups that one trimming may set aside."""
+"""Most groups that one trimming sets aside."""
 SPARSE = 4
-"""Groups are set aside where at least this many times as many entries go as stay."""
+"""Set groups aside only if at least this many times as many entries are trimmed."""
 
 
 def trim_point(state: RunState, kept_groups: int = KEPT_GROUPS, kept_entries: int = KEPT_ENTRIES) -> TrimRecord | None:
-    """Name the history that may go once a quarter more than `kept_groups` is there; None while it is not.
+    """Return the history to trim once there is a quarter more than `kept_groups`; None before.
 
-    `kept_entries` >= 1: the newest ledger entry tells the next one's number.
+    `kept_entries` >= 1: the next entry's number follows from the newest entry.
     """
     freed = np.flatnonzero(np.frombuffer(state.pool.freed_as, np.uint8)[1:]) + state.trimmed + 1
     uses = sum(len(made.numbers) for step, made in state.records.items() if step not in state.batches)
@@ -50,7 +50,7 @@ def _last_group(state: RunState, wanted: int) -> int:
 
 
 def _last_entry(state: RunState, kept_groups: int, kept_entries: int) -> int:
-    """Find the last ledger entry of which nothing is needed or told any more."""
+    """Find the last ledger entry that is neither needed nor kept for people."""
     needed = [batch.entry for batch in state.batches.values()]
     needed += [voided.entry for several in state.voided.values() for voided in several]
     uses = 0

@@ -1,6 +1,6 @@
-"""The rules that answers of plug-ins are held to; to break one is a `StrategyFault` naming plug-in, rule and value.
+"""Rules for the answers of plug-ins: breaking one raises `StrategyFault` with plug-in, rule and value.
 
-Answers are held to the core's own index, not to the columns that the plug-in was shown.
+Answers are checked against the core's own index, not against the columns that the plug-in saw.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 """A reason is a label of a metric."""
 
 Rule = tuple[str, bool, Any]
-"""A rule, whether it was kept, and the value that says so."""
+"""A rule, whether it is kept, and the value that was checked."""
 
 
 def hold(strategy: str, step: int, rules: Iterable[Rule]) -> None:
-    """Hold a strategy to rules, one after the other. Raises `StrategyFault`."""
+    """Check rules for a strategy in order. Raises `StrategyFault` for the first that is broken."""
     _hold(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
 
 
@@ -43,9 +43,9 @@ def check_selection(
     usable_by: Iterable[UsabilityRule],
     budget: Budget,
 ) -> Selection | Waiting:
-    """Return what a strategy chose at `step`, as arrays, held to its contract.
+    """Check the answer of a strategy at `step` and return it with arrays.
 
-    `usable_by` are what makes a group usable at this step. Raises `StrategyFault` naming the strategy and the rule.
+    `usable_by`: rules for usable groups at this step. Raises `StrategyFault` with the strategy and the rule.
     """
     if isinstance(chosen, Waiting):
         hold(strategy, step, _rules_of_waiting(chosen))
@@ -56,16 +56,16 @@ def check_selection(
     hold(strategy, step, _rules_of_groups(rows, index, usable_by, budget))
     if chosen.weights is None:
         return Selection(rows)
-    with np.errstate(over="ignore"):  # what is beyond 32 bits becomes infinite, which is no weight
+    with np.errstate(over="ignore"):  # values beyond 32 bits become infinite, which is rejected below
         weights = np.asarray(chosen.weights).astype(np.float32)
     unfit = int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
     hold(strategy, step, [("gives finite weights above 0", not unfit, unfit)])
     return Selection(rows, weights)
 
 
-def _rules_of_waiting(told: Waiting) -> Iterable[Rule]:
-    yield "gives a reason of the closed list", told.reason in STRATEGY_REASONS, told.reason
-    for name, value in (("groups", told.groups), ("tokens", told.tokens)):
+def _rules_of_waiting(waiting: Waiting) -> Iterable[Rule]:
+    yield "gives a reason of the closed list", waiting.reason in STRATEGY_REASONS, waiting.reason
+    for name, value in (("groups", waiting.groups), ("tokens", waiting.tokens)):
         whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
         yield f"tells whole {name} that may be used now, 0 or more", bool(whole), repr(value)
 
@@ -81,7 +81,7 @@ def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
 
 
 def are_rows(rows: npt.NDArray[Any]) -> bool:
-    """Say whether these can be names of groups: whole numbers in one dimension."""
+    """Return whether these can be rows of groups: whole numbers in one dimension."""
     return rows.ndim == 1 and rows.dtype.kind in "iu"
 
 
@@ -101,9 +101,9 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
 
 
 def check_evictions(plugin: str, found: Evictions, index: Index, rows: Rows) -> Evictions:
-    """Return what a plug-in drops of the groups at these rows, ascending, as tuples, held to what it may.
+    """Check what a plug-in drops of the groups at these rows, ascending, and return it as tuples.
 
-    Raises `StrategyFault` naming it and the rule.
+    Raises `StrategyFault` with the plug-in and the rule.
     """
     _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
     _hold(plugin, plugin, "", _rules_of_evictions(found, index, rows))

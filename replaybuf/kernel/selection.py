@@ -1,4 +1,4 @@
-"""What the strategy is asked: how many groups may start, which make the next batch, which are of no use any more.
+"""Calls the strategy for admission, selection and eviction, and explains why a batch waits.
 
 Reads the state (`inputs`), checks the answers (`rules`) and changes nothing.
 """
@@ -40,13 +40,13 @@ PRODUCER_SILENCE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSelection(Selection):
-    """The groups of a batch that adapters share, those of one behind those of another; `turn`: who is first next."""
+    """Groups of a batch, those of one adapter after those of another; `turn`: the adapter with the next turn."""
 
     turn: str = ""
 
 
 class Selector:
-    """Questions to the strategy of run `name`. `last_asked_s`: by adapter, when a producer last asked for a ticket.
+    """Calls to the strategy of run `name`. `last_asked_s`: by adapter, when a producer last asked for a ticket.
 
     The service and the simulator own the state, the book, the clock and the rates, and feed them.
     """
@@ -83,7 +83,7 @@ class Selector:
 
     @property
     def bounds(self) -> Bounds:
-        """What that strategy promises."""
+        """Bounds of that strategy, which the core enforces."""
         return self.inputs.plugins.bounds
 
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
@@ -107,7 +107,7 @@ class Selector:
     # ------------------------------------------------------------------ admission
 
     def capacity(self, adapter: str = "") -> int:
-        """Count how many more groups, of an adapter where there are any, producers may start now."""
+        """Return how many more groups of an adapter producers may start now."""
         flow, strategy = self.inputs.flow(), self.strategy
 
         def checked() -> int:
@@ -124,7 +124,7 @@ class Selector:
         return max(0, granted)
 
     def _room(self) -> int:
-        """Count how many more groups of mean size the bounds on what is live have room for, besides the tickets out."""
+        """Return how many more groups of mean size fit below the limits on live groups, besides the tickets out."""
         limits, state = self.config.limits, self._state
         room = float(LARGEST_INTEGER)
         if limits.max_tokens_live is not None:
@@ -136,38 +136,38 @@ class Selector:
         return math.floor(room) - self._book.out
 
     def lacking(self) -> int:
-        """Count the groups for want of which there is no next batch, at least 1; 0 where none is wanted."""
+        """Return how many groups the next batch waits for, at least 1; 0 if it waits for none."""
         return sum(self._lacking(adapter) for adapter in self.config.adapter_names)
 
     def _lacking(self, adapter: str) -> int:
-        """Count those of one adapter; none where the next batch can be made without it."""
+        """Return how many groups of one adapter it waits for; 0 if the batch can be made without the adapter."""
         waits = self.why_waiting()
         if waits and adapter and waits.blocked_on == "producers":  # the nearest is; this one may not be
             waits = self.why_adapter_waits(adapter)
         if waits is None or waits.blocked_on != "producers":
             return 0
-        # Of what rests, or is ahead of its rate, nobody can say how many more make a batch: one at a time.
+        # With a cooldown or a rate limit, the missing number is unknown: admit one group at a time.
         have = self._given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
         groups = waits.need.groups - have.groups
         tokens = (waits.need.tokens - have.tokens) / self.inputs.tokens_per_group()
         return max(1, groups, math.ceil(tokens))
 
     def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
-        """Say who is waited for where there is no capacity: the producers, if the trainer waits for them too.
+        """Explain a lack of capacity: `blocked_on` is `producers` if the trainer waits for groups, else `trainer`.
 
-        Then it is the tickets out that take the room, and else groups that wait for the trainer, or its publication.
+        In the first case tickets out use the capacity, in the second groups that wait for the trainer.
         """
         oldest_s = self._book.oldest_deadline_s(adapter)
         if oldest_s is None or not self._lacks_groups(adapter):
             return waiting("rate_limited", have, self.config, blocked_on="trainer")
         left_s = max(0.0, oldest_s - self._clock())
-        told = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
-        return waiting("rate_limited", have, self.config, blocked_on="producers", detail=told)
+        detail = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
+        return waiting("rate_limited", have, self.config, blocked_on="producers", detail=detail)
 
     def _lacks_groups(self, adapter: str) -> bool:
-        """Say whether the next batch, or an adapter's part in it, waits for producers.
+        """Return whether the next batch, or an adapter's part in it, waits for producers.
 
-        Every producer that waits for a ticket asks this after every change: the strategy is asked once.
+        Cached per change, because every producer that waits for a ticket asks again after every change.
         """
         moment = self._state.entries, self._state.stored, self._book.out_of(adapter)
         known = self._lacks.get(adapter)
@@ -214,7 +214,7 @@ class Selector:
         budget = budget or self.inputs.own_budget(adapter)
         name, strategy = self.config.strategy.name, self.strategy
 
-        def checked() -> Selection | Waiting:  # what is malformed is found here, as a fault of the strategy
+        def checked() -> Selection | Waiting:  # checked inside the call: a malformed answer is a fault of the strategy
             rng = self.inputs.generator(step, adapter)
             chosen = strategy.select(groups.unread_copy(), view, dataclasses.replace(budget), rng)
             return check_selection(name, step, chosen, state.index, self.inputs.usability_rules(step, adapter), budget)
@@ -226,7 +226,7 @@ class Selector:
         return chosen
 
     def candidates(self) -> list[int]:
-        """List the oldest groups that the next batch may use, as far as its budget reaches."""
+        """List the oldest groups that the next batch may use, up to its budget."""
         numbers: list[int] = []
         for adapter in self._state.rotation.order(self.config.adapter_names):
             groups, budget = self.inputs.usable(self._state.next_step, adapter), self.inputs.own_budget(adapter)
@@ -239,9 +239,9 @@ class Selector:
     # ------------------------------------------------------------------ eviction
 
     def evictable(self, only: Numbers | None = None, *, filtered: bool = False) -> dict[str, list[int]]:
-        """Name, by reason, the live groups (of `only`) that no batch from the next step on may use.
+        """Return by reason the live groups (of `only`) that no batch from the next step on may use.
 
-        Filters judge a group when it arrives (`only`), and again where `filtered` says that what they judged is open.
+        Filters see a group when it arrives (`only`), and all groups again if `filtered`.
         """
         index = self._state.index
         rows = index.live() if only is None else index.rows_of(only)
@@ -257,7 +257,7 @@ class Selector:
         return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
 
     def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
-        """Add those of these groups, of one adapter, to `by_reason`."""
+        """Add the unusable groups among these, of one adapter, to `by_reason`."""
         config, filters, index = self.config, self.inputs.plugins.filters, self._state.index
         strategy = self.strategy
         groups = index.groups(rows)
@@ -267,7 +267,7 @@ class Selector:
         ]
         published = self._state.published[adapter]
         if int(groups.policy_version_max.max()) > published:
-            # Let in by the history before a rewind and stored after it, past the door or by a leader that died.
+            # Admitted before a rewind and stored after it: by a direct writer, or by a leader that died.
             newer = tuple(groups.row[groups.policy_version_max > published].tolist())
             asked.append(("the core", lambda: Evictions(newer, (LOST_LINEAGE,) * len(newer))))
         if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.inputs.seq_len:
@@ -284,12 +284,12 @@ class Selector:
 
             found = self.ask("evict", checked, plugin)
             for number, reason in zip(found.rows, found.reasons, strict=True):
-                if number not in gone:  # the first that drops a group names the reason
+                if number not in gone:  # the first plug-in that drops a group gives the reason
                     gone.add(number)
                     by_reason.setdefault(reason, []).append(int(number))
 
     def unfit(self, only: Numbers | None = None) -> dict[str, list[int]]:
-        """Name, by reason, the live groups (of `only`) that no batch can hold, written to Redis past the door."""
+        """Return by reason the live groups (of `only`) that no batch can hold, stored without an admission check."""
         budget, index = self.config.batch.tokens_per_batch, self._state.index
         rows = index.live() if only is None else index.rows_of(only)
         rows = rows[index["state"][rows] == LIVE]
@@ -304,7 +304,7 @@ class Selector:
     # ------------------------------------------------------------------ explaining
 
     def why_waiting(self) -> WaitingAnswer | None:
-        """Say why the next batch cannot be made now; None where it can."""
+        """Explain why the next batch cannot be made now; None if it can."""
         if self._state.state == "running" and self._state.next_step > self._state.step + self.bounds.look_ahead:
             return self.explain("awaiting_ack")
         try:
@@ -314,7 +314,7 @@ class Selector:
         return outcome if isinstance(outcome, WaitingAnswer) else None
 
     def why_adapter_waits(self, adapter: str) -> WaitingAnswer | None:
-        """Say why an adapter could give nothing to a batch, had it the whole of it; None where it could."""
+        """Explain why an adapter has no groups for a batch of its own; None if it has."""
         if self._state.state != "running":
             return self.explain(self._state.state, adapter=adapter)
         try:
@@ -324,11 +324,11 @@ class Selector:
         return outcome if isinstance(outcome, WaitingAnswer) else None
 
     def silent(self, adapter: str) -> bool:
-        """Say whether no producer asked for a ticket, of an adapter, for so long that there may be none."""
+        """Return whether no producer has asked for a ticket of an adapter for `PRODUCER_SILENCE_S`."""
         return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
 
     def supply_ended(self) -> bool:
-        """Say whether no batch can come any more: no prompt left, no ticket out, too few groups for every adapter."""
+        """Return whether no batch can come any more: no prompt left, no ticket out, too few groups everywhere."""
         book = self._book
         if book.out or not all(book.used_up(name) for name in self.config.adapter_names):
             return False
@@ -336,30 +336,30 @@ class Selector:
         return all(one is not None and one.blocked_on == "producers" for one in waits)
 
     def explain(
-        self, reason: str, groups: Groups | None = None, adapter: str = "", told: Waiting | None = None
+        self, reason: str, groups: Groups | None = None, adapter: str = "", limit: Waiting | None = None
     ) -> WaitingAnswer:
-        """Build the waiting answer of a batch, or of one adapter's part; `groups` are the usable ones.
+        """Build the waiting answer of a batch, or of one adapter's part; `groups` are the usable groups.
 
-        `told`: how much of these the strategy says may be used now.
+        `limit`: how many of these may be used now, according to the strategy.
         """
         if self.config.adapters and not adapter:
             live = self._state.pool.live_totals()
             return waiting(reason, Amount(live.groups, live.tokens), self.config)
         have = self._given(adapter, groups)
-        if told:
-            have = Amount(_least(told.groups, have.groups), _least(told.tokens, have.tokens))
+        if limit:
+            have = Amount(_least(limit.groups, have.groups), _least(limit.tokens, have.tokens))
         missing = self.inputs.own_budget(adapter).groups or 0
         return waiting(reason, have, self.config, adapter=adapter, missing=missing)
 
     def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
-        """Count what the strategy is shown for the next batch, or `groups`."""
+        """Sum up `groups`, by default those that the strategy sees for the next batch."""
         usable = self.inputs.usable(self._state.next_step, adapter) if groups is None else groups
         return Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
 
-    def _reason(self, groups: Groups, told: str, adapter: str) -> str:
-        """Choose the first reason that holds when a strategy says it cannot fill a batch."""
-        if len(groups) or told == "rate_limited":
-            return told
+    def _reason(self, groups: Groups, given: str, adapter: str) -> str:
+        """Return the first reason that holds; `given` is the strategy's."""
+        if len(groups) or given == "rate_limited":
+            return given
         if hash_name(adapter) in self._state.pool.stale_adapters:
             return "all_stale"
         left_over = self._state.pool.live_totals(adapter).groups or self._used_up_by_last_batch(adapter)
@@ -368,7 +368,7 @@ class Selector:
         return "no_producers" if self.silent(adapter) and not self._book.out_of(adapter) else "no_groups"
 
     def _used_up_by_last_batch(self, adapter: str) -> bool:
-        """Say whether the newest batch used groups for the last time: there were groups, and reuse took them."""
+        """Return whether the newest batch used groups for the last time."""
         last = self._state.batches.get(self._state.next_step - 1)
         if last is None or self._state.max_uses is None:
             return False
@@ -378,5 +378,5 @@ class Selector:
         return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
 
 
-def _least(told: int | None, given: int) -> int:
-    return given if told is None else min(int(told), given)
+def _least(limit: int | None, given: int) -> int:
+    return given if limit is None else min(int(limit), given)

@@ -193,7 +193,7 @@ class Strategy(ABC, Generic[OptionsT]):
 
 
 class Filter(ABC, Generic[OptionsT]):
-    """Which groups are not to be trained at all, judged once, when they arrive: a plug-in of `replaybuf.filters`.
+    """Drops groups that must not be trained, checked once, when they arrive: a plug-in of `replaybuf.filters`.
 
     Filters of a run are asked in their order; what one drops is evicted with its reason, counted, and its place is
     given to another group, so that batches stay as large as they were. Pure, like a strategy.

@@ -26,7 +26,7 @@ LARGEST_INTEGER = 2**53 - 1
 """Largest whole number that every JSON reader keeps exactly; it also fits every column and record."""
 LONGEST_S = 366 * 86400.0
 MOST_ADAPTERS = 256
-"""Each is asked why it waits whenever a state is told: about a millisecond of the service."""
+"""The state of a run explains why each adapter waits; all together take about a millisecond."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
@@ -56,7 +56,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all parts: immutable, and a field nobody knows is refused."""
+    """Base of all parts: immutable; unknown fields are errors."""
 
 
 class StrategySpec(Spec, frozen=True):
@@ -80,7 +80,7 @@ class BatchSpec(Spec, frozen=True):
 
 
 class TicketSpec(Spec, frozen=True):
-    """Leave to generate: its life, tries per prompt, size of a finite supply of prompts (None = endless)."""
+    """Tickets: lifetime, tries per prompt, size of a finite supply of prompts (None = endless)."""
 
     ttl_s: Seconds = 600
     max_attempts: Positive = 3
@@ -107,7 +107,7 @@ class AdapterSpec(Spec, frozen=True):
 
 
 class RunConfig(Spec, frozen=True):
-    """One run, as docs/http.md tells it. All parts but `batch` have defaults; `check_run_config` judges the whole."""
+    """Configuration of one run. All parts but `batch` have defaults; `check_run_config` checks the whole."""
 
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()
@@ -182,7 +182,7 @@ def check_run_name(run: str) -> str:
 
 
 def check_run_config(config: RunConfig) -> None:
-    """Refuse, with the reason, what would deadlock or starve (guarantee 12). Raises `Invalid`."""
+    """Reject configurations that would deadlock or starve (guarantee 12). Raises `Invalid` with the reason."""
     batch = config.batch
     if config.adapters:
         _check_adapters(config)
@@ -204,7 +204,7 @@ def check_run_config(config: RunConfig) -> None:
 
 
 def _check_sizes(config: RunConfig) -> None:
-    """Refuse a batch that can hold no group, and a buffer that can hold no batch."""
+    """Reject a batch that can hold no group, and a buffer that can hold no batch."""
     budget, most = config.batch.tokens_per_batch, config.limits.max_tokens_live
     smallest_group = (config.group_size or 1) * MIN_TOKENS_PER_ROLLOUT
     if budget is not None and budget < smallest_group:
@@ -232,7 +232,7 @@ def _check_sizes(config: RunConfig) -> None:
 
 
 def _check_bytes(limits: Limits, rollouts: int) -> None:
-    """Refuse a buffer that may not be able to hold one group, and a bound that no group could keep."""
+    """Reject a buffer that cannot hold one group, and a limit below the smallest frame."""
     if limits.max_bytes_live is not None and limits.max_bytes_live < limits.max_group_bytes:
         raise Invalid(
             f"limits.max_bytes_live is {limits.max_bytes_live}; one group may have limits.max_group_bytes, "
@@ -253,7 +253,7 @@ def _check_bytes(limits: Limits, rollouts: int) -> None:
 
 
 def _check_adapters(config: RunConfig) -> None:
-    """Refuse names that cannot be told apart, and what only a run without adapters may set."""
+    """Reject names with equal hashes, and fields that only a run without named adapters may set."""
     coded: dict[int, str] = {hash_name(""): ""}
     for name in config.adapter_names:
         if not ADAPTER_NAME.fullmatch(name):
@@ -281,7 +281,7 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:
-    """Name the fields, dotted, in which two configurations differ."""
+    """List the fields, dotted, in which two configurations differ."""
 
     def walk(prefix: str, left: Any, right: Any) -> list[str]:
         if isinstance(left, dict) and isinstance(right, dict) and prefix.count(".") < 2:

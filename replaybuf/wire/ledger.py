@@ -46,11 +46,12 @@ class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
 
 
 class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
-    """History from `step` on was given back to a trainer that resumed there; `generation` is the new one.
+    """A trainer resumed at `step`, before the newest step; a new `generation` begins.
 
-    `redeliver`: its batches stand and are served again; `resample`: they are voided, their groups may be sampled again.
-    `version` = version(step) becomes the published version. Groups up to number `until` that hold tokens of a later,
-    lost version are evicted as `lost_lineage` unless a standing batch holds them. `versions`: those of the adapters.
+    `redeliver`: the batches from `step` on are served again; `resample`: they are voided, and their groups may be
+    sampled again. `version` = version(step) becomes the published version, `versions` those of named adapters.
+    Groups up to number `until` with tokens of a later, lost version are evicted as `lost_lineage`, unless a batch holds
+    them.
     """
 
     step: int
@@ -89,7 +90,7 @@ class AdapterStep(msgspec.Struct, frozen=True):
 class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     """One batch: the groups of one step. `seed` is what the strategy's generator was seeded with.
 
-    Of a run with adapters: `adapters` that have a part in it, `turn` who has the next turn; `version` is 0.
+    In a run with named adapters: `adapters` with a part in it, `turn` the one with the next turn; `version` is 0.
     """
 
     step: int
@@ -135,7 +136,7 @@ class DeadLetterRecord(Record, frozen=True, kw_only=True, tag="DEAD_LETTER"):
 
 
 class PurgeRecord(Record, frozen=True, kw_only=True, tag="PURGE"):
-    """An operator let the bytes of dead letters go."""
+    """An operator deleted the bytes of dead letters."""
 
     numbers: list[int]
 
@@ -157,7 +158,7 @@ class PolicyRecord(Record, frozen=True, kw_only=True, tag="POLICY"):
 
 
 class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
-    """A prompt that came to its end without a group, and why."""
+    """A prompt that failed: it ends without a group, for this reason."""
 
     adapter: str
     prompt_index: int
@@ -167,7 +168,7 @@ class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
 
 
 class TrimRecord(Record, frozen=True, kw_only=True, tag="TRIM"):
-    """History is told no longer: of freed groups up to number `groups`, of ledger entries up to `entries`."""
+    """History was trimmed: freed groups up to number `groups`, ledger entries up to `entries`."""
 
     groups: int
     entries: int
@@ -190,7 +191,7 @@ AnyRecord = (
 
 
 def newest_group(record: AnyRecord) -> int:
-    """Return the highest group number that a record goes by; 0 where it goes by none. All were stored before it."""
+    """Return the highest group number in a record, 0 if it has none. These groups were stored before it."""
     match record:
         case BatchRecord():
             return max((group.number for group in record.groups), default=0)
