@@ -31,7 +31,7 @@ START_S = 60
 
 
 def main() -> None:
-    """Fuzz each target in a process of its own; exit with 1 where one broke."""
+    """Fuzz each target in a process of its own; exit with 1 if one broke."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="for all targets together")
     parser.add_argument("--target", choices=NAMES, action="append", help="repeat for several; all by default")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def report(name: str, seconds: int) -> bool:
-    """Fuzz one target and print a line about it; False where it broke."""
+    """Fuzz one target and print a line about it; False = it broke."""
     command = [sys.executable, "-m", "tests.fuzz", "--within", name, "--seconds", str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + START_S, check=False)
     runs = re.findall(r"#(\d+)\s.*cov: (\d+) ft: (\d+) corp: (\d+)", done.stderr)
@@ -73,7 +73,7 @@ def fuzz(name: str, seconds: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds):
         (seeds / f"seed-{number}").write_bytes(seed)
-    known = [folder for folder in (kept, seeds, CORPUS / name) if folder.is_dir()]
+    folders = [folder for folder in (kept, seeds, CORPUS / name) if folder.is_dir()]
     options = {
         "max_total_time": seconds,
         "max_len": LARGEST_INPUT_BYTES,
@@ -81,7 +81,7 @@ def fuzz(name: str, seconds: int) -> None:
         "timeout": SLOWEST_INPUT_S,
         "artifact_prefix": f"{KEPT}/{name}-",
     }
-    atheris.Setup([sys.argv[0], *(f"-{key}={value}" for key, value in options.items()), *map(str, known)], target.run)
+    atheris.Setup([sys.argv[0], *(f"-{key}={value}" for key, value in options.items()), *map(str, folders)], target.run)
     atheris.Fuzz()
 
 

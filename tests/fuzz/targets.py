@@ -1,7 +1,7 @@
 """What is fuzzed: one function per decoder, which may raise the errors that the decoder documents and nothing else.
 
 Each target holds what it decodes to the promises of its format: arrays within the buffer, sizes within the bound,
-whatever passes the checks of the door can be encoded, truncated and packed.
+every group that passes `check_group` can be encoded, truncated and packed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def batch(data: bytes) -> None:
 
 
 def entries(data: bytes) -> None:
-    """Read entries of the index stream, as the stream and as the hash of entries set aside give them."""
+    """Read entries of the index stream, from the stream and from the hash of old entries."""
     cut = min(ENTRY.itemsize, len(data))
     fields = [b"n", data[:cut], b"s", data[cut:]]
     assert len(read_chunk([(b"1-0", fields)]).numbers) == 1
@@ -82,14 +82,14 @@ def entries(data: bytes) -> None:
 
 
 def ticket(data: bytes) -> None:
-    """Read a ticket; what is one reads the same when it is written again."""
+    """Read a ticket; a valid ticket round trips."""
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(NotFound):
         assert parse_ticket(str(parse_ticket(text))) == parse_ticket(text)
 
 
 def judge_frame(data: bytes) -> None:
-    """Decode one frame and hold the group to its promises."""
+    """Decode one frame and check the invariants of the group."""
     with contextlib.suppress(Malformed):
         made = decode_frame(data, max_bytes=LARGEST_BYTES)
         assert made.nbytes <= LARGEST_BYTES
@@ -103,7 +103,7 @@ def judge_frame(data: bytes) -> None:
 
 
 def judge_group(made: Group) -> None:
-    """Check a group as the door does; what it lets in can be written, cut and packed."""
+    """Check a group; accepted groups can be written, cut and packed."""
     if check_group(made, GroupLimits(adapters=frozenset({made.adapter}))) is not None:
         return
     again = decode_frame(encode_frame(made, compress=True))
@@ -176,7 +176,7 @@ def _seed_json() -> list[bytes]:
 
 
 class Target(NamedTuple):
-    """A decoder to fuzz and bytes that it takes, to start from."""
+    """A decoder to fuzz, and valid bytes to start from."""
 
     run: Callable[[bytes], None]
     seeds: list[bytes]

@@ -13,8 +13,8 @@ FOUND = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_seed_is_taken_whole_and_with_a_byte_changed(name: str) -> None:
-    """At sixty-four places."""
+def test_a_seed_is_handled_whole_and_with_one_changed_byte(name: str) -> None:
+    """The byte is changed at 64 places."""
     target = TARGETS[name]
     for seed in target.seeds:
         target.run(seed)
@@ -23,7 +23,7 @@ def test_a_seed_is_taken_whole_and_with_a_byte_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_what_was_found_is_mended(path: Path) -> None:
+def test_findings_stay_fixed(path: Path) -> None:
     TARGETS[path.parent.name].run(path.read_bytes())
 
 

@@ -13,13 +13,13 @@ from replaybuf.wire.config import Cost
 
 
 @pytest.mark.parametrize("cost", [Cost(-1.0, 1.0), Cost(0.0, 0.0), Cost(math.nan, 1.0), Cost(1.0, math.inf)])
-def test_coefficients_that_order_nothing_are_refused(cost: Cost) -> None:
+def test_invalid_coefficients_are_rejected(cost: Cost) -> None:
     with pytest.raises(Invalid, match="finite and >= 0") as caught:
         cost.check()
     assert caught.value.name == "cost"
 
 
-def test_costs_in_whole_numbers_keep_their_ratios_and_sum_without_overflow() -> None:
+def test_integer_costs_keep_their_ratios_and_sum_without_overflow() -> None:
     lengths = np.array([1, 500, 8192, 2**31 - 1], np.int32)
     whole, real = whole_costs(lengths, TYPICAL), rollout_costs(lengths)
     assert whole.dtype == np.int64 and int(whole.max()) == 2**36

@@ -25,7 +25,7 @@ Lengths = npt.NDArray[np.int32]
 
 
 def lognormal_lengths(count: int, seed: int) -> Lengths:
-    """Draw lengths as reasoning runs have them: median 665 tokens, a long tail cut at seq_len."""
+    """Draw lengths like a reasoning run: median 665 tokens, a long tail cut at seq_len."""
     drawn = np.random.default_rng(seed).lognormal(6.5, 0.9, count)
     return np.clip(drawn, 16, SEQ_LEN).astype(np.int32)
 
@@ -88,7 +88,7 @@ def test_a_filler_row_appears_only_where_rollouts_are_fewer_than_rows(job: tuple
 
 @given(jobs())
 @settings(steady, max_examples=300)
-def test_the_rows_of_a_rank_stand_in_the_order_of_their_cost(job: tuple[Lengths, int, int]) -> None:
+def test_the_rows_of_a_rank_are_ordered_by_cost(job: tuple[Lengths, int, int]) -> None:
     """So that the slots of all ranks, which wait for each other, cost about the same."""
     lengths, seq_len, ranks = job
     costs = rollout_costs(lengths)
@@ -107,7 +107,7 @@ def test_the_same_lengths_give_the_same_grid(job: tuple[Lengths, int, int]) -> N
 @given(jobs())
 @steady
 def test_no_two_rows_of_the_bins_would_fit_into_one(job: tuple[Lengths, int, int]) -> None:
-    """Any-fit: a new row is opened only where no open one has room, so the bins are fewer than twice the least."""
+    """A new row is opened only if no open row has space, so there are fewer than twice the least."""
     lengths, seq_len, _ = job
     rows = best_fit_decreasing(lengths, seq_len)
     filled = sorted(int(lengths[row].sum()) for row in rows)
@@ -153,7 +153,7 @@ def test_packing_4096_rollouts_is_ten_times_faster_than_a_naive_first_fit() -> N
 
 
 def test_one_rank_has_the_rows_of_best_fit_and_packs_in_little_more_time() -> None:
-    """It waits for no other, so its rows are not made level, only put in the order of their cost."""
+    """Its rows are not evened out, only ordered by cost."""
     lengths = lognormal_lengths(4096, 0)
     (rows,) = pack(lengths, SEQ_LEN, 1)
     assert sorted(rows) == sorted(best_fit_decreasing(lengths, SEQ_LEN))
@@ -161,10 +161,10 @@ def test_one_rank_has_the_rows_of_best_fit_and_packs_in_little_more_time() -> No
     assert best_s(lambda: pack(lengths, SEQ_LEN, 1), 9) <= 1.6 * alone
 
 
-def test_no_exchange_is_looked_for_where_the_costliest_rank_has_the_dearest_rollout_alone(
+def test_no_exchange_is_searched_if_the_costliest_rank_has_only_the_costliest_rollout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No grid is more even then."""
+    """No grid is more even."""
     monkeypatch.setattr(exchange, "_find", lambda *_: pytest.fail("an exchange was looked for"))
     for seed in range(3):
         grid = pack(lognormal_lengths(4096, seed), SEQ_LEN, 512)
@@ -204,7 +204,7 @@ def test_exchanging_between_ranks_never_overfills_a_row() -> None:
 
 
 @pytest.mark.parametrize("seed", [571, 1121, 1153])
-def test_a_rollout_moves_only_to_a_row_that_has_room(seed: int) -> None:
+def test_a_rollout_moves_only_to_a_row_with_space(seed: int) -> None:
     """Batches, found by search, in which the best exchange would be a move into a row that is too full for it."""
     rng = np.random.default_rng(seed)
     mean, sigma = rng.uniform(4.5, 7.5), rng.uniform(0.5, 1.3)
@@ -214,7 +214,7 @@ def test_a_rollout_moves_only_to_a_row_that_has_room(seed: int) -> None:
 
 
 def test_slots_of_all_ranks_cost_about_the_same() -> None:
-    """Ranks wait for each other after every micro-batch: what the dearest of each slot costs, over the mean."""
+    """Ranks wait for each other after every micro-batch: the costliest of each slot, over the mean."""
     shares = []
     for seed in range(20):
         lengths = lognormal_lengths(512, seed)
@@ -256,7 +256,7 @@ def test_with_adapters_rows_are_no_more_than_their_bins_need_and_fillers_as_few_
     assert fillers(grid) == max(0, ranks * len(grid[0]) - len(lengths))
 
 
-def test_ranks_are_even_where_four_adapters_share_a_batch() -> None:
+def test_ranks_are_even_if_four_adapters_share_a_batch() -> None:
     for seed in range(30):
         lengths = lognormal_lengths(512, seed)
         adapters = np.random.default_rng(seed).integers(0, 4, 512).astype(np.int32)
@@ -264,7 +264,7 @@ def test_ranks_are_even_where_four_adapters_share_a_batch() -> None:
         assert costs.max() / costs.mean() <= 1.005, seed
 
 
-def test_ranks_are_balanced_by_the_cost_that_is_given() -> None:
+def test_ranks_are_balanced_by_the_given_cost() -> None:
     """Without attention tokens are balanced; with nothing but attention their squares."""
     lengths = lognormal_lengths(512, 1)
     for cost in (Cost(1.0, 0.0), Cost(0.0, 1.0), Cost(5e10, 3e5)):
@@ -292,14 +292,14 @@ def test_the_cost_of_a_rollout_grows_faster_than_its_length() -> None:
 
 
 @pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1, 10**9])
-def test_a_number_of_ranks_outside_1_to_4096_is_refused(ranks: int) -> None:
+def test_a_number_of_ranks_outside_1_to_4096_is_rejected(ranks: int) -> None:
     with pytest.raises(Invalid, match=rf"dp_world_size is {ranks}; it must be in 1\.\.4096") as caught:
         pack(np.array([3], np.int32), 8, ranks)
     assert (caught.value.name, caught.value.value, caught.value.bound) == ("dp_world_size", ranks, 4096)
 
 
 @pytest.mark.parametrize("ranks", [1, MAX_RANKS])
-def test_any_number_of_ranks_from_1_to_4096_is_served(ranks: int) -> None:
+def test_any_number_of_ranks_from_1_to_4096_works(ranks: int) -> None:
     grid = pack(np.array([3, 8, 1], np.int32), 8, ranks)
     assert len(grid) == ranks and sorted(i for rank in grid for row in rank for i in row) == [0, 1, 2]
 

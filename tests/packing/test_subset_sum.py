@@ -15,10 +15,10 @@ from tests.builders import steady
     st.lists(st.integers(1, 40), max_size=9), st.integers(0, 120), st.integers(-5, 130), st.none() | st.integers(0, 9)
 )
 @steady
-def test_the_earliest_choice_that_is_enough_is_taken_or_the_closest_one(
+def test_the_earliest_sufficient_choice_wins_else_the_closest(
     sizes: list[int], room: int, enough: int, max_count: int | None
 ) -> None:
-    """Against all subsets of at most so many."""
+    """Against all subsets within the count."""
     chosen = closest(sizes, room, min(enough, room), max_count)
     total = sum(sizes[at] for at in chosen)
     most = len(sizes) if max_count is None else min(max_count, len(sizes))
@@ -39,7 +39,7 @@ def test_the_earliest_choice_that_is_enough_is_taken_or_the_closest_one(
 
 @given(st.lists(st.integers(1, 10**6), max_size=64), st.integers(0, 10**7))
 @steady
-def test_a_room_of_millions_is_filled_to_a_thousandth_and_never_exceeded(sizes: list[int], room: int) -> None:
+def test_a_capacity_of_millions_is_filled_to_a_thousandth_and_never_exceeded(sizes: list[int], room: int) -> None:
     """Sizes are rounded up there: 64 of them by less than a thousandth of the room."""
     total = sum(sizes[at] for at in closest(sizes, room, room))
     plainly = 0
@@ -50,9 +50,7 @@ def test_a_room_of_millions_is_filled_to_a_thousandth_and_never_exceeded(sizes: 
 
 @given(st.lists(st.integers(1, 10**6), max_size=64), st.integers(0, 10**7), st.integers(0, 64))
 @steady
-def test_a_count_is_never_exceeded_and_what_it_costs_in_exactness_is_little(
-    sizes: list[int], room: int, max_count: int
-) -> None:
+def test_a_count_is_never_exceeded_and_costs_little_exactness(sizes: list[int], room: int, max_count: int) -> None:
     """Against the first that fit: with n sizes each is rounded up by less than (n + 1) 65,536ths of the room."""
     chosen = closest(sizes, room, room, max_count)
     total, plainly, taken = sum(sizes[at] for at in chosen), 0, 0

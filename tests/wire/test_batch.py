@@ -96,7 +96,7 @@ def meta_of(rows: Rows, **fields: Any) -> BatchMeta:
 
 
 def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensors:
-    """Lay a row out the plain way: one Python list per tensor, token by token."""
+    """Build a row slowly: one Python list per tensor, token by token."""
     tokens: dict[str, list[Any]] = {name: [] for name in (*PER_TOKEN, *COMPUTED)}
     rollouts: dict[str, list[Any]] = {name: [] for name in (*PER_ROLLOUT, "sampling_weights")}
     ends = [0]
@@ -138,7 +138,7 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
 
 
 def present_in(rows: Rows) -> set[str]:
-    """Name the optional tensors that at least one group of the rank has values for."""
+    """List the optional tensors that at least one group of the rank has."""
     used = [segment.group for row in rows for segment in row]
     present = {name for name in COMPUTED if any(getattr(entry.group, name) is not None for entry in used)}
     return present | ({"sampling_weights"} if any(entry.sampling_weight is not None for entry in used) else set())
@@ -149,7 +149,7 @@ def present_in(rows: Rows) -> set[str]:
 
 @given(batches(), st.sampled_from([1, 2, 8, 64]))
 @steady
-def test_a_body_holds_every_token_where_design_says(rows: Rows, multiple: int) -> None:
+def test_a_body_has_every_token_at_its_position(rows: Rows, multiple: int) -> None:
     """Read with safetensors alone: position t holds token t, its mask, advantage and logprob; zeros elsewhere."""
     body = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple)
     tensors = safetensors.numpy.load(bytes(body))
@@ -165,7 +165,7 @@ def test_a_body_holds_every_token_where_design_says(rows: Rows, multiple: int) -
 
 
 def written_plainly(meta: BatchMeta, expected: list[Tensors]) -> bytes:
-    """Write a body the plain way: header by `json`, then each tensor's bytes, 4-byte items before single bytes."""
+    """Write a body slowly: header by `json`, then each tensor's bytes, 4-byte items before single bytes."""
     named = [(f"{number}.{name}", row[name]) for number, row in enumerate(expected) for name in ORDER if name in row]
     named.sort(key=lambda item: -item[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
@@ -181,8 +181,8 @@ def written_plainly(meta: BatchMeta, expected: list[Tensors]) -> bytes:
 
 @given(batches(), st.sampled_from([1, 2, 8, 64]), st.text(max_size=4))
 @steady
-def test_the_bytes_are_those_of_the_plain_way(rows: Rows, multiple: int, group_id: str) -> None:
-    """Byte by byte, signs of zeros and text of any language included: a server of any age writes the same body.
+def test_the_bytes_equal_those_of_the_slow_writer(rows: Rows, multiple: int, group_id: str) -> None:
+    """Byte by byte, with signs of zeros and any language: every release writes the same body.
 
     Nothing shows through of what stood in its memory before.
     """
@@ -196,7 +196,7 @@ def test_the_bytes_are_those_of_the_plain_way(rows: Rows, multiple: int, group_i
 
 @given(batches(), st.sampled_from([1, 4]))
 @steady
-def test_what_is_read_is_what_safetensors_reads(rows: Rows, multiple: int) -> None:
+def test_read_batch_agrees_with_safetensors(rows: Rows, multiple: int) -> None:
     body = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple)
     read, tensors = read_batch(body), safetensors.numpy.load(bytes(body))
     assert len(read.micro_batches) == len(rows)
@@ -251,15 +251,15 @@ def test_an_empty_filler_micro_batch_has_no_rollout_and_one_padding_segment() ->
     ],
     ids=["plain", "with logprobs"],
 )
-def test_logprobs_that_no_group_has_change_no_byte_of_a_body(optional: Any, size: int, digest: str) -> None:
-    """A step that is asked for again after an update of the service is the same bytes."""
+def test_absent_logprobs_change_no_byte_of_a_body(optional: Any, size: int, digest: str) -> None:
+    """A step has the same bytes after an update of the service."""
     used = use(group(rollout(**optional), rollout(reward=0.0, **optional)), staleness=1)
     body = encode_batch(batch_meta(), [whole(used), []], pad_to_multiple_of=8)
     assert (len(body), hashlib.blake2b(body, digest_size=8).hexdigest()) == (size, digest)
 
 
 def test_a_masked_token_carries_no_advantage_and_no_logprob() -> None:
-    """Tool text stands in the row as input, and takes no part in the loss."""
+    """Tool text is input in the row, without part in the loss."""
     made = group(rollout(completion_mask=[1, 0, 1], ref_logprobs=[-1.0, -2.0, -3.0], advantage=-2.0))
     out = read_batch(encode_batch(batch_meta(), [whole(use(made))])).micro_batches[0]
     assert out.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -269,7 +269,7 @@ def test_a_masked_token_carries_no_advantage_and_no_logprob() -> None:
     assert out.ref_logprobs is not None and out.ref_logprobs.tolist() == [0, 0, -1, 0, -3]
 
 
-def test_optional_tensors_stand_in_every_micro_batch_of_a_rank_or_in_none() -> None:
+def test_optional_tensors_are_in_all_micro_batches_of_a_rank_or_in_none() -> None:
     """A trainer may stack them; groups without values have zeros there, weights of 1."""
     with_both = use(group(rollout(ref_logprobs=[-1.0] * 3)), 0, sampling_weight=0.5)
     plain = use(group(rollout()), 1)
@@ -286,15 +286,15 @@ def test_optional_tensors_stand_in_every_micro_batch_of_a_rank_or_in_none() -> N
 
 
 def test_the_metadata_is_json_under_one_key() -> None:
-    """With text of any language; nothing in it tells the epoch."""
+    """Text of any language; the epoch is not in it."""
     rows: Rows = [whole(use(group()))]
     meta = batch_meta(run="lauf", group_ids=["naïve/数学"], options={"max_staleness": 1})
     body = bytes(encode_batch(meta, rows))
     assert read_batch(body).meta == meta
     length = int.from_bytes(body[:8], "little")
-    told = json.loads(json.loads(body[8 : 8 + length])["__metadata__"][METADATA_KEY])
-    assert told == msgspec.to_builtins(meta)
-    assert set(told) == {
+    read = json.loads(json.loads(body[8 : 8 + length])["__metadata__"][METADATA_KEY])
+    assert read == msgspec.to_builtins(meta)
+    assert set(read) == {
         *("run", "step", "generation", "batch_id", "digest", "dp_rank", "dp_world_size", "version", "strategy"),
         *("options", "micro_batches", "adapters", "group_ids", "tokens", "padding", "loss_tokens", "rollouts"),
         *("batch_tokens", "batch_loss_tokens", "batch_rollouts", "batch_groups"),
@@ -303,7 +303,7 @@ def test_the_metadata_is_json_under_one_key() -> None:
 
 @pytest.mark.parametrize("length", range(8))
 def test_tensors_are_aligned_to_their_items(length: int) -> None:
-    """Whatever the header's length: data start at a multiple of 8 bytes, 4-byte columns come first."""
+    """For any header length: data start at a multiple of 8 bytes, 4-byte columns first."""
     rows = [whole(use(group_of_lengths([3]))), whole(use(group_of_lengths([6, 2])))]
     body = encode_batch(meta_of(rows, run="r" * length), rows)
     base = np.frombuffer(body, np.uint8).ctypes.data
@@ -353,7 +353,7 @@ def test_random_bytes_are_malformed(raw: bytes) -> None:
 
 @given(st.data())
 @steady
-def test_garbled_bodies_are_malformed_or_read_never_anything_else(data: st.DataObject) -> None:
+def test_garbled_bodies_are_malformed_or_readable(data: st.DataObject) -> None:
     """Data bytes carry no checksum (the transport has one); header bytes that changed must not crash a reader."""
     body = bytearray(sample_body())
     header = 8 + int.from_bytes(body[:8], "little")
@@ -392,7 +392,7 @@ def changed(**tensor: Any) -> bytes:
     ],
     ids=str,
 )
-def test_a_tensor_entry_that_lies_is_malformed(tensor: dict[str, Any]) -> None:
+def test_a_wrong_tensor_entry_is_malformed(tensor: dict[str, Any]) -> None:
     read_batch(changed())
     with pytest.raises(Malformed):
         read_batch(changed(**tensor))
@@ -401,7 +401,7 @@ def test_a_tensor_entry_that_lies_is_malformed(tensor: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", ["2.input_ids", "-1.input_ids", "x.input_ids", "0.unknown", "0.self", "input_ids", "0"]
 )
-def test_a_tensor_that_belongs_nowhere_is_malformed(name: str) -> None:
+def test_an_unknown_tensor_is_malformed(name: str) -> None:
     body = sample_body()
     length = int.from_bytes(body[:8], "little")
     header = json.loads(body[8 : 8 + length])
@@ -412,7 +412,7 @@ def test_a_tensor_that_belongs_nowhere_is_malformed(name: str) -> None:
 
 @pytest.mark.parametrize("micro_batches", [-1, 0, 1, 3, 10**12, 10**30, "2", None])
 def test_a_wrong_number_of_micro_batches_is_malformed(micro_batches: object) -> None:
-    """Also one that no memory could hold."""
+    """Also a number too large for memory."""
     body = sample_body()
     length = int.from_bytes(body[:8], "little")
     header = json.loads(body[8 : 8 + length])
@@ -437,7 +437,7 @@ def test_a_wrong_number_of_micro_batches_is_malformed(micro_batches: object) -> 
     ],
     ids=["nothing", "list", "no metadata", "metadata list", "no fields", "number", "nested", "not UTF-8", "digits"],
 )
-def test_a_header_that_is_none_is_malformed(header: bytes) -> None:
+def test_an_invalid_header_is_malformed(header: bytes) -> None:
     with pytest.raises(Malformed):
         read_batch(with_header(header))
 
@@ -447,7 +447,7 @@ def test_a_header_longer_than_the_body_is_malformed() -> None:
         read_batch((2**63).to_bytes(8, "little") + b"{}")
 
 
-def test_safetensors_refuses_what_was_cut_too() -> None:
-    """The two readers agree that a cut body is none."""
+def test_safetensors_rejects_a_cut_body_too() -> None:
+    """Both readers reject a cut body."""
     with pytest.raises(safetensors.SafetensorError):
         safetensors.numpy.load(sample_body()[:-1])

@@ -1,4 +1,4 @@
-"""The text that a table of bytes gives is the text that the library gives."""
+"""The byte table decodes like the library."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TOKENS = [*ALPHABET, "Ġhello", "æĹ¥", "âĤ", "ĊĊ", "<|twice|>"]
 SPECIAL = ["<|im_end|>", "<｜end▁of▁sentence｜>", "Ġword", "<|twice|>"]
 ADDED = ["<tool_call>", "<｜not▁special｜>", "two words", "Ġ é"]
 ABSENT = 3
-"""So many ids of the model behind the last of its tokenizer."""
+"""Ids of the model after the last id of its tokenizer."""
 
 
 @functools.cache
 def library() -> tokenizers.Tokenizer:
-    """Make a tokenizer whose tokens are bytes, with words, special tokens and added ones beside them."""
+    """Build a byte-level tokenizer with words, special tokens and added tokens."""
     made = tokenizers.Tokenizer(models.WordLevel({token: n for n, token in enumerate(TOKENS)}, unk_token=ALPHABET[0]))
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(SPECIAL)
@@ -35,7 +35,7 @@ def library() -> tokenizers.Tokenizer:
 
 @functools.cache
 def table() -> ByteLevel:
-    """Make the table of the same."""
+    """Build the table of the same tokenizer."""
     return ByteLevel(library(), library().get_vocab_size())
 
 
@@ -43,7 +43,7 @@ IDS = st.integers(0, len({*TOKENS, *SPECIAL, *ADDED}) - 1 + ABSENT)
 
 
 @given(st.lists(IDS, max_size=24))
-def test_any_token_ids_give_the_text_of_the_library(token_ids: list[int]) -> None:
+def test_any_token_ids_decode_like_the_library(token_ids: list[int]) -> None:
     assert table().decode(token_ids) == library().decode(token_ids, skip_special_tokens=True)
 
 
@@ -51,19 +51,19 @@ BEYOND_ASCII = st.sampled_from([token_id for token_id, token in enumerate(ALPHAB
 
 
 @given(st.lists(BEYOND_ASCII, max_size=12))
-def test_bytes_that_are_no_utf8_give_the_text_of_the_library(token_ids: list[int]) -> None:
+def test_invalid_utf8_decodes_like_the_library(token_ids: list[int]) -> None:
     """Nearly all of these sequences are cut off, too long or out of range."""
     assert table().decode(token_ids) == library().decode(token_ids, skip_special_tokens=True)
 
 
-def test_a_model_folder_of_bytes_gives_the_text_of_the_library(tmp_path: Path) -> None:
+def test_a_byte_level_model_folder_decodes_like_the_library(tmp_path: Path) -> None:
     library().save(str(tmp_path / "tokenizer.json"))
     sequences = [[*range(0, 260, 3), 1000], [], [261, 263, 5]]
     assert Tokenizer(tmp_path).decode(sequences) == [library().decode(ids) for ids in sequences]
 
 
 @pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])])
-def test_a_tokenizer_that_decodes_otherwise_is_left_to_the_library(decoder: decoders.Decoder) -> None:
+def test_other_decoders_are_left_to_the_library(decoder: decoders.Decoder) -> None:
     made = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     made.decoder = decoder
     assert not is_byte_level(made)

@@ -42,7 +42,7 @@ def columns_of(frame: bytes) -> dict[str, list[Any]]:
 
 
 def frame_with(given: Group, contents: dict[str, bytes], change: Change = lambda columns: None, **fields: Any) -> bytes:
-    """Write a frame by hand: `contents` replaces what columns hold, `change` is done to the table of columns."""
+    """Write a frame by hand: `contents` replaces columns, `change` edits the table of columns."""
     frame = encode_frame(given)
     header = header_of(frame) | fields
     start = offset = 8192
@@ -60,7 +60,7 @@ def frame_with(given: Group, contents: dict[str, bytes], change: Change = lambda
 
 
 def refused(frame: bytes, max_bytes: int = LARGEST_FRAME_BYTES) -> BrokenFrame:
-    """Return the error that a frame is refused with, in memory that its own size bounds."""
+    """Return the error for a frame; the memory used must be bounded by its size."""
     tracemalloc.start()
     try:
         with pytest.raises(BrokenFrame) as caught:
@@ -77,8 +77,8 @@ def refused(frame: bytes, max_bytes: int = LARGEST_FRAME_BYTES) -> BrokenFrame:
 
 @given(groups(longest=6), st.integers(1, 400))
 @steady
-def test_a_compressed_group_comes_back_as_it_was(made: Group, times: int) -> None:
-    """Whatever columns were worth it; the same group gives the same bytes."""
+def test_a_compressed_group_round_trips(made: Group, times: int) -> None:
+    """For any choice of compressed columns; the same group gives the same bytes."""
     repeated = msgspec.structs.replace(
         made,
         prompt_ids=np.tile(made.prompt_ids, times),
@@ -97,15 +97,15 @@ def test_ids_and_masks_are_compressed_and_logprobs_are_not() -> None:
     assert [name for name, codec in codecs.items() if codec == "zstd"] == ["completion_ids", "completion_mask"]
 
 
-def test_a_column_stays_raw_where_it_is_small_or_zstd_does_not_pay() -> None:
-    """A frame in which all do is the frame without compression, byte for byte."""
+def test_small_and_incompressible_columns_stay_raw() -> None:
+    """A frame with raw columns only equals the uncompressed frame."""
     small = long_group(COMPRESSED_FROM_BYTES // 4 - 1)
     assert encode_frame(small, compress=True) == encode_frame(small)
     noise = columns_of(encode_frame(long_group(seed=0), compress=True))
     assert (noise["completion_ids"][3], noise["completion_mask"][3]) == ("raw", "zstd")
 
 
-def test_compression_is_off_unless_asked_for() -> None:
+def test_compression_is_off_by_default() -> None:
     assert not is_compressed(encode_frame(long_group()))
 
 
@@ -113,8 +113,8 @@ def test_unpacked_columns_cannot_be_written_to() -> None:
     assert not decode_frame(encode_frame(long_group(), compress=True)).completion_ids.flags.writeable
 
 
-def test_logprobs_that_another_producer_compressed_are_read() -> None:
-    """Any column with a value per token may be."""
+def test_compressed_logprobs_are_readable() -> None:
+    """Any column with a value per token may be compressed."""
     made = long_group()
     packed = zstandard.ZstdCompressor().compress(made.inference_logprobs.tobytes())
     assert_same_group(decode_frame(frame_with(made, {"inference_logprobs": packed})), made)
@@ -124,7 +124,7 @@ def test_logprobs_that_another_producer_compressed_are_read() -> None:
 
 
 def ids(count: int) -> bytes:
-    """Give the bytes of so many token ids."""
+    """Return the bytes of `count` token ids."""
     return bytes(4 * count)
 
 
@@ -142,13 +142,13 @@ def ids(count: int) -> bytes:
     ],
     ids=["too few", "too many", "size unknown", "cut", "bytes behind", "twice", "empty", "huge window"],
 )
-def test_compressed_ids_that_are_not_what_the_lengths_say_are_refused(packed: bytes, message: str) -> None:
+def test_compressed_ids_that_do_not_match_the_lengths_are_rejected(packed: bytes, message: str) -> None:
     error = refused(frame_with(group(), {"prompt_ids": packed}))
     assert error.name == "prompt_ids" and message in error.detail
 
 
-def test_a_frame_that_would_grow_beyond_the_bound_is_refused_before_it_grows() -> None:
-    """16 MiB of ids in 600 bytes; the lengths and zstd agree, so nothing but the bound can refuse it."""
+def test_a_frame_that_decompresses_beyond_the_bound_is_rejected_first() -> None:
+    """16 MiB of ids in 600 bytes; lengths and zstd agree, so only the bound rejects it."""
     tokens = 4 << 20
     packed = zstandard.ZstdCompressor().compress(ids(tokens))
     lengths = np.array([tokens - 2, 2], "<i4").tobytes()
@@ -179,7 +179,7 @@ def test_a_column_that_is_not_per_token_may_not_be_compressed(name: str) -> None
 
 @given(st.data())
 @steady
-def test_any_byte_of_a_compressed_column_may_lie(data: st.DataObject) -> None:
+def test_any_changed_byte_of_a_compressed_column_is_handled(data: st.DataObject) -> None:
     frame = bytearray(encode_frame(sample(tokens=300), compress=True))
     _, offset, length, _ = columns_of(bytes(frame))["completion_ids"]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -214,8 +214,8 @@ def test_any_table_of_columns_gives_a_group_within_the_frame_or_a_broken_frame(d
     judge_frame(frame_with(made, {}, change))
 
 
-def test_columns_may_not_lie_on_top_of_each_other() -> None:
-    """Else a small frame could stand for a group of any size, and be stored as one."""
+def test_columns_may_not_overlap() -> None:
+    """Otherwise a small frame could encode a group of any size."""
 
     def change(columns: dict[str, list[Any]]) -> None:
         columns["rewards.x"] = list(columns["rewards"])
@@ -223,8 +223,8 @@ def test_columns_may_not_lie_on_top_of_each_other() -> None:
     assert "the part before it ends at" in refused(frame_with(group(), {}, change)).detail
 
 
-def test_a_column_that_no_frame_has_is_refused() -> None:
-    """What it is for is not known here: a newer producer's, or a typing error."""
+def test_an_unknown_column_is_rejected() -> None:
+    """It may come from a newer producer, or be a typo."""
     frame = frame_with(group(), {}, lambda columns: columns.update(entropy=["<f4", 1 << 20, 0, "raw"]))
     assert "unknown column 'entropy'" in refused(frame).detail
 
@@ -234,20 +234,20 @@ def test_a_column_that_no_frame_has_is_refused() -> None:
     [([2**31 - 1] * 2, "prompt_ids"), ([-(2**31), 2**31 - 1], "prompt_lengths"), ([0, 0], "prompt_ids")],
     ids=str,
 )
-def test_lengths_that_the_tokens_do_not_match_are_refused(lengths: list[int], name: str) -> None:
+def test_lengths_that_do_not_match_the_tokens_are_rejected(lengths: list[int], name: str) -> None:
     frame = frame_with(group(), {"prompt_lengths": np.array(lengths, "<i4").tobytes()})
     assert refused(frame).name == name
 
 
-def test_more_rollouts_than_any_group_has_are_refused() -> None:
-    """Before their lengths are read."""
+def test_too_many_rollouts_are_rejected() -> None:
+    """The check comes before the lengths are read."""
     many = bytes(4 * ((1 << 20) + 1))
     error = refused(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many}))
     assert "frame has 1048577 rollouts; the maximum is 1048576" in error.detail
 
 
-def test_a_frame_may_hold_no_rollouts_at_all() -> None:
-    """The door refuses it, not the decoder."""
+def test_a_frame_may_have_no_rollouts() -> None:
+    """`check_group` rejects it, not the decoder."""
     empty = frame_with(group(), dict.fromkeys(columns_of(encode_frame(group())), b""), finish_reasons=[])
     assert decode_frame(empty).rollouts == 0
 
@@ -260,7 +260,7 @@ def test_a_frame_may_hold_no_rollouts_at_all() -> None:
     [b"\x81\xa1a\xdd" + (1 << 17).to_bytes(4, "big") + b"\x80" * (1 << 17), b"\x81\xa1a" + b"\x91" * (1 << 17)],
     ids=["empty maps", "nested lists"],
 )
-def test_a_header_costs_memory_in_proportion_to_its_bytes(metadata: bytes) -> None:
+def test_the_memory_of_a_header_is_proportional_to_its_bytes(metadata: bytes) -> None:
     header = b"\x81\xa8metadata" + metadata
     refused(frame_of(header))
 
@@ -273,7 +273,7 @@ def test_a_header_above_its_limit_is_neither_read_nor_written() -> None:
 
 
 @pytest.mark.parametrize("reasons", [["stop"] * (1 << 17), [None] * (1 << 17)], ids=["texts", "nothing"])
-def test_finish_reasons_beyond_the_rollouts_are_refused(reasons: list[str | None]) -> None:
+def test_too_many_finish_reasons_are_rejected(reasons: list[str | None]) -> None:
     header = header_of(encode_frame(group())) | {"finish_reasons": reasons}
     for column in header["columns"].values():
         column[1:3] = 0, 0

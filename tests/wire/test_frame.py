@@ -1,4 +1,4 @@
-"""Frames: any group round trips as views; whatever is broken is told as `BrokenFrame` and as nothing else."""
+"""Frames: any group round trips as views; any broken frame raises `BrokenFrame`."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def sample() -> Group:
 
 
 def sealed(frame: bytes | bytearray) -> bytes:
-    """Give a frame the checksum of its bytes, as a producer with a bug would."""
+    """Set the checksum of changed bytes, as a producer with a bug would."""
     made = bytearray(frame)
     struct.pack_into("<I", made, 4, checksum(made))
     return bytes(made)
 
 
 def frame_of(header: bytes, tail: bytes = b"") -> bytes:
-    """Build a frame from the bytes of its header and of what follows, with right lengths and checksum."""
+    """Build a frame from the bytes of header and columns, with right lengths and checksum."""
     total = PREFIX.size + len(header) + len(tail)
     return sealed(PREFIX.pack(b"RBF1", 0, total, 1, len(header)) + header + tail)
 
@@ -73,7 +73,7 @@ def header_of(frame: bytes) -> dict[str, Any]:
 
 
 def with_header(frame: bytes, header: dict[str, Any]) -> bytes:
-    """Replace the header; all offsets move by multiples of 64 bytes where the new one is longer."""
+    """Replace the header; all offsets move by multiples of 64 bytes if the new header is longer."""
     old, new = PREFIX.unpack_from(frame)[4], msgspec.msgpack.encode(header)
     assert len(new) <= old or PREFIX.size + len(new) <= min(c[1] for c in header_of(frame)["columns"].values())
     body = bytearray(frame)
@@ -87,7 +87,7 @@ def with_header(frame: bytes, header: dict[str, Any]) -> bytes:
 
 @given(groups())
 @steady
-def test_any_group_comes_back_as_it_was_encoded(made: Group) -> None:
+def test_any_group_round_trips(made: Group) -> None:
     frame = encode_frame(made)
     assert_same_group(decode_frame(frame), made)
     assert encode_frame(decode_frame(frame)) == frame, "the same group gives the same bytes"
@@ -95,7 +95,7 @@ def test_any_group_comes_back_as_it_was_encoded(made: Group) -> None:
 
 @given(st.lists(groups(longest=3), max_size=4))
 @steady
-def test_frames_stand_one_after_another(several: list[Group]) -> None:
+def test_a_body_may_hold_several_frames(several: list[Group]) -> None:
     body = b"".join(encode_frame(made) for made in several)
     read = [decode_frame(frame) for frame in split_frames(body)]
     assert len(read) == len(several)
@@ -112,15 +112,15 @@ def test_frames_stand_one_after_another(several: list[Group]) -> None:
     ],
     ids=["plain", "those of the first release", "parts"],
 )
-def test_a_column_that_a_group_lacks_changes_no_byte_of_its_frame(made: Group, size: int, digest: str) -> None:
+def test_an_absent_column_changes_no_byte_of_a_frame(made: Group, size: int, digest: str) -> None:
     """Frames in Redis and their checksums outlive the release that wrote them."""
     frame = encode_frame(made)
     assert (len(frame), hashlib.blake2b(frame, digest_size=8).hexdigest()) == (size, digest)
 
 
 @pytest.mark.parametrize("rollouts", [1, 2, 8, 63, 64, 1000, 5000])
-def test_no_frame_of_so_many_rollouts_is_smaller_than_the_smallest(rollouts: int) -> None:
-    """As the door stores it: with an id and with advantages."""
+def test_no_frame_is_smaller_than_smallest_frame_bytes(rollouts: int) -> None:
+    """As the service stores it: with id and advantages."""
     shortest = rollout(prompt_ids=[1], completion_ids=[2], inference_logprobs=[-0.1], advantage=0.0)
     frame = encode_frame(group(*[shortest] * rollouts, prompt_id=""))
     assert 0 <= len(frame) - smallest_frame_bytes(rollouts) <= 64
@@ -172,7 +172,7 @@ def test_a_writable_buffer_is_not_written_through_its_columns() -> None:
 
 
 def test_every_flipped_bit_is_detected() -> None:
-    """Wherever it is: prefix, header, column or the gaps between columns."""
+    """In prefix, header, columns and the gaps between columns."""
     frame = bytearray(encode_frame(sample()))
     for position in range(len(frame)):
         for bit in range(8):
@@ -195,7 +195,7 @@ def test_a_changed_byte_of_any_frame_is_detected(made: Group, data: st.DataObjec
 
 @given(groups(longest=3), st.data())
 @steady
-def test_a_frame_cut_short_or_with_bytes_behind_it_is_broken(made: Group, data: st.DataObject) -> None:
+def test_a_frame_with_missing_or_extra_bytes_is_broken(made: Group, data: st.DataObject) -> None:
     frame = encode_frame(made)
     for other in (frame[: data.draw(st.integers(0, len(frame) - 1))], frame + data.draw(st.binary(min_size=1))):
         with pytest.raises(BrokenFrame):
@@ -239,7 +239,7 @@ def test_metadata_that_does_not_decode_breaks_the_frame_and_nothing_else(metadat
     ("offset", "value", "name"),
     [(0, b"RBF2", "magic"), (16, b"\2\0\0\0", "version"), (8, b"\0" * 8, "length"), (20, b"\xff" * 4, "length")],
 )
-def test_a_wrong_prefix_is_told_by_its_name(offset: int, value: bytes, name: str) -> None:
+def test_a_wrong_prefix_is_named(offset: int, value: bytes, name: str) -> None:
     frame = bytearray(encode_frame(sample()))
     frame[offset : offset + len(value)] = value
     with pytest.raises(BrokenFrame) as caught:
@@ -252,8 +252,8 @@ def test_a_wrong_prefix_is_told_by_its_name(offset: int, value: bytes, name: str
 
 @given(st.data())
 @steady
-def test_a_column_with_another_length_is_refused(data: st.DataObject) -> None:
-    """By the frame; spans that lack a whole row, which a frame may hold, are refused at the door."""
+def test_a_column_with_a_wrong_length_is_rejected(data: st.DataObject) -> None:
+    """By the decoder; missing rows of spans are rejected by `check_group`."""
     frame = encode_frame(sample())
     header = header_of(frame)
     name = data.draw(st.sampled_from(sorted(header["columns"])))
@@ -269,8 +269,8 @@ def test_a_column_with_another_length_is_refused(data: st.DataObject) -> None:
 
 @given(st.data())
 @steady
-def test_a_column_that_lies_elsewhere_is_refused(data: st.DataObject) -> None:
-    """Outside the frame, within its header, on top of another column, or not at a multiple of 64 bytes."""
+def test_a_misplaced_column_is_rejected(data: st.DataObject) -> None:
+    """Outside the frame, within its header, over another column, or not at a multiple of 64 bytes."""
     frame = encode_frame(sample())
     header = header_of(frame)
     column = header["columns"][data.draw(st.sampled_from(sorted(header["columns"])))]
@@ -300,7 +300,7 @@ def test_a_column_that_lies_elsewhere_is_refused(data: st.DataObject) -> None:
     ],
     ids=str,
 )
-def test_a_column_of_another_kind_is_refused(change: dict[str, Any]) -> None:
+def test_a_column_of_another_type_is_rejected(change: dict[str, Any]) -> None:
     frame = encode_frame(sample())
     header = header_of(frame)
     column = header["columns"].pop("prompt_ids")
@@ -320,7 +320,7 @@ def test_finish_reasons_are_one_per_rollout(reasons: list[str]) -> None:
 
 @given(st.integers(2, 255))
 @steady
-def test_a_mask_holds_nothing_but_0_and_1(value: int) -> None:
+def test_a_mask_byte_must_be_0_or_1(value: int) -> None:
     """A byte of 2 would count as two tokens and double an advantage."""
     frame = bytearray(encode_frame(sample()))
     frame[header_of(bytes(frame))["columns"]["completion_mask"][1]] = value
@@ -329,7 +329,7 @@ def test_a_mask_holds_nothing_but_0_and_1(value: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt_lengths", "completion_lengths"])
-def test_negative_lengths_that_add_up_are_refused(name: str) -> None:
+def test_negative_lengths_are_rejected(name: str) -> None:
     frame = bytearray(encode_frame(sample()))
     offset = header_of(bytes(frame))["columns"][name][1]
     lengths = np.frombuffer(frame, "<i4", 3, offset).copy()
@@ -340,7 +340,7 @@ def test_negative_lengths_that_add_up_are_refused(name: str) -> None:
 
 @given(groups(longest=3), st.data())
 @steady
-def test_any_lie_in_a_sealed_frame_gives_a_group_or_a_broken_frame(made: Group, data: st.DataObject) -> None:
+def test_any_content_with_a_right_checksum_gives_a_group_or_a_broken_frame(made: Group, data: st.DataObject) -> None:
     """A producer with a bug can write anything with a right checksum; reading it must not crash."""
     frame = bytearray(encode_frame(made))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -357,7 +357,7 @@ def test_any_lie_in_a_sealed_frame_gives_a_group_or_a_broken_frame(made: Group, 
 
 @given(st.lists(groups(longest=2), min_size=1, max_size=3), st.data())
 @steady
-def test_a_body_cut_within_a_frame_gives_the_whole_frames_before_it(several: list[Group], data: st.DataObject) -> None:
+def test_a_cut_body_gives_the_complete_frames_before_the_cut(several: list[Group], data: st.DataObject) -> None:
     frames = [encode_frame(made) for made in several]
     body = b"".join(frames)
     cut = data.draw(st.integers(0, len(body) - 1))
@@ -384,6 +384,6 @@ def test_random_bodies_end_in_broken_frame(raw: bytes) -> None:
         assert body == b"" or body[:4] == b"RBF1"
 
 
-def test_a_frame_that_says_it_is_empty_does_not_loop_forever() -> None:
+def test_a_frame_of_length_0_does_not_loop() -> None:
     with pytest.raises(BrokenFrame):
         list(itertools.islice(split_frames(PREFIX.pack(b"RBF1", 0, 0, 1, 0) * 2), 3))

@@ -1,4 +1,4 @@
-"""Groups: two forms with the same content, all rollouts admitted or none, truncation that stays consistent."""
+"""Groups: two forms with the same content, checks of the whole group, consistent truncation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS_PER_TOKEN = (
 
 
 def reason_of(made: Group, **bounds: Any) -> str | None:
-    """Return the reason for which a run with these bounds refuses the group, or None."""
+    """Return the rejection reason of a group in a run with these limits, or None."""
     rejection = check_group(made, GroupLimits(**bounds))
     return None if rejection is None else rejection.reason
 
@@ -38,8 +38,8 @@ def reason_of(made: Group, **bounds: Any) -> str | None:
 
 @given(wire_groups())
 @steady
-def test_a_group_survives_the_way_from_json_to_columns_and_back(wire: GroupJson) -> None:
-    """What was left out comes back as the default that it stands for; everything else as it was."""
+def test_a_group_round_trips_from_json_to_columns(wire: GroupJson) -> None:
+    """Missing fields come back as their defaults."""
     back = group_to_json(group_from_json(wire))
     for given_, found in zip(wire.rollouts, back.rollouts, strict=True):
         length = len(given_.completion_ids)
@@ -54,7 +54,7 @@ def test_a_group_survives_the_way_from_json_to_columns_and_back(wire: GroupJson)
 
 @given(groups())
 @steady
-def test_columns_survive_the_way_through_json_text(made: Group) -> None:
+def test_columns_round_trip_through_json_text(made: Group) -> None:
     text = msgspec.json.encode(group_to_json(made))
     assert_same_group(group_from_json(msgspec.json.decode(text, type=GroupJson)), made)
 
@@ -69,13 +69,13 @@ def test_columns_agree_on_rollouts_and_tokens(made: Group) -> None:
     assert made.policy_version <= made.policy_version_max == int(made.version_spans[:, 1].max())
 
 
-def test_a_group_without_spans_was_sampled_by_its_policy_version() -> None:
+def test_a_group_without_spans_has_one_span_of_its_policy_version() -> None:
     made = group(rollout(), policy_version=4)
     assert made.version_spans.tolist() == [[0, 4, 0, 3]]
     assert made.policy_version_max == 4
 
 
-def test_a_field_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_field_is_rejected() -> None:
     with pytest.raises(msgspec.ValidationError, match="unknown field `logprobs`"):
         msgspec.convert(msgspec.to_builtins(rollout()) | {"logprobs": []}, RolloutJson)
 
@@ -85,7 +85,7 @@ def test_a_field_that_nobody_knows_is_refused() -> None:
 
 @pytest.mark.parametrize("name", FIELDS_PER_TOKEN)
 @pytest.mark.parametrize("length", [0, 2, 4])
-def test_lists_of_another_length_are_refused_with_their_name(name: str, length: int) -> None:
+def test_lists_of_wrong_length_are_rejected_by_name(name: str, length: int) -> None:
     value = [1 if name == "completion_mask" else -0.5] * length
     with pytest.raises(GroupRejected, match=rf"rollouts\[1\].{name}: {length} values; needed: .* 3") as caught:
         group(rollout(), rollout(**{name: value}))
@@ -109,7 +109,7 @@ def test_lists_of_another_length_are_refused_with_their_name(name: str, length: 
         ("bad_version_spans", {}, {"version_spans": [(2**31, 0, 3)]}),
     ],
 )
-def test_what_does_not_fit_columns_is_refused_for_all_rollouts(
+def test_one_rollout_that_does_not_fit_columns_rejects_the_group(
     reason: str, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """Optional values are given for all rollouts or none; numbers fit their column."""
@@ -123,7 +123,7 @@ def test_what_does_not_fit_columns_is_refused_for_all_rollouts(
 # ---------------------------------------------------------------------- refused by the bounds
 
 
-def test_a_group_within_all_bounds_is_admitted() -> None:
+def test_a_group_within_all_limits_is_accepted() -> None:
     bounds = GroupLimits(
         published_version=0,
         adapters=frozenset({"a"}),
@@ -145,7 +145,7 @@ def test_a_group_within_all_bounds_is_admitted() -> None:
         ("version_above_published", {"published_version": -1}),
     ],
 )
-def test_each_bound_is_told_by_its_own_reason(reason: str, bounds: dict[str, int]) -> None:
+def test_each_limit_has_its_own_reason(reason: str, bounds: dict[str, int]) -> None:
     rejection = check_group(group(), GroupLimits(**bounds))  # type: ignore[arg-type]
     assert rejection is not None and rejection.reason == reason
     assert str(next(iter(bounds.values()))) in rejection.detail
@@ -180,8 +180,8 @@ BAD_SPANS: list[list[tuple[int, int, int]]] = [
         ("version_above_published", {"version_spans": [(0, 0, 2), (1, 2, 3)]}),
     ],
 )
-def test_one_bad_rollout_refuses_the_whole_group(reason: str, fields: dict[str, Any]) -> None:
-    """Wherever the bad rollout stands among good ones."""
+def test_one_bad_rollout_rejects_the_whole_group(reason: str, fields: dict[str, Any]) -> None:
+    """At any position among good rollouts."""
     names = fields.get("rewards", {})
     good = [rollout(rewards=dict.fromkeys(names, 0.0)) for _ in range(2)]
     for at in range(3):
@@ -191,13 +191,13 @@ def test_one_bad_rollout_refuses_the_whole_group(reason: str, fields: dict[str, 
 
 @pytest.mark.parametrize("name", ["ref_logprobs", "old_logprobs", "teacher_logprobs"])
 @pytest.mark.parametrize(("value", "reason"), [(NAN, "non_finite_logprobs"), (0.5, "positive_logprobs")])
-def test_logprobs_of_other_models_are_held_to_the_same_rule(name: str, value: float, reason: str) -> None:
+def test_optional_logprobs_have_the_same_rules(name: str, value: float, reason: str) -> None:
     good, bad = rollout(**{name: [-0.5] * 3}), rollout(**{name: [-0.5, value, -0.5]})
     assert reason_of(group(good, bad)) == reason
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e39])
-def test_an_advantage_that_no_float32_holds_is_refused(bad: float) -> None:
+def test_an_advantage_beyond_float32_is_rejected(bad: float) -> None:
     """Times a mask of 0 it would be NaN in the trainer's loss."""
     assert reason_of(group(rollout(advantage=0.0), rollout(advantage=bad))) == "non_finite_advantages"
     by_token = [rollout(token_advantages=[0.0, value, 0.0]) for value in (0.5, bad)]
@@ -215,12 +215,12 @@ def test_an_advantage_that_no_float32_holds_is_refused(bad: float) -> None:
         ({"prompt_index": 2**70}, "bad_prompt_index"),
     ],
 )
-def test_what_is_wrong_with_the_group_itself_refuses_it(fields: dict[str, Any], reason: str) -> None:
+def test_wrong_fields_of_the_group_reject_it(fields: dict[str, Any], reason: str) -> None:
     made = group_from_json(msgspec.structs.replace(wire_group(), **fields))
     assert reason_of(made) == reason
 
 
-def test_an_adapter_of_the_run_is_admitted() -> None:
+def test_an_adapter_of_the_run_is_accepted() -> None:
     assert reason_of(group(adapter="math"), adapters=frozenset({"math"})) is None
 
 
@@ -230,8 +230,8 @@ def test_a_logprob_may_exceed_zero_by_the_rounding_of_engines(within: float) -> 
     assert reason_of(group(rollout(inference_logprobs=[-0.1, -0.1, within]))) is None
 
 
-def test_a_masked_token_is_held_to_the_same_rules() -> None:
-    """Text that the policy did not sample has logprobs too; what is not finite would spread through sums."""
+def test_masked_tokens_have_the_same_rules() -> None:
+    """They have logprobs too, and a NaN would spread through sums."""
     made = group(rollout(completion_mask=[1, 0, 1], inference_logprobs=[-0.1, NAN, -0.1]))
     assert reason_of(made) == "non_finite_logprobs"
 
@@ -246,10 +246,10 @@ def test_spans_may_come_in_any_order(made: Group) -> None:
 
 @given(groups(), st.lists(st.tuples(*[st.integers(-1, 5)] * 4), max_size=6))
 @steady
-def test_spans_are_accepted_only_where_they_cover_every_token_once(
+def test_spans_are_accepted_only_if_they_cover_every_token_once(
     made: Group, spans: list[tuple[int, int, int, int]]
 ) -> None:
-    """Against the plain reading: each token of each completion is in one span, no span is empty or outside."""
+    """Against a slow check: each token of each completion is in one span, no span is empty or outside."""
     drawn = msgspec.structs.replace(made, version_spans=np.array(spans, np.int32).reshape(-1, 4), adapter="")
     wanted = {(k, token) for k, n in enumerate(made.completion_lengths.tolist()) for token in range(n)}
     covered = [(k, token) for k, _, start, end in spans for token in range(start, end)]
@@ -263,8 +263,8 @@ def test_spans_are_accepted_only_where_they_cover_every_token_once(
 
 @given(groups(longest=9), st.integers(1, 20))
 @steady
-def test_a_truncated_group_is_consistent_and_no_longer_than_it_must_be(made: Group, seq_len: int) -> None:
-    """Lengths are min(tokens, seq_len), but one completion token stays; the rest is what stood there before."""
+def test_a_truncated_group_is_consistent_and_as_long_as_possible(made: Group, seq_len: int) -> None:
+    """Lengths are min(tokens, seq_len), but at least one completion token stays; other tokens do not change."""
     made = msgspec.structs.replace(made, adapter="")
     cut = truncate(made, seq_len)
     assert reason_of(cut, published_version=99) is None
@@ -282,12 +282,12 @@ def test_a_truncated_group_is_consistent_and_no_longer_than_it_must_be(made: Gro
         assert other.version_spans == [(v, a, min(b, kept)) for v, a, b in one.version_spans or [] if a < kept]
 
 
-def test_a_group_that_is_short_enough_is_not_copied() -> None:
+def test_a_short_group_is_not_copied() -> None:
     made = group_of_lengths([4, 6])
     assert truncate(made, 6) is made
 
 
-def test_cutting_the_oldest_tokens_away_makes_the_group_younger() -> None:
+def test_a_group_without_its_oldest_tokens_has_a_newer_policy_version() -> None:
     """`policy_version` is the version of the oldest token that is left."""
     made = group(rollout(version_spans=[(7, 0, 2), (5, 2, 3)]), policy_version=5)
     cut = truncate(made, 4)
@@ -296,11 +296,11 @@ def test_cutting_the_oldest_tokens_away_makes_the_group_younger() -> None:
 
 
 @pytest.mark.parametrize("spans", [[[9, 0, 0, 3]], [[-9, 0, 0, 3]], [[0, 0, 0, 9]], [[0, 0, 0, 1]], []])
-def test_truncation_does_not_mend_spans_that_are_wrong(spans: list[list[int]]) -> None:
+def test_truncation_does_not_repair_wrong_spans(spans: list[list[int]]) -> None:
     made = msgspec.structs.replace(group(rollout()), version_spans=np.array(spans, np.int32).reshape(-1, 4))
     assert reason_of(truncate(made, 3), seq_len=3) == "bad_version_spans"
 
 
-def test_a_rejection_is_a_reason_to_count_by_and_a_sentence() -> None:
+def test_a_rejection_has_a_reason_and_a_sentence() -> None:
     rejection = check_group(group(), GroupLimits(vocab_size=5))
     assert rejection == Rejection("token_out_of_range", "completion_ids holds 5; vocab_size is 5")
