@@ -225,7 +225,7 @@ def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt
     """Yield each hash of an adapter with the positions where it is; one hash alone costs no sort."""
     if not len(adapters):
         return
-    if (adapters == adapters[0]).all():
+    if len(adapters) == 1 or (adapters == adapters[0]).all():
         yield int(adapters[0]), slice(None)
         return
     for code in np.unique(adapters).tolist():
