@@ -1,4 +1,6 @@
-"""Limits on live groups (`max_tokens_live`, `max_bytes_live`), checked at the append, where sizes are known::
+"""Limits on live groups (`max_tokens_live`, `max_bytes_live`), checked at the append, where sizes are known.
+
+::
 
     live + coming <= bound, except for groups that the next batch waits for
 

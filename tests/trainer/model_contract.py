@@ -102,7 +102,9 @@ class ModelContract(abc.ABC):
             server = VllmEngine(self.url, timeout_s=TIMEOUT_S)
             await server.prepare()
             await check_tokenizer([server], own, prompts)
-            with pytest.raises(Invalid, match=rf"{swapped} is not that of model 'policy' at {self.url}: .* token 5 on"):
+            with pytest.raises(
+                Invalid, match=rf"{swapped} is not the tokenizer of model 'policy' at {self.url}: .* at token 5"
+            ):
                 await check_tokenizer([server], Tokenizer(swapped), prompts)
             await server.aclose()
 
