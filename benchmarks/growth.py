@@ -277,7 +277,7 @@ async def decisions(url: str, repeats: int) -> dict[str, list[float]]:
     store = await Store.open(url)
     journal = Journal(RUN, store, time.time)
     await journal.load()
-    selector = Selector(RUN, journal.state, TicketBook(600.0, 3, None), time.time, Rates(time.time()))
+    selector = Selector(RUN, journal.state, TicketBook(600.0, 3, {}), time.time, Rates(time.time()))
     chosen = selector.choose()
     if not isinstance(chosen, Selection) or len(chosen.rows) != SMALL_BATCH:
         raise RuntimeError(f"no batch of {SMALL_BATCH} groups was chosen: {chosen}")

@@ -127,6 +127,11 @@ class RunConfig(Spec, frozen=True):
         """Name the adapter_names that are trained: the adapters in order, or `""` for the one of a run without."""
         return tuple(sorted(self.adapters)) or ("",)
 
+    @property
+    def supplies(self) -> dict[str, int | None]:
+        """Prompts of each of `adapter_names`; None = endless."""
+        return {name: spec.prompts for name, spec in self.adapters.items()} or {"": self.tickets.prompts}
+
     def steps_per_publish_of(self, adapter: str = "") -> int:
         """Return the own steps of an adapter that make one version of it."""
         spec = self.adapters.get(adapter)

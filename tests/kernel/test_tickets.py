@@ -115,13 +115,17 @@ class TicketMachine(RuleBasedStateMachine):
     @initialize(ttl_s=st.integers(1, 20), max_attempts=st.integers(1, 3), prompts=st.none() | st.integers(1, 6))
     def start(self, ttl_s: int, max_attempts: int, prompts: int | None) -> None:
         self.terms = (ttl_s, max_attempts, prompts)
-        self.book = TicketBook(ttl_s, max_attempts, prompts)
+        self.book = TicketBook(*self.book_options())
         self.storage = Storage()
         self.prompts: dict[str, list[Prompt]] = {adapter: [] for adapter in ADAPTERS}
         self.counts: Counter[str] = Counter()
         self.now_s = 1000.0
         self.generation = 0
         self.texts: set[str] = set()
+
+    def book_options(self) -> tuple[int, int, dict[str, int | None]]:
+        ttl_s, max_attempts, prompts = self.terms
+        return ttl_s, max_attempts, dict.fromkeys(ADAPTERS, prompts)
 
     def those(self, state: str) -> dict[tuple[str, int], Prompt]:
         return {
@@ -222,7 +226,7 @@ class TicketMachine(RuleBasedStateMachine):
         stored = data.draw(st.lists(st.sampled_from(every), unique=True, min_size=1, max_size=3))
         struck = set(stored) & (self.those("out").keys() | self.those("due").keys())
         tickets = {text for text in self.storage.tickets if parse_ticket(text).prompt in struck}
-        change = self.book.done(stored)
+        change = self.book.complete(stored)
         assert set(map(str, change.drop)) == tickets and not change.counts and not change.deadlines_s
         for key in struck:
             self.prompts[key[0]][key[1]].state = "done"
@@ -238,7 +242,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.book = self.restored()
 
     def restored(self) -> TicketBook:
-        book = TicketBook(*self.terms)
+        book = TicketBook(*self.book_options())
         book.restore(self.storage.tickets.items(), dict(self.storage.counts))
         return book
 
@@ -278,7 +282,7 @@ TestTicketBookAgainstAModel.settings = settings(
 
 
 def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     first = book.issue("", 1, 0, 0.0).issued[0]
     assert book.give_back(first, "engine_error").failed == []
     second = book.issue("", 1, 0, 0.0).issued[0]
@@ -290,7 +294,7 @@ def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
 @pytest.mark.parametrize("reason", sorted(FORGIVEN_REASONS))
 def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: str) -> None:
     """A generator that is restarted ten times fails no prompt, and every ticket has a text of its own."""
-    book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
+    book = TicketBook(ttl_s=10, max_attempts=1, supplies={})
     texts = set()
     for _ in range(10):
         (ticket,) = book.issue("", 1, 0, 0.0).issued
@@ -303,13 +307,13 @@ def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: 
 @pytest.mark.parametrize("reason", ["", "engine_timeout", "engine_lost", "not shutdown", "shutdowns", "x: shutdown"])
 def test_any_other_reason_is_a_failed_attempt(reason: str) -> None:
     assert not is_forgiven(reason)
-    book = TicketBook(ttl_s=10, max_attempts=1, prompts=None)
+    book = TicketBook(ttl_s=10, max_attempts=1, supplies={})
     (ticket,) = book.issue("", 1, 0, 0.0).issued
     assert book.give_back(ticket, reason).failed == [ticket]
 
 
 def test_a_ticket_expires_at_its_deadline() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={})
     book.issue("", 1, 0, 5.0)
     assert not book.expire(14.5)
     assert book.expire(15.0).counts == {"expired": 1}
@@ -317,7 +321,7 @@ def test_a_ticket_expires_at_its_deadline() -> None:
 
 def test_the_oldest_ticket_of_an_adapter_that_is_out_is_told_also_after_a_restart() -> None:
     """Storage gives tickets back by their deadline; one that is issued again is the newest."""
-    book = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={})
     first = book.issue("a", 1, 0, 1.0).issued[0]
     book.issue("b", 1, 0, 2.0)
     last = book.issue("a", 1, 0, 3.0).issued[0]
@@ -325,23 +329,23 @@ def test_the_oldest_ticket_of_an_adapter_that_is_out_is_told_also_after_a_restar
     book.give_back(first, "shutdown")
     book.issue("a", 1, 0, 5.0)
     assert book.oldest_deadline_s("a") == 13.0
-    restored = TicketBook(ttl_s=10, max_attempts=2, prompts=None)
+    restored = TicketBook(ttl_s=10, max_attempts=2, supplies={})
     restored.restore([(str(last), 13.0), (str(first), 15.0)], {})
     assert restored.oldest_deadline_s("a") == 13.0
 
 
 def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place() -> None:
     """Guarantee 9: one stored group per prompt index, whichever attempt brought it."""
-    book = TicketBook(ttl_s=10, max_attempts=3, prompts=None)
+    book = TicketBook(ttl_s=10, max_attempts=3, supplies={})
     book.issue("", 1, 0, 0.0)
     book.expire(10.0)
     again = book.issue("", 1, 0, 10.0).issued[0]
-    assert book.done([again.prompt]).drop == [again]
+    assert book.complete([again.prompt]).drop == [again]
     assert not book.pending_prompts()
 
 
 def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     ticket = book.issue("", 5, 0, 0.0).issued[0]
     assert book.used_up("")
     book.give_back(ticket, "engine_error")
@@ -349,8 +353,8 @@ def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
 
 
 def test_a_change_that_changes_nothing_is_false() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, prompts=1)
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     assert not book.issue("", 0, 0, 0.0)
     assert not book.expire(1e9)
-    assert not book.done([("", 0)])
+    assert not book.complete([("", 0)])
     assert book.issue("", 1, 0, 0.0)

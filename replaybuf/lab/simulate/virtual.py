@@ -49,7 +49,7 @@ class VirtualRun:
             names = sorted(config.adapters)
             raise Invalid(f"adapters is {names}; the simulator has one policy", name="adapters", value=names)
         self.state = RunState()
-        self.book = TicketBook(config.tickets.ttl_s, config.tickets.max_attempts, config.tickets.prompts)
+        self.book = TicketBook(config.tickets.ttl_s, config.tickets.max_attempts, config.supplies)
         self.rates = Rates(self.now_s)
         self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates, limit_s=None)
         self._evicted: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
@@ -117,8 +117,8 @@ class VirtualRun:
         self.state.store(numbers, entries)
         indexes = entries["prompt_index"].tolist()
         self._stored_prompts.update(indexes)
-        change = self.book.done(("", index) for index in indexes)
-        self.rates.record_durations(self.now_s - since_s for since_s in change.done_since_s)
+        change = self.book.complete(("", index) for index in indexes)
+        self.rates.record_durations(self.now_s - issued_s for issued_s in change.issue_times_s)
         self.rates.record_stored(self.now_s, len(entries))
         self._evict(numbers)
 

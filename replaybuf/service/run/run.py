@@ -42,9 +42,8 @@ class Run:
 
     def __init__(self, journal: Journal) -> None:
         tickets = journal.config.tickets
-        supplies = {name: spec.prompts for name, spec in journal.config.adapters.items()}
         self.journal = journal
-        self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, tickets.prompts, supplies)
+        self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, journal.config.supplies)
         self.side_state = SideState(journal, self.book)
         self.rates = Rates(journal.clock())
         self.selector = Selector(journal.name, journal.state, self.book, journal.clock, self.rates)

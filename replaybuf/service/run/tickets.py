@@ -112,11 +112,11 @@ class Tickets:
         """Remove the tickets of stored groups and measure how long they took; return whether there were any."""
         change = await self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
         now_s = self._journal.clock()
-        self._rates.record_durations(now_s - since_s for since_s in change.done_since_s)
+        self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)
         return bool(change)
 
     async def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
-        change = self._book.done(prompts)
+        change = self._book.complete(prompts)
         with self._side_state.uncertain_on_failure():
             # Not durably: the next leader removes tickets of stored prompts again.
             await self._side_state.save(change, durably=False)
