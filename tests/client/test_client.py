@@ -1,4 +1,4 @@
-"""Requests of the clients and how they read answers, on a transport in place of the service."""
+"""Requests and answers of the clients, on a mock transport."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_group(group_id: str = "g", *, rollouts: int = 2, logprob: float = -0.5)
 
 
 class Service:
-    """Answers from a list, or by a function, and remembers what was asked."""
+    """Answer from a list or by a function; record the requests."""
 
     def __init__(self, *answers: httpx.Response | Exception | Answer) -> None:
         self.answers = list(answers)
@@ -100,7 +100,7 @@ def problem(error: ReplaybufError, **headers: str) -> httpx.Response:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that a client made between repetitions, in seconds; none is really waited for."""
+    """Record the pauses between retries in seconds, without sleeping."""
     made: list[float] = []
     monkeypatch.setattr("time.sleep", made.append)
 
@@ -111,7 +111,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def test_a_waiting_answer_is_returned_with_its_reason_and_amounts() -> None:
+def test_a_waiting_answer_has_its_reason_and_amounts() -> None:
     answer = {
         "status": "waiting",
         "reason": "too_few_groups",
@@ -135,21 +135,21 @@ def test_a_batch_is_returned_as_the_bytes_of_its_body() -> None:
     assert service.last.url == "http://buffer:8900/v1/runs/r/batches/4?epoch=2&dp_rank=1&wait_ms=700"
 
 
-def test_a_held_call_may_last_its_wait_on_top_of_the_timeout() -> None:
+def test_a_long_poll_adds_its_wait_to_the_timeout() -> None:
     service = Service(ok({"version": 3}))
     with service.client(timeout_s=5) as client:
         client.get_policy(after=2, wait_ms=1500)
     assert service.last.extensions["timeout"]["read"] == 6.5
 
 
-def test_the_token_goes_as_a_bearer() -> None:
+def test_the_token_is_sent_in_the_authorization_header() -> None:
     service = Service(ok())
     with service.client(token="secret") as client:
         client.get_run()
     assert service.last.headers["authorization"] == "Bearer secret"
 
 
-def test_attaching_leaves_out_what_the_run_decides() -> None:
+def test_attach_omits_arguments_that_are_none() -> None:
     service = Service(ok({"epoch": 3, "step": 5, "seq_len": 128, "published_version": 5, "unknown": []}))
     with service.client() as client:
         attached = client.attach(dp_world_size=2, resume_step=5)
@@ -157,7 +157,7 @@ def test_attaching_leaves_out_what_the_run_decides() -> None:
     assert json.loads(service.last.content) == {"dp_world_size": 2, "resume_step": 5, "on_resume": "redeliver"}
 
 
-def test_tickets_come_with_the_published_version_and_the_reason_for_waiting() -> None:
+def test_tickets_include_the_published_version_and_the_waiting_reason() -> None:
     answer = {
         "tickets": [{"ticket": "t0-3-1", "prompt_index": 3, "attempt": 1, "expires_in_s": 60}],
         "published_version": 7,
@@ -170,7 +170,7 @@ def test_tickets_come_with_the_published_version_and_the_reason_for_waiting() ->
     assert tickets.waiting is not None and tickets.waiting.reason == "rate_limited"
 
 
-def test_a_ticket_with_a_slash_stays_one_part_of_the_path() -> None:
+def test_a_slash_in_a_ticket_is_escaped_in_the_path() -> None:
     service = Service(ok())
     with service.client() as client:
         client.return_ticket("lora/t0-1-1", "reward_timeout")
@@ -178,29 +178,29 @@ def test_a_ticket_with_a_slash_stays_one_part_of_the_path() -> None:
 
 
 @pytest.mark.parametrize("error", [Conflict("c", name="n", value=1, bound=2), Fenced("f"), NotFound("n"), Invalid("i")])
-def test_a_problem_document_becomes_the_error_it_describes(error: ReplaybufError) -> None:
+def test_a_problem_document_raises_the_matching_error(error: ReplaybufError) -> None:
     with Service(problem(error)).client() as client, pytest.raises(type(error), match=error.detail) as caught:
         client.ack(3, epoch=1)
     assert (caught.value.name, caught.value.value, caught.value.bound) == (error.name, error.value, error.bound)
 
 
-def test_a_finished_run_and_freed_bytes_are_different_errors() -> None:
+def test_a_finished_run_raises_run_finished() -> None:
     with Service(problem(RunFinished("done"))).client() as client, pytest.raises(RunFinished):
         client.fetch_batch(9, epoch=1)
 
 
-def test_a_proxy_error_page_is_unavailability_with_its_text() -> None:
+def test_a_proxy_error_page_raises_service_unavailable_with_its_text() -> None:
     page = httpx.Response(502, text="<h1>Bad Gateway</h1>")
     with Service(page).client() as client, pytest.raises(ServiceUnavailable, match=r"status 502.*Bad Gateway"):
         client.get_run()
 
 
-def test_an_answer_of_another_shape_is_named_with_its_start() -> None:
+def test_an_answer_that_does_not_decode_is_malformed() -> None:
     with Service(ok({"tickets": "none"})).client() as client, pytest.raises(Malformed, match=r"POST .*/tickets .*none"):
         client.take_tickets("me", 1)
 
 
-def test_an_answer_that_is_not_utf8_is_named_with_its_start() -> None:
+def test_an_answer_that_is_not_utf8_is_malformed() -> None:
     page = b'{"detail": "\xe9t\xe9", "version": "\xe9"}'
     with (
         Service(httpx.Response(200, content=page)).client() as client,
@@ -211,24 +211,24 @@ def test_an_answer_that_is_not_utf8_is_named_with_its_start() -> None:
         client.get_run()
 
 
-def test_a_lost_connection_names_the_address_and_the_cause() -> None:
-    refused = Service(httpx.ConnectError("connection refused"))
-    with refused.client() as client, pytest.raises(ServiceUnavailable, match=r"http://buffer:8900.*connection refused"):
+def test_a_connection_error_contains_the_address_and_the_cause() -> None:
+    service = Service(httpx.ConnectError("connection refused"))
+    with service.client() as client, pytest.raises(ServiceUnavailable, match=r"http://buffer:8900.*connection refused"):
         client.get_run()
 
 
-def test_a_timeout_names_how_long_was_waited() -> None:
-    late = Service(httpx.ReadTimeout(""))
-    with late.client(timeout_s=2) as client, pytest.raises(ServiceUnavailable, match=r"no answer within 3 s"):
+def test_a_timeout_error_contains_the_wait() -> None:
+    service = Service(httpx.ReadTimeout(""))
+    with service.client(timeout_s=2) as client, pytest.raises(ServiceUnavailable, match=r"no answer within 3 s"):
         client.get_policy(wait_ms=1000)
 
 
-def test_an_address_without_a_scheme_is_refused() -> None:
+def test_an_address_without_a_scheme_is_rejected() -> None:
     with pytest.raises(Invalid, match=r"url is 'localhost:8900'"):
         Client("localhost:8900", "r")
 
 
-def test_groups_are_sent_as_frames_and_results_come_back_in_order() -> None:
+def test_groups_are_sent_as_frames_and_results_keep_their_order() -> None:
     answer = {"results": [{"group_id": "a", "status": "stored"}, {"group_id": "b", "status": "duplicate"}]}
     service = Service(ok(answer))
     with service.client() as client:
@@ -239,14 +239,14 @@ def test_groups_are_sent_as_frames_and_results_come_back_in_order() -> None:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_frames_are_compressed_where_that_is_asked_for(compress: bool) -> None:
+def test_frames_are_compressed_on_request(compress: bool) -> None:
     service = Service(ok({"results": [{"group_id": "a", "status": "stored"}]}))
     with service.client() as client:
         client.append([group_of_lengths([2000], group_id="a")], compress=compress)
     assert is_compressed(service.last.content) == compress
 
 
-def test_a_group_that_is_wrong_is_refused_before_it_is_sent() -> None:
+def test_an_invalid_group_is_rejected_before_it_is_sent() -> None:
     service = Service(ok({"results": [{"group_id": "good", "status": "stored"}]}))
     with service.client() as client:
         results = client.append([make_group("bad", logprob=float("nan")), make_group("good")])
@@ -257,8 +257,8 @@ def test_a_group_that_is_wrong_is_refused_before_it_is_sent() -> None:
     assert len(list(split_frames(service.last.content))) == 1
 
 
-def test_metadata_that_nobody_could_read_again_is_refused_alone_before_it_is_sent() -> None:
-    """By the same reason as the service's; it has no encoding that could be sent."""
+def test_invalid_metadata_rejects_one_group_before_it_is_sent() -> None:
+    """The service reports the same reason."""
     service = Service(ok({"results": [{"group_id": "good", "status": "stored"}]}))
     bad = msgspec.structs.replace(make_group("bad"), metadata={"seed": 2**64})
     with service.client() as client:
@@ -267,8 +267,8 @@ def test_metadata_that_nobody_could_read_again_is_refused_alone_before_it_is_sen
     assert results[0].detail == "metadata.seed is 18446744073709551616; integers are from -2^63 to 2^64 - 1"
 
 
-def test_the_error_for_anything_but_a_group_says_how_to_make_one() -> None:
-    """As JSON has it, it would be taken over HTTP."""
+def test_the_error_for_a_dict_shows_how_to_convert_it() -> None:
+    """The HTTP API accepts this dict as JSON, so the mistake is easy to make."""
     service = Service(ok())
     with (
         service.client() as client,
@@ -278,14 +278,14 @@ def test_the_error_for_anything_but_a_group_says_how_to_make_one() -> None:
     assert service.requests == []
 
 
-def test_nothing_is_sent_when_every_group_is_wrong() -> None:
+def test_nothing_is_sent_when_every_group_is_invalid() -> None:
     service = Service(ok())
     with service.client() as client:
         assert [r.status for r in client.append([make_group(logprob=1.0)])] == ["rejected"]
     assert service.requests == []
 
 
-def test_bounds_of_the_run_are_applied_once_they_are_known() -> None:
+def test_groups_are_checked_against_the_run_after_get_run() -> None:
     config = {"group_size": 4, "batch": {"seq_len": 64, "future": True}, "future": 1}
     stored = ok({"results": [{"group_id": "g", "status": "stored"}]})
     service = Service(ok(RUN_STATUS | {"config": config, "future": 1}), stored)
@@ -295,20 +295,20 @@ def test_bounds_of_the_run_are_applied_once_they_are_known() -> None:
     assert [r.reason for r in results] == ["wrong_group_size", None]
 
 
-def test_refusal_of_every_group_is_an_answer() -> None:
-    refusal = {
+def test_a_422_with_results_returns_the_results() -> None:
+    rejection = {
         "type": "urn:replaybuf:problem:invalid-groups",
         "title": "t",
         "status": 422,
         "detail": "d",
         "results": [{"group_id": "g", "status": "rejected", "reason": "version_above_published"}],
     }
-    with Service(httpx.Response(422, json=refusal)).client() as client:
+    with Service(httpx.Response(422, json=rejection)).client() as client:
         results = client.append([make_group()])
     assert results == [AppendResult(group_id="g", status="rejected", reason="version_above_published")]
 
 
-def test_another_422_is_an_error() -> None:
+def test_a_422_without_results_is_an_error() -> None:
     with Service(problem(Invalid("no such field"))).client() as client, pytest.raises(Invalid, match="no such field"):
         client.append([make_group()])
 
@@ -318,7 +318,7 @@ def test_a_missing_result_is_an_error() -> None:
         client.append([make_group()])
 
 
-def test_a_large_append_is_cut_into_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_append_is_split_into_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaybuf.client.calls.APPEND_BODY_BYTES", 1)
     service = Service(lambda request: ok({"results": [{"group_id": _only_id(request), "status": "stored"}]}))
     with service.client() as client:
@@ -332,7 +332,7 @@ def _only_id(request: httpx.Request) -> str | None:
     return decode_frame(frame).group_id
 
 
-def test_a_call_that_may_be_repeated_is_repeated_until_it_is_answered(pauses: list[float]) -> None:
+def test_an_idempotent_call_is_retried_until_it_succeeds(pauses: list[float]) -> None:
     service = Service(httpx.ConnectError("refused"), problem(ServiceUnavailable("starting")), ok({"version": 2}))
     with service.client(retry_for_s=60) as client:
         assert client.get_policy().version == 2
@@ -340,7 +340,7 @@ def test_a_call_that_may_be_repeated_is_repeated_until_it_is_answered(pauses: li
     assert len(pauses) == 2
 
 
-def test_an_append_waits_as_long_as_the_service_asks(pauses: list[float]) -> None:
+def test_an_append_waits_for_the_time_in_retry_after(pauses: list[float]) -> None:
     service = Service(
         problem(NoRoom("full"), **{"Retry-After": "7"}), ok({"results": [{"group_id": "g", "status": "stored"}]})
     )
@@ -359,28 +359,28 @@ def test_an_append_waits_as_long_as_the_service_asks(pauses: list[float]) -> Non
     ],
     ids=["take_tickets", "return_ticket", "attach"],
 )
-def test_a_call_that_would_act_twice_is_not_repeated(call: Callable[[Client], object], pauses: list[float]) -> None:
+def test_a_call_that_is_not_idempotent_is_not_retried(call: Callable[[Client], object], pauses: list[float]) -> None:
     service = Service(httpx.ConnectError("refused"))
     with service.client(retry_for_s=60) as client, pytest.raises(ServiceUnavailable):
         call(client)
     assert len(service.requests) == 1
 
 
-def test_without_a_bound_for_repetition_the_first_failure_is_raised(pauses: list[float]) -> None:
+def test_without_retry_for_s_the_first_error_is_raised(pauses: list[float]) -> None:
     service = Service(httpx.ConnectError("refused"))
     with service.client() as client, pytest.raises(ServiceUnavailable):
         client.get_run()
     assert len(service.requests) == 1
 
 
-def test_an_error_that_time_does_not_heal_is_not_repeated(pauses: list[float]) -> None:
+def test_a_permanent_error_is_not_retried(pauses: list[float]) -> None:
     service = Service(problem(Conflict("no")))
     with service.client(retry_for_s=60) as client, pytest.raises(Conflict):
         client.put_run({"batch": {}})
     assert len(service.requests) == 1
 
 
-def test_patience_ends_before_a_pause_that_would_last_too_long() -> None:
+def test_a_pause_beyond_the_retry_limit_raises_the_error() -> None:
     now_s = 100.0
     patience = Patience(10.0, clock=lambda: now_s)
     error = NoRoom("full", retry_after_s=9.0)
@@ -390,12 +390,12 @@ def test_patience_ends_before_a_pause_that_would_last_too_long() -> None:
         patience.pause_s(error)
 
 
-def test_patience_has_none_for_a_server_that_lacks_what_is_needed() -> None:
+def test_an_unsupported_server_is_not_retried() -> None:
     with pytest.raises(UnsupportedServer):
         Patience(1000.0).pause_s(UnsupportedServer("Redis 6"))
 
 
-def test_pauses_grow_to_their_ceiling_and_differ() -> None:
+def test_pauses_grow_to_the_ceiling_with_jitter() -> None:
     pauses_s = Backoff(first_s=1.0, factor=2.0, ceiling_s=4.0).pauses_s()
     first, second, third, fourth = (next(pauses_s) for _ in range(4))
     assert 0.5 <= first <= 1.0 <= second <= 2.0 <= third <= 4.0
@@ -405,12 +405,12 @@ def test_pauses_grow_to_their_ceiling_and_differ() -> None:
 TWO = "http://a:1, http://b:2/"
 
 
-def follows(leader: str | None) -> httpx.Response:
+def not_leader(leader: str | None) -> httpx.Response:
     return problem(NotLeader("ask the leader", name="leader", value=leader), **{"Retry-After": "1"})
 
 
-def test_what_one_server_does_not_serve_goes_to_the_next_at_once(pauses: list[float]) -> None:
-    """Both failing is a round; before the next one there is a pause."""
+def test_a_failed_request_goes_to_the_next_server_at_once(pauses: list[float]) -> None:
+    """After every server has failed, the client pauses."""
     service = Service(httpx.ConnectError("refused"), problem(ServiceUnavailable("no redis")), ok({"version": 2}))
     with service.client(TWO, retry_for_s=60) as client:
         assert client.get_policy().version == 2
@@ -418,8 +418,7 @@ def test_what_one_server_does_not_serve_goes_to_the_next_at_once(pauses: list[fl
     assert pauses[0] == 0.0 < pauses[1]
 
 
-def test_the_server_that_served_last_is_asked_first(pauses: list[float]) -> None:
-    """The next call does not start with the one that failed."""
+def test_the_next_call_starts_with_the_server_that_answered_last(pauses: list[float]) -> None:
     service = Service(httpx.ConnectError("refused"), ok({"version": 2}))
     with service.client(TWO, retry_for_s=60) as client:
         client.get_policy()
@@ -428,8 +427,8 @@ def test_the_server_that_served_last_is_asked_first(pauses: list[float]) -> None
     assert service.hosts == ["a", "b", "b"]
 
 
-def test_a_failure_turns_to_the_next_server_also_where_the_call_is_not_repeated() -> None:
-    """Whoever repeats the call reaches the other one."""
+def test_a_call_that_is_not_retried_still_selects_the_next_server() -> None:
+    """The caller's next call reaches the other server."""
     service = Service(httpx.ConnectError("refused"), ok({"epoch": 1, "step": 0}))
     with service.client(TWO, retry_for_s=60) as client:
         with pytest.raises(ServiceUnavailable, match="http://a:1/"):
@@ -438,50 +437,47 @@ def test_a_failure_turns_to_the_next_server_also_where_the_call_is_not_repeated(
     assert service.hosts == ["a", "b"]
 
 
-def test_the_leader_that_a_server_names_is_asked_next(pauses: list[float]) -> None:
-    """Not simply the next one of the list."""
-    service = Service(follows("http://c:3"), ok({"version": 2}))
+def test_a_redirect_to_the_leader_skips_other_servers(pauses: list[float]) -> None:
+    service = Service(not_leader("http://c:3"), ok({"version": 2}))
     with service.client(f"{TWO},http://c:3", retry_for_s=60) as client:
         client.get_policy()
     assert service.hosts == ["a", "c"]
 
 
 @pytest.mark.parametrize("named", ["http://evil:9", "http://a:1.evil", None], ids=["unknown", "similar", "none"])
-def test_a_leader_that_was_not_configured_is_never_asked(named: str | None, pauses: list[float]) -> None:
-    """Nor does it get the token: the next configured server is asked instead."""
-    service = Service(follows(named), ok({"version": 2}))
+def test_a_leader_outside_the_configured_servers_gets_no_request(named: str | None, pauses: list[float]) -> None:
+    """It must not get the token. The client uses the next configured server."""
+    service = Service(not_leader(named), ok({"version": 2}))
     with service.client(TWO, retry_for_s=60, token="secret") as client:
         client.get_policy()
     assert service.hosts == ["a", "b"]
 
 
-def test_a_call_that_would_act_twice_is_repeated_where_nothing_was_done(pauses: list[float]) -> None:
-    """Not leading means not having acted."""
-    service = Service(follows("http://b:2"), ok({"tickets": [], "published_version": 0}))
+def test_any_call_is_retried_after_not_leader(pauses: list[float]) -> None:
+    """A server that is not the leader has changed nothing."""
+    service = Service(not_leader("http://b:2"), ok({"tickets": [], "published_version": 0}))
     with service.client(TWO, retry_for_s=60) as client:
         client.take_tickets("me", 1)
     assert service.hosts == ["a", "b"]
     assert pauses == [0.0]
 
 
-def test_servers_that_name_each_other_are_asked_with_pauses(pauses: list[float]) -> None:
-    """The lease has to end first; no busy loop."""
-    service = Service(follows("http://b:2"), follows("http://a:1"), follows("http://b:2"), ok({"version": 1}))
+def test_the_client_pauses_when_two_servers_redirect_to_each_other(pauses: list[float]) -> None:
+    """This lasts until the lease ends; the client must not spin."""
+    service = Service(not_leader("http://b:2"), not_leader("http://a:1"), not_leader("http://b:2"), ok({"version": 1}))
     with service.client(TWO, retry_for_s=60) as client:
         client.get_policy()
     assert service.hosts == ["a", "b", "a", "b"]
     assert pauses == [0.0, 1.0, 0.0]
 
 
-def test_an_invalid_address_is_an_error_at_any_place_of_the_list() -> None:
-    """A list ends without a comma."""
+def test_a_trailing_comma_in_the_list_of_addresses_is_rejected() -> None:
     with pytest.raises(Invalid, match=r"url is 'http://a:1,'"):
         Client("http://a:1,", "r")
 
 
-def test_the_async_client_goes_to_the_next_server_too(pauses: list[float]) -> None:
-    """As the blocking one does."""
-    service = Service(follows("http://b:2"), ok({"tickets": [], "published_version": 0}))
+def test_the_async_client_follows_the_leader(pauses: list[float]) -> None:
+    service = Service(not_leader("http://b:2"), ok({"tickets": [], "published_version": 0}))
 
     async def main() -> None:
         async with service.async_client(TWO, retry_for_s=60) as client:
@@ -492,7 +488,7 @@ def test_the_async_client_goes_to_the_next_server_too(pauses: list[float]) -> No
     assert service.hosts == ["a", "b"]
 
 
-def test_the_async_client_reads_the_same_answers_and_repeats_alike(pauses: list[float]) -> None:
+def test_the_async_client_decodes_answers_and_retries(pauses: list[float]) -> None:
     service = Service(httpx.ConnectError("refused"), ok({"version": 2, "weights_uri": "/w"}))
 
     async def main() -> None:
@@ -513,14 +509,14 @@ def test_the_async_client_raises_the_same_errors() -> None:
     asyncio.run(main())
 
 
-def test_both_clients_offer_every_call_with_its_signature() -> None:
+def test_both_clients_have_every_call_with_its_signature() -> None:
     calls = {name: call for name, call in vars(RunCalls).items() if inspect.isgeneratorfunction(call)}
     assert len(calls) == 19
     for name, call in calls.items():
         for client in (Client, AsyncClient):
             offered, made_of = inspect.signature(getattr(client, name)), inspect.signature(call)
             assert offered.parameters == made_of.parameters
-            assert f"Exchange[{offered.return_annotation}]" == made_of.return_annotation, "help tells what comes back"
+            assert f"Exchange[{offered.return_annotation}]" == made_of.return_annotation
             assert inspect.getdoc(getattr(client, name)) == inspect.getdoc(call)
 
 
@@ -541,7 +537,7 @@ for thread in threads: thread.join()
 """
 
 
-def test_threads_that_share_a_client_may_make_their_first_calls_at_once() -> None:
-    """One of five processes crashed: msgspec is not safe where two threads use a struct for the first time."""
+def test_threads_may_make_their_first_calls_at_the_same_time() -> None:
+    """Without the guard one process in five crashed: the first use of a msgspec struct is not thread-safe."""
     processes = [subprocess.Popen([sys.executable, "-c", FIRST_CALLS_AT_ONCE]) for _ in range(10)]
     assert [process.wait(60) for process in processes] == [0] * 10

@@ -1,4 +1,4 @@
-"""The reader of batches: what it asks for and when, what it says while it waits, and how it ends."""
+"""Batch reader: requests, reports while it waits, and its end."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.waiting import eventually
 EPOCH = 7
 TIMEOUT_S = 30.0
 NEVER_S = 3600.0
-"""A pause that no test waits for."""
+"""A pause longer than any test."""
 WAIT = waiting_answer("awaiting_ack", blocked_on="trainer")
 
 
 def body(step: int) -> bytes:
-    """The body of a step without rollouts."""
+    """Build the body of a step without rollouts."""
     return bytes(encode_batch(batch_meta(step=step, dp_rank=3, dp_world_size=4), [[]]))
 
 
 class ScriptedClient:
-    """Answers every question with what was `put` for its step, in order; it waits for that to be there.
+    """Answer requests for a step with the answers `put` for it, in order; wait for them.
 
-    `asked` gets the step of every question.
+    `asked` gets the step of every request.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ScriptedClient:
             self._answers[step].put(answer)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | WaitingAnswer:
-        """Answer."""
+        """Record the request; return or raise the next answer."""
         assert (epoch, dp_rank) == (EPOCH, 3)
         self.wait_ms.append(wait_ms)
         self.asked.put(step)
@@ -61,12 +61,12 @@ class ScriptedClient:
         return answer
 
     def ack(self, step: int, epoch: int, feedback: object = None) -> None:
-        """Note it."""
+        """Record the step."""
         assert epoch == EPOCH
         self.acked.append(step)
 
     def next_asked(self) -> int:
-        """Wait for the next question."""
+        """Wait for the next request."""
         return self.asked.get(timeout=TIMEOUT_S)
 
 
@@ -75,13 +75,13 @@ Reading = Callable[..., BatchReader]
 
 @pytest.fixture
 def client() -> ScriptedClient:
-    """A client without answers."""
+    """Make a client without answers."""
     return ScriptedClient()
 
 
 @pytest.fixture
 def reading(client: ScriptedClient) -> Iterator[Reading]:
-    """Make a reader of rank 3 from step 0 on that polls `NEVER_S` apart; it leaves no thread behind."""
+    """Make readers of rank 3 from step 0 that poll every `NEVER_S`; stop their threads at the end."""
     made: list[BatchReader] = []
 
     def make(clock: Callable[[], float] = time.monotonic, **fields: object) -> BatchReader:
@@ -92,13 +92,12 @@ def reading(client: ScriptedClient) -> Iterator[Reading]:
     yield make
     for reader in made:
         reader.stop()
-        client.put(reader.step, WAIT)  # lets a question go that is still held
+        client.put(reader.step, WAIT)  # releases a request that still waits
         reader.close()
         assert not reader._thread.is_alive()
 
 
 def test_batches_come_in_the_order_of_their_steps_until_the_run_ends(client: ScriptedClient, reading: Reading) -> None:
-    """And not one after that."""
     reader = reading()
     for step in range(3):
         client.put(step, body(step))
@@ -108,8 +107,8 @@ def test_batches_come_in_the_order_of_their_steps_until_the_run_ends(client: Scr
     assert next(reader, None) is None
 
 
-def test_one_batch_is_fetched_ahead_and_no_more(client: ScriptedClient, reading: Reading) -> None:
-    """While step 0 trains, step 1 comes; step 2 is asked for when step 1 is taken."""
+def test_one_batch_is_prefetched(client: ScriptedClient, reading: Reading) -> None:
+    """Step 1 is fetched while step 0 trains; step 2 is requested after the trainer got step 1."""
     reader = reading()
     for step in range(3):
         client.put(step, body(step))
@@ -123,7 +122,9 @@ def test_one_batch_is_fetched_ahead_and_no_more(client: ScriptedClient, reading:
     assert client.next_asked() == 2
 
 
-def test_without_prefetch_nothing_is_asked_before_it_is_wanted(client: ScriptedClient, reading: Reading) -> None:
+def test_without_prefetch_a_batch_is_requested_when_the_trainer_needs_it(
+    client: ScriptedClient, reading: Reading
+) -> None:
     reader = reading(prefetch=False)
     client.put(0, body(0))
     client.put(1, body(1))
@@ -133,8 +134,8 @@ def test_without_prefetch_nothing_is_asked_before_it_is_wanted(client: ScriptedC
     assert list(client.asked.queue) == [0, 1]
 
 
-def test_a_batch_that_an_ack_frees_is_asked_for_at_once(client: ScriptedClient, reading: Reading) -> None:
-    """And one that is waited for is asked for at once too, not when its pause is over."""
+def test_an_ack_ends_the_pause_before_the_next_request(client: ScriptedClient, reading: Reading) -> None:
+    """The pause also ends when the trainer waits for the batch."""
     reader = reading()
     client.put(0, body(0))
     client.put(1, WAIT, WAIT, body(1))
@@ -145,8 +146,8 @@ def test_a_batch_that_an_ack_frees_is_asked_for_at_once(client: ScriptedClient, 
     assert next(reader).meta.step == 1
 
 
-def test_a_question_is_held_as_long_as_asked(client: ScriptedClient, reading: Reading) -> None:
-    """Long-poll: the service holds it; an answer that comes sooner is no reason to ask in a hot loop."""
+def test_each_request_asks_for_a_long_poll_of_wait_ms(client: ScriptedClient, reading: Reading) -> None:
+    """An early answer must not make the reader spin."""
     reader = reading(wait_ms=250)
     client.put(0, WAIT, body(0))
     reader.start()
@@ -159,19 +160,19 @@ def test_a_question_is_held_as_long_as_asked(client: ScriptedClient, reading: Re
 def test_a_wait_is_reported_with_its_reason(
     client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To the callback at every answer, to the log now and then, and counted by reason."""
-    told: list[str] = []
+    """The callback gets every answer, the log gets some, and `waited_s` sums the time by reason."""
+    reported: list[str] = []
     seen: list[str | None] = []
 
     def on_waiting(waiting: WaitingAnswer) -> None:
-        told.append(waiting.reason)
+        reported.append(waiting.reason)
         seen.append(reader.waiting.reason if reader.waiting else None)
 
     reader = reading(poll_s=0.01, on_waiting=on_waiting)
     client.put(0, WAIT, WAIT, waiting_answer("no_groups"), body(0))
     with caplog.at_level("INFO"):
         next(reader)
-    assert told[-2:] == seen[-2:] == ["awaiting_ack", "no_groups"]
+    assert reported[-2:] == seen[-2:] == ["awaiting_ack", "no_groups"]
     assert reader.waiting is None
     assert reader.waited_s["no_groups"] >= 0.01
     assert [line.split()[2] for line in caplog.messages if line.startswith("waiting step=0")] == [
@@ -180,10 +181,10 @@ def test_a_wait_is_reported_with_its_reason(
     ]
 
 
-def test_a_long_wait_is_logged_as_a_warning_after_10_s_and_then_with_growing_gaps(
+def test_a_long_wait_logs_a_warning_after_10_s_and_then_less_often(
     client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The wait is visible without INFO; each answer comes 5 s after the one before."""
+    """Answers are 5 s apart."""
     now_s = itertools.count(0, 5)
     times: list[float] = [0.0]
 
@@ -200,20 +201,16 @@ def test_a_long_wait_is_logged_as_a_warning_after_10_s_and_then_with_growing_gap
 
 
 @pytest.mark.parametrize("error", [Fenced("newer"), Gone("freed"), WrongStep("no"), Malformed("odd")])
-def test_an_error_is_raised_where_the_batch_is_waited_for(
-    client: ScriptedClient, reading: Reading, error: Exception
-) -> None:
+def test_an_error_is_raised_to_the_trainer(client: ScriptedClient, reading: Reading, error: Exception) -> None:
     reader = reading(prefetch=False)
     client.put(0, error)
     with pytest.raises(type(error), match=str(error)):
         next(reader)
 
 
-@pytest.mark.parametrize("error", [WrongStep("early"), ServiceUnavailable("away"), RunFinished("too soon")])
-def test_an_error_of_a_question_asked_early_does_not_count(
-    client: ScriptedClient, reading: Reading, error: Exception
-) -> None:
-    """It is asked again when it is wanted."""
+@pytest.mark.parametrize("error", [WrongStep("early"), ServiceUnavailable("down"), RunFinished("too soon")])
+def test_an_error_of_a_prefetch_is_ignored(client: ScriptedClient, reading: Reading, error: Exception) -> None:
+    """The reader requests the batch again when the trainer needs it."""
     reader = reading()
     client.put(0, body(0))
     client.put(1, error)
@@ -223,26 +220,27 @@ def test_an_error_of_a_question_asked_early_does_not_count(
     assert next(reader).meta.step == 1
 
 
-def test_a_service_that_is_away_is_waited_for_and_in_the_end_given_up(client: ScriptedClient, reading: Reading) -> None:
+def test_the_reader_retries_an_unavailable_service_for_service_timeout_s(
+    client: ScriptedClient, reading: Reading
+) -> None:
     reader = reading(prefetch=False)
-    client.put(0, ServiceUnavailable("away", retry_after_s=0.0), body(0))
+    client.put(0, ServiceUnavailable("down", retry_after_s=0.0), body(0))
     assert next(reader).meta.step == 0
-    hasty = reading(service_timeout_s=0.0, prefetch=False)
-    client.put(0, ServiceUnavailable("away for good"))
-    with pytest.raises(ServiceUnavailable, match="away for good"):
-        next(hasty)
+    impatient = reading(service_timeout_s=0.0, prefetch=False)
+    client.put(0, ServiceUnavailable("still down"))
+    with pytest.raises(ServiceUnavailable, match="still down"):
+        next(impatient)
 
 
-def test_a_body_that_does_not_decode_is_an_error_of_the_consumer(client: ScriptedClient, reading: Reading) -> None:
-    """Whatever goes wrong in the thread."""
+def test_a_body_that_does_not_decode_raises_malformed_to_the_trainer(client: ScriptedClient, reading: Reading) -> None:
+    """The error crosses from the reader's thread."""
     reader = reading(prefetch=False)
     client.put(0, b"no body")
     with pytest.raises(Malformed):
         next(reader)
 
 
-def test_stop_wakes_who_waits_for_a_batch(client: ScriptedClient, reading: Reading) -> None:
-    """The iteration ends, and stays ended."""
+def test_stop_ends_a_wait_for_a_batch(client: ScriptedClient, reading: Reading) -> None:
     stopped: list[BatchReader] = []
     reader = reading(on_waiting=lambda _: stopped[0].stop())
     stopped.append(reader)
@@ -255,7 +253,7 @@ def test_stop_wakes_who_waits_for_a_batch(client: ScriptedClient, reading: Readi
 def test_close_waits_at_most_close_timeout_s_for_a_held_request(
     client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says so; the thread ends with the question."""
+    """The reader logs it; its thread ends with the request."""
     reader = reading(close_timeout_s=0.0)
     with reader:
         client.next_asked()
@@ -265,7 +263,7 @@ def test_close_waits_at_most_close_timeout_s_for_a_held_request(
     assert not reader._thread.is_alive()
 
 
-def test_a_reader_that_never_read_closes(reading: Reading) -> None:
+def test_an_unused_reader_closes(reading: Reading) -> None:
     reader = reading()
     reader.close()
     assert next(reader, None) is None
@@ -275,8 +273,8 @@ def test_a_reader_that_never_read_closes(reading: Reading) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["on-policy", "one-step-off-policy"])
-def test_a_run_is_read_to_its_end(run: RunClient, service: ServeProcess, strategy: str) -> None:
-    """With look-ahead and without, polled and held; every rank gets its part of every batch."""
+def test_readers_get_every_batch_of_a_run(run: RunClient, service: ServeProcess, strategy: str) -> None:
+    """Rank 0 polls and rank 1 uses long polls."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 16}, strategy={"name": strategy}, max_steps=3)
     steps: dict[int, list[int]] = {0: [], 1: []}
     with Client(service.url, run.run) as client:
@@ -302,8 +300,7 @@ def test_a_run_is_read_to_its_end(run: RunClient, service: ServeProcess, strateg
     assert steps == {0: [0, 1, 2], 1: [0, 1, 2]}
 
 
-def test_a_reader_whose_run_another_trainer_took_is_fenced(run: RunClient, service: ServeProcess) -> None:
-    """While it waits for a batch."""
+def test_a_reader_is_fenced_when_another_trainer_attaches(run: RunClient, service: ServeProcess) -> None:
     run.put(batch={"groups_per_batch": 1})
     with Client(service.url, run.run) as client:
         attached = client.attach()
@@ -313,30 +310,30 @@ def test_a_reader_whose_run_another_trainer_took_is_fenced(run: RunClient, servi
             next(reader)
 
 
-def test_a_batch_packed_for_another_number_of_ranks_is_refused(run: RunClient, service: ServeProcess) -> None:
-    """Fewer readers than ranks would leave a part of every batch untrained. By default there is one reader."""
+def test_a_batch_packed_for_another_number_of_ranks_is_rejected(run: RunClient, service: ServeProcess) -> None:
+    """With fewer readers than ranks, part of every batch would not be trained."""
     run.put(batch={"groups_per_batch": 1})
     run.append(group("a"))
     with Client(service.url, run.run) as client:
         attached = client.attach(dp_world_size=2)
         for options in (ReaderOptions(), ReaderOptions(dp_world_size=1), ReaderOptions(dp_rank=1, dp_world_size=3)):
             expected = rf"reader is {options.dp_world_size}; batch 0 is packed for 2\. Attach with"
-            refused = pytest.raises(Conflict, match=expected)
-            with BatchReader(client, attached.epoch, 0, options) as one, refused:
+            rejected = pytest.raises(Conflict, match=expected)
+            with BatchReader(client, attached.epoch, 0, options) as one, rejected:
                 next(one)
         with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=2)) as two:
             assert next(two).meta.dp_world_size == 2
 
 
 def test_a_body_may_be_any_bytes_like_object() -> None:
-    """Those that direct mode builds are memory views."""
+    """Direct mode builds memory views."""
     reader = BatchReader(cast(Client, ScriptedClient()), EPOCH, 0)
     bodies: list[Body] = [body(0), memoryview(body(0))]
     assert [reader.read(one).meta.step for one in bodies] == [0, 0]
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ({"poll_s": 0.0}, "poll_s is 0.0; it must be above 0"),
         ({"wait_ms": -1}, "wait_ms is -1; the minimum is 0"),
@@ -346,14 +343,13 @@ def test_a_body_may_be_any_bytes_like_object() -> None:
         ({"service_timeout_s": float("nan")}, "service_timeout_s is nan; the minimum is 0"),
     ],
 )
-def test_an_option_outside_its_bound_is_refused(option: dict[str, Any], told: str) -> None:
-    """A reader that never pauses would ask the service without end."""
-    with pytest.raises(Invalid, match=told):
+def test_an_option_outside_its_bound_is_rejected(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
         ReaderOptions(**option)
 
 
 @pytest.mark.parametrize("step", [0, 7])
-def test_nothing_can_be_acked_before_a_batch_was_handed_out(step: int) -> None:
-    """A trainer that resumes would ack the step before once more, without an error."""
+def test_an_ack_before_the_first_batch_is_rejected(step: int) -> None:
+    """A resumed trainer would otherwise ack the previous step again, without an error."""
     with pytest.raises(Invalid, match=f"ack before the batch of step {step}; get that batch first"):
         BatchReader(cast(Client, ScriptedClient()), EPOCH, step).ack()

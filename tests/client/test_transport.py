@@ -1,4 +1,4 @@
-"""The blocking client's transport: whole bodies, connections used again while they stand, httpx's errors."""
+"""Transport of the blocking client: whole bodies, reused connections, errors of httpx."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from replaybuf.client.transport import WholeBodies, mounts_of, needs_certificate
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 HANG_UP = b""
-"""What a server says that closes the connection instead."""
+"""Close the connection instead of answering."""
 READ_NO_MORE = b"-"
-"""What a server says that has answered and takes nothing more."""
+"""Stop reading after the answer."""
 BODY = bytes(range(256)) * 40_000
 
 
 class Scripted:
-    """A server that answers, on each connection, one request after the other with the next of its `answers`."""
+    """A server with a list of answers for each connection."""
 
     def __init__(self, *connections: tuple[bytes, ...], uds: Path | None = None) -> None:
         family, where = (socket.AF_UNIX, str(uds)) if uds else (socket.AF_INET, ("127.0.0.1", 0))
@@ -58,25 +58,25 @@ class Scripted:
                     self.requests.append(self._request(connection))
                     connection.sendall(answer)
                 else:
-                    connection.recv(1)  # until the client goes
+                    connection.recv(1)  # wait until the client disconnects
             self.hung_up.release()
 
     def _request(self, connection: socket.socket) -> bytes:
-        """Read headers, and the rest of a body of a few bytes."""
+        """Read the headers and a short body."""
         request = connection.recv(4096)
         found = re.search(rb"content-length: (\d)\r\n", request)
         return request if request.endswith(b"sent") or not found else request + connection.recv(int(found[1]))
 
 
-def answered(body: bytes, *headers: bytes) -> bytes:
-    """An answer with a body."""
+def answer_with(body: bytes, *headers: bytes) -> bytes:
+    """Build an answer with a body."""
     lines = [b"HTTP/1.1 200 OK", b"content-length: %d" % len(body), *headers, b"", b""]
     return b"\r\n".join(lines) + body
 
 
 @pytest.fixture
-def asking() -> Iterator[Callable[..., httpx.Client]]:
-    """Make clients of a scripted server; they are closed at the end."""
+def connect_to() -> Iterator[Callable[..., httpx.Client]]:
+    """Make clients of a scripted server and close them at the end."""
     made: list[httpx.Client] = []
 
     def make(server: Scripted, keepalive_s: float = 60.0, timeout_s: float = 10.0) -> httpx.Client:
@@ -89,8 +89,8 @@ def asking() -> Iterator[Callable[..., httpx.Client]]:
         client.close()
 
 
-def test_a_large_body_comes_whole_and_its_connection_is_used_again(asking: Callable[..., httpx.Client]) -> None:
-    with Scripted((answered(BODY), OK)) as server, asking(server) as client:
+def test_a_large_body_is_read_whole_and_its_connection_is_reused(connect_to: Callable[..., httpx.Client]) -> None:
+    with Scripted((answer_with(BODY), OK)) as server, connect_to(server) as client:
         assert client.get("/a?b=c", headers={"x": "y"}).content == BODY
         assert client.post("/d", content=b"sent").content == b"ok"
     assert server.accepted == 1
@@ -98,21 +98,21 @@ def test_a_large_body_comes_whole_and_its_connection_is_used_again(asking: Calla
     assert server.requests[1].endswith(b"sent")
 
 
-def test_a_compressed_body_is_decompressed(asking: Callable[..., httpx.Client]) -> None:
+def test_a_compressed_body_is_decompressed(connect_to: Callable[..., httpx.Client]) -> None:
     packed = zstandard.ZstdCompressor().compress(BODY)
-    with Scripted((answered(packed, b"content-encoding: zstd"),)) as server, asking(server) as client:
+    with Scripted((answer_with(packed, b"content-encoding: zstd"),)) as server, connect_to(server) as client:
         assert client.get("/").content == BODY
 
 
-def test_a_connection_that_the_server_closed_or_that_is_too_old_is_not_used_again(
-    asking: Callable[..., httpx.Client],
+def test_a_closed_or_expired_connection_is_not_reused(
+    connect_to: Callable[..., httpx.Client],
 ) -> None:
-    """A request that met its end could not be repeated: it may have been done."""
-    with Scripted((OK, HANG_UP), (OK, HANG_UP)) as server, asking(server) as client:
+    """A request on it could not be retried: the server may have handled it."""
+    with Scripted((OK, HANG_UP), (OK, HANG_UP)) as server, connect_to(server) as client:
         assert client.post("/").content == b"ok"
         assert server.hung_up.acquire(timeout=10)
         assert client.post("/").content == b"ok"
-    with Scripted((OK,), (OK,)) as server, asking(server, keepalive_s=0.0) as client:
+    with Scripted((OK,), (OK,)) as server, connect_to(server, keepalive_s=0.0) as client:
         assert [client.post("/").content for _ in range(2)] == [b"ok", b"ok"]
         assert server.accepted == 2
 
@@ -120,24 +120,24 @@ def test_a_connection_that_the_server_closed_or_that_is_too_old_is_not_used_agai
 @pytest.mark.parametrize(
     ("answers", "error"),
     [
-        ((answered(BODY)[:-1], HANG_UP), httpx.RemoteProtocolError),
+        ((answer_with(BODY)[:-1], HANG_UP), httpx.RemoteProtocolError),
         ((HANG_UP,), httpx.TransportError),
         ((b"SSH-2.0\r\n\r\n", HANG_UP), httpx.RemoteProtocolError),
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nfour",), httpx.ReadTimeout),
     ],
     ids=["cut off", "no answer", "not HTTP", "silent"],
 )
-def test_what_goes_wrong_is_an_error_of_httpx(
-    asking: Callable[..., httpx.Client], answers: tuple[bytes, ...], error: type[Exception]
+def test_transport_errors_are_errors_of_httpx(
+    connect_to: Callable[..., httpx.Client], answers: tuple[bytes, ...], error: type[Exception]
 ) -> None:
-    """Which the client turns into `ServiceUnavailable`; the connection is not used again."""
-    with Scripted(answers, (OK,)) as server, asking(server, timeout_s=0.5) as client:
+    """The client converts them to `ServiceUnavailable`. The connection is not reused."""
+    with Scripted(answers, (OK,)) as server, connect_to(server, timeout_s=0.5) as client:
         with pytest.raises(error):
             client.get("/")
         assert client.get("/").content == b"ok"
 
 
-def test_nobody_there_is_a_connect_error(asking: Callable[..., httpx.Client]) -> None:
+def test_a_port_without_a_server_is_a_connect_error(connect_to: Callable[..., httpx.Client]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         transport = WholeBodies("127.0.0.1", free.getsockname()[1], None, 1.0)
@@ -145,16 +145,16 @@ def test_nobody_there_is_a_connect_error(asking: Callable[..., httpx.Client]) ->
             client.get("http://server/")
 
 
-def test_an_answer_that_comes_before_all_is_sent_is_read(tmp_path: Path) -> None:
-    """A service refuses a large group by its length alone; over a unix socket the rest cannot be sent, for certain."""
-    refused = b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\nconnection: close\r\n\r\nwhy"
+def test_an_answer_is_read_though_the_request_was_not_sent_whole(tmp_path: Path) -> None:
+    """The service rejects a large group by its length. On a unix socket sending the rest then fails."""
+    rejection = b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\nconnection: close\r\n\r\nwhy"
     transport = WholeBodies("named.unix", 80, str(tmp_path / "s"), 1.0)
-    with Scripted((refused, READ_NO_MORE), uds=tmp_path / "s") as server, httpx.Client(transport=transport) as client:
+    with Scripted((rejection, READ_NO_MORE), uds=tmp_path / "s") as server, httpx.Client(transport=transport) as client:
         reply = client.post("http://named.unix/", content=bytes(50_000_000))
         assert (reply.status_code, reply.content, server.accepted) == (413, b"why", 1)
 
 
-def test_a_unix_socket_is_asked_by_its_path(tmp_path: Path) -> None:
+def test_a_unix_socket_is_opened_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "s"
     transport = WholeBodies("named.unix", 80, str(path), 1.0)
     with Scripted((OK,), uds=path) as server, httpx.Client(transport=transport) as client:
@@ -162,7 +162,7 @@ def test_a_unix_socket_is_asked_by_its_path(tmp_path: Path) -> None:
     assert b"host: named.unix\r\n" in server.requests[0].lower()
 
 
-def test_what_goes_by_tls_or_through_a_proxy_is_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_httpx_handles_tls_and_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ["http://a:1", "https://b:2", "unix:/s"]
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -171,7 +171,7 @@ def test_what_goes_by_tls_or_through_a_proxy_is_left_to_httpx(monkeypatch: pytes
     assert [httpx.URL(name).host.endswith(".unix") for name in mounts_of(addresses, 1.0)] == [True]
 
 
-def test_certificates_are_needed_for_tls_and_for_proxies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tls_and_proxies_need_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert not needs_certificates(["http://one:1", "unix:/there.sock"])

@@ -1,4 +1,4 @@
-"""What was computed per token comes back to the rollout and the group it belongs to."""
+"""Split values per token by rollout; sum them by group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKED = wire_group(
 
 
 def packed(groups: Sequence[Group], ranks: int = 1, seq_len: int = 64, multiple: int = 8) -> list[Batch]:
-    """Pack groups as the service does; return the part of every rank."""
+    """Pack groups as the service does; return one batch per rank."""
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
     owners = [(position, k) for position, group in enumerate(groups) for k in range(group.rollouts)]
     parts = []
@@ -41,7 +41,7 @@ def packed(groups: Sequence[Group], ranks: int = 1, seq_len: int = 64, multiple:
 
 
 def groups_of(sizes: Sequence[Sequence[tuple[int, int]]]) -> list[Group]:
-    """Make groups of rollouts with so many prompt and completion tokens; every third completion token is masked."""
+    """Build groups from (prompt, completion) lengths; every third completion token is masked."""
     return [
         group_from_json(
             wire_group(
@@ -68,10 +68,10 @@ SIZES = st.lists(
 
 @steady
 @given(SIZES, st.integers(1, 4), st.sampled_from([1, 8]), st.integers(0, 2**31))
-def test_values_packed_and_unpacked_are_the_values_of_every_rollout(
+def test_unpacked_values_equal_the_packed_values(
     sizes: list[list[tuple[int, int]]], ranks: int, multiple: int, seed: int
 ) -> None:
-    """Over all ranks every rollout comes back once, whole; its completion and its sampled tokens are what they were."""
+    """Over all ranks each rollout appears once, with all its values."""
     groups = groups_of(sizes)
     rng = np.random.default_rng(seed)
     originals = {
@@ -100,10 +100,8 @@ def test_values_packed_and_unpacked_are_the_values_of_every_rollout(
 
 @steady
 @given(SIZES, st.integers(1, 4))
-def test_sums_of_groups_are_those_of_their_rollouts_over_all_ranks(
-    sizes: list[list[tuple[int, int]]], ranks: int
-) -> None:
-    """Only sampled tokens count: the sums are whole numbers here, so they are exact."""
+def test_the_sum_of_a_group_covers_its_rollouts_on_all_ranks(sizes: list[list[tuple[int, int]]], ranks: int) -> None:
+    """Only sampled tokens count. The values are integers, so the sums are exact."""
     groups = groups_of(sizes)
     parts = []
     expected: dict[str, list[int]] = {f"g{number}": [] for number in range(len(groups))}
@@ -115,7 +113,7 @@ def test_sums_of_groups_are_those_of_their_rollouts_over_all_ranks(
     assert merge_sums(parts) == {name: GroupSum(float(sum(v)), len(v)) for name, v in expected.items()}
 
 
-def test_a_rollout_with_nothing_sampled_has_no_completion_that_a_body_tells() -> None:
+def test_a_fully_masked_rollout_has_an_empty_completion() -> None:
     (batch,) = packed([group_from_json(MASKED)])
     (row,) = batch.micro_batches
     values = np.arange(len(row.input_ids))
@@ -124,7 +122,7 @@ def test_a_rollout_with_nothing_sampled_has_no_completion_that_a_body_tells() ->
     assert per_group(batch, [np.ones(len(values))]) == {"g0": GroupSum(2.0, 2)}
 
 
-def test_values_are_views_and_may_have_more_dimensions() -> None:
+def test_values_per_rollout_are_views_of_any_dimension() -> None:
     (batch,) = packed(groups_of([[(1, 2), (2, 3)]]))
     row = batch.micro_batches[0]
     values = np.zeros((len(row.input_ids), 4))
@@ -133,12 +131,12 @@ def test_values_are_views_and_may_have_more_dimensions() -> None:
     assert set(cut) == {RolloutKey(0, 0), RolloutKey(0, 1)}
 
 
-def test_a_mean_is_per_token_and_0_where_there_are_none() -> None:
+def test_the_mean_without_tokens_is_0() -> None:
     assert (GroupSum(3.0, 4).mean, GroupSum(0.0, 0).mean) == (0.75, 0.0)
 
 
-def test_values_of_another_length_are_refused_with_both_numbers() -> None:
-    """Also where a micro-batch was left out."""
+def test_values_of_the_wrong_length_are_rejected_with_both_lengths() -> None:
+    """Also when the values of a micro-batch are missing."""
     (batch,) = packed(groups_of([[(1, 2)]]))
     with pytest.raises(Invalid, match=r"shape \[3\]; the micro-batch has 8 tokens"):
         per_rollout(batch.micro_batches[0], np.zeros(3))

@@ -1,4 +1,4 @@
-"""Every built-in keeps the contract that `replaybuf.testing` holds plug-ins to; and the suite notices who does not."""
+"""Contract suite of `replaybuf.testing`: built-ins pass, broken plug-ins fail."""
 
 from __future__ import annotations
 
@@ -57,20 +57,19 @@ STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_no_built_in_is_left_out() -> None:
-    """A strategy or filter that is added is tested here."""
+def test_every_built_in_is_tested_here() -> None:
     assert {name for name, _ in STRATEGY_OPTIONS} == set(names(STRATEGIES))
     assert {name for name, _ in FILTER_OPTIONS} == set(names(FILTERS))
 
 
 @pytest.mark.parametrize(("name", "options"), STRATEGY_OPTIONS, ids=str)
-def test_a_built_in_strategy_keeps_the_contract(name: str, options: dict[str, Any]) -> None:
+def test_a_built_in_strategy_passes_the_contract(name: str, options: dict[str, Any]) -> None:
     check_strategy(lambda: build_strategy(name, options), examples=30)
 
 
 @pytest.mark.parametrize(("name", "options"), STRATEGY_OPTIONS, ids=str)
-def test_a_built_in_goes_on_and_trains_prompts_that_take_50_times_longer(name: str, options: dict[str, Any]) -> None:
-    """A trainer with producers at hand is never left waiting, and nobody's group is left to become stale."""
+def test_a_built_in_strategy_trains_prompts_that_take_50_times_longer(name: str, options: dict[str, Any]) -> None:
+    """The trainer does not wait forever, and slow groups do not all become stale."""
     check_progress(lambda: build_strategy(name, options))
 
 
@@ -89,11 +88,12 @@ def test_a_built_in_goes_on_and_trains_prompts_that_take_50_times_longer(name: s
     st.integers(0, 99),
 )
 @settings(steady, max_examples=12)
-def test_prompts_that_take_50_times_longer_are_trained_as_long_as_they_come_in_time(
+def test_slow_prompts_that_arrive_in_time_are_trained(
     strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int
 ) -> None:
-    """For any k: a group may take up to k - 1 steps, so that it arrives with a step left. Its chance is at least half
-    of what groups have that take a 50th of that, and no use is staler than k.
+    """A slow group takes at most k - 1 steps, so it arrives with one step left.
+
+    Its share is at least half the share of groups that are 50 times faster. No use is staler than k.
     """
     progress = with_slow_prompts(strategy, k, part, budget, seed)
     assert progress.share(slow=True) >= 0.5 * progress.share(slow=False) > 0.3
@@ -112,17 +112,17 @@ def test_prompts_that_take_50_times_longer_are_trained_as_long_as_they_come_in_t
     st.integers(0, 99),
 )
 @settings(steady, max_examples=12)
-def test_drawing_at_random_gives_prompts_that_take_50_times_longer_the_chance_of_the_draws_they_are_there_for(
+def test_random_selection_gives_slow_prompts_the_share_of_one_draw(
     strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int
 ) -> None:
-    """Who arrives with a step left is in one draw, which takes u of the k + 1 batches that the window holds."""
+    """A slow group is in one draw, which takes `max_uses` of the k + 1 batches in the window."""
     progress = with_slow_prompts(strategy, k, part, budget, seed)
     one_draw = min(1.0, strategy[1]["max_uses"] / (k + 1))
     assert progress.share(slow=True) >= 0.5 * one_draw * progress.share(slow=False) > 0.1
 
 
 def with_slow_prompts(strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int) -> Progress:
-    """Train 40 steps at staleness k with prompts that take `part` of k - 1 steps; neither stop nor exceed k."""
+    """Train 40 steps at staleness k; slow prompts take `part` of k - 1 steps. Check steps and staleness."""
     name, options = strategy
     build = build_strategy(name, options | {"max_staleness": k})
     progress = ClosedLoop(build, budget, seed, slow_s=part * (k - 1)).run(40)
@@ -142,19 +142,19 @@ FILTER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), FILTER_OPTIONS, ids=str)
-def test_a_built_in_filter_keeps_the_contract(name: str, options: dict[str, Any]) -> None:
+def test_a_built_in_filter_passes_the_contract(name: str, options: dict[str, Any]) -> None:
     check_filter(lambda: build_filter(name, options))
 
 
-class TestThroughTheMixIn(StrategyContract):
-    """As a plug-in's own tests do it."""
+class TestStrategyMixIn(StrategyContract):
+    """Use of the mix-in in a plug-in's own tests."""
 
     def build(self) -> Strategy[Any]:
         return build_strategy("one-step-off-policy", {"max_staleness": 2})
 
 
-class TestAFilterThroughTheMixIn(FilterContract):
-    """As a plug-in's own tests do it."""
+class TestFilterMixIn(FilterContract):
+    """Use of the mix-in in a plug-in's own tests."""
 
     def build(self) -> Any:
         return build_filter("overlong", {"max_tokens": 10})
@@ -164,11 +164,11 @@ class TestAFilterThroughTheMixIn(FilterContract):
 
 
 @pytest.fixture
-def as_found() -> Iterator[None]:
-    """Let Hypothesis tell the first buffer it finds: looking for the smallest takes ten times as long."""
+def without_shrinking() -> Iterator[None]:
+    """Report the first failing buffer: shrinking takes ten times as long."""
     before = settings.get_current_profile_name()
-    settings.register_profile("as found", settings(), phases=[Phase.explicit, Phase.generate])
-    settings.load_profile("as found")
+    settings.register_profile("without shrinking", settings(), phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("without shrinking")
     yield
     settings.load_profile(before)
 
@@ -177,7 +177,7 @@ CHANGES = itertools.count(1)
 
 
 class Sound(Strategy[StrategyOptions]):
-    """Keeps every rule; those below each break one."""
+    """Keeps every rule; each subclass below breaks one."""
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
@@ -213,11 +213,11 @@ class Weightless(Sound):
 
 
 class Remembering(Sound):
-    asked = 0
+    calls = 0
 
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
-        self.asked += 1
-        return fill(groups, np.arange(len(groups))[:: 1 if self.asked % 2 else -1], budget)
+        self.calls += 1
+        return fill(groups, np.arange(len(groups))[:: 1 if self.calls % 2 else -1], budget)
 
 
 class Chancy(Sound):
@@ -264,15 +264,15 @@ class Endless(Sound):
 
 
 class Listening(Sound):
-    """Takes what it hears for something to sort by; each instance in another way."""
+    """Orders groups by the feedback it observed, differently in each instance."""
 
-    heard = 0
+    shift = 0
 
     def observe(self, feedback: Feedback) -> None:
-        self.heard = next(CHANGES)
+        self.shift = next(CHANGES)
 
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
-        return fill(groups, np.roll(np.arange(len(groups)), self.heard), budget)
+        return fill(groups, np.roll(np.arange(len(groups)), self.shift), budget)
 
 
 class Demanding(Sound):
@@ -328,27 +328,25 @@ class Boundless(Sound):
         (Boundless, "max_staleness is null or >= 0"),
     ],
 )
-@pytest.mark.usefixtures("as_found")
-def test_the_suite_names_the_rule_that_a_strategy_breaks(broken: type[Sound], rule: str) -> None:
-    """A suite that cannot fail would prove nothing."""
+@pytest.mark.usefixtures("without_shrinking")
+def test_a_broken_strategy_fails_with_the_rule_it_breaks(broken: type[Sound], rule: str) -> None:
     with pytest.raises(StrategyFault, match=rule):
         check_strategy(lambda: broken(StrategyOptions()))
 
 
-def test_the_smallest_buffer_that_breaks_a_rule_is_told() -> None:
-    """Here the empty one, as the broken strategy never looks into it."""
-    with pytest.raises(StrategyFault, match=r"a number >= 0' is broken: -1") as told:
+def test_the_error_shows_the_smallest_buffer_that_breaks_a_rule() -> None:
+    """The broken strategy ignores the buffer, so the smallest is empty."""
+    with pytest.raises(StrategyFault, match=r"a number >= 0' is broken: -1") as caught:
         check_strategy(lambda: Indebted(StrategyOptions()))
-    assert "count=0" in "\n".join(told.value.__notes__)
+    assert "count=0" in "\n".join(caught.value.__notes__)
 
 
-def test_the_strategy_that_the_broken_ones_are_made_of_is_sound() -> None:
-    """So that it is the rule they break that is told."""
+def test_the_base_of_the_broken_strategies_passes() -> None:
     check_strategy(lambda: Sound(StrategyOptions()))
 
 
 class Impatient(Sound):
-    """Allows staleness 3, and takes what came last."""
+    """Allows staleness 3, and never selects slow prompts."""
 
     @property
     def max_staleness(self) -> int:
@@ -365,7 +363,7 @@ class Shut(Sound):
 
 
 class Picky(Filter[StrategyOptions]):
-    """Drops groups of fewer than 4 rollouts, and refuses runs in which all are."""
+    """Drops groups of fewer than 4 rollouts; rejects runs whose groups are all that small."""
 
     least = 4
 
@@ -379,7 +377,7 @@ class Picky(Filter[StrategyOptions]):
 
 
 class Overcautious(Picky):
-    """Refuses groups that it would keep."""
+    """Rejects runs whose groups it would keep."""
 
     least = 5
 
@@ -391,14 +389,14 @@ class Nameless(Picky):
 
 
 class Suspicious(Picky):
-    """Refuses every run that leaves the size of its groups open."""
+    """Rejects every run without a group size."""
 
     def check(self, budget: Budget, group_size: int | None) -> None:
         if group_size is None:
             raise Invalid("group_size is null", name="group_size", value=None, bound=4)
 
 
-def test_a_filter_that_refuses_what_it_drops_whole_is_sound() -> None:
+def test_a_filter_may_reject_runs_whose_groups_it_always_drops() -> None:
     check_filter(lambda: Picky(StrategyOptions()))
 
 
@@ -410,14 +408,14 @@ def test_a_filter_that_refuses_what_it_drops_whole_is_sound() -> None:
         (Nameless, "check names the field that it refuses"),
     ],
 )
-@pytest.mark.usefixtures("as_found")
-def test_the_suite_names_the_rule_that_a_refusing_filter_breaks(broken: type[Picky], rule: str) -> None:
+@pytest.mark.usefixtures("without_shrinking")
+def test_a_broken_filter_fails_with_the_rule_it_breaks(broken: type[Picky], rule: str) -> None:
     with pytest.raises(StrategyFault, match=rule):
         check_filter(lambda: broken(StrategyOptions()))
 
 
-def test_the_suite_notices_starvation_and_waiting_for_ever() -> None:
-    """Slow prompts that are never trained; producers that are never let in."""
+def test_starvation_and_endless_waiting_fail_the_progress_check() -> None:
+    """One strategy never trains slow prompts; the other stops admitting groups."""
     with pytest.raises(StrategyFault, match="50 times longer"):
         check_progress(lambda: Impatient(StrategyOptions()))
     with pytest.raises(StrategyFault, match="does not wait forever"):
