@@ -24,7 +24,7 @@ import numpy.typing as npt
 from measured import Measured
 
 from replaybuf.kernel.index import ENTRY, Index
-from replaybuf.kernel.plugins import build_strategy
+from replaybuf.kernel.plugin_set import build_strategy
 from replaybuf.kernel.strategy import Budget, BufferView, Groups, Selection
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from replaybuf.cli.event_loop import run_async
 from replaybuf.errors import ReplaybufError
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 from replaybuf.store import EmbeddedServer, ServerReport, Store
 from replaybuf.store.embedded import least_free_bytes
 

@@ -21,7 +21,7 @@ from cyclopts import App, CycloptsError, Parameter, Token, convert
 from replaybuf import __version__
 from replaybuf.cli.configuration import global_flags, sources
 from replaybuf.errors import Invalid, ReplaybufError
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 
 logger = logging.getLogger(__name__)
 

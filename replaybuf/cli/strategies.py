@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.errors import Invalid, ReplaybufError, StrategyFault
-from replaybuf.kernel import plugins
 from replaybuf.kernel.options import REQUIRED, StrategyOptions, check_options, describe_options
+from replaybuf.kernel.plugin_set import bounds_of
 from replaybuf.kernel.strategy import Filter, Strategy
-from replaybuf.kernel.time_limit import PLUGIN_ERRORS
+from replaybuf.plugins import entry_points as plugins
+from replaybuf.plugins.time_limit import PLUGIN_ERRORS
 
 _KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS}
 
@@ -78,7 +79,7 @@ def show(name: str, /) -> None:
     console.print(Text(_unwrapped(_docstring(cls))))
     console.print()
     if group == plugins.STRATEGIES and all(option.default != REQUIRED for option in options):
-        bounds = plugins.bounds_of(name, _build(cls, name, {}))._asdict()
+        bounds = bounds_of(name, _build(cls, name, {}))._asdict()
         listed = ", ".join(f"{what} {'unbounded' if bound is None else bound}" for what, bound in bounds.items())
         console.print(Text(f"by default: {listed}"))
     if not options:

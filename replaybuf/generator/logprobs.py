@@ -23,7 +23,7 @@ from replaybuf.generator.fleet.publication import ahead, stale
 from replaybuf.generator.preflight import check_least
 from replaybuf.generator.stages import Computed, Rollout, Stage, stage_name
 from replaybuf.generator.threads import Worker
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
 
 logger = logging.getLogger(__name__)

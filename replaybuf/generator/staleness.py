@@ -8,7 +8,7 @@ from collections.abc import Callable
 from replaybuf.errors import Invalid
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.inflight import InFlight
-from replaybuf.kernel import plugins
+from replaybuf.kernel.plugin_set import build_strategy
 from replaybuf.wire.run_status import RunFacts
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def max_staleness(facts: RunFacts) -> int | None:
     It is unknown where the strategy is not installed here; then no group is given up for its age.
     """
     try:
-        return plugins.build_strategy(facts.strategy.name, facts.strategy.options).max_staleness
+        return build_strategy(facts.strategy.name, facts.strategy.options).max_staleness
     except Invalid as error:
         logger.warning("cannot check the staleness of groups in flight: %s", error.detail)
         return None

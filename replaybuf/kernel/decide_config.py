@@ -7,8 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from replaybuf.errors import Conflict, NotFound
-from replaybuf.kernel.plugin_set import resolve_config
-from replaybuf.kernel.plugins import Bounds
+from replaybuf.kernel.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec

@@ -18,15 +18,15 @@ import numpy as np
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.index import LIVE, Numbers
 from replaybuf.kernel.inputs import SAMPLED_GROUPS, StrategyInputs
-from replaybuf.kernel.plugins import Bounds
+from replaybuf.kernel.plugin_set import Bounds
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.rotation import AdapterShare, share_batch
 from replaybuf.kernel.rules import check_evictions, check_selection, hold
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
-from replaybuf.kernel.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.kernel.waiting import nearest, waiting
+from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import hash_name

@@ -24,7 +24,7 @@ from replaybuf.kernel.strategy import (
     Strategy,
     Waiting,
 )
-from replaybuf.kernel.time_limit import CALL_LIMIT_S, TookTooLong, call_limited, call_twice_limited
+from replaybuf.plugins.time_limit import CALL_LIMIT_S, TookTooLong, call_limited, call_twice_limited
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes
 

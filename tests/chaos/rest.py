@@ -10,8 +10,8 @@ import msgspec
 import redis
 
 from replaybuf.client.client import Client
-from replaybuf.kernel.report import group_counts
 from replaybuf.kernel.tickets import prompt_key
+from replaybuf.service.report.status import group_counts
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
 from replaybuf.wire.contract import WaitingAnswer

@@ -14,8 +14,8 @@ import replaybuf
 from replaybuf import testing
 from replaybuf.cli.main import main
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel import plugins
-from replaybuf.kernel.plugins import STRATEGIES
+from replaybuf.plugins import entry_points as plugins
+from replaybuf.plugins.entry_points import STRATEGIES
 
 MODULE = '''
 import sys

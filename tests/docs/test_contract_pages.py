@@ -10,10 +10,10 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.kernel.plugins import STRATEGIES, names
-from replaybuf.kernel.report import RunCounts
 from replaybuf.kernel.waiting import BLOCKED_ON
+from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS
+from replaybuf.service.report.status import RunCounts
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
 from replaybuf.wire.group import GroupJson, RolloutJson

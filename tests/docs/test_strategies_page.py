@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from replaybuf.kernel.plugins import FILTERS, STRATEGIES, build_strategy, load, names
+from replaybuf.kernel.plugin_set import build_strategy
 from replaybuf.kernel.strategy import STRATEGY_REASONS, Budget, Flow, Groups, Strategy
+from replaybuf.plugins.entry_points import FILTERS, STRATEGIES, load, names
 from replaybuf.testing import check_filter, check_progress, check_strategy
 from tests.builders import buffer_view
 

@@ -22,7 +22,7 @@ from replaybuf.generator.fleet import fleet as fleet_module
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.generator.logprobs import EngineStage, LogprobOptions, LogprobStage, PolicyStage, open_stages
 from replaybuf.generator.stages import Rollout
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import Float32s
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, fail, given_logprob, scored
 from tests.waiting import until

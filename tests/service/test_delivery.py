@@ -14,10 +14,11 @@ import zstandard
 
 from replaybuf.client.client import Client
 from replaybuf.errors import NotAcceptable
+from replaybuf.service.bodies import assembly, bodies
+from replaybuf.service.bodies.bodies import Part
 from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
-from replaybuf.service.run import assembly, bodies, next_batch
+from replaybuf.service.run import next_batch
 from replaybuf.service.run.admission import Incoming
-from replaybuf.service.run.bodies import Part
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch

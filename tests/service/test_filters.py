@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.kernel.plugins import STRATEGIES, names
+from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, group
 

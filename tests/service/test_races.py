@@ -14,11 +14,11 @@ from starlette.requests import Request
 
 from replaybuf.errors import Fenced, InvalidGroups, NotLeader
 from replaybuf.service import host as service
+from replaybuf.service.bodies.bodies import Part
 from replaybuf.service.host import Service
 from replaybuf.service.http.requests import read_groups
 from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.appends import APPEND_CHUNK
-from replaybuf.service.run.bodies import Part
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig

@@ -8,7 +8,7 @@ import pytest
 from replaybuf.kernel.index import ENTRY
 from replaybuf.kernel.selection import PRODUCER_SILENCE_S
 from replaybuf.lab.simulate.virtual import VirtualRun
-from replaybuf.service.run.state_cache import WAITS_KEPT_S, StateCache
+from replaybuf.service.report.state_cache import WAITS_KEPT_S, StateCache
 from replaybuf.wire.config import BatchSpec
 from replaybuf.wire.contract import WaitingAnswer
 from tests.builders import run_config

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugins import build_strategy
+from replaybuf.kernel.plugin_set import build_strategy
 from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, Waiting, source_code
 from replaybuf.testing import ClosedLoop
 from replaybuf_strategies import composition, draws

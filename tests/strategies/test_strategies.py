@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import resolve_config
-from replaybuf.kernel.plugins import STRATEGIES, build_strategy, load, names
+from replaybuf.kernel.plugin_set import build_strategy, resolve_config
+from replaybuf.plugins.entry_points import STRATEGIES, load, names
 from replaybuf.strategy import Budget, Evictions, Flow, Groups, Selection, Strategy, Waiting
 from replaybuf.wire.config import BatchSpec, Limits, StrategySpec
 from tests.builders import buffer_view, live_groups, run_config, steady

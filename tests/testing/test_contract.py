@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.kernel.options import StrategyOptions
-from replaybuf.kernel.plugins import FILTERS, STRATEGIES, build_filter, build_strategy, names
+from replaybuf.kernel.plugin_set import build_filter, build_strategy
 from replaybuf.kernel.strategy import (
     Budget,
     BufferView,
@@ -28,6 +28,7 @@ from replaybuf.kernel.strategy import (
     Waiting,
     fill,
 )
+from replaybuf.plugins.entry_points import FILTERS, STRATEGIES, names
 from replaybuf.testing import ClosedLoop, FilterContract, StrategyContract, check_filter, check_progress, check_strategy
 from replaybuf.testing.loop import BUDGETS, Progress
 from tests.builders import steady

@@ -11,7 +11,7 @@ import pytest
 
 from replaybuf.cli.main import main
 from replaybuf.errors import MissingExtra
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 from replaybuf_trainer import cli
 from replaybuf_trainer.options import EngineOptions, InitModelOptions, TrainOptions
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.stages import Rollout
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import Float32s
 from replaybuf_trainer import logprobs as logprobs_module
 from replaybuf_trainer.logprobs import PackedLogprobs

@@ -15,7 +15,7 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.environments.contract import Environment, MultiTurnEnvironment, Score, takes_turns
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.prompt import invalid_row
-from replaybuf.kernel import plugins
+from replaybuf.plugins import entry_points as plugins
 
 TASKSET = "verifiers:"
 """Prefix of a verifiers taskset in `--prompts`."""

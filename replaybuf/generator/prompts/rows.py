@@ -16,7 +16,7 @@ import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.prompts.prompt import invalid_row
-from replaybuf.kernel.plugins import load_object
+from replaybuf.plugins.entry_points import load_object
 
 EXTRA = "prompts"
 MAX_ROWS = 50_000_000

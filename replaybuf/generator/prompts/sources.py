@@ -19,7 +19,7 @@ from replaybuf.generator.environments.rewards import TASKSET
 from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptLine, invalid_row, new_prompt, new_prompts
 from replaybuf.generator.prompts.rows import Row, file_rows, json_rows, object_rows, object_rows_by_number
 from replaybuf.generator.tasksets.tasks import Tasks
-from replaybuf.kernel.plugins import is_object_path
+from replaybuf.plugins.entry_points import is_object_path
 
 GYM = "reasoning-gym:"
 TRIED_ROWS = 16

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.kernel.plugin_set import resolve_config
-from replaybuf.kernel.plugins import option_pairs
 from replaybuf.lab.simulate.loop import simulate as run_simulation
 from replaybuf.lab.simulate.picture import draw
 from replaybuf.lab.simulate.recording import RecordedSupply, Recording, derive, read_file, read_service, save
 from replaybuf.lab.simulate.report import Study, print_study
 from replaybuf.lab.simulate.workload import DEFAULT_GROUP_SIZE, Supply, Workload, check_prompts, check_workload
+from replaybuf.plugins.entry_points import option_pairs
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.decoding import decode_json
 

@@ -24,13 +24,13 @@ from replaybuf.errors import StrategyFault
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.options import StrategyOptions
 from replaybuf.kernel.tickets import Ticket
-from replaybuf.kernel.time_limit import CALL_LIMIT_S
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.lab.simulate.figures import Figures, Meter
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.lab.simulate.workload import Attempt, Supply
 from replaybuf.packing.cost import rollout_costs
 from replaybuf.packing.pack import pack, padding_fraction
+from replaybuf.plugins.time_limit import CALL_LIMIT_S
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord

@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 
 from replaybuf.kernel.histograms import GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES
-from replaybuf.kernel.report import coverage
 from replaybuf.service.host import Service
 from replaybuf.service.http.metric_table import METRICS
+from replaybuf.service.report.status import coverage
 from replaybuf.service.run.next_batch import OUTCOMES
 from replaybuf.service.run.run import Run
 from replaybuf.wire.contract import REASONS

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from replaybuf.errors import NotAcceptable
-from replaybuf.service.run.assembly import Coding, Form
-from replaybuf.service.run.bodies import Part
+from replaybuf.service.bodies.assembly import Coding, Form
+from replaybuf.service.bodies.bodies import Part
 from replaybuf.wire import plan
 
 MEDIA_TYPE = "application/vnd.safetensors"

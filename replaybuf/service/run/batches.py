@@ -16,12 +16,12 @@ from replaybuf.kernel.history import BatchState
 from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.waiting import BLOCKED_ON
-from replaybuf.service.run.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
-from replaybuf.service.run.bodies import Bodies, Part
+from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
+from replaybuf.service.bodies.bodies import Bodies, Part
+from replaybuf.service.bodies.record import describe_batch
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import LONGEST_WAIT_S, Journal
 from replaybuf.service.run.next_batch import NextBatch
-from replaybuf.service.run.record import describe_batch
 from replaybuf.wire.contract import StepRecord, WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.ledger import BatchRecord

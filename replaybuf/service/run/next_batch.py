@@ -23,8 +23,8 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.decide import decide_batch
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
-from replaybuf.service.run.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
-from replaybuf.service.run.bodies import Bodies
+from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
+from replaybuf.service.bodies.bodies import Bodies
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
 from replaybuf.wire.contract import WaitingAnswer

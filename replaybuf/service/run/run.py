@@ -16,6 +16,7 @@ from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
+from replaybuf.service.report.state_cache import StateCache
 from replaybuf.service.run.admission import AdmissionCheck
 from replaybuf.service.run.appends import Appends
 from replaybuf.service.run.arrivals import Arrivals
@@ -26,7 +27,6 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.lease import LeaseTimer
 from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
-from replaybuf.service.run.state_cache import StateCache
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import RunTickets, Store

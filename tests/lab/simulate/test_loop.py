@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.index import LIVE
-from replaybuf.kernel.report import group_counts
 from replaybuf.kernel.strategy import Budget, BufferView, Feedback, Flow, Groups, Selection, Strategy, Waiting, fill
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import _ENDED, Simulation, simulate
 from replaybuf.lab.simulate.workload import Supply
+from replaybuf.service.report.status import group_counts
 from replaybuf.wire.config import BatchSpec, Limits, TicketSpec
 from tests.builders import steady
 from tests.lab.simulate.workloads import config, workload
@@ -191,7 +191,7 @@ def install(monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy[Any]]) -> N
     def load(group: str, name: str) -> type[Strategy[Any]]:
         return strategy
 
-    monkeypatch.setattr("replaybuf.kernel.plugins.load", load)
+    monkeypatch.setattr("replaybuf.kernel.plugin_set.load", load)
 
 
 class Greedy(Strategy[Any]):

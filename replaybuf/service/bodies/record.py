@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from replaybuf.service.run.assembly import PackedBatch, completed
+from replaybuf.service.bodies.assembly import PackedBatch, completed
 from replaybuf.wire.contract import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchRecord
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from replaybuf.kernel.report import IndexSummary, render_run_state, summarize_index
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
+from replaybuf.service.report.status import IndexSummary, render_run_state, summarize_index
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.run_status import RunStatus

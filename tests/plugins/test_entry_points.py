@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel import plugins
+from replaybuf.kernel import plugin_set
 from replaybuf.kernel.options import StrategyOptions
-from replaybuf.kernel.plugins import COMMANDS, ENVIRONMENTS, FILTERS, STRATEGIES, build_strategy, find, load, names
+from replaybuf.kernel.plugin_set import build_strategy
 from replaybuf.kernel.strategy import Budget, BufferView, Groups, Selection, Strategy, Waiting
+from replaybuf.plugins import entry_points as plugins
+from replaybuf.plugins.entry_points import COMMANDS, ENVIRONMENTS, FILTERS, STRATEGIES, find, load, names
 
 
 class MineOptions(StrategyOptions, frozen=True):
@@ -39,10 +41,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let two strategies and a broken one be installed, and nothing else."""
     found = EntryPoints(
         [
-            EntryPoint("mine", "tests.kernel.test_plugins:Mine", STRATEGIES),
+            EntryPoint("mine", "tests.plugins.test_entry_points:Mine", STRATEGIES),
             EntryPoint("broken", "tests.no_such_module:X", STRATEGIES),
-            EntryPoint("another", "tests.kernel.test_plugins:Mine", STRATEGIES),
-            EntryPoint("exact", "tests.kernel.test_plugins:Mine", ENVIRONMENTS),
+            EntryPoint("another", "tests.plugins.test_entry_points:Mine", STRATEGIES),
+            EntryPoint("exact", "tests.plugins.test_entry_points:Mine", ENVIRONMENTS),
         ]
     )
 
@@ -63,7 +65,7 @@ def test_what_is_installed_while_the_process_runs_is_found(monkeypatch: pytest.M
     try:
         with pytest.raises(Invalid, match="installed: none"):
             find(STRATEGIES, "mine")
-        found.append(EntryPoint("mine", "tests.kernel.test_plugins:Mine", STRATEGIES))
+        found.append(EntryPoint("mine", "tests.plugins.test_entry_points:Mine", STRATEGIES))
         assert load(STRATEGIES, "mine") is Mine
         found.clear()
         assert names(STRATEGIES) == ["mine"]
@@ -135,6 +137,6 @@ def test_an_import_that_ends_the_process_or_does_not_end_is_refused(
     monkeypatch.syspath_prepend(str(tmp_path))
     found = EntryPoints([EntryPoint("own", "own_import:X", STRATEGIES)])
     monkeypatch.setattr(plugins, "installed", lambda group: found.select(group=group))
-    monkeypatch.setattr(plugins, "IMPORT_LIMIT_S", 0.2)
+    monkeypatch.setattr(plugin_set, "IMPORT_LIMIT_S", 0.2)
     with pytest.raises(Invalid, match=told):
         build_strategy("own", {})

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from replaybuf.kernel.time_limit import TookTooLong, call_limited, call_twice_limited
+from replaybuf.plugins.time_limit import TookTooLong, call_limited, call_twice_limited
 
 LIMIT_S = 0.2
 

@@ -13,20 +13,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.time_limit import (
-    CALL_LIMIT_S,
-    IMPORT_LIMIT_S,
-    PLUGIN_ERRORS,
-    TookTooLong,
-    call_limited,
-    call_twice_limited,
-)
-
-if TYPE_CHECKING:  # the command line asks for names alone, and starts without numpy
-    from replaybuf.kernel.strategy import Filter, Strategy
+from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 
 T = TypeVar("T")
 
@@ -103,66 +93,6 @@ def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             options[name] = value
     return options
-
-
-class Bounds(NamedTuple):
-    """Properties of a strategy that the core enforces, read once."""
-
-    max_staleness: int | None
-    max_uses: int | None
-    look_ahead: int
-
-
-def build_strategy(name: str, options: dict[str, Any]) -> Strategy[Any]:
-    """Build a strategy from its name and options. Raises `Invalid`."""
-    return build_with_bounds(name, options)[0]
-
-
-def build_with_bounds(name: str, options: dict[str, Any]) -> tuple[Strategy[Any], Bounds]:
-    """Build a strategy from its name and options, and read its bounds.
-
-    Raises `Invalid` for an unknown name, an invalid option or bound, and a class that fails or is too slow.
-    """
-    from replaybuf.kernel.strategy import Strategy
-
-    strategy: Strategy[Any] = _build(STRATEGIES, name, options, Strategy)
-    return strategy, bounds_of(name, strategy)
-
-
-def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
-    """Read the bounds of a strategy. Raises `Invalid` for an invalid one."""
-    found = configured(name, lambda: Bounds(strategy.max_staleness, strategy.max_uses, strategy.look_ahead))
-    for what, value, least, unbounded in zip(Bounds._fields, found, (0, 1, 0), (True, True, False), strict=True):
-        if not ((type(value) is int and value >= least) or (unbounded and value is None)):
-            raise Invalid(
-                f"{what} of strategy {name!r} is {value!r}; it must be a whole number >= {least}"
-                + (" or None" if unbounded else ""),
-                name=f"strategy.{what}",
-                value=repr(value),
-                bound=least,
-            )
-    return found
-
-
-def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
-    """Build a filter from its name and options. Raises `Invalid`, as `build_with_bounds`."""
-    from replaybuf.kernel.strategy import Filter
-
-    found: Filter[Any] = _build(FILTERS, name, options, Filter)
-    return found
-
-
-def _build(group: str, name: str, options: dict[str, Any], base: type[Strategy[Any]] | type[Filter[Any]]) -> Any:
-    from replaybuf.kernel.options import check_options
-
-    kind = base.__name__.lower()
-    try:  # once: modules loaded before the interruption would not be imported again
-        cls = call_limited(lambda: load(group, name), IMPORT_LIMIT_S)
-    except TookTooLong as error:
-        raise Invalid(f"import of {kind} {name!r} {error}", name=name, bound=IMPORT_LIMIT_S) from error
-    if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise Invalid(f"{kind} {name!r} is {cls!r}; it must be a subclass of {base.__name__}", name=kind, value=name)
-    return configured(name, lambda: cls(check_options(name, options, cls.Options, kind=kind)))
 
 
 def configured(name: str, call: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ import dataclasses
 import msgspec
 import zstandard
 
-from replaybuf.service.run.assembly import Coding, Form, PackedBatch, plan_of, write_body
+from replaybuf.service.bodies.assembly import Coding, Form, PackedBatch, plan_of, write_body
 
 WRITERS = 2
 """Bodies of a run written at the same time: memory bandwidth is the bound, and writers hold the GIL at times."""
