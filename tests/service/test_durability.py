@@ -128,7 +128,7 @@ def test_a_write_that_a_stopped_replica_does_not_confirm_is_answered_not_durable
     """503 within the timeout, with what was reached and what is needed; once it goes on, the repeat is fine."""
     with Valkey(tmp_path / "primary", appendfsync="everysec") as primary, Valkey(tmp_path / "replica") as replica:
         replica.replicate(primary)
-        service = serve("--redis-url", primary.url, "--wait-replicas", "1", "--wait-timeout-s", "2")
+        service = serve("--redis-url", primary.url, "--wait-replicas", "1", "--wait-timeout-s", "0.7")
         answer = ready(service)
         assert (answer["durability_met_by"], answer["replicas"], answer["wait_replicas"]) == (
             "WAITAOF 1 0 and WAIT 1",
