@@ -257,6 +257,16 @@ def test_a_signal_stops_everything_in_time_and_gives_a_telling_exit_code(
     wait_until_gone(pids, 1.0)
 
 
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_the_reason_names_the_signal(tmp_path: Path, number: signal.Signals, word: str) -> None:
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            os.kill(os.getpid(), number)
+            return await supervisor.supervise(forever())
+
+    assert asyncio.run(scene()) == Stop(f"stopped by {word}", 128 + number)
+
+
 def test_no_process_survives_kill_9_of_the_supervisor(
     supervised: tuple[subprocess.Popen[str], list[int]],
 ) -> None:
