@@ -48,7 +48,7 @@ class DoctorOptions:
     """The service to check for."""
 
     redis_url: str | None = dataclasses.field(default=None, repr=False)
-    """Redis to check. By default doctor starts the embedded Valkey in a temporary folder and checks that."""
+    """Redis to check. Default: doctor starts the embedded Valkey in a temporary folder and checks it."""
     data_dir: Path = Path(".replaybuf/data")
     """Data folder of the service."""
     host: str = "127.0.0.1"
@@ -71,7 +71,7 @@ _DEFAULTS = DoctorOptions()
 
 
 def doctor(options: Annotated[DoctorOptions, Parameter(name="*")] = _DEFAULTS) -> None:
-    """Check this machine and its Redis for a service, and print what to do.
+    """Check whether a service can start on this machine, and print what to do.
 
     The exit code is 1 if a service cannot start.
     """

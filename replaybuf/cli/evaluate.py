@@ -23,9 +23,9 @@ RETRY_FOR_S = 60.0
 
 
 def evaluate(options: Annotated[EvaluateOptions, Parameter(name="*")]) -> None:
-    """Score completions of held-out prompts with the weights that the engines have now, and print the result.
+    """Sample and score held-out prompts with the current weights of the engines, and print the result.
 
-    No completion becomes a training group. With url and run, the service records the result by version.
+    The completions are not used for training. With --url and --run, the service records the result for the version.
     """
     options.check()
     result = run_async(_evaluate(options))

@@ -19,10 +19,12 @@ def generate(
 ) -> None:
     """Generate scored groups of rollouts for a run, until its prompts or steps are finished.
 
-    SIGTERM or SIGINT: groups in flight get 2 s to finish; the other tickets are returned; the process ends within 4 s.
-    The exit code is 0 when the run is finished or after a signal, and 1 with a message after an error.
-    SIGHUP: the generator reads the file of --config again. It applies max_inflight_groups, min_inflight_groups,
-    temperature and report_every_s from the next ticket on. It rejects any other change and logs that.
+    On SIGTERM or SIGINT, groups in flight get 2 s to finish. The generator returns all other tickets and ends within
+    4 s. The exit code is 0 after a signal or when the run is finished, and 1 after an error.
+
+    On SIGHUP, the generator reads the --config file again. It applies new values of max_inflight_groups,
+    min_inflight_groups, temperature and report_every_s to the next tickets. If another option changed, it applies
+    nothing and logs an error.
     """
     options.check()
     run_async(run_generator(options, None if reread is None else lambda: reread()["options"]))

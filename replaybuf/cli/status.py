@@ -34,7 +34,7 @@ class StatusOptions:
     url: str = "http://127.0.0.1:8900"
     """Address of the service; separate several servers of one Redis by commas."""
     run: str | None = None
-    """Name of one run; by default all runs are shown."""
+    """Name of the run to show. Default: all runs."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token with the role reader, trainer or operator."""
 
@@ -43,7 +43,7 @@ _DEFAULTS = StatusOptions()
 
 
 def status(options: Annotated[StatusOptions, Parameter(name="*")] = _DEFAULTS) -> None:
-    """Show the runs of a service: what each one holds and what it waits for."""
+    """Show the runs of a service: their contents, and why a run waits."""
     show(options.url, options.run, options.token, Console())
 
 

@@ -32,14 +32,14 @@ class CheckOptions:
     """The class under test, and options to build it with."""
 
     target: str
-    """Name of an installed strategy or filter, or MODULE:CLASS; modules of the working folder are found too."""
+    """Name of an installed strategy or filter, or MODULE:CLASS. Modules in the current folder can be imported."""
     _: dataclasses.KW_ONLY
     option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    """Option KEY=VALUE of the strategy; repeat it for several options."""
+    """KEY=VALUE: option of the strategy. Repeat it for several options."""
 
 
 def list_installed() -> None:
-    """List the installed strategies and filters: name, distribution, purpose.
+    """List the installed strategies and filters with package and purpose.
 
     The exit code is 1 if one of them does not import.
     """
@@ -61,7 +61,7 @@ def list_installed() -> None:
 
 
 def show(name: str, /) -> None:
-    """Show a strategy or filter: purpose, bounds, options with types, defaults and ranges.
+    """Show purpose, bounds and options of a strategy or filter.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def show(name: str, /) -> None:
 
 
 def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> None:
-    """Test a strategy or filter against the contract suite; needs the extra "testing".
+    """Test a strategy or filter with the contract suite; needs the extra "testing".
 
     The exit code is 1 if the strategy breaks a rule.
     """

@@ -16,11 +16,11 @@ class NewTokenOptions:
     """Role and name of a new token, and the file that stores it."""
 
     role: str
-    """producer, trainer, reader or operator."""
+    """Role of the token: producer, trainer, reader or operator."""
     name: str
-    """Name of the token's owner; messages show it."""
+    """Name of the token's owner; log and error messages show it."""
     tokens_file: Path
-    """File to add the token to; "replaybuf serve --tokens-file" reads it at start."""
+    """File to add the token's hash to. "replaybuf serve --tokens-file" reads the file at the start."""
 
 
 def new(options: Annotated[NewTokenOptions, Parameter(name="*")]) -> None:

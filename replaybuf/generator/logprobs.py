@@ -33,31 +33,31 @@ MODEL_PLUGIN = "torch"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobOptions:
-    """Sources of further logprobs of groups, beside those they were sampled with.
+    """Sources of logprobs in addition to those of the sampling engines.
 
     Parameters
     ----------
     ref_engine
-        vLLM server of the reference model, which adds ref_logprobs; several, separated by commas, share the work.
+        vLLM server of the reference model; adds ref_logprobs to groups. Separate several servers by commas.
     ref_model
-        Model folder of the reference, instead of ref_engine: torch computes it in this process.
+        Model folder of the reference model; use it instead of ref_engine. torch computes ref_logprobs in this process.
     ref_served_name
-        Name of the reference on its servers; by default the first that they serve.
+        Name of the reference model on its servers; default: the first model that they serve.
     ref_micro_batch
-        Rollouts per call of the reference.
+        Rollouts per request for ref_logprobs.
     old_engine
-        vLLM server to which the trainer sends the policy's weights, which adds old_logprobs by one version per group;
-        several, separated by commas, share the work. It may be one that samples.
+        vLLM server of the policy; adds old_logprobs of one weight version to each group. The trainer must load the
+        weights into it. Separate several servers by commas. A sampling engine is allowed.
     old_served_name
-        Name of the policy on these servers; by default its name on the servers that sample.
+        Name of the policy on these servers; default: its name on the sampling engines.
     old_micro_batch
-        Rollouts per call of those servers.
+        Rollouts per request for old_logprobs.
     teacher_engine
-        vLLM server of a teacher, which adds teacher_logprobs; several, separated by commas, share the work.
+        vLLM server of a teacher model; adds teacher_logprobs to groups. Separate several servers by commas.
     teacher_served_name
-        Name of the teacher on its servers; by default the first that they serve.
+        Name of the teacher on its servers; default: the first model that they serve.
     teacher_micro_batch
-        Rollouts per call of the teacher.
+        Rollouts per request for teacher_logprobs.
     """
 
     ref_engine: str | None = None

@@ -32,14 +32,15 @@ class SamplingOptions:
     """Engines, prompts and scoring: the options that both commands have."""
 
     engines: Annotated[tuple[str, ...], Parameter(name="engine", consume_multiple=True, negative="")]
-    """Address of an inference server: http://HOST:PORT (vLLM's API) or sglang+http://HOST:PORT (SGLang's API); several
-    servers share the work."""
+    """Address of an inference server: http://HOST:PORT (vLLM's API) or sglang+http://HOST:PORT (SGLang's API); give
+    several to share the work."""
     environment: str
-    """Environment that scores completions: exact-match, reasoning-gym, verifiers, an installed one, or MODULE:FUNCTION
-    of your own; several with weights: NAME:1.0,MODULE:FUNCTION:0.5."""
+    """Environment that scores completions: exact-match, reasoning-gym, verifiers, the name of an installed environment,
+    or MODULE:FUNCTION. To mix several, give weights: NAME:1.0,MODULE:FUNCTION:0.5."""
     prompts: str
-    """Prompts: FILE.jsonl of {prompt_id?, prompt | messages | prompt_ids, answer?, metadata?}, FILE.parquet, a datasets
-    folder, reasoning-gym:DATASET, verifiers:TASKSET, MODULE:FUNCTION, or a curriculum of several, FILE.toml."""
+    """Source of prompts: FILE.jsonl, FILE.parquet, a datasets folder, reasoning-gym:DATASET, verifiers:TASKSET,
+    MODULE:FUNCTION, or FILE.toml (a curriculum of several sources). One line of FILE.jsonl: {prompt_id?, prompt |
+    messages | prompt_ids, answer?, metadata?}."""
     tokenizer: Path
     """Model folder with tokenizer.json."""
     max_tokens: PositiveInt
@@ -49,15 +50,17 @@ class SamplingOptions:
     engine_timeout_s: PositiveFloat = 300.0
     """Maximum time of one request to an engine, in seconds."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Maximum time to score the completions of one prompt, in seconds; in an environment with turns, of each call."""
+    """Maximum time to score the completions of one prompt, in seconds. In an environment with turns the limit
+    applies to each call."""
     start_timeout_s: NonNegativeFloat = 300.0
     """Time to wait at start for the service, the run and the engines, in seconds."""
     model: str | None = None
-    """Name of the served model; default: the adapter's name, or else the first model of each engine."""
-    adapter: str = ""
-    """LoRA adapter of the run: its tickets and its published version. Required where a run has adapters."""
+    """Name of the served model; default: the adapter's name if one is set, else the first model of each engine."""
+    adapter: Annotated[str, Parameter(show_default=False)] = ""
+    """Name of the LoRA adapter to sample from. Required if the run has adapters."""
     engine_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """Bearer token for the engines; better set as REPLAYBUF_GENERATE_ENGINE_API_KEY (or REPLAYBUF_EVAL_...)."""
+    """Bearer token for the engines. Set it as REPLAYBUF_GENERATE_ENGINE_API_KEY or REPLAYBUF_EVAL_ENGINE_API_KEY,
+    because other users of the machine can see command lines."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token of the service, with the role producer."""
 
@@ -80,45 +83,47 @@ class GenerateOptions(SamplingOptions):
     """Options of `replaybuf generate`."""
 
     url: str
-    """Address of the service; several servers on one Redis: separated by commas."""
+    """Address of the service; separate several servers of one Redis by commas."""
     run: str
     """Name of the run; the generator waits until the run exists."""
     group_size: PositiveInt | None = None
-    """Number of rollouts per prompt; default: the run's group_size."""
+    """Number of rollouts per prompt; default: group_size of the run."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature."""
     seed: int | None = None
-    """Seed of the order of the prompts; default: the run's seed. All generators of a run need the same seed."""
+    """Seed of the order of the prompts; default: seed of the run. All generators of a run need the same seed."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch. With --no-shuffle they keep the order of the file."""
-    producer: str = dataclasses.field(default_factory=default_producer)
-    """Name of this generator; default: host name and process id."""
+    producer: Annotated[str, Parameter(show_default=False)] = dataclasses.field(default_factory=default_producer)
+    """Name of this generator in tickets and groups; default: host name and process id."""
     max_inflight_groups: PositiveInt = 64
-    """Maximum number of groups from their ticket to their append."""
+    """Maximum number of groups in flight, from ticket to append."""
     min_inflight_groups: PositiveInt = 1
-    """Minimum number of groups generated at the same time while rollouts queue at the engines. With the same value as
-    the maximum, the generator does not read the engines' queues."""
+    """Minimum number of groups in flight. The generator reduces the number down to this while rollouts queue at the
+    engines. If it equals the maximum, the generator ignores the engines' queues."""
     service_patience_s: PositiveFloat = PATIENCE_S
-    """Time to keep groups and retry while the service or its Redis is away, in seconds; after it the generator ends
-    with exit code 1, and its groups are lost."""
+    """Time to keep groups and retry while the service or its Redis is unreachable, in seconds. After that the
+    generator ends with exit code 1, and its groups are lost."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
-    """Logprobs mode that the engines were started with; recorded in every group. Default: raw_logprobs for vLLM,
+    """Logprobs mode set at the start of the engines; recorded in every group. Default: raw_logprobs for vLLM,
     processed_logprobs for SGLang."""
     seed_requests: bool = False
-    """Send a seed with every request, derived from seed, prompt index and attempt; recorded in every group."""
+    """Send a seed with every request and record it in every group. It is derived from seed, prompt index and
+    attempt."""
     on_publish: OnPublish = "in-flight"
-    """Effect of new weights on rollouts in flight. drain: each rollout has one version, others are sampled again;
-    in-flight: they continue, with version spans; abort-and-resume: aborted ones continue from their tokens, with
-    version spans; abort: aborted ones are sampled again. The trainer needs the same value."""
+    """Rollouts in flight when new weights are loaded. drain: they finish with the old weights; a rollout with two
+    versions is sampled again. in-flight: they continue with the new weights. abort-and-resume: they are aborted and
+    continue from their tokens. abort: they are aborted and sampled again. Give the trainer the same value."""
     reward_processes: NonNegativeInt = 0
-    """Number of processes that score, for rewards that compute; a process that is late is killed and restarted.
-    0: score in threads."""
+    """Number of processes that score completions, for rewards that need much CPU time. A process that exceeds
+    reward_timeout_s is killed and restarted. 0: score in threads."""
     eval_prompts: str | None = None
-    """Finite set of held-out prompts to evaluate while generating, in the form of prompts. Default: none."""
+    """Source of held-out prompts to evaluate during generation, in the same form as prompts; it must be finite.
+    Default: no evaluation."""
     eval_every: PositiveInt = 10
-    """Number of versions from one evaluation to the next; the first one is at the start."""
+    """Number of weight versions between two evaluations. The first evaluation runs at the start."""
     eval_environment: str | None = None
-    """Environment that scores held-out prompts; default: environment."""
+    """Environment that scores held-out prompts; default: the value of environment."""
     eval_samples: PositiveInt = 1
     """Number of completions per held-out prompt."""
     eval_temperature: NonNegativeFloat = 0.0
@@ -126,13 +131,13 @@ class GenerateOptions(SamplingOptions):
     compress: bool = False
     """Compress token ids and masks with zstd: less network traffic and Redis memory, more CPU time."""
     metrics_file: Path | None = None
-    """File to which every report appends one JSON line."""
+    """File to append one JSON line per report to."""
     report_every_s: PositiveFloat = 10.0
     """Time between two reports, in seconds."""
     metrics_host: str = "127.0.0.1"
     """Address to listen on for metrics_port."""
     metrics_port: Port | None = None
-    """Port of GET /metrics and GET /healthz; 0 takes a free port and prints it. Default: none."""
+    """Port of GET /metrics and GET /healthz; 0 takes a free port and prints it. Default: no metrics."""
     logprobs: Annotated[LogprobOptions, Parameter(name="*")] = dataclasses.field(default_factory=LogprobOptions)
     """Additional logprobs of every group."""
 
@@ -165,15 +170,15 @@ class EvaluateOptions(SamplingOptions):
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 = greedy."""
     max_inflight_prompts: PositiveInt = 32
-    """Maximum number of prompts in engines and rewards at the same time."""
+    """Maximum number of prompts sampled or scored at the same time."""
     name: str | None = None
-    """Name of the held-out set, under which results are recorded; default: the name of its file."""
+    """Name of the held-out set in the recorded result; default: the name of its file."""
     json: bool = False
     """Print JSON instead of a table."""
     url: str | None = None
-    """Address of a service that records the result."""
+    """Address of the service that records the result; needs run."""
     run: str | None = None
-    """Run that the result belongs to."""
+    """Name of the run that the result belongs to; needs url."""
 
     def check(self) -> None:
         """Raise `Invalid` where only one of `url` and `run` is set."""

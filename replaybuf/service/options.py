@@ -28,16 +28,17 @@ class ServeOptions:
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH."""
     tokens_file: Path | None = None
-    """File of bearer tokens that callers must send; "replaybuf token new" creates them."""
+    """File of bearer tokens; clients must send one of them. "replaybuf token new" creates tokens."""
     advertise_url: str | None = None
-    """Address that other servers give their clients while this server leads; default: where it listens."""
+    """URL that the other servers report to clients while this server is the leader. Default: the listening address."""
     history_groups: NonNegativeInt = KEPT_GROUPS
-    """Number of freed groups of each run that stay visible, with the records of their batches."""
+    """Number of freed groups per run that the service still reports, with the records of their batches."""
     durability: Level = "strict"
-    """What an acknowledged write survives. strict: kill -9 of any process; relaxed: may lose the last second."""
+    """Durability of acknowledged writes. strict: they survive kill -9 of any process; relaxed: the last second may be
+    lost."""
     wait_replicas: int = 0
-    """Number of Redis replicas that must have a write before the server acknowledges it."""
+    """Number of Redis replicas that must confirm a write before the server acknowledges it."""
     wait_timeout_s: float = 2.0
-    """Seconds that a write waits for its confirmation before the server answers 503 not-durable."""
+    """Maximum time to wait until a write is confirmed, in seconds; after that the server answers 503 not-durable."""
     tokenizer: Path | None = None
-    """Model folder with tokenizer.json; with it the server shows groups as text too."""
+    """Model folder with tokenizer.json; the server uses it to show groups as text."""

@@ -55,7 +55,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
         (["status", "--token", "s\u00e9cret "], "token has an invalid character"),
         (["simulate", "--run", "x"], "--run is 'x'; it needs --from"),
         (["simulate", "--save-recording", "x"], "--save-recording is 'x'; it needs --from"),
-        (["simulate", "--steps", "1", "--report-dir", "/dev/null/x"], "report folder /dev/null/x cannot be made"),
+        (["simulate", "--steps", "1", "--report-dir", "/dev/null/x"], "report folder /dev/null/x cannot be created"),
         (["demo", "--data-dir", "/dev/null/x"], "data folder /dev/null/x cannot be created: Not a directory"),
         (["token", "new", "--role", "reader", "--name", "", "--tokens-file", "x"], "name is ''"),
         (["token", "new", "--role", "king", "--name", "x", "--tokens-file", "x"], "role is 'king'"),

@@ -57,9 +57,9 @@ def engine(options: Annotated[EngineOptions, Parameter(name="*")]) -> None:
 
 
 def init_model(options: Annotated[InitModelOptions, Parameter(name="*")]) -> None:
-    """Create a tiny Qwen3 model with a character tokenizer and warm it up with supervision.
+    """Create a tiny Qwen3 model with a character tokenizer and warm it up with supervised training.
 
-    Writes a Hugging Face folder that vLLM can serve, and prompts.jsonl (training) and held_out.jsonl in it.
+    Writes a Hugging Face folder that vLLM can serve. It also holds prompts.jsonl (training) and held_out.jsonl.
     """
     _need_torch("init-model")
     import torch

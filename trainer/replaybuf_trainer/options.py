@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
 
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
-"""How engines pause while they load weights; `replaybuf generate --on-publish` has the same words."""
+"""How engines pause while they load weights; `replaybuf generate --on-publish` has the same values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class InitModelOptions:
     out: Path
     """Model folder to create."""
     task: str = "spell_backward"
-    """Task of reasoning-gym: spell_backward."""
+    """Task from reasoning-gym; only spell_backward is supported."""
     seed: NonNegativeInt = 0
-    """Seed of weights, words and order."""
+    """Seed of the weights, the words and their order."""
     target_accuracy: NormFloat = 0.25
-    """Sampled accuracy at which the warm start ends, 0 to 1."""
+    """Accuracy at which the supervised warm start ends, from 0 to 1, measured with sampling."""
     threads: PositiveInt = 1
     """Number of torch threads."""
 
@@ -44,7 +44,7 @@ class EngineOptions:
     max_rows: PositiveInt = 512
     """Maximum number of completions sampled at the same time."""
     name: str = "policy"
-    """Name of the model in the API."""
+    """Model name in the API."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class Objective:
     """The clipped GRPO objective."""
 
     clip_low: NormFloat = 0.2
-    """Maximum distance of the probability ratio below 1."""
+    """Lower clip of the probability ratio: 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
-    """Maximum distance of the probability ratio above 1."""
+    """Upper clip of the probability ratio: 1 + clip_high."""
     kl: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference logprobs; 0 = off."""
 
@@ -68,36 +68,38 @@ class TrainOptions:
     run: str
     """Name of the run."""
     model: Path
-    """Model folder to start from; its tokenizer is copied to the checkpoints and weights."""
+    """Model folder with the initial weights. Its tokenizer is copied to checkpoints and published weights."""
     engines: Annotated[
         tuple[str, ...], Parameter(name="--engine", consume_multiple=True, negative="", show_default=False)
     ] = ()
-    """Engines to load weights into. Without any, your own engines must load them from the announced weights_uri."""
+    """Address of an engine to load weights into; give several to load all. Without it, your engines must load the
+    weights from the published weights_uri."""
     checkpoint_dir: Path = Path(".replaybuf/checkpoints")
     """Folder of the checkpoints."""
     weights_dir: Path = Path(".replaybuf/weights")
-    """Folder of the published weights; the engines read it."""
+    """Folder of the published weights; the engines must be able to read it."""
     checkpoint_every_steps: PositiveInt = 20
     """Steps between two checkpoints."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     on_resume: Literal["redeliver", "resample"] = "redeliver"
-    """redeliver: batches after the checkpoint come again unchanged; resample: the service assembles them anew."""
+    """Batches after the checkpoint. redeliver: the service sends the same batches again; resample: it selects new
+    ones."""
     poll_s: PositiveFloat = 0.5
     """Seconds between two requests for a batch."""
     wait_ms: NonNegativeInt = 0
-    """Long-poll: milliseconds that the service may hold a request for a batch; 0 = poll."""
+    """Maximum time that the service may hold a request for a batch (long poll), in milliseconds; 0 = no long poll."""
     prefetch: bool = True
     """Request the next batch while this one trains."""
     learning_rate: PositiveFloat = 1e-4
     """Learning rate of AdamW after the warm-up."""
     warm_up_steps: NonNegativeInt = 10
-    """Steps over which the learning rate rises."""
+    """Steps in which the learning rate rises linearly."""
     clip_norm: PositiveFloat = 1.0
-    """Maximum norm of the gradient."""
+    """Maximum norm of the gradient; larger gradients are scaled down."""
     objective: Annotated[Objective, Parameter(name="*")] = Objective()
     rows_per_forward: PositiveInt = 8
-    """Packed rows in one forward pass."""
+    """Number of packed rows in one forward pass."""
     threads: PositiveInt = 1
     """Number of torch threads."""
     seed: NonNegativeInt = 0
@@ -109,6 +111,8 @@ class TrainOptions:
     service_timeout_s: NonNegativeFloat = 60.0
     """Seconds that the service may be unreachable before the trainer fails."""
     engine_timeout_s: PositiveFloat = 60.0
-    """Seconds per call to load weights; with drain it includes the running completions."""
+    """Maximum time of one request to load weights, in seconds. With drain it includes the time to finish
+    completions."""
     on_publish: OnPublish = "in-flight"
-    """Running completions during a load: drain finishes them, in-flight freezes them, the others abort them."""
+    """Running completions while an engine loads weights. drain: the engine finishes them first; in-flight: it pauses
+    them; abort-and-resume, abort: it aborts them. Give the generators the same value."""

@@ -30,10 +30,10 @@ _DEFAULTS = DemoOptions()
 
 
 def demo(options: Annotated[DemoOptions, Parameter(name="*")] = _DEFAULTS) -> None:
-    """Train a small policy with service, engine, generator and trainer on this machine, and report the result.
+    """Train a small model on this machine with service, engine, generator and trainer, and report the result.
 
-    Each part is a separate process. The demo measures accuracy on held-out problems before, during and after the
-    training. Ctrl-C stops everything; --resume continues.
+    Each part runs in a separate process. The demo measures accuracy on held-out problems before, during and after
+    training. Ctrl-C stops all processes; --resume continues the demo.
     """
     code = run_demo(Console(), options)
     if code:

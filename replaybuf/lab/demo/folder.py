@@ -43,11 +43,11 @@ class DemoOptions:
     data_dir: Path = DEFAULT_DATA_DIR
     """Folder for all files of the demo."""
     seed: int | None = None
-    """Seed of model, problems and requests (default 0). Timing is random, so two demos of one seed differ."""
+    """Seed of the model, the problems and the requests (default 0). Two demos with one seed still differ in timing."""
     steps: int | None = None
-    """Number of optimizer steps (default 300); about 1 s each on 2 cores, after a minute of warm start."""
+    """Number of optimizer steps (default 300). On 2 cores a step takes about 1 s, and the warm start about a minute."""
     resume: Annotated[bool, Parameter(negative="")] = False
-    """Continue the demo in the data folder, with its seed and number of steps."""
+    """Continue the demo in the data folder with the same seed and number of steps."""
     overwrite: Annotated[bool, Parameter(negative="")] = False
     """Delete the demo in the data folder first."""
 

@@ -30,23 +30,24 @@ class SimulateOptions:
     """What to simulate, and where the report goes."""
 
     strategy: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    """Strategy to study, NAME or NAME:KEY=VALUE,KEY=VALUE; repeat it to compare several. Default: the run's."""
+    """Strategy to simulate: NAME or NAME:KEY=VALUE,KEY=VALUE. Repeat the option to compare several. Default: the
+    strategy of the run configuration."""
     option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    """Option KEY=VALUE of every strategy; repeat it for several options."""
+    """KEY=VALUE: option of every simulated strategy. Repeat it for several options."""
     steps: int = 1000
     """Number of training steps."""
     seed: int = 0
-    """Seed of lengths, rewards and failures; all strategies get the same ones."""
+    """Seed of lengths, rewards and failures; they are the same for all strategies."""
     config_run: Path | None = None
-    """JSON file with the run configuration, as PUT /v1/runs/NAME takes it."""
+    """JSON file with the run configuration: the body of PUT /v1/runs/NAME."""
     from_: Annotated[str | None, Parameter(name="--from")] = None
-    """Learn workload and configuration from a recorded run: address of its service, or a saved file."""
+    """Recorded run to take workload and configuration from: address of a service, or a file of --save-recording."""
     run: str | None = None
     """Name of the recorded run, if --from is an address."""
     token: str | None = None
     """Bearer token with the role reader, if --from is an address."""
     save_recording: Path | None = None
-    """File to save the recorded run to, for later studies without its service."""
+    """File to save the recorded run to; later simulations read it with --from."""
     report_dir: Path | None = None
     """Folder for report.json and report.png."""
     workload: Annotated[Workload, Parameter(name="*")] = dataclasses.field(default_factory=Workload)
@@ -54,9 +55,10 @@ class SimulateOptions:
 
 
 def simulate(options: Annotated[SimulateOptions, Parameter(name="*")] = SimulateOptions()) -> None:
-    """Compare strategies on a virtual clock: how long the trainer waits, how stale groups get, what is wasted.
+    """Simulate a run to compare strategies: trainer waiting time, staleness and wasted groups.
 
-    The decisions are made by the code of the service. Times and groups are drawn, or read from a recorded run.
+    The simulation calls the service's own selection code with a simulated clock. Durations and groups are random, or
+    come from a recorded run.
     """
     console = Console()
     if options.from_ is None:
@@ -138,7 +140,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Invalid(
-            f"report folder {folder} cannot be made: {error.strerror}", name="report_dir", value=str(folder)
+            f"report folder {folder} cannot be created: {error.strerror}", name="report_dir", value=str(folder)
         ) from error
 
 

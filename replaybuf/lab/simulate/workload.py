@@ -49,45 +49,47 @@ class Workload:
     """
 
     slots: Count = 64
-    """Groups that all producers together generate at the same time."""
+    """Number of groups that all producers together generate at the same time."""
     group_s: Seconds = 1.0
-    """Seconds per group besides its tokens: prompt, reward, append."""
+    """Fixed seconds per group: prompt, reward, append."""
     token_s: Seconds = 0.02
-    """Seconds per token of the longest completion of a group."""
+    """Seconds per token of the longest completion of a group, added to group_s."""
     prompt_tokens: Tokens = 128
-    """Tokens of a prompt."""
+    """Number of tokens of a prompt."""
     length_mean: Annotated[float, Meta(ge=1, le=2**24)] = 1000.0
-    """Mean tokens of a completion before length_max, log-normal."""
+    """Mean number of tokens of a completion, before length_max applies (log-normal distribution)."""
     length_sigma: Annotated[float, Meta(ge=0, le=4)] = 0.8
-    """Standard deviation of the logarithm of the tokens of a completion."""
+    """Standard deviation of log(number of tokens of a completion)."""
     length_shared: Share = 0.5
-    """Share of that variance that the completions of one prompt have in common, 0 to 1."""
+    """Share of that variance that comes from the prompt, 0 to 1. With 1, all completions of a prompt have one
+    length."""
     length_max: Tokens = 3900
-    """Maximum tokens of a completion; longer ones are truncated."""
+    """Maximum number of tokens of a completion; longer completions are truncated."""
     failure_rate: Share = 0.0
-    """Share of attempts that fail; the producer gives the ticket back."""
+    """Share of attempts that fail, 0 to 1; the producer returns the ticket."""
     lost_rate: Share = 0.0
-    """Share of attempts that are lost; their ticket expires after tickets.ttl_s of the run."""
+    """Share of attempts that crash, 0 to 1; the ticket expires after the run's tickets.ttl_s."""
     timeout_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
-    """Maximum seconds of an attempt; then the producer gives the ticket back. Default: no bound."""
+    """Maximum seconds per attempt; after that the producer returns the ticket. Default: no limit."""
     solved_mean: Share = 0.5
-    """Mean share of correct completions."""
+    """Mean share of correct completions, 0 to 1."""
     solved_spread: Share = 0.5
-    """How much prompts differ in that share: 0 not at all, 1 each is always or never solved (Beta distribution)."""
+    """Spread of that share over prompts, 0 to 1 (Beta distribution). 0: equal for all prompts; 1: each prompt is always
+    or never solved."""
     train_s: Seconds = 40.0
-    """Seconds per training step besides its tokens."""
+    """Fixed seconds per training step."""
     train_token_s: Seconds = 0.0
-    """Seconds of training per token of the batch."""
+    """Seconds per token of the batch, added to train_s."""
     publish_s: Seconds = 5.0
-    """Seconds from the end of a step until the engines have its weights."""
+    """Seconds from the end of a step until the engines have the new weights."""
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 8
-    """Data-parallel ranks that batches are packed for."""
+    """Number of data-parallel ranks of the trainer."""
     prefetch: bool = True
-    """The trainer requests the next batch once while it trains, as the reference trainer does."""
+    """Request the next batch once during training, as the reference trainer does."""
     checkpoint_steps: Count = 10
     """Steps between checkpoints."""
     round_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
-    """Groups that end within this time arrive together. Default: 1/10 of a step."""
+    """Seconds per simulation round: groups that end in one round arrive together. Default: 1/10 of a step."""
 
     given: ClassVar[frozenset[str]] = frozenset()
 
