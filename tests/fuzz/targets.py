@@ -35,19 +35,19 @@ _PREFIX = struct.Struct("<4sIQII")
 
 def frame(data: bytes) -> None:
     """Decode a frame whose magic, lengths and checksum are right: a producer can always write those."""
-    judge_frame(_sealed(data))
+    check_frame(_sealed(data))
 
 
 def raw_frame(data: bytes) -> None:
     """Decode bytes as they are."""
-    judge_frame(data)
+    check_frame(data)
 
 
 def body(data: bytes) -> None:
     """Cut a body into frames and decode each."""
     with contextlib.suppress(Malformed):
         for one in split_frames(data):
-            judge_frame(bytes(one))
+            check_frame(bytes(one))
     with contextlib.suppress(Malformed):
         list(decode_groups(MEDIA_TYPE, data, LARGEST_BYTES))
 
@@ -88,7 +88,7 @@ def ticket(data: bytes) -> None:
         assert parse_ticket(str(parse_ticket(text))) == parse_ticket(text)
 
 
-def judge_frame(data: bytes) -> None:
+def check_frame(data: bytes) -> None:
     """Decode one frame and check the invariants of the group."""
     with contextlib.suppress(Malformed):
         made = decode_frame(data, max_bytes=LARGEST_BYTES)

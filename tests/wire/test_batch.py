@@ -1,4 +1,4 @@
-"""Batch bodies: what design section 5 lists, readable by safetensors alone; garbled ones are `Malformed`."""
+"""Batch bodies: layout of design section 5, read by safetensors too; invalid bodies are `Malformed`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def present_in(rows: Rows) -> set[str]:
     return present | ({"sampling_weights"} if any(entry.sampling_weight is not None for entry in used) else set())
 
 
-# ---------------------------------------------------------------------- what a body holds
+# ---------------------------------------------------------------------- content of a body
 
 
 @given(batches(), st.sampled_from([1, 2, 8, 64]))
@@ -182,9 +182,9 @@ def written_plainly(meta: BatchMeta, expected: list[Tensors]) -> bytes:
 @given(batches(), st.sampled_from([1, 2, 8, 64]), st.text(max_size=4))
 @steady
 def test_the_bytes_equal_those_of_the_slow_writer(rows: Rows, multiple: int, group_id: str) -> None:
-    """Byte by byte, with signs of zeros and any language: every release writes the same body.
+    """Every release writes the same body, including signs of zeros and non-ASCII text.
 
-    Nothing shows through of what stood in its memory before.
+    Uninitialised memory must not appear in it.
     """
     meta = meta_of(rows, group_ids=[group_id])
     expected = [expected_row(row, multiple, present_in(rows)) for row in rows]
@@ -259,7 +259,7 @@ def test_absent_logprobs_change_no_byte_of_a_body(optional: Any, size: int, dige
 
 
 def test_a_masked_token_carries_no_advantage_and_no_logprob() -> None:
-    """Tool text is input in the row, without part in the loss."""
+    """Tool text is part of the input but not of the loss."""
     made = group(rollout(completion_mask=[1, 0, 1], ref_logprobs=[-1.0, -2.0, -3.0], advantage=-2.0))
     out = read_batch(encode_batch(batch_meta(), [whole(use(made))])).micro_batches[0]
     assert out.input_ids.tolist() == [1, 2, 3, 4, 5]
@@ -322,7 +322,7 @@ def test_a_length_is_rounded_up_to_a_multiple(tokens: int, multiple: int, length
     assert padded_length(tokens, multiple) == length
 
 
-# ---------------------------------------------------------------------- bodies that are not right
+# ---------------------------------------------------------------------- invalid bodies
 
 
 def sample_body() -> bytes:
@@ -354,7 +354,7 @@ def test_random_bytes_are_malformed(raw: bytes) -> None:
 @given(st.data())
 @steady
 def test_garbled_bodies_are_malformed_or_readable(data: st.DataObject) -> None:
-    """Data bytes carry no checksum (the transport has one); header bytes that changed must not crash a reader."""
+    """The data has no checksum of its own. Changed header bytes must not crash the reader."""
     body = bytearray(sample_body())
     header = 8 + int.from_bytes(body[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
@@ -447,7 +447,6 @@ def test_a_header_longer_than_the_body_is_malformed() -> None:
         read_batch((2**63).to_bytes(8, "little") + b"{}")
 
 
-def test_safetensors_rejects_a_cut_body_too() -> None:
-    """Both readers reject a cut body."""
+def test_safetensors_rejects_a_cut_body() -> None:
     with pytest.raises(safetensors.SafetensorError):
         safetensors.numpy.load(sample_body()[:-1])

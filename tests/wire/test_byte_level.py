@@ -1,4 +1,4 @@
-"""The byte table decodes like the library."""
+"""Byte-level decoding, compared with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_byte_level_model_folder_decodes_like_the_library(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])])
-def test_other_decoders_are_left_to_the_library(decoder: decoders.Decoder) -> None:
+def test_other_decoders_are_not_byte_level(decoder: decoders.Decoder) -> None:
     made = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     made.decoder = decoder
     assert not is_byte_level(made)

@@ -1,4 +1,4 @@
-"""Columns of frames: compressed where it pays; no header makes a reader crash, look outside or use up memory."""
+"""Columns of frames: compression, and headers that must not crash the reader or exhaust its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replaybuf.wire.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES
 from replaybuf.wire.frame import LARGEST_FRAME_BYTES, LARGEST_HEADER_BYTES, decode_frame, encode_frame, is_compressed
 from replaybuf.wire.group import Group
 from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
-from tests.fuzz.targets import judge_frame, sample
+from tests.fuzz.targets import check_frame, sample
 from tests.wire.test_frame import PREFIX, frame_of, header_of, sealed
 
 Change = Callable[[dict[str, list[Any]]], object]
@@ -59,7 +59,7 @@ def frame_with(given: Group, contents: dict[str, bytes], change: Change = lambda
     return sealed(made + bytes(start - len(made)) + tail)
 
 
-def refused(frame: bytes, max_bytes: int = LARGEST_FRAME_BYTES) -> BrokenFrame:
+def rejection(frame: bytes, max_bytes: int = LARGEST_FRAME_BYTES) -> BrokenFrame:
     """Return the error for a frame; the memory used must be bounded by its size."""
     tracemalloc.start()
     try:
@@ -120,7 +120,7 @@ def test_compressed_logprobs_are_readable() -> None:
     assert_same_group(decode_frame(frame_with(made, {"inference_logprobs": packed})), made)
 
 
-# ---------------------------------------------------------------------- compressed bytes that lie
+# ---------------------------------------------------------------------- invalid compressed bytes
 
 
 def ids(count: int) -> bytes:
@@ -143,7 +143,7 @@ def ids(count: int) -> bytes:
     ids=["too few", "too many", "size unknown", "cut", "bytes behind", "twice", "empty", "huge window"],
 )
 def test_compressed_ids_that_do_not_match_the_lengths_are_rejected(packed: bytes, message: str) -> None:
-    error = refused(frame_with(group(), {"prompt_ids": packed}))
+    error = rejection(frame_with(group(), {"prompt_ids": packed}))
     assert error.name == "prompt_ids" and message in error.detail
 
 
@@ -153,7 +153,7 @@ def test_a_frame_that_decompresses_beyond_the_bound_is_rejected_first() -> None:
     packed = zstandard.ZstdCompressor().compress(ids(tokens))
     lengths = np.array([tokens - 2, 2], "<i4").tobytes()
     frame = frame_with(group(), {"prompt_ids": packed, "prompt_lengths": lengths})
-    error = refused(frame, max_bytes=1 << 20)
+    error = rejection(frame, max_bytes=1 << 20)
     assert (error.name, error.bound) == ("max_bytes", 1 << 20)
     assert error.value == len(frame) - len(packed) + 4 * tokens
     assert decode_frame(frame, max_bytes=error.value).nbytes > 4 * tokens
@@ -162,11 +162,11 @@ def test_a_frame_that_decompresses_beyond_the_bound_is_rejected_first() -> None:
 def test_the_bound_holds_for_all_columns_together() -> None:
     made = long_group()
     frame = encode_frame(made, compress=True)
-    unpacked = refused(frame, max_bytes=len(frame)).value
+    unpacked = rejection(frame, max_bytes=len(frame)).value
     assert unpacked > made.nbytes
     decode_frame(frame, max_bytes=unpacked)
-    assert refused(frame, max_bytes=unpacked - 1).bound == unpacked - 1
-    assert refused(encode_frame(made), max_bytes=made.nbytes).name == "max_bytes"
+    assert rejection(frame, max_bytes=unpacked - 1).bound == unpacked - 1
+    assert rejection(encode_frame(made), max_bytes=made.nbytes).name == "max_bytes"
 
 
 @pytest.mark.parametrize("name", ["prompt_lengths", "completion_lengths", "rewards", "temperatures", "version_spans"])
@@ -174,7 +174,7 @@ def test_a_column_that_is_not_per_token_may_not_be_compressed(name: str) -> None
     made = group(*(rollout() for _ in range(64)))
     column = getattr(made, name)
     packed = zstandard.ZstdCompressor().compress(column.tobytes())
-    assert refused(frame_with(made, {name: packed})).name in (name, "rollouts")
+    assert rejection(frame_with(made, {name: packed})).name in (name, "rollouts")
 
 
 @given(st.data())
@@ -184,10 +184,10 @@ def test_any_changed_byte_of_a_compressed_column_is_handled(data: st.DataObject)
     _, offset, length, _ = columns_of(bytes(frame))["completion_ids"]
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(offset, offset + length - 1))] = data.draw(st.integers(0, 255))
-    judge_frame(sealed(frame))
+    check_frame(sealed(frame))
 
 
-# ---------------------------------------------------------------------- tables of columns that lie
+# ---------------------------------------------------------------------- invalid tables of columns
 
 
 NUMBERS = st.integers(-1, 300).map(lambda n: n * 16) | st.sampled_from([-(2**63), 2**31, 2**53, 2**63, 2**64 - 1])
@@ -211,7 +211,7 @@ def test_any_table_of_columns_gives_a_group_within_the_frame_or_a_broken_frame(d
             else:
                 columns[data.draw(st.sampled_from([*COLUMNS, "nonsense"]))] = columns.pop(name)
 
-    judge_frame(frame_with(made, {}, change))
+    check_frame(frame_with(made, {}, change))
 
 
 def test_columns_may_not_overlap() -> None:
@@ -220,13 +220,13 @@ def test_columns_may_not_overlap() -> None:
     def change(columns: dict[str, list[Any]]) -> None:
         columns["rewards.x"] = list(columns["rewards"])
 
-    assert "the part before it ends at" in refused(frame_with(group(), {}, change)).detail
+    assert "the part before it ends at" in rejection(frame_with(group(), {}, change)).detail
 
 
 def test_an_unknown_column_is_rejected() -> None:
     """It may come from a newer producer, or be a typo."""
     frame = frame_with(group(), {}, lambda columns: columns.update(entropy=["<f4", 1 << 20, 0, "raw"]))
-    assert "unknown column 'entropy'" in refused(frame).detail
+    assert "unknown column 'entropy'" in rejection(frame).detail
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def test_an_unknown_column_is_rejected() -> None:
 )
 def test_lengths_that_do_not_match_the_tokens_are_rejected(lengths: list[int], name: str) -> None:
     frame = frame_with(group(), {"prompt_lengths": np.array(lengths, "<i4").tobytes()})
-    assert refused(frame).name == name
+    assert rejection(frame).name == name
 
 
 def test_too_many_rollouts_are_rejected() -> None:
     """The check comes before the lengths are read."""
     many = bytes(4 * ((1 << 20) + 1))
-    error = refused(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many}))
+    error = rejection(frame_with(group(), {"prompt_lengths": many, "completion_lengths": many}))
     assert "frame has 1048577 rollouts; the maximum is 1048576" in error.detail
 
 
@@ -252,7 +252,7 @@ def test_a_frame_may_have_no_rollouts() -> None:
     assert decode_frame(empty).rollouts == 0
 
 
-# ---------------------------------------------------------------------- headers that cost memory
+# ---------------------------------------------------------------------- memory use of headers
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_a_frame_may_have_no_rollouts() -> None:
 )
 def test_the_memory_of_a_header_is_proportional_to_its_bytes(metadata: bytes) -> None:
     header = b"\x81\xa8metadata" + metadata
-    refused(frame_of(header))
+    rejection(frame_of(header))
 
 
 def test_a_header_above_its_limit_is_neither_read_nor_written() -> None:
-    error = refused(frame_of(b"\x80" + bytes(LARGEST_HEADER_BYTES)))
+    error = rejection(frame_of(b"\x80" + bytes(LARGEST_HEADER_BYTES)))
     assert (error.name, error.bound) == ("header", LARGEST_HEADER_BYTES)
     with pytest.raises(TooLarge, match=f"the header of the group has .* bytes; the maximum is {LARGEST_HEADER_BYTES}"):
         encode_frame(group(metadata={"text": "x" * LARGEST_HEADER_BYTES}))
@@ -277,4 +277,4 @@ def test_too_many_finish_reasons_are_rejected(reasons: list[str | None]) -> None
     header = header_of(encode_frame(group())) | {"finish_reasons": reasons}
     for column in header["columns"].values():
         column[1:3] = 0, 0
-    assert refused(frame_of(msgspec.msgpack.encode(header))).name == "rollouts"
+    assert rejection(frame_of(msgspec.msgpack.encode(header))).name == "rollouts"

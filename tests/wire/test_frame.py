@@ -247,7 +247,7 @@ def test_a_wrong_prefix_is_named(offset: int, value: bytes, name: str) -> None:
     assert caught.value.name == name and isinstance(caught.value, Malformed)
 
 
-# ---------------------------------------------------------------------- headers that lie
+# ---------------------------------------------------------------------- headers that contradict the columns
 
 
 @given(st.data())

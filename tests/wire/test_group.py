@@ -80,7 +80,7 @@ def test_an_unknown_field_is_rejected() -> None:
         msgspec.convert(msgspec.to_builtins(rollout()) | {"logprobs": []}, RolloutJson)
 
 
-# ---------------------------------------------------------------------- refused on the way in
+# ---------------------------------------------------------------------- rejected by the conversion
 
 
 @pytest.mark.parametrize("name", FIELDS_PER_TOKEN)
@@ -120,7 +120,7 @@ def test_one_rollout_that_does_not_fit_columns_rejects_the_group(
         assert caught.value.status == 422
 
 
-# ---------------------------------------------------------------------- refused by the bounds
+# ---------------------------------------------------------------------- rejected by the checks
 
 
 def test_a_group_within_all_limits_is_accepted() -> None:
@@ -301,6 +301,6 @@ def test_truncation_does_not_repair_wrong_spans(spans: list[list[int]]) -> None:
     assert reason_of(truncate(made, 3), seq_len=3) == "bad_version_spans"
 
 
-def test_a_rejection_has_a_reason_and_a_sentence() -> None:
+def test_a_rejection_has_a_reason_and_a_detail() -> None:
     rejection = check_group(group(), GroupLimits(vocab_size=5))
     assert rejection == Rejection("token_out_of_range", "completion_ids holds 5; vocab_size is 5")

@@ -1,4 +1,4 @@
-"""Objects of any shape: accepted objects are readable, rejected values are named with their place."""
+"""Metadata: accepted objects round trip, errors name the rejected value."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_accepted_objects_are_readable_and_integers_beyond_64_bits_are_rejected(
         json.loads(msgspec.json.encode(msgspec.msgpack.decode(msgspec.msgpack.encode(value))))
 
 
-def test_an_integer_beyond_64_bits_is_named_with_its_place() -> None:
-    """Also in lists of objects; a very long number is described by its size."""
+def test_an_integer_beyond_64_bits_is_rejected_with_its_path() -> None:
+    """The error reports the size of a very long number instead of its digits."""
     with pytest.raises(Invalid, match=r"^metadata\.seeds\[1\]\.of is 18446744073709551616; integers are from -2"):
         check_metadata("metadata", {"seeds": [{"of": 2**64 - 1}, {"of": 2**64}], "more": 2**70})
     with pytest.raises(Invalid, match=r"^metadata\.x is a number of 40001 bits; integers") as caught:
