@@ -1,4 +1,4 @@
-"""Appending: stored, duplicate, rejected; frames and JSON; limits; browsing."""
+"""Appends of frames and JSON: results, limits, browsing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def post(run: RunClient, *frames: bytes) -> httpx.Response:
 
 
 def test_an_append_is_idempotent_by_group_id(run: RunClient) -> None:
-    """The second append is answered duplicate and changes nothing."""
+    """The second append returns `duplicate` and changes nothing."""
     run.put(batch={"groups_per_batch": 2})
     assert run.append(group("a")) == [{"group_id": "a", "status": "stored"}]
     assert run.append(group("a", tokens=9)) == [{"group_id": "a", "status": "duplicate"}]
@@ -34,8 +34,8 @@ def test_an_append_is_idempotent_by_group_id(run: RunClient) -> None:
     assert run.state()["tokens"]["live"] == 10
 
 
-def test_one_bad_group_costs_the_others_nothing(run: RunClient) -> None:
-    """Each group has its own result; the request succeeds where one was stored."""
+def test_a_rejected_group_does_not_affect_other_groups(run: RunClient) -> None:
+    """Each group has its own result. The request succeeds if one group was stored."""
     run.put(batch={"groups_per_batch": 2}, group_size=2)
     results = run.append(group("a"), group("odd", rollouts=3), group("b"))
     assert [result["status"] for result in results] == ["stored", "rejected", "stored"]
@@ -73,7 +73,7 @@ def broken(**change: object) -> dict[str, object]:
 def test_a_group_that_fails_a_check_is_rejected_with_its_reason(
     run: RunClient, wire: dict[str, object], reason: str
 ) -> None:
-    """Alone it makes a 422 problem with the result inside, and is counted; nothing is stored."""
+    """A request with only this group gets a 422 problem that contains the result."""
     run.put(batch={"tokens_per_batch": 200, "seq_len": 32}, vocab_size=99)
     response = run.http.post(f"{run.path}/groups", content=json.dumps(wire))
     assert response.status_code == 422, response.text
@@ -94,8 +94,8 @@ def test_a_group_that_fails_a_check_is_rejected_with_its_reason(
         (b'{"groups": []}', "application/json", 422),
     ],
 )
-def test_a_body_of_another_shape_is_refused(run: RunClient, content: bytes, media_type: str, status: int) -> None:
-    """400 for what does not decode, 415 for another media type."""
+def test_an_invalid_body_is_rejected(run: RunClient, content: bytes, media_type: str, status: int) -> None:
+    """400 if it does not decode, 415 for another media type, 422 without groups."""
     run.put(batch={"groups_per_batch": 2})
     response = run.http.post(f"{run.path}/groups", content=content, headers={"content-type": media_type})
     assert response.status_code == status, response.text
@@ -103,7 +103,7 @@ def test_a_body_of_another_shape_is_refused(run: RunClient, content: bytes, medi
 
 
 def test_frames_and_json_store_the_same_group(run: RunClient) -> None:
-    """Two frames in one body; browsing gives the rollouts back."""
+    """Two frames in one body. Browsing returns the same rollouts."""
     run.put(batch={"groups_per_batch": 2})
     body = frame(group("a")) + frame(group("b"))
     response = run.http.post(f"{run.path}/groups", content=body, headers={"content-type": MEDIA_TYPE})
@@ -115,7 +115,7 @@ def test_frames_and_json_store_the_same_group(run: RunClient) -> None:
 
 
 def test_a_flipped_bit_in_a_frame_is_rejected_alone(run: RunClient) -> None:
-    """The frame beside it is stored."""
+    """The other frame is stored."""
     run.put(batch={"groups_per_batch": 2})
     bad = bytearray(frame(group("bad")))
     bad[-1] ^= 1
@@ -126,7 +126,7 @@ def test_a_flipped_bit_in_a_frame_is_rejected_alone(run: RunClient) -> None:
 
 
 def test_a_compressed_frame_stores_the_same_group(run: RunClient) -> None:
-    """Browsing and batches give what they give of a raw one."""
+    """Browsing and batches return the same data as for a raw frame."""
     run.put(batch={"groups_per_batch": 1, "tokens_per_batch": None})
     packed = frame(group("a", tokens=900), compress=True)
     assert len(packed) < len(frame(group("b", tokens=900))) * 0.7
@@ -142,8 +142,8 @@ def test_a_compressed_frame_stores_the_same_group(run: RunClient) -> None:
     assert rows[0].loss_mask.tolist() == rows[1].loss_mask.tolist()
 
 
-def test_what_the_service_completes_stays_as_compressed_as_it_came(run: RunClient, service: ServeProcess) -> None:
-    """Advantages are filled in here; the bytes in Redis are those that were asked for."""
+def test_stored_frames_keep_the_compression_of_the_producer(run: RunClient, service: ServeProcess) -> None:
+    """The service adds advantages and encodes the frame again."""
     run.put(batch={"groups_per_batch": 2})
     post(run, frame(group("packed", tokens=900), compress=True), frame(group("plain", tokens=900)))
     for name in ("packed", "plain"):
@@ -155,20 +155,19 @@ def test_what_the_service_completes_stays_as_compressed_as_it_came(run: RunClien
         assert is_compressed(stored) == (name == "packed")
 
 
-def test_a_compressed_frame_is_held_to_max_group_bytes_with_its_columns_raw(run: RunClient) -> None:
-    """Both the group alone and one beside others; what is small enough on the way does not come in."""
+def test_max_group_bytes_limits_the_uncompressed_size_of_a_frame(run: RunClient) -> None:
+    """The compressed frame is below the limit. It is rejected alone and with other groups."""
     run.put(batch={"groups_per_batch": 2}, limits={"max_group_bytes": 12_000})
     big, small = group("big", tokens=1200), frame(group("small"))
     packed = frame(big, compress=True)
     assert len(packed) < 12_000 < len(frame(big))
-    refused = post(run, packed)
-    assert (refused.status_code, refused.json()["bound"]) == (413, 12_000)
-    assert refused.json()["value"] > 12_000
+    rejection = post(run, packed)
+    assert (rejection.status_code, rejection.json()["bound"]) == (413, 12_000)
+    assert rejection.json()["value"] > 12_000
     assert post(run, packed, small).json()["results"][0]["reason"] == "too_large"
 
 
-def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> None:
-    """The group beside it is stored."""
+def test_metadata_larger_than_a_frame_header_rejects_only_its_group(run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 2})
     results = run.append(group("a", metadata={"text": "x" * LARGEST_HEADER_BYTES}), group("b"))
     assert [(result["status"], result.get("reason")) for result in results] == [
@@ -179,7 +178,7 @@ def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "detail"),
     [
         ("18446744073709551616", "metadata.seed is 18446744073709551616; integers are from -2^63 to 2^64 - 1"),
         ("[" * 64 + "]" * 64, "metadata is nested 65 deep; the maximum is 64"),
@@ -187,8 +186,8 @@ def test_metadata_beyond_a_frames_header_is_rejected_alone(run: RunClient) -> No
     ],
     ids=["number", "depth", "much depth"],
 )
-def test_unreadable_metadata_rejects_its_group_alone(run: RunClient, value: str, told: str) -> None:
-    """The groups beside it are stored, and what a reader can read is kept as it is."""
+def test_invalid_metadata_rejects_only_its_group(run: RunClient, value: str, detail: str) -> None:
+    """The metadata of the other groups is stored unchanged."""
     run.put(batch={"groups_per_batch": 2})
     fits = {"seed": 2**64 - 1, "low": -(2**63), "x": [[[]]]}
     body = json.dumps({"groups": [group("a", metadata=fits), group("bad", metadata={"seed": "@"}), group("b")]})
@@ -196,15 +195,14 @@ def test_unreadable_metadata_rejects_its_group_alone(run: RunClient, value: str,
     assert answer.status_code == 200, answer.text
     assert answer.json()["results"] == [
         {"group_id": "a", "status": "stored"},
-        {"group_id": "bad", "status": "rejected", "reason": "bad_metadata", "detail": told},
+        {"group_id": "bad", "status": "rejected", "reason": "bad_metadata", "detail": detail},
         {"group_id": "b", "status": "stored"},
     ]
     assert run.get("groups/a").json()["metadata"] == fits
     assert run.state()["groups"]["rejected"] == {"bad_metadata": 1}
 
 
-def test_a_frame_whose_metadata_is_nested_too_deeply_is_rejected_alone(run: RunClient) -> None:
-    """As one in JSON is."""
+def test_deeply_nested_metadata_in_a_frame_rejects_only_its_group(run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 2})
     deep: list[object] = []
     for _ in range(64):
@@ -217,16 +215,16 @@ def test_a_frame_whose_metadata_is_nested_too_deeply_is_rejected_alone(run: RunC
 
 
 def test_a_group_above_max_group_bytes_answers_413(run: RunClient) -> None:
-    """Size and bound are in the problem."""
+    """The problem contains the size and the limit."""
     run.put(batch={"groups_per_batch": 2}, limits={"max_group_bytes": 2000})
     response = run.http.post(f"{run.path}/groups", json=group("big", tokens=500))
-    told = response.json()
-    assert (response.status_code, told["name"], told["bound"]) == (413, "limits.max_group_bytes", 2000)
-    assert told["detail"].startswith(f"the group has {told['value']} bytes; ") and told["value"] > 2000
+    problem = response.json()
+    assert (response.status_code, problem["name"], problem["bound"]) == (413, "limits.max_group_bytes", 2000)
+    assert problem["detail"].startswith(f"the group has {problem['value']} bytes; ") and problem["value"] > 2000
 
 
-def test_an_append_without_ticket_is_held_to_max_tokens_live(run: RunClient) -> None:
-    """429 with Retry-After; nothing of the request is stored."""
+def test_max_tokens_live_rejects_an_append_without_a_ticket(run: RunClient) -> None:
+    """The answer is 429 with Retry-After; nothing is stored."""
     run.put(batch={"groups_per_batch": 1}, limits={"max_tokens_live": 15})
     run.append(group("a"))
     response = run.http.post(f"{run.path}/groups", json=group("b"))
@@ -236,18 +234,18 @@ def test_an_append_without_ticket_is_held_to_max_tokens_live(run: RunClient) -> 
 
 
 @pytest.mark.parametrize("bound", ["max_tokens_live", "max_bytes_live"])
-def test_a_group_with_a_ticket_is_held_at_the_bound_until_the_next_batch_lacks_it(run: RunClient, bound: str) -> None:
-    """What was admitted by a mean that was too low waits at the door; what a batch is waited for with comes in."""
+def test_a_group_with_a_ticket_may_exceed_a_limit_when_the_next_batch_needs_it(run: RunClient, bound: str) -> None:
+    """Tickets are issued by a mean size that may be too low. Until a batch needs the group, the answer is 429."""
     run.put(batch={"groups_per_batch": 2, "tokens_per_batch": None}, strategy={"options": {"max_staleness": 9}})
     epoch = run.attach()
     tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=4).json()["tickets"]]
     run.append(group(None, ticket=tickets[0]), group(None, ticket=tickets[1]))
-    taken = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
-    limits = {"max_group_bytes": 4000, bound: max(4000, taken) if bound == "max_bytes_live" else taken + 4}
+    used = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
+    limits = {"max_group_bytes": 4000, bound: max(4000, used) if bound == "max_bytes_live" else used + 4}
     assert run.http.patch(run.path, json={"limits": limits}).status_code == 200
     big = [group(None, ticket=tickets[2], tokens=60), group(None, ticket=tickets[3], tokens=60)]
-    refused = run.http.post(f"{run.path}/groups", json={"groups": big})
-    assert (refused.status_code, refused.json()["name"]) == (429, f"limits.{bound}")
+    rejection = run.http.post(f"{run.path}/groups", json={"groups": big})
+    assert (rejection.status_code, rejection.json()["name"]) == (429, f"limits.{bound}")
     assert run.state()["groups"]["stored"] == 2
     run.batch(0, epoch)
     run.append(*big)
@@ -255,8 +253,8 @@ def test_a_group_with_a_ticket_is_held_at_the_bound_until_the_next_batch_lacks_i
     assert run.append(big[0])[0]["status"] == "duplicate"
 
 
-def test_groups_before_the_one_that_finds_no_room_are_stored(run: RunClient) -> None:
-    """429; the same request again brings in the rest once there is room."""
+def test_groups_before_the_first_group_over_a_limit_are_stored(run: RunClient) -> None:
+    """The answer is 429. The same request stores the rest after a batch has freed memory."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=2).json()["tickets"]]
@@ -269,13 +267,13 @@ def test_groups_before_the_one_that_finds_no_room_are_stored(run: RunClient) -> 
 
 
 @pytest.mark.parametrize("bound", ["max_tokens_live", "max_bytes_live"])
-def test_a_body_that_half_found_room_comes_in_by_being_sent_again(run: RunClient, bound: str) -> None:
-    """Without tickets too: what is stored takes no room once more, live or trained meanwhile."""
+def test_a_partly_stored_request_can_be_retried(run: RunClient, bound: str) -> None:
+    """Also without tickets. Stored groups do not count against the limit again."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("first"))
-    taken = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
-    limits = {bound: 2 * taken, "max_group_bytes": taken if bound == "max_bytes_live" else 4000}
+    used = run.state()["tokens" if bound == "max_tokens_live" else "bytes"]["live"]
+    limits = {bound: 2 * used, "max_group_bytes": used if bound == "max_bytes_live" else 4000}
     assert run.http.patch(run.path, json={"limits": limits}).status_code == 200
     body = [group("a"), group("b")]
     assert run.http.post(f"{run.path}/groups", json={"groups": body}).status_code == 429
@@ -284,8 +282,8 @@ def test_a_body_that_half_found_room_comes_in_by_being_sent_again(run: RunClient
     assert [result["status"] for result in run.append(*body)] == ["duplicate", "stored"]
 
 
-def test_a_repeat_is_a_duplicate_though_bounds_changed_meanwhile(run: RunClient) -> None:
-    """What is stored stays stored; only what is new is judged by them."""
+def test_a_stored_group_is_a_duplicate_after_a_limit_was_lowered(run: RunClient) -> None:
+    """The new limit applies only to new groups."""
     run.put(batch={"groups_per_batch": 2})
     run.append(group("a", tokens=500))
     assert run.http.patch(run.path, json={"limits": {"max_group_bytes": 2000}}).status_code == 200
@@ -297,8 +295,8 @@ def test_a_repeat_is_a_duplicate_though_bounds_changed_meanwhile(run: RunClient)
     assert run.state()["groups"]["rejected"] == {"too_large": 1}
 
 
-def test_a_repeat_is_a_duplicate_though_its_version_was_taken_back(run: RunClient) -> None:
-    """A rewind took the version back, with a ticket and without one; a new group of that version is refused."""
+def test_a_stored_group_is_a_duplicate_after_a_rewind_below_its_version(run: RunClient) -> None:
+    """With and without a ticket. A new group of that version is rejected."""
     run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
     epoch = run.attach()
     run.append(group("a"))
@@ -311,16 +309,15 @@ def test_a_repeat_is_a_duplicate_though_its_version_was_taken_back(run: RunClien
     assert [result["status"] for result in results] == ["duplicate", "duplicate", "rejected"]
 
 
-def test_overlong_rollouts_are_cut_where_the_rule_is_truncate(run: RunClient) -> None:
-    """The stored group has seq_len tokens per rollout at most."""
+def test_overlong_truncate_shortens_rollouts_to_seq_len(run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 1, "seq_len": 8, "overlong": "truncate"})
     assert run.append(group("a", tokens=20))[0]["status"] == "stored"
     rollout = run.get("groups/a").json()["rollouts"][0]
     assert (len(rollout["completion_ids"]), rollout["finish_reason"]) == (6, "length")
 
 
-def test_browsing_pages_through_groups_by_state(run: RunClient) -> None:
-    """`next` continues where the page ended."""
+def test_groups_are_listed_in_pages_by_state(run: RunClient) -> None:
+    """`next` is the start of the following page."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(*(group(f"g{n}") for n in range(5)))
@@ -333,8 +330,8 @@ def test_browsing_pages_through_groups_by_state(run: RunClient) -> None:
     assert run.get("groups", state="nope").status_code == 422
 
 
-def test_a_retired_group_names_the_steps_that_used_it(run: RunClient) -> None:
-    """Also after a checkpoint freed the batches, for one group and on a page."""
+def test_a_retired_group_lists_the_steps_that_used_it(run: RunClient) -> None:
+    """Also after a checkpoint has freed the batches, alone and on a page."""
     strategy = {"name": "replay", "options": {"max_uses": 2, "max_staleness": 3, "order": "fifo"}}
     assert run.put(batch={"groups_per_batch": 1}, strategy=strategy).is_success
     epoch = run.attach()

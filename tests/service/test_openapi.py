@@ -1,4 +1,4 @@
-"""`/openapi.json` against what is asked and answered: real calls of every route fit the document."""
+"""OpenAPI document: requests and answers of every route match it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.service.test_groups import frame
 EVALUATION = {"name": "held-out", "version": 0, "versions": [0], "reward_mean": 0.5, "rollouts": 4}
 
 
-class Described:
-    """Calls of a service, each held against the document: what is sent, unless it is `wrong`, and what comes."""
+class CheckedClient:
+    """Client that checks every answer, and every request unless it is `wrong`, against the document."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
@@ -29,7 +29,7 @@ class Described:
         self.answered: set[tuple[str, str, str]] = set()
 
     def ask(self, method: str, template: str, *, wrong: bool = False, **sent: Any) -> httpx.Response:
-        """Make one call; `query`, `body` (JSON), `frames`, `headers` and the places of the path are named."""
+        """Send one request; `sent` has `query`, `body` (JSON), `frames`, `headers` and the path parameters."""
         query, headers = sent.pop("query", {}), sent.pop("headers", {})
         body, frames = sent.pop("body", None), sent.pop("frames", b"")
         operation = self.document["paths"][template][method.lower()]
@@ -51,7 +51,7 @@ class Described:
         return answer
 
     def fits(self, value: Any, schema: dict[str, Any]) -> None:
-        """Fail where a value does not fit a schema of the document."""
+        """Fail if a value does not match a schema of the document."""
         jsonschema.Draft202012Validator(schema | {"components": self.document["components"]}).validate(value)
 
     def _check_sent(
@@ -80,8 +80,8 @@ class Described:
 R = "/v1/runs/{run}"
 
 
-def whole_life(api: Described, name: str) -> None:
-    """Make every call of a run, with the answers that it gives on the way."""
+def call_every_route(api: CheckedClient, name: str) -> None:
+    """Call every route of a run, through its life, to see most answers."""
 
     def ask(method: str, path: str = "", **sent: Any) -> httpx.Response:
         return api.ask(method, R + path, run=name, **sent)
@@ -125,8 +125,8 @@ def whole_life(api: Described, name: str) -> None:
     ask("POST", "/checkpoints", body={"epoch": epoch, "step": 7})
     ask("GET", "/batches/{step}/record", step=0, query={"generation": 0})
     ask("GET", "/batches/{step}/record", step=3)
-    for freed_or_far in (0, 9):
-        ask("GET", "/batches/{step}", step=freed_or_far, query={"epoch": epoch})
+    for freed_or_future in (0, 9):
+        ask("GET", "/batches/{step}", step=freed_or_future, query={"epoch": epoch})
     ask("POST", "/evaluations", body=EVALUATION | {"parts": {"length": 2.0}, "standard_error": None})
     ask("GET", "/evaluations", query={"limit": 1})
     ask("GET", "/failed-prompts", query={"limit": 10})
@@ -137,11 +137,11 @@ def whole_life(api: Described, name: str) -> None:
     assert entries >= {"CONFIG", "ATTACH", "BATCH", "ACK", "POLICY", "CHECKPOINT"}
 
 
-def test_real_requests_and_answers_of_every_route_fit_the_document(run: RunClient) -> None:
-    """Each route with an answer that is no problem, and each status that it is described with, where it can be had."""
-    api = Described(run.http)
+def test_requests_and_answers_of_every_route_match_the_document(run: RunClient) -> None:
+    """Every route succeeds once, and every documented status is seen except 410, 429 and 503."""
+    api = CheckedClient(run.http)
     validate(api.document)
-    whole_life(api, run.run)
+    call_every_route(api, run.run)
     for call in OPEN_CALLS:
         api.ask("GET", call.template)
     api.ask("GET", "/metrics")
@@ -151,9 +151,9 @@ def test_real_requests_and_answers_of_every_route_fit_the_document(run: RunClien
     assert {status for _, _, status in described - api.answered} <= {"410", "429", "503"}, described
 
 
-def test_answers_of_a_run_with_adapters_fit_the_document(run: RunClient) -> None:
-    """They have parts that other runs lack."""
-    api = Described(run.http)
+def test_answers_of_a_run_with_adapters_match_the_document(run: RunClient) -> None:
+    """They have additional fields."""
+    api = CheckedClient(run.http)
     config = {"batch": {}, "adapters": {"math": {"groups_per_batch": 1}, "code": {"groups_per_batch": 1}}}
     api.ask("PUT", R, run=run.run, body=config)
     epoch = api.ask("POST", f"{R}/attach", run=run.run, body={}).json()["epoch"]
@@ -168,19 +168,21 @@ def test_answers_of_a_run_with_adapters_fit_the_document(run: RunClient) -> None
     api.ask("GET", f"{R}/ledger", run=run.run)
 
 
-def test_what_the_document_says_of_parameters_is_what_is_refused(run: RunClient) -> None:
-    """What it requires is missed; what is beyond its bounds, or not of its words, is refused by its name."""
-    api = Described(run.http)
+def test_values_that_the_document_forbids_are_rejected_by_parameter_name(run: RunClient) -> None:
+    """Missing required parameters, numbers out of range and unknown enum values."""
+    api = CheckedClient(run.http)
     run.put(batch={"groups_per_batch": 1})
     operations = [operation for path in api.document["paths"].values() for operation in path.values()]
     queries = [one for operation in operations for one in operation["parameters"] if one["in"] == "query"]
     assert {parameter["name"] for parameter in queries if parameter["required"]} == {"epoch"}
-    asked = 0
+    requests = 0
     for call in CALLS:
         places = {"run": run.run, "step": 0, "ticket": "t0-0-1-1", "group_id": "a"}
         for parameter in api.document["paths"][call.template][call.method.lower()]["parameters"]:
             name = parameter["name"]
-            for wrong in wrong_values(parameter) if call.body is None else ():  # else the body is missed first
+            for wrong in (
+                wrong_values(parameter) if call.body is None else ()
+            ):  # otherwise the missing body is the first error
                 query = {"epoch": 1} if call.template.endswith("{step}") else {}
                 sent = query if parameter["in"] == "query" else places
                 if wrong is None:
@@ -194,20 +196,20 @@ def test_what_the_document_says_of_parameters_is_what_is_refused(run: RunClient)
                 )
                 assert answer.status_code in (400, 422), (call, name, wrong, answer.text)
                 assert answer.json()["name"] == name
-                asked += 1
-    assert asked > 30
+                requests += 1
+    assert requests > 30
 
 
 def wrong_values(parameter: dict[str, Any]) -> list[Any]:
-    """List what the document does not allow for a parameter; None = it is left out."""
+    """List forbidden values of a parameter; None means that it is missing."""
     schema = parameter["schema"]
     values: list[Any] = [schema["minimum"] - 1, schema["maximum"] + 1, "x"] if schema["type"] == "integer" else []
     values += ["nonsense"] if "enum" in schema else []
     return values + ([None] if parameter["in"] == "query" and parameter["required"] else [])
 
 
-def test_metrics_and_probes_are_described_as_they_are(service: ServeProcess) -> None:
-    """Text as text, and no token for what is open."""
+def test_the_document_describes_metrics_and_probes(service: ServeProcess) -> None:
+    """Metrics are text and need a token; probes need none."""
     paths = httpx.get(f"{service.url}/openapi.json").json()["paths"]
     assert set(paths["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
     assert set(paths["/"]["get"]["responses"]["200"]["content"]) == {"text/html"}
@@ -223,8 +225,8 @@ def test_metrics_and_probes_are_described_as_they_are(service: ServeProcess) -> 
         ("LedgerPage", {"records": [{"type": "PURGE", "numbers": []}], "next": None}),
     ],
 )
-def test_a_shape_that_does_not_fit_is_noticed(run: RunClient, path: str, wrong: dict[str, Any]) -> None:
-    """The schemas say something: a wrong type, a missing field, a record without its entry."""
-    api = Described(run.http)
+def test_a_wrong_answer_does_not_match_the_schemas(run: RunClient, path: str, wrong: dict[str, Any]) -> None:
+    """A wrong type, a missing field, a record without its fields."""
+    api = CheckedClient(run.http)
     with pytest.raises(jsonschema.ValidationError):
         api.fits(wrong, {"$ref": f"#/components/schemas/{path}"})

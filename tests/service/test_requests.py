@@ -1,4 +1,4 @@
-"""Invalid requests are errors of the caller with name, value and bound, never faults of the service."""
+"""Invalid requests get a 4xx problem with name, value and bound."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ WITH_BODY = [call for call in CALLS if call.body is not None]
 
 
 def path_of(run: RunClient, template: str) -> str:
-    """Fill in the places of a path."""
+    """Fill in the parameters of a path."""
     return template.format(**PLACES | {"run": run.run})
 
 
 def name_of(call: Call) -> str:
-    """Name a call as docs/http.md does."""
+    """Return the name of a call in docs/http.md."""
     return f"{call.method} {call.template}"
 
 
 @pytest.mark.parametrize("call", WITH_BODY, ids=name_of)
 @pytest.mark.parametrize("body", ["@", '{"x": @}', '{"groups": [@]}', '{"metadata": @}', '{"feedback": @}'])
-def test_a_body_of_100_000_brackets_is_malformed_on_every_route(run: RunClient, call: Call, body: str) -> None:
-    """Closed or not: no reader of JSON follows it down."""
+def test_100_000_nested_brackets_are_malformed_on_every_route(run: RunClient, call: Call, body: str) -> None:
+    """Closed or not: no JSON parser recurses into them."""
     run.put(batch={"groups_per_batch": 1})
     for brackets in ("[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"x":' * 100_000 + "1" + "}" * 100_000):
         answer = run.http.request(call.method, path_of(run, call.template), content=body.replace("@", brackets))
@@ -51,10 +51,9 @@ BEYOND = ["-1", "9007199254740992", "18446744073709551616", "1" + "0" * 400, "9"
         ("generation", "batches/0/record?generation={}"),
     ],
 )
-def test_a_number_of_a_query_or_path_outside_its_bounds_is_refused_with_them(
+def test_a_number_in_a_query_or_path_outside_its_bounds_is_rejected(
     run: RunClient, name: str, call: str, value: str
 ) -> None:
-    """Before anything is done with it."""
     run.put(batch={"groups_per_batch": 1})
     run.attach()
     answer = run.http.get(f"{run.path}/{call.format(value)}")
@@ -65,8 +64,8 @@ def test_a_number_of_a_query_or_path_outside_its_bounds_is_refused_with_them(
 
 
 @pytest.mark.parametrize("value", ["1_0", "\uff11", "\u0663", "+5", " 5", "5 ", "1.0", "1e3", "0x1", "-", "", "true"])
-def test_what_is_no_whole_number_in_digits_is_malformed(run: RunClient, value: str) -> None:
-    """Whatever else Python reads as one: underscores, digits of other scripts, blanks."""
+def test_a_number_must_consist_of_ascii_digits(run: RunClient, value: str) -> None:
+    """Python's `int` also accepts underscores, digits of other scripts and blanks."""
     run.put(batch={"groups_per_batch": 1})
     answer = run.get("ledger", after=value)
     assert (answer.status_code, answer.json()["name"], answer.json()["value"]) == (400, "after", value), answer.text
@@ -92,10 +91,9 @@ def test_what_is_no_whole_number_in_digits_is_malformed(run: RunClient, value: s
         ("versions[0]", "evaluations", '{"name": "x", "version": 0, "versions": [@], "reward_mean": 0, "rollouts": 1}'),
     ],
 )
-def test_a_number_of_a_body_outside_its_bounds_is_refused_with_them(
+def test_a_number_in_a_body_outside_its_bounds_is_rejected(
     run: RunClient, name: str, call: str, body: str, value: str
 ) -> None:
-    """As one of a query is."""
     run.put(batch={"groups_per_batch": 1})
     run.attach()
     answer = run.http.post(f"{run.path}/{call}", content=body.replace("@", value))
@@ -104,31 +102,31 @@ def test_a_number_of_a_body_outside_its_bounds_is_refused_with_them(
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.query is not None], ids=name_of)
-def test_an_unknown_parameter_is_refused_on_every_route_with_the_known_ones(run: RunClient, call: Call) -> None:
-    """Nobody is answered with something else than was asked for."""
+def test_an_unknown_parameter_is_rejected_on_every_route(run: RunClient, call: Call) -> None:
+    """The error lists the valid parameters."""
     run.put(batch={"groups_per_batch": 1})
     answer = run.http.request(call.method, f"{path_of(run, call.template)}?nonsense=1")
-    known = [parameter.name for parameter in call.query or ()]
+    valid = [parameter.name for parameter in call.query or ()]
     assert (answer.status_code, answer.json().get("name")) == (400, "nonsense"), answer.text
-    assert (answer.json()["value"], answer.json()["bound"]) == ("1", known)
-    assert f"this call accepts {', '.join(known) or 'none'}" in answer.json()["detail"]
+    assert (answer.json()["value"], answer.json()["bound"]) == ("1", valid)
+    assert f"this call accepts {', '.join(valid) or 'none'}" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("written", ["dprank", "dp-rank", "rank", "DP_RANK"])
-def test_a_rank_with_a_typing_error_does_not_train_on_rank_0(run: RunClient, written: str) -> None:
-    """The error names the nearest parameter."""
+@pytest.mark.parametrize("misspelled", ["dprank", "dp-rank", "rank", "DP_RANK"])
+def test_a_misspelled_dp_rank_does_not_fetch_rank_0(run: RunClient, misspelled: str) -> None:
+    """The error suggests the nearest parameter."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach(dp_world_size=2)
     run.append(group("a"))
-    refused = run.batch(0, epoch, **{written: 1})
-    assert refused.status_code == 400
-    if written != "DP_RANK":
-        assert refused.json()["detail"].endswith("; did you mean dp_rank?")
+    rejection = run.batch(0, epoch, **{misspelled: 1})
+    assert rejection.status_code == 400
+    if misspelled != "DP_RANK":
+        assert rejection.json()["detail"].endswith("; did you mean dp_rank?")
     assert run.batch(0, epoch, dp_rank=1).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/", "/openapi.json"])
-def test_probes_pass_over_what_their_callers_add(run: RunClient, path: str) -> None:
+def test_probes_ignore_unknown_parameters(run: RunClient, path: str) -> None:
     """Prometheus sends the parameters of its own configuration."""
     assert run.http.get(f"{path}?collect[]=x&after=nothing").status_code == 200
 
