@@ -1,4 +1,4 @@
-"""Groups, configurations, index entries and ledger records for tests, and Hypothesis strategies that draw them."""
+"""Builders of groups, configurations, index entries and ledger records, and Hypothesis strategies for groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from replaybuf.wire.ledger import BatchEntry, BatchRecord, ConfigRecord
 from replaybuf.wire.run_status import RunStatus
 
 steady = settings(derandomize=True, deadline=None, max_examples=60)
-"""Settings of a property test: the same examples on every machine, no verdict by the clock."""
+"""Settings of a property test: the same examples on every machine, no deadline."""
 
 LARGEST_TOKEN = 2**31 - 1
 
@@ -29,7 +29,7 @@ LARGEST_TOKEN = 2**31 - 1
 
 
 def rollout(**fields: Any) -> RolloutJson:
-    """Build a rollout on the wire: 2 prompt tokens, 3 completion tokens, reward 1."""
+    """Build a JSON rollout: 2 prompt tokens, 3 completion tokens, reward 1."""
     filled: dict[str, Any] = {
         "prompt_ids": [1, 2],
         "completion_ids": [3, 4, 5],
@@ -40,18 +40,18 @@ def rollout(**fields: Any) -> RolloutJson:
 
 
 def wire_group(*rollouts: RolloutJson, **fields: Any) -> GroupJson:
-    """Build a group on the wire, with two plain rollouts where none are given."""
+    """Build a JSON group, with two default rollouts if none are given."""
     filled: dict[str, Any] = {"group_id": "g", "prompt_id": "p", "policy_version": 0}
     return GroupJson(rollouts=list(rollouts) or [rollout(), rollout(reward=0.0)], **filled | fields)
 
 
 def group(*rollouts: RolloutJson, **fields: Any) -> Group:
-    """Build a group as columns, with two plain rollouts where none are given."""
+    """Build a group as columns, with two default rollouts if none are given."""
     return group_from_json(wire_group(*rollouts, **fields))
 
 
 def group_of_lengths(lengths: Sequence[int], **fields: Any) -> Group:
-    """Build a group whose rollouts have these many tokens, one of them the prompt."""
+    """Build a group with rollouts of these lengths; the prompt is one token."""
     return group(
         *(
             rollout(prompt_ids=[1], completion_ids=[2] * (n - 1), inference_logprobs=[-0.5] * (n - 1), reward=float(k))
@@ -83,7 +83,7 @@ METADATA = st.dictionaries(
 
 @st.composite
 def version_spans(draw: st.DrawFn, tokens: int, oldest: int) -> list[tuple[int, int, int]]:
-    """Draw spans of ascending versions from `oldest` on that cover `tokens` completion tokens."""
+    """Draw spans that cover `tokens` completion tokens, with versions ascending from `oldest`."""
     cuts = draw(st.sets(st.integers(1, tokens - 1), max_size=2)) if tokens > 1 else set()
     bounds = [0, *sorted(cuts), tokens]
     return [(oldest + k, bounds[k], bounds[k + 1]) for k in range(len(bounds) - 1)]
@@ -91,7 +91,7 @@ def version_spans(draw: st.DrawFn, tokens: int, oldest: int) -> list[tuple[int, 
 
 @st.composite
 def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
-    """Draw a group on the wire that any run without bounds takes, every field used at one time or another."""
+    """Draw a JSON group that is valid in a run without limits; each optional field is drawn too."""
     version = draw(st.integers(0, 5))
     size = draw(st.integers(1, 4))
     given = {name: draw(st.booleans()) for name in ("mask", "ref", "old", "teacher", "advantage", "by_token", "spans")}
@@ -154,7 +154,7 @@ COLUMNS = (
     "version_spans",
     "temperatures",
 )
-WORDS = (
+SCALARS = (
     "group_id",
     "prompt_id",
     "policy_version",
@@ -167,8 +167,8 @@ WORDS = (
 
 
 def assert_same_group(left: Group, right: Group) -> None:
-    """Compare two groups field by field: equal words, and columns equal in dtype, shape and value."""
-    assert {name: getattr(left, name) for name in WORDS} == {name: getattr(right, name) for name in WORDS}
+    """Compare two groups field by field; columns by dtype, shape and value."""
+    assert {name: getattr(left, name) for name in SCALARS} == {name: getattr(right, name) for name in SCALARS}
     assert left.reward_parts.keys() == right.reward_parts.keys()
     pairs = [(name, getattr(left, name), getattr(right, name)) for name in COLUMNS]
     pairs += [(f"rewards.{name}", left.reward_parts[name], right.reward_parts[name]) for name in left.reward_parts]
@@ -236,16 +236,16 @@ def batch_record(step: int, groups: Sequence[BatchEntry], *, generation: int = 0
 
 
 def config_record(max_uses: int | None = 1, **fields: Any) -> ConfigRecord:
-    """Build the record of a configuration: fields of the configuration and `state`, `reason` of the record."""
-    words = {name: fields.pop(name) for name in ("state", "reason") if name in fields}
-    return ConfigRecord(config=msgspec.to_builtins(run_config(**fields)), max_uses=max_uses, **words)
+    """Build a configuration record; `state` and `reason` go to the record, other fields to the configuration."""
+    own = {name: fields.pop(name) for name in ("state", "reason") if name in fields}
+    return ConfigRecord(config=msgspec.to_builtins(run_config(**fields)), max_uses=max_uses, **own)
 
 
 # ---------------------------------------------------------------------- strategies, batches
 
 
 def live_groups(tokens: Sequence[int], versions: Sequence[int] | None = None, first_row: int = 1) -> Groups:
-    """Build the read-only columns a strategy sees: groups with these tokens and policy versions."""
+    """Build the read-only columns that a strategy gets, from lengths and policy versions."""
     n = len(tokens)
     versions = [0] * n if versions is None else versions
     columns: dict[str, npt.NDArray[Any]] = {
@@ -270,7 +270,7 @@ def live_groups(tokens: Sequence[int], versions: Sequence[int] | None = None, fi
 
 
 def buffer_view(**fields: Any) -> BufferView:
-    """Build what a strategy is told of the buffer: an empty one at step 0 with a budget of 100 tokens."""
+    """Build the view of an empty buffer at step 0 with a budget of 100 tokens."""
     filled: dict[str, Any] = {
         "step": 0,
         "version": 0,
@@ -285,7 +285,7 @@ def buffer_view(**fields: Any) -> BufferView:
 
 
 def batch_meta(**fields: Any) -> BatchMeta:
-    """Build what a batch body says about itself."""
+    """Build the metadata of a batch body."""
     filled: dict[str, Any] = {
         "run": "r",
         "step": 3,
@@ -313,7 +313,7 @@ def batch_meta(**fields: Any) -> BatchMeta:
 
 
 def waiting_answer(reason: str, blocked_on: str = "producers", **fields: Any) -> WaitingAnswer:
-    """Build the answer to a trainer or producer that has to wait."""
+    """Build a waiting answer."""
     filled: dict[str, Any] = {"have": Amount(), "need": Amount(groups=1), "retry_after_s": 0.5} | fields
     return WaitingAnswer(reason=reason, blocked_on=blocked_on, **filled)
 
@@ -355,9 +355,9 @@ RUN_STATUS: dict[str, Any] = {
     "oldest_step": 0,
     "config": {},
 }
-"""`GET /v1/runs/{run}` of a new run, for doubles of a service."""
+"""Answer of `GET /v1/runs/{run}` for a new run."""
 
 
 def run_status(**fields: Any) -> RunStatus:
-    """Build the status of a new run, with other `fields`."""
+    """Build the status of a new run, with `fields` replaced."""
     return msgspec.convert(RUN_STATUS | fields, RunStatus)

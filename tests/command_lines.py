@@ -1,4 +1,4 @@
-"""Command lines of ours as they stand in scripts and documents, held against what the command line takes."""
+"""Find `replaybuf` commands in scripts and documents, and the options that each command accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replaybuf.cli.main import main
 
 
 def calls(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Find every `replaybuf COMMAND --option ...` of a script, with its options and those set by environment."""
+    """Yield each `replaybuf COMMAND` of a text with its options, including those set by environment variables."""
     for found in re.finditer(r"\breplaybuf ((?:[a-z][a-z-]* ?)+)[^\n;&|>)]*", text):
         command = found[1].strip()
         prefix = f"REPLAYBUF_{command.replace('-', '_').upper()}_"
@@ -24,7 +24,7 @@ def calls(text: str) -> Iterator[tuple[str, set[str]]]:
 
 @functools.cache
 def options_of(command: str) -> frozenset[str]:
-    """Ask the command line for the options of a command; none where there is no such command."""
+    """Return the options in the help of a command; none for an unknown command."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as shown,
         contextlib.redirect_stderr(io.StringIO()),

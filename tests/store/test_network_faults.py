@@ -108,11 +108,11 @@ def test_a_repeated_append_is_recognised_if_the_first_answer_was_lost(proxy: Fau
     async def work(store: Store) -> None:
         run = f"again-{fate}"
         lease = (await store.runs.take_lease(run, "one", 60.0)).token or ""
-        proxy.answer_once(b"rb_publish", fate)
+        proxy.break_once(b"rb_publish", fate)
         with pytest.raises(ServiceUnavailable):
             await append(store, run, "a")
         assert await append(store, run, "a") == [False]
-        proxy.answer_once(b"rb_append", fate)
+        proxy.break_once(b"rb_append", fate)
         with pytest.raises(ServiceUnavailable):
             await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
         await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
