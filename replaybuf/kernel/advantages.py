@@ -1,9 +1,7 @@
-"""Group-relative advantages: from the rewards of one group to one number per rollout.
+"""Advantage estimators: from the rewards of one group to one advantage per rollout, or per token.
 
-A registry by the name that the run configuration's `advantage` holds. All are pure functions
-`rewards float64 [n], tokens float64 [n] -> advantages float64 [n]`, `tokens` the sampled tokens of each rollout. Every
-token of a rollout gets the rollout's advantage, but with process rewards, of which `process_advantages` makes one per
-token. With r the rewards, T the tokens, of n rollouts:
+The run configuration's `advantage` names the estimator. Each is a pure function of rewards float64 [n] and sampled
+tokens float64 [n] of n rollouts, and returns advantages float64 [n]. With r the rewards and T the tokens:
 
 ==============  ====================================  =======================================
 `grpo`          (r - mean(r)) / (std(r) + 1e-6)       sum over rollouts is 0
@@ -13,7 +11,7 @@ token. With r the rewards, T the tokens, of n rollouts:
 `process`       `grpo`, or one per token, see below   sum over process rewards is 0
 ==============  ====================================  =======================================
 
-All give exact zeros where all rewards are equal: such a group teaches nothing, and is flagged, not dropped.
+If all rewards are equal, all advantages are exactly 0: the service flags such a group and does not drop it.
 """
 
 from __future__ import annotations
@@ -27,38 +25,38 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.group import Float32s, Float64s, Group, Int32s
 
 ProcessReward: TypeAlias = tuple[int, float]
-"""Reward of a stretch of a completion: where the stretch ends, and the reward."""
+"""End of a section of a completion (one past its last token), and the reward of the section."""
 
 GRPO_EPSILON = 1e-6
-"""Keeps the division finite where a group's rewards hardly differ; in units of reward."""
+"""Keeps the division finite if the rewards hardly differ; in units of reward."""
 
 
 def grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     """Return (r - mean) / (std + 1e-6).
 
-    Shao et al. 2024, "DeepSeekMath", section 4.1.2 (outcome supervision). The paper does not say which standard
-    deviation; this is the population's (divided by n), and the epsilon is ours.
+    Shao et al. 2024, "DeepSeekMath", section 4.1.2 (outcome supervision). The paper leaves the kind of standard
+    deviation open; this is the population's (divided by n). The epsilon is ours.
     """
-    normed: Float64s = (rewards - rewards.mean()) / (rewards.std() + GRPO_EPSILON)
-    return normed
+    normalised: Float64s = (rewards - rewards.mean()) / (rewards.std() + GRPO_EPSILON)
+    return normalised
 
 
 def dr_grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     """Return r - mean.
 
-    Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", section 3.2: without the division by
-    the standard deviation, groups that are nearly solved or nearly hopeless weigh no more than others. The paper's
-    second change, a constant instead of the response length in the loss, is the trainer's.
+    Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", section 3.2. Dividing by the standard
+    deviation gives more weight to groups that are nearly always or nearly never solved. The paper's second change, a
+    constant instead of the response length in the loss, belongs to the trainer.
     """
     centred: Float64s = rewards - rewards.mean()
     return centred
 
 
 def rloo(rewards: Float64s, tokens: Float64s) -> Float64s:
-    """Return r_i - mean of the rewards but r_i, which is (r_i - mean) * n / (n - 1).
+    """Return r_i - mean of the other rewards, which is (r_i - mean) * n / (n - 1).
 
     Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to Basics",
-    section 3.1. A baseline that does not contain the rollout's own reward leaves the gradient without bias.
+    section 3.1. The baseline leaves out the rollout's own reward, so the gradient has no bias.
     """
     rollouts = len(rewards)
     against_others: Float64s = (rewards - rewards.mean()) * (rollouts / max(rollouts - 1, 1))
@@ -66,26 +64,24 @@ def rloo(rewards: Float64s, tokens: Float64s) -> Float64s:
 
 
 def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
-    """Return rloo_i * mean(T) / T_i: every rollout weighs the same, however long it is.
+    """Return rloo_i * mean(T) / T_i, so that long and short rollouts have the same weight.
 
-    For a loss that is a mean over all tokens, in which a long rollout would weigh more. With this it is the
-    leave-one-out loss with the 1 / |o_i| of each rollout that GRPO has (Shao et al. 2024, equation 3), up to the
-    constant mean(T). A loss that divides by the length of each rollout itself wants `rloo`. A rollout without a sampled
-    token counts as one of one token.
+    For a loss that is a mean over all tokens: up to the constant mean(T) it becomes the leave-one-out loss with GRPO's
+    factor 1 / |o_i| (Shao et al. 2024, equation 3). If the loss itself divides by the length of each rollout, use
+    `rloo`. A rollout without sampled tokens has T_i = 1.
     """
     lengths = np.maximum(tokens, 1.0)
-    levelled: Float64s = rloo(rewards, tokens) * (lengths.mean() / lengths)
-    return levelled
+    weighted: Float64s = rloo(rewards, tokens) * (lengths.mean() / lengths)
+    return weighted
 
 
 def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int32s) -> Float32s:
     """Compute advantages per completion token, float32 [C], from the process rewards of each of n rollouts.
 
-    `rewards[i]`: (one past the last token of the stretch, its reward), ends in 1..`lengths[i]`, in any order. All
-    rewards of the group are normalised together, and a token has the sum of those that end at it or later: Shao et al.
-    2024, "DeepSeekMath", section 4.1.3 (process supervision); standard deviation and epsilon as in `grpo`, which this
-    is where every rollout has one reward at its end. Tokens behind the last end have 0, and all where all rewards are
-    equal. Raises `Invalid` where there is no reward, an end is out of range, or as `advantages`.
+    `rewards[i]`: rewards of rollout i in any order, with ends in 1..`lengths[i]`. All rewards of the group are normalised
+    together as in `grpo`; the advantage of a token is the sum of those whose section ends at or after it: Shao et al.
+    2024, "DeepSeekMath", section 4.1.3 (process supervision). With one reward at the end of each rollout this is `grpo`.
+    Raises `Invalid` without any reward, for an end out of range, and as `advantages` does.
     """
     normalised = iter(
         advantages("grpo", np.array([reward for rollout in rewards for _, reward in rollout], np.float64))
@@ -107,7 +103,7 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
 
 
 PROCESS = "process"
-"""The estimator that heeds process rewards; without any, the reward counts as one at the end."""
+"""Estimator that uses process rewards; without them it equals `grpo`."""
 ESTIMATORS: dict[str, Callable[[Float64s, Float64s], Float64s]] = {
     "dr-grpo": dr_grpo,
     "grpo": grpo,
@@ -115,11 +111,11 @@ ESTIMATORS: dict[str, Callable[[Float64s, Float64s], Float64s]] = {
     "rloo": rloo,
     "rloo-length": rloo_length,
 }
-"""Every estimator by its name in the run configuration."""
+"""Estimators by name."""
 
 
 def check_estimator(name: str) -> None:
-    """Raise `Invalid` naming the valid ones where there is no estimator `name`."""
+    """Raise `Invalid` with the valid names unless `name` is an estimator."""
     if name not in ESTIMATORS:
         valid = sorted(ESTIMATORS)
         raise Invalid(f"advantage is {name!r}; valid: {', '.join(valid)}", name="advantage", value=name, bound=valid)
@@ -128,8 +124,8 @@ def check_estimator(name: str) -> None:
 def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> Float64s:
     """Compute the advantages of one group, float64 [n], from its rewards, float64 [n], n >= 1.
 
-    `tokens`: sampled tokens of each rollout, float64 [n]; all the same where it is None.
-    Raises `Invalid` for an unknown name, for no rewards, and where a reward is not finite or too large to average.
+    `tokens`: sampled tokens of each rollout, float64 [n]; None = all equal. Raises `Invalid` for an unknown name, for
+    no rewards, and for rewards that are not finite or too large to average.
     """
     check_estimator(name)
     if not len(rewards):
@@ -138,7 +134,7 @@ def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> 
         lengths = np.ones_like(rewards) if tokens is None else tokens
         result = np.zeros_like(rewards) if zero_variance(rewards) else ESTIMATORS[name](rewards, lengths)
         spread = rewards.std()
-    # The spread too: where squares overflow, dividing by it would give zeros, as if all rewards were equal.
+    # Check the spread too: if squares overflow, dividing by it gives zeros, as if all rewards were equal.
     if not np.isfinite(spread) or not np.isfinite(result).all():
         raise Invalid(
             f"rewards from {rewards.min():g} to {rewards.max():g} give no finite advantages",
@@ -155,5 +151,5 @@ def group_advantages(name: str, group: Group) -> Float64s:
 
 
 def zero_variance(rewards: Float64s) -> bool:
-    """Say whether all rewards are equal. Not by the standard deviation, which rounding makes a tiny number above 0."""
+    """Return whether all rewards are equal; rounding can make their standard deviation a tiny number above 0."""
     return bool((rewards == rewards[0]).all())

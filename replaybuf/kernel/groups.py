@@ -1,4 +1,4 @@
-"""Groups as a strategy sees them: read-only columns."""
+"""Read-only columns of groups, as strategies see them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
     "truncated": np.int32,
 }
 _OPTIONAL = ("source", "longest_tokens", "truncated")
-"""Columns that are zero if groups are built without them."""
+"""Columns that may be left out when groups are built; they are 0 then."""
 
 
 def read_only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a view of a column that cannot be made writable again, unlike one with `flags.writeable` off."""
+    """Return a view that cannot be made writable again, unlike an array with `flags.writeable` off."""
     return np.asarray(column.data.toreadonly())
 
 
 class Groups:
     """Live groups as read-only columns of equal length, in the order they were stored.
 
-    - `row` int64: name of the group for `Selection` and `Evictions`; grows with every stored group
+    - `row` int64: identifies the group in `Selection` and `Evictions`; ascends in the order of storing
     - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_code` of the name; 0 = none)
     - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
     - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used); `longest_tokens` int32: of
@@ -49,8 +49,8 @@ class Groups:
     - `reward_mean`, `reward_std`, `advantage_abs_mean`, `priority` float32
     - `arrival_s` float64: seconds since the epoch when the group was stored
 
-    A column is read from the index on first use: a strategy pays only for the columns that it reads. A column of all
-    groups is a view, not a copy. Setting an attribute raises `AttributeError`, writing an array `ValueError`.
+    A column is copied from the index on first use, and not at all if it shows all groups. Setting an attribute raises
+    `AttributeError`; writing into an array raises `ValueError`.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = tuple(_COLUMNS)
@@ -88,7 +88,7 @@ class Groups:
 
     @classmethod
     def view_of(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
-        """Show the first `size` groups of `read_only` columns, or those of them at the positions `which`."""
+        """Return the first `size` groups of `read_only` columns, or of these the ones at positions `which`."""
         shown = object.__new__(cls)
         shown.__dict__.update(_base=columns, _size=size, _which=which)
         return shown
@@ -111,10 +111,10 @@ class Groups:
         return self._size if self._which is None else len(self._which)
 
     def unread_copy(self) -> Groups:
-        """Return the same groups with no column read: what one plug-in does to the object, no other sees."""
+        """Return the same groups without read columns, so that no plug-in sees what another did to the object."""
         return Groups.view_of(dict(self._base), self._size, self._which)
 
     def take(self, which: npt.NDArray[Any]) -> Groups:
-        """Return the groups at these positions, or where this mask is true; the others are not read."""
+        """Return the groups at these positions, or where a mask is true, without reading a column."""
         positions = np.flatnonzero(which) if which.dtype == bool else which
         return Groups.view_of(self._base, self._size, positions if self._which is None else self._which[positions])

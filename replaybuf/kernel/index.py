@@ -1,8 +1,7 @@
-"""What the service keeps of every group in memory: one row of numbers, as columns.
+"""Columns in memory with one row of numbers per group, sorted by group number.
 
-`ENTRY` is the fixed part of an index-stream entry, byte for byte; a rebuild joins these parts and reads them in one go.
-Rows are kept in the order of their number (the order of storing), so a number is found by bisection and the same
-history gives the same order on any machine. Freed rows are squeezed out when they are half of all.
+A rebuild reads many stream entries at once, because `ENTRY` has the same bytes as the fixed part of an entry. Freed
+rows are removed when they are more than half of all.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ ENTRY = np.dtype(
         ("truncated", "<i4"),
     ]
 )
-"""Index entry: tokens and rollouts of the group, longest rollout, size and checksum of its frame, reward summary, codes
-of its adapter and source (`metadata["source"]`, else `metadata["env"]`), rollouts that ended at their token limit.
+"""Index entry. `adapter`, `source`: hashes of names, the source from `metadata["source"]`, else `metadata["env"]`.
+`longest_tokens`: of the longest rollout; `truncated`: rollouts that ended at their token limit.
 """
 
 LIVE, IN_BATCHES, EVICTED, DEAD, FREED = range(5)
-"""State of a row: may be sampled; used up but needed by a resume; evicted; dead letter; nothing left of it."""
+"""State of a row. `IN_BATCHES`: used up, but a resume may need it; `FREED`: only the row is left."""
 
 NO_PROMPT_INDEX = -1
 NEVER = -1
@@ -60,12 +59,12 @@ STATE_ROW = np.dtype(
         ("priority", "<f4"),
     ]
 )
-"""What happens to a group after it was stored; the rest of its row never changes. Where `evicted_at` tells of an
-eviction: `evicted_version` of its policy then, `evicted_age_ms` from its arrival on.
+"""Part of a row that changes after the group is stored. `evicted_at`: step of the eviction; `evicted_version`: version
+of the policy then; `evicted_age_ms`: time from arrival to eviction.
 """
 
 _ZERO_COLUMNS = ("state", "reason", "times_sampled")
-"""Columns that are 0 in a new row (`LIVE` is 0), as they are kept behind the last one: `insert` does not write them."""
+"""Columns that `insert` need not write: a new row has 0 (`LIVE` is 0), and unused rows are kept at 0."""
 _NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_version", "evicted_age_ms")
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 
@@ -73,7 +72,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 def encode_entry(group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float) -> bytes:
-    """Summarise a group into the bytes of its index entry."""
+    """Return the bytes of the index entry of a group."""
     lengths, rewards = group.lengths.tolist(), group.rewards
     source = group.metadata.get("source") or group.metadata.get("env")
     reward_mean = _mean(rewards)
@@ -99,15 +98,12 @@ def encode_entry(group: Group, frame_bytes: int, crc32c: int, published_version:
 
 
 def _mean(values: Float64s) -> float:
-    """Return what `values.mean()` does, in a quarter of the time: groups come by the hundred."""
+    """Return `values.mean()` without its overhead, which is most of its time for the few rewards of a group."""
     return float(np.add.reduce(values)) / len(values)
 
 
 class Index:
-    """Columns of all groups that are not freed, sorted by number.
-
-    Every column is an attribute-like item: `index["tokens"]` is a view of the rows in use.
-    """
+    """Columns of all groups that are not freed, sorted by number; `index["tokens"]` is a view of a column."""
 
     def __init__(self) -> None:
         self._columns: dict[str, npt.NDArray[Any]] = {}
@@ -124,21 +120,21 @@ class Index:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns."""
+        """Return the names of the columns."""
         return tuple(self._columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns take."""
+        """Return the bytes that the columns take."""
         return sum(column.nbytes for column in self._columns.values())
 
     def reserve(self, rows: int) -> None:
-        """Make room for this many more rows at once."""
+        """Allocate space for this many more rows at once."""
         if self._size + rows > len(self._columns["number"]):
             self._grow(self._size + rows)
 
     def insert(self, numbers: Numbers, entries: npt.NDArray[Any]) -> None:
-        """Add groups as live. `numbers` ascend and are above every number seen; `entries` has dtype `ENTRY`."""
+        """Add groups as live. `numbers` ascend from above every number so far; `entries` has dtype `ENTRY`."""
         start, end = self._size, self._size + len(numbers)
         if end > len(self._columns["number"]):
             self._grow(max(end, len(self._columns["number"]) * 3 // 2))
@@ -152,12 +148,12 @@ class Index:
         columns["priority"][new] = columns["advantage_abs_mean"][new]
 
     def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Find the rows of these numbers; those that are not here (freed or unknown) are left out."""
+        """Return the rows of these numbers, without those of freed and unknown groups."""
         wanted = np.asarray(numbers, np.int64)
         number, size = self._columns["number"], self._size
         if not size:
             return wanted[:0]
-        if number[size - 1] - number[0] == size - 1:  # no gap yet: a number tells its row
+        if number[size - 1] - number[0] == size - 1:  # no gap yet: rows follow from numbers
             rows = wanted - number[0]
             rows = rows[(rows >= 0) & (rows < size)]
         else:
@@ -167,7 +163,7 @@ class Index:
         return here
 
     def free(self, rows: npt.NDArray[np.int64]) -> None:
-        """Forget these rows."""
+        """Mark rows as freed, and remove freed rows when they are more than half of all."""
         self["state"][rows] = FREED
         self._freed += len(rows)
         if self._freed * 2 > self._size and self._size > 1024:
@@ -179,7 +175,7 @@ class Index:
             self._size, self._freed = len(keep), 0
 
     def changed(self) -> npt.NDArray[np.void]:
-        """Copy, as `STATE_ROW`, the rows that are not freed and not as `insert` left them."""
+        """Return, as `STATE_ROW`, the rows that changed since `insert` and are not freed."""
         fresh = (self["state"] == LIVE) & (self["times_sampled"] == 0) & (self["last_step"] == NEVER)
         fresh &= (self["evicted_at"] == NEVER) & (self["priority"] == self["advantage_abs_mean"])
         rows = np.flatnonzero(~fresh & (self["state"] != FREED))
@@ -189,20 +185,19 @@ class Index:
         return copied
 
     def put(self, changed: npt.NDArray[np.void]) -> None:
-        """Set rows, all of which are here, to what `changed` copied."""
+        """Restore rows that `changed` returned; none of them may be freed."""
         rows = self.rows_of(changed["number"])
         for name in STATE_ROW.names or ():
             self[name][rows] = changed[name]
 
     def live(self) -> npt.NDArray[np.int64]:
-        """Return the rows that may be sampled, in the order they were stored."""
+        """Return the live rows, in the order of storing."""
         return np.flatnonzero(self["state"] == LIVE)
 
     def groups(self, rows: npt.NDArray[np.int64] | None) -> Groups:
-        """Show rows as the read-only columns that a strategy sees; None shows all.
+        """Return rows as the read-only columns that a strategy sees; None = all rows.
 
-        Rows in order without a gap are shown as they are and as they change, others are copied column by column as they
-        are read: of a million groups a column takes 3 ms.
+        Ascending rows without a gap are views. Others are copied when a column is read: 3 ms for a million groups.
         """
         if rows is None or not _without_gap(rows):
             return Groups.view_of(self._shown, self._size, rows)
@@ -222,7 +217,7 @@ class Index:
 
 
 def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[np.int64] | slice]]:
-    """Yield each hash of an adapter with the positions where it is; one hash alone costs no sort."""
+    """Yield each hash of an adapter with its positions; a single hash needs no sort."""
     if not len(adapters):
         return
     if len(adapters) == 1 or (adapters == adapters[0]).all():

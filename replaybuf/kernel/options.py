@@ -1,4 +1,4 @@
-"""Options of strategies and filters: frozen structs, checked when a run is configured, described with their ranges."""
+"""Options of strategies and filters: base struct, check and description."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ REQUIRED = "required"
 """Default of an option that has none."""
 _UNSET = "unset"
 _TYPE_BOUND = 1e9
-"""Bounds from here on only keep numbers within their type; descriptions leave them out."""
+"""Descriptions leave out bounds from here on: they only keep numbers within their type."""
 
 
 class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of a strategy's options: immutable; unknown names are errors."""
+    """Base of the options of a strategy or filter: immutable; unknown names are errors."""
 
 
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
 def contradiction(option: str, value: Any, needed: str, why: str) -> Invalid:
-    """Build the error of an option that contradicts another: what its value must be (`needed`), and why."""
+    """Build the error of an option that contradicts another; `needed` is the value it must have."""
     return Invalid(f"{option} is {json.dumps(value)}; {why}; needed: {needed}", name=option, value=value, bound=needed)
 
 
 class OptionHelp(NamedTuple):
-    """One option: `accepts`, as in `int >= 0 or null`; `default` as JSON, `required` or `unset`."""
+    """Description of one option: `accepts`, as in `int >= 0 or null`; `default` as JSON, `required` or `unset`."""
 
     name: str
     accepts: str
@@ -40,7 +40,7 @@ class OptionHelp(NamedTuple):
 
 
 def describe_options(shape: type[StrategyOptions]) -> list[OptionHelp]:
-    """Describe every option from the struct alone."""
+    """Describe every option of a struct."""
     return [
         OptionHelp(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field))
         for field in msgspec.structs.fields(shape)
@@ -59,15 +59,11 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return REQUIRED
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    return _UNSET if default is msgspec.UNSET else _json(default)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    return _UNSET if default is msgspec.UNSET else msgspec.json.encode(default).decode()
 
 
 def _range(kind: msgspec.inspect.Type) -> str:
-    """Render one type of an option with its bounds."""
+    """Return a type as text with its bounds."""
     match kind:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
@@ -101,11 +97,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kind: str = "strategy") -> OptionsT:
-    """Build the options of a strategy or filter.
+    """Build the options of a strategy or filter. Raises `Invalid` with the option, the reason and the valid values.
 
-    Raises `Invalid` naming the option, the reason and what is valid: for missing options all of them at once. What the
-    struct raises in `__post_init__` (options that contradict each other) is passed on. NaN and infinity are invalid:
-    NaN compares with nothing, an infinite bound bounds nothing, and JSON has neither.
+    All missing options are named at once. NaN and infinity are invalid, because neither can bound anything. Errors of
+    the struct's `__post_init__` (options that contradict each other) pass through.
     """
     for option, value in options.items():
         if not _is_finite(value):
@@ -131,9 +126,3 @@ def check_options(name: str, options: dict[str, Any], shape: type[OptionsT], kin
 
 def _invalid(name: str, kind: str, options: dict[str, Any], detail: str, bound: str) -> Invalid:
     return Invalid(f"options of {kind} {name!r}: {detail}", name=f"{kind}.options", value=options, bound=bound)
-
-
-def repr_without(options: msgspec.Struct, secret: str) -> str:
-    """Show options as `repr` does, without the field that may hold a password or a token."""
-    shown = ", ".join(f"{name}={getattr(options, name)!r}" for name in options.__struct_fields__ if name != secret)
-    return f"{type(options).__name__}({shown})"

@@ -1,4 +1,4 @@
-"""A set of prompts that stays small however long a run lives: one bit for each index up to the highest."""
+"""Set of prompts as bitmaps, so that it stays small in a long run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 
 
 class PromptSet:
-    """Prompts by adapter and index, as a bitmap per adapter: 10 million take 1.25 MB, however many are in it."""
+    """Prompts by adapter and index, with one bit per index up to the highest: 10 million indexes take 1.25 MB."""
 
     def __init__(self, bits: Mapping[str, bytes] | None = None) -> None:
         self._bits = {adapter: bytearray(raw) for adapter, raw in (bits or {}).items()}
-        self._count = sum(raw.bit_count() for raw in map(_number, self._bits.values()))
+        self._count = sum(int.from_bytes(raw, "little").bit_count() for raw in self._bits.values())
 
     @property
     def bits(self) -> dict[str, bytes]:
-        """The bitmaps, without the bytes of zeros at their ends; index `i` is bit `i % 8` of byte `i // 8`."""
+        """Return the bitmaps without trailing zero bytes; index `i` is bit `i % 8` of byte `i // 8`."""
         return {adapter: bytes(kept) for adapter, raw in self._bits.items() if (kept := raw.rstrip(b"\0"))}
 
     def add(self, adapter: str, index: int) -> None:
-        """Put a prompt in."""
+        """Add a prompt."""
         if (adapter, index) not in self:
             bits = self._bits.setdefault(adapter, bytearray())
             bits.extend(bytes(max(0, index // 8 + 1 - len(bits))))
@@ -28,7 +28,7 @@ class PromptSet:
             self._count += 1
 
     def discard(self, adapter: str, index: int) -> None:
-        """Take a prompt out, if it is in."""
+        """Remove a prompt if it is in the set."""
         if (adapter, index) in self:
             self._bits[adapter][index // 8] &= ~(1 << index % 8)
             self._count -= 1
@@ -48,7 +48,3 @@ class PromptSet:
 
     def __eq__(self, other: object) -> bool:
         return self.bits == other.bits if isinstance(other, PromptSet) else NotImplemented
-
-
-def _number(raw: bytearray) -> int:
-    return int.from_bytes(raw, "little")

@@ -1,7 +1,4 @@
-"""How fast groups come in and are used: what admission may go by. Fed by the edge, with its clock.
-
-A restart begins empty: 0 means "not known". Memory is constant.
-"""
+"""Measured rates of groups and trainer steps, for admission. Memory is constant; a restart begins empty."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from typing import NamedTuple
 
 MINUTE_S = 60.0
 STEPS = 16
-"""Figures of the trainer are over its last so many steps, since a step may take a second or an hour."""
+"""Acked steps that the trainer's rates cover: not a time, since a step may take a second or an hour."""
 GROUPS = 256
-"""Time from ticket to stored group is the mean of the last so many."""
+"""Groups that the mean time from ticket to stored group covers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """What was measured; 0 = not known.
+    """Measured rates; 0 = unknown.
 
-    - `groups_per_s`: stored over the last minute
-    - `steps_per_s`: acked, over the last 16 steps
-    - `step_s`: seconds that the trainer takes per step by itself, over these: what it waited for others is not counted
-    - `group_s`: mean seconds from ticket to stored group, over the last 256 of them
-    - `waited`: share of the time of these steps in which the trainer waited for others
-    - `too_stale`: groups evicted as too stale, unused, over groups stored during these steps
+    - `groups_per_s`: groups stored per second, over the last minute
+    - `steps_per_s`: acked steps per second, over the last 16 steps
+    - `step_s`: seconds of work of the trainer per step, over these steps, without its waits
+    - `group_s`: mean seconds from ticket to stored group, over the last 256 groups
+    - `waited`: share of the time of these steps in which the trainer waited
+    - `too_stale`: groups evicted unused as too stale / groups stored, during these steps
     """
 
     groups_per_s: float = 0.0
@@ -48,7 +45,7 @@ class _Ack(NamedTuple):
 
 
 class Rates:
-    """Measures from `since_s` on; times are those of the clock that the caller is given."""
+    """Measures from `since_s` on; the caller gives all times, from one clock."""
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s
@@ -58,7 +55,7 @@ class Rates:
         self._acks: deque[_Ack] = deque(maxlen=STEPS + 1)
 
     def record_stored(self, now_s: float, groups: int) -> None:
-        """Take in that so many groups were stored."""
+        """Record that `groups` groups were stored."""
         second = int(now_s)
         if self._seconds and self._seconds[-1][0] >= second:
             last, before = self._seconds.pop()
@@ -68,27 +65,27 @@ class Rates:
         self._forget(now_s)
 
     def record_durations(self, seconds: Iterable[float]) -> None:
-        """Take in how long groups took from ticket to stored."""
+        """Record the seconds from ticket to stored group of some groups."""
         self._took_s.extend(max(0.0, each) for each in seconds)
-        self._group_s = fmean(self._took_s) if self._took_s else 0.0  # here, since it is asked for more often
+        self._group_s = fmean(self._took_s) if self._took_s else 0.0  # here: `measure` is called more often
 
     def record_ack(self, now_s: float, *, waited_s: float, stored: int, too_stale: int) -> None:
-        """Take in an ack, with totals so far: seconds waited for others, groups stored, evicted as too stale."""
+        """Record an ack, with totals so far: seconds that the trainer waited, groups stored, groups evicted as too stale."""
         self._acks.append(_Ack(now_s, waited_s, stored, too_stale))
 
     def forget_steps(self) -> None:
-        """Forget the steps of the trainer before: the time until this one came is not a step's."""
+        """Forget the steps of the last trainer: the time until the next one attaches belongs to no step."""
         self._acks.clear()
 
     def measure(self, now_s: float) -> MeasuredRates:
-        """Tell what was measured up to now."""
+        """Return the rates up to now."""
         self._forget(now_s)
         over_s = min(MINUTE_S, max(1.0, now_s - self.since_s))
         groups_per_s = sum(groups for _, groups in self._seconds) / over_s
         if len(self._acks) < 2:
             return MeasuredRates(groups_per_s=groups_per_s, group_s=self._group_s)
         first, last, steps = self._acks[0], self._acks[-1], len(self._acks) - 1
-        # Totals fall where a rewind gives evictions back, and a clock may be set.
+        # A rewind undoes evictions and a clock may be set back, so differences may be negative.
         seconds = max(1e-9, last.at_s - first.at_s)
         waited_s = min(seconds, max(0.0, last.waited_s - first.waited_s))
         stored = max(1, last.stored - first.stored)

@@ -1,13 +1,12 @@
-"""Rotation of adapters: how they share the batches of one trainer, and how far each of them is.
+"""Rotation of adapters: the order in which they share the batches of one trainer, and the progress of each.
 
 With B = `groups_per_batch` of an adapter and g = groups given to its current step, 0 <= g < B::
 
     a batch takes min(B - g, groups that the rest of the token budget holds) groups of each adapter in turn
     g + groups taken = B  completes the step of the adapter
 
-So no share crosses the end of an adapter's step. An adapter is first in the next batch if the budget cut its share, or
-if its share needs more than the rest of the budget. Every adapter that is ready therefore gets its turn after the
-others have completed at most one step each.
+So a share never crosses the end of an adapter's step. If the budget cuts a share or leaves no space for it, that
+adapter is first in the next batch. A ready adapter thus waits while the others complete at most one step each.
 
 A run without LoRA has the one adapter `""`, and each of its batches completes a step.
 """
@@ -53,16 +52,12 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True):
 
     def progress(self, adapter: str) -> AdapterProgress:
         """Return the progress of an adapter."""
-        return self.adapters.get(adapter, NO_PROGRESS)
+        return self.adapters.get(adapter, AdapterProgress())
 
     def after(self, parts: Mapping[str, AdapterStep], following: str) -> Rotation:
         """Return the rotation after a batch with these parts; `following` has the next turn."""
-        return Rotation(
-            following, self.adapters | {name: self.progress(name).after(part) for name, part in parts.items()}
-        )
-
-
-NO_PROGRESS = AdapterProgress()
+        progress = {name: self.progress(name).after(part) for name, part in parts.items()}
+        return Rotation(following, self.adapters | progress)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +78,7 @@ def share_batch(
 ) -> tuple[dict[str, AdapterShare], str]:
     """Take the shares of one batch of at most `tokens`; return them and the adapter with the next turn.
 
-    `batch_sizes`: groups in a batch of each adapter's own, >= 1; None = only tokens bound it. No share at all: no
-    adapter is ready.
+    `batch_sizes`: groups per step of each adapter, >= 1; None = only tokens bound it. No shares = no adapter is ready.
     """
     names = rotation.order(batch_sizes)
     shares: dict[str, AdapterShare] = {}
@@ -98,7 +92,7 @@ def share_batch(
             following = names[(names.index(name) + 1) % len(names)]
             left = None if left is None else left - share.tokens
             is_cut = missing is not None and len(share.rows) < missing
-        else:  # ready for the whole budget, but not for the rest of it?
+        else:  # would the share fit the whole budget, though not the rest of it?
             is_cut = left != tokens and not cut and offer(name, tokens, missing) is not None
         if is_cut and not cut:
             cut = name

@@ -1,6 +1,6 @@
-"""Rules for the answers of plug-ins: breaking one raises `StrategyFault` with plug-in, rule and value.
+"""Checks of the answers of strategies and filters, against the index and not against the columns that they saw.
 
-Answers are checked against the core's own index, not against the columns that the plug-in saw.
+A broken rule raises `StrategyFault` with the plug-in, the rule and the value.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from replaybuf.kernel.inputs import UsabilityRule
 from replaybuf.kernel.strategy import STRATEGY_REASONS, Budget, Evictions, Rows, Selection, Waiting
 
 REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
-"""A reason is a label of a metric."""
+"""Form of an eviction reason, which is also a label of a metric."""
 
 Rule = tuple[str, bool, Any]
 """A rule, whether it is kept, and the value that was checked."""
 
 
 def hold(strategy: str, step: int, rules: Iterable[Rule]) -> None:
-    """Check rules for a strategy in order. Raises `StrategyFault` for the first that is broken."""
+    """Check rules for a strategy in order. Raises `StrategyFault` for the first broken rule."""
     _hold(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
 
 
@@ -45,7 +45,7 @@ def check_selection(
 ) -> Selection | Waiting:
     """Check the answer of a strategy at `step` and return it with arrays.
 
-    `usable_by`: rules for usable groups at this step. Raises `StrategyFault` with the strategy and the rule.
+    `usable_by`: rules for usable groups at this step. Raises `StrategyFault`.
     """
     if isinstance(chosen, Waiting):
         hold(strategy, step, _rules_of_waiting(chosen))
@@ -56,7 +56,7 @@ def check_selection(
     hold(strategy, step, _rules_of_groups(rows, index, usable_by, budget))
     if chosen.weights is None:
         return Selection(rows)
-    with np.errstate(over="ignore"):  # values beyond 32 bits become infinite, which is rejected below
+    with np.errstate(over="ignore"):  # values beyond 32 bits become infinite; the check below rejects them
         weights = np.asarray(chosen.weights).astype(np.float32)
     unfit = int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
     hold(strategy, step, [("gives finite weights above 0", not unfit, unfit)])
@@ -67,7 +67,7 @@ def _rules_of_waiting(waiting: Waiting) -> Iterable[Rule]:
     yield "gives a reason of the closed list", waiting.reason in STRATEGY_REASONS, waiting.reason
     for name, value in (("groups", waiting.groups), ("tokens", waiting.tokens)):
         whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
-        yield f"tells whole {name} that may be used now, 0 or more", bool(whole), repr(value)
+        yield f"gives usable {name} as a whole number >= 0", bool(whole), repr(value)
 
 
 def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
@@ -81,7 +81,7 @@ def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
 
 
 def are_rows(rows: npt.NDArray[Any]) -> bool:
-    """Return whether these can be rows of groups: whole numbers in one dimension."""
+    """Return whether an array can name rows: whole numbers in one dimension."""
     return rows.ndim == 1 and rows.dtype.kind in "iu"
 
 
@@ -101,10 +101,7 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
 
 
 def check_evictions(plugin: str, found: Evictions, index: Index, rows: Rows) -> Evictions:
-    """Check what a plug-in drops of the groups at these rows, ascending, and return it as tuples.
-
-    Raises `StrategyFault` with the plug-in and the rule.
-    """
+    """Check what a plug-in drops of the groups at ascending `rows`; return it as tuples. Raises `StrategyFault`."""
     _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
     _hold(plugin, plugin, "", _rules_of_evictions(found, index, rows))
     return Evictions(tuple(np.asarray(found.rows).tolist()), tuple(found.reasons))
@@ -117,7 +114,7 @@ def _rules_of_evictions(found: Evictions, index: Index, rows: Rows) -> Iterable[
         yield "drops whole groups, by their row", are_rows(dropped), str(dropped.ravel()[:8].tolist())
         found_rows = index.rows_of(dropped)
         given = found_rows[rows[np.minimum(np.searchsorted(rows, found_rows), len(rows) - 1)] == found_rows]
-        strange = np.setdiff1d(dropped, index["number"][given])
-        yield "drops only groups it was given", not len(strange), str(strange[:8].tolist())
+        unknown = np.setdiff1d(dropped, index["number"][given])
+        yield "drops only groups it was given", not len(unknown), str(unknown[:8].tolist())
         words = all(isinstance(reason, str) and REASON.fullmatch(reason) for reason in reasons)
         yield "gives words as reasons", words, str(list(reasons)[:8])
