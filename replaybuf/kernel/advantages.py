@@ -44,9 +44,9 @@ def grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
 def dr_grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     """Return r - mean.
 
-    Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", section 3.2. Dividing by the standard
-    deviation gives more weight to groups that are nearly always or nearly never solved. The paper's second change, a
-    constant instead of the response length in the loss, belongs to the trainer.
+    Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", section 3.2. Dividing by the
+    standard deviation gives more weight to groups that are nearly always or nearly never solved. The paper's
+    second change, a constant instead of the response length in the loss, belongs to the trainer.
     """
     centred: Float64s = rewards - rewards.mean()
     return centred
@@ -78,9 +78,10 @@ def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
 def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int32s) -> Float32s:
     """Compute advantages per completion token, float32 [C], from the process rewards of each of n rollouts.
 
-    `rewards[i]`: rewards of rollout i in any order, with ends in 1..`lengths[i]`. All rewards of the group are normalised
-    together as in `grpo`; the advantage of a token is the sum of those whose section ends at or after it: Shao et al.
-    2024, "DeepSeekMath", section 4.1.3 (process supervision). With one reward at the end of each rollout this is `grpo`.
+    `rewards[i]`: rewards of rollout i in any order, with ends in 1..`lengths[i]`. All rewards of the group are
+    normalised together as in `grpo`; the advantage of a token is the sum of those whose section ends at or after it:
+    Shao et al. 2024, "DeepSeekMath", section 4.1.3 (process supervision). With one reward at the end of each rollout
+    the result is that of `grpo`.
     Raises `Invalid` without any reward, for an end out of range, and as `advantages` does.
     """
     normalised = iter(

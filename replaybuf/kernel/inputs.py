@@ -148,7 +148,7 @@ class StrategyInputs:
     def usability_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         """Yield the rules for usable groups of an adapter at `step`."""
         version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
-        yield UsabilityRule("selects no group of a version to come", "policy_version", lambda found: found <= version)
+        yield UsabilityRule("selects no group of a later version", "policy_version", lambda found: found <= version)
         if bounds.max_staleness is not None:
             oldest = version - bounds.max_staleness
             rule = f"keeps the max_staleness of {bounds.max_staleness}"
@@ -157,7 +157,7 @@ class StrategyInputs:
             most = bounds.max_uses
             yield UsabilityRule(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
         yield UsabilityRule("selects only live groups", "state", lambda found: found == LIVE)
-        if adapter:  # a mask over a million rows takes 0.3 ms, which a run without adapters need not pay
+        if adapter:  # without adapters all groups have the same one
             code = hash_name(adapter)
             yield UsabilityRule("selects only groups it was given", "adapter", lambda found: found == code)
         if self.config.batch.overlong == "reject":
@@ -168,7 +168,7 @@ class StrategyInputs:
     def usable(self, step: int, adapter: str) -> Groups:
         """Return the live groups, of an adapter, that keep all `usability_rules` at `step`."""
         index = self._state.index
-        each = (standard.kept(index[standard.column]) for standard in self.usability_rules(step, adapter))
+        each = (rule.kept(index[rule.column]) for rule in self.usability_rules(step, adapter))
         fits = next(each)
         for kept in each:
             fits &= kept

@@ -98,7 +98,7 @@ class GroupPool:
     - `freed_as`: one code per freed group above `trimmed`, at `number - trimmed`: position in `reasons`, with the bit
       `PURGED` for a dead letter; 0 = not freed
     - `counts`: by hash of the adapter; their histograms hold the groups up to number `counted`. Later groups are added
-      before somebody reads or changes them: one call for many groups costs a tenth of one call per group.
+      before somebody reads or changes them, because one call for many groups is cheaper than one call per group.
     - `stale_adapters`: hashes of the adapters that lost live groups as too stale since the last batch
     """
 

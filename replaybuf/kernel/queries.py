@@ -21,7 +21,7 @@ def find_group_state(state: RunState, number: int) -> tuple[str, str | None]:
     Raises `Gone` for a freed group whose history is trimmed.
     """
     if number > state.stored:
-        return "live", None  # stored a moment ago and not folded yet
+        return "live", None  # stored, but not folded yet
     rows = state.index.rows_of([number])
     if len(rows):
         row_state = int(state.index["state"][rows[0]])
@@ -72,7 +72,7 @@ def list_purgeable(state: RunState) -> list[int]:
 def steps_by_group(state: RunState, numbers: Sequence[int]) -> dict[int, list[int]]:
     """Return the steps of the current history that used each group, as far back as ledger records are kept.
 
-    One pass over all kept uses (about 100,000: 2 ms), so ask for a page of groups at once.
+    Each call reads all kept uses, so ask for a page of groups at once.
     """
     steps: dict[int, list[int]] = {number: [] for number in numbers}
     records = sorted(state.records.items())

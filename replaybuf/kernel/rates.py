@@ -70,7 +70,7 @@ class Rates:
         self._group_s = fmean(self._took_s) if self._took_s else 0.0  # here: `measure` is called more often
 
     def record_ack(self, now_s: float, *, waited_s: float, stored: int, too_stale: int) -> None:
-        """Record an ack, with totals so far: seconds that the trainer waited, groups stored, groups evicted as too stale."""
+        """Record an ack, with totals so far: seconds that the trainer waited, groups stored, groups too stale."""
         self._acks.append(_Ack(now_s, waited_s, stored, too_stale))
 
     def forget_steps(self) -> None:

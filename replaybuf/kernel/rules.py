@@ -91,9 +91,9 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     rows = index.rows_of(distinct)
     stored = index["number"][rows]
     yield "selects only groups that are stored", len(rows) == len(distinct), np.setdiff1d(distinct, stored)[:8].tolist()
-    for standard in usable_by:
-        kept = standard.kept(index[standard.column][rows])
-        yield standard.rule, bool(kept.all()), stored[~kept][:8].tolist()
+    for rule in usable_by:
+        kept = rule.kept(index[rule.column][rows])
+        yield rule.rule, bool(kept.all()), stored[~kept][:8].tolist()
     tokens = int(index["tokens"][rows].sum(dtype=np.int64))
     yield f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens
     within = budget.groups is None or len(numbers) <= budget.groups

@@ -1,11 +1,11 @@
-"""The contract of a strategy: which groups may enter, which make the next batch, which can go.
+"""Interface of strategies and filters: admission, selection and eviction of groups.
 
-A strategy is a class with a frozen `Options` struct, built as `Strategy(options)`, found by its entry point in the
-group `replaybuf.strategies`. It is a pure policy: no clock, no global random state, no I/O. Time, measured rates and a
-random generator seeded by (run seed, generation, step) come in as arguments; arrays are read-only.
+A strategy is a class with a frozen `Options` struct, registered as an entry point of `replaybuf.strategies`. It is a
+pure policy: no clock, no global random state, no I/O. Time, measured rates and a random generator seeded by (run seed,
+generation, step) are arguments; arrays are read-only.
 
-The core enforces what the three properties promise, whatever a strategy returns: `0 <= staleness <= max_staleness`,
-`times_sampled < max_uses` before a use, whole groups, and the budget.
+Whatever a strategy returns, the core enforces `0 <= staleness <= max_staleness`, `times_sampled < max_uses` before a
+use, whole groups, and the budget.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from replaybuf.packing.subset_sum import closest
 from replaybuf.wire.group import hash_name
 
 LOOK_AHEAD = 64
-"""Groups behind a full batch that may still complete it."""
+"""Groups after those of a full batch that may still be added to it."""
 LEFTOVER = 0.01
-"""Share of the token budget that may stay unused without looking further."""
-_MOST_LEFT = 3
+"""Share of the token budget that may stay unused without a search for better groups."""
+_MOST_GIVEN_UP = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
 source_code = hash_name
-"""Under the name that strategies know it by: they tell sources and adapters apart by these numbers."""
+"""Return the number of a source or adapter in `Groups`, from its name."""
 
 STRATEGY_REASONS = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
-"""Those that a strategy may tell; the others are of the run's state, which it does not see."""
+"""Waiting reasons that a strategy may give; the others follow from the state of the run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
-    """Room of one batch: `tokens` and `groups` (None = no bound), `seq_len` tokens per micro-batch."""
+    """Bounds of one batch: `tokens` and `groups` (None = no bound), `seq_len` tokens per micro-batch."""
 
     tokens: int | None
     groups: int | None
@@ -50,12 +50,12 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BufferView:
-    """What the buffer knows when a decision is asked for.
+    """State of the buffer for one decision; in a run with adapters, of one adapter.
 
-    `step` is the next step to assemble, `version` = version(step); counts are of live groups. `groups_stored` counts
-    all groups ever stored, `groups_used` all uses in batches of the surviving history, `groups_fresh` the live groups
-    that were never used, `uses_live` the uses of the live groups; `steps_done` counts acked steps.
-    Of an adapter all of it is its own; `groups_given` are those that earlier batches of the run took for its `step`.
+    `step` is the next step to assemble, `version` = version(step), `steps_done` counts acked steps. `groups_live`,
+    `tokens_live`, `groups_fresh` (never used) and `uses_live` are sums over live groups. `groups_stored` counts all
+    groups ever stored, `groups_used` all uses in batches of the surviving history, `groups_given` the groups that
+    earlier batches of the run hold for the adapter's `step`.
     """
 
     step: int
@@ -78,10 +78,9 @@ class BufferView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
-    """What was measured, for admission. `tokens_per_group` is a prior until groups have arrived.
+    """Measured rates for admission at time `now_s`. `tokens_per_group` is an estimate until groups have arrived.
 
-    The rest is of `kernel.rates.Measured`, where each figure is explained; 0 = not known. `now_s` is the time of the
-    decision.
+    `kernel.rates.MeasuredRates` explains the rates; 0 = unknown.
     """
 
     now_s: float
@@ -97,9 +96,9 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """The groups of the next batch, in the order they are to be trained; `weights` per group, or None.
+    """Groups of the next batch, in training order, and a weight per group, or None.
 
-    Anything that numpy reads as one dimension of whole numbers serves as `rows`, so of numbers as `weights`.
+    `rows` may be any sequence of whole numbers, `weights` any sequence of numbers.
     """
 
     rows: Rows
@@ -108,9 +107,9 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """No batch yet, and why: one of `STRATEGY_REASONS`.
+    """Reason why there is no batch yet: one of `STRATEGY_REASONS`.
 
-    `groups` and `tokens`: what may be used now where that is less than what was given (None = all of it).
+    `groups` and `tokens`: usable amount now, if it is less than the groups given (None = all).
     """
 
     reason: str
@@ -120,7 +119,7 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evictions:
-    """Groups that can never be used again, each with its reason; `rows` may be an array."""
+    """Groups that no later batch may use, each with its reason."""
 
     rows: Sequence[int] | Rows = ()
     reasons: Sequence[str] = ()
@@ -128,7 +127,7 @@ class Evictions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feedback:
-    """What the trainer sent with the ack of `step`: `values`, a JSON object, is its own to choose."""
+    """JSON object `values` that the trainer sent with the ack of `step`; the trainer chooses its fields."""
 
     step: int
     values: dict[str, Any]
@@ -137,8 +136,8 @@ class Feedback:
 class Strategy(ABC, Generic[OptionsT]):
     """Admission, selection and eviction in one policy. Subclasses need `Options` and `select`.
 
-    Defaults: `max_staleness` = 0, `max_uses` = 1, no look-ahead; admission by the staleness window (`window_capacity`),
-    eviction of what is too stale.
+    Defaults: `max_staleness` = 0, `max_uses` = 1, no look-ahead, admission by `window_capacity`, eviction of groups
+    that are too stale.
     """
 
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
@@ -148,31 +147,31 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @property
     def max_staleness(self) -> int | None:
-        """Largest staleness at use; None = unbounded."""
+        """Return the largest staleness at use; None = unbounded."""
         return 0
 
     @property
     def max_uses(self) -> int | None:
-        """Most batches a group may be in; None = unbounded."""
+        """Return the most batches that one group may be in; None = unbounded."""
         return 1
 
     @property
     def look_ahead(self) -> int:
-        """How many steps beyond the next unacked one may be assembled."""
+        """Return how many steps after the next unacked one may be assembled."""
         return 0
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
-        """Refuse a run in which it would wait for ever. Raises `Invalid` naming the option and its bound.
+        """Reject a run in which the strategy would wait for ever. Raises `Invalid` with the option and its bound.
 
-        `max_tokens_live`: the lower of that limit and what `max_bytes_live` holds at 4 bytes per token; None = none.
+        `max_tokens_live`: the lower of that limit and of `max_bytes_live` at 4 bytes per token; None = no limit.
         """
 
     def admit(self, buffer: BufferView, flow: Flow) -> int:
-        """Say how many more groups producers may start now."""
+        """Return how many more groups producers may start now."""
         return window_capacity(buffer, flow, self.max_staleness, self.look_ahead)
 
     def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Name the groups that no later batch may use."""
+        """Return the groups that no later batch may use."""
         if self.max_staleness is None:
             return Evictions()
         stale = groups.row[np.flatnonzero(groups.policy_version < buffer.version - self.max_staleness)]
@@ -182,21 +181,21 @@ class Strategy(ABC, Generic[OptionsT]):
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
-        """Choose the groups of `buffer.step` from those that bounds allow, or say what is missing."""
+        """Choose the groups of `buffer.step` from the usable groups, or return why there is no batch."""
 
     def observe(self, feedback: Feedback) -> None:
-        """Take in what the trainer sent with its ack.
+        """Apply feedback of the trainer, with any content.
 
-        A strategy that has this is built anew at every ack with feedback, start and rewind, and observes those of the
-        newest 16 steps of the surviving history that had any, oldest first. Keep nothing else; take whatever is sent.
+        A strategy with this method is rebuilt at each start, rewind and ack with feedback. It then observes the newest
+        16 steps of the surviving history that had feedback, oldest first, and must keep no other state.
         """
 
 
 class Filter(ABC, Generic[OptionsT]):
-    """Drops groups that must not be trained, checked once, when they arrive: a plug-in of `replaybuf.filters`.
+    """Drops groups on arrival that must not be trained: an entry point of `replaybuf.filters`, pure like a strategy.
 
-    Filters of a run are asked in their order; what one drops is evicted with its reason, counted, and its place is
-    given to another group, so that batches stay as large as they were. Pure, like a strategy.
+    The filters of a run are called in order. A dropped group is evicted and counted under its reason; admission
+    replaces it, so batches keep their size.
     """
 
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
@@ -205,28 +204,26 @@ class Filter(ABC, Generic[OptionsT]):
         self.options = options
 
     def check(self, budget: Budget, group_size: int | None) -> None:
-        """Refuse a run of which it would drop every group. Raises `Invalid` naming what does not fit and its bound.
+        """Reject a run of which the filter would drop every group. Raises `Invalid` with the value and its bound.
 
-        `budget`: of a batch, of each adapter in turn; `group_size`: rollouts of every group, None = any number.
+        Called once per adapter with the `budget` of its batch. `group_size`: rollouts of every group, None = any.
         """
 
     @abstractmethod
     def drop(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Name the groups that may not be sampled, each with its reason."""
+        """Return the groups that may not be sampled, each with its reason."""
 
 
 def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
-    """Count the groups that may be started now and still be used in time.
+    """Return how many groups may start now and still be used in time; 0 until a publication opens the window.
 
-    A group started now gets version v = published_version and may be used up to the last step s with
-    version(s) <= v + max_staleness, that is s < (v + max_staleness + 1) * steps_per_publish. With
-    W = that bound - next step (the batches still open to it) and B groups per batch:
+    A group started now gets version v = published_version. Its last step s has version(s) <= v + max_staleness, that
+    is s < (v + max_staleness + 1) * steps_per_publish. With W = that bound - next step, and B groups per batch:
 
-        capacity = W * B - given - live - tickets out        given: 0 but for an adapter within its step
+        capacity = W * B - given - live - tickets out        given: > 0 only for an adapter within its step
 
-    the same count as AReaL's (eta + v + 1) * B - (accepted + running) (Fu et al. 2025, section 5.1), taken from what
-    is in the buffer now, so that dropped groups free their place. Blocks (0) until a publication opens the window.
-    Where a batch is full by tokens, B is measured: groups = tokens / mean tokens per group.
+    This is AReaL's (eta + v + 1) * B - (accepted + running) (Fu et al. 2025, section 5.1), but counted from the buffer,
+    so a dropped group can be replaced. If tokens bound the batch, B = tokens / mean tokens per group.
     """
     if max_staleness is None:
         batches = look_ahead + 1
@@ -236,19 +233,16 @@ def window_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, l
 
 
 def capacity_of(buffer: BufferView, flow: Flow, batches: float) -> int:
-    """Count the groups that may be started until live groups and tickets out make this many batches, at least 0."""
+    """Return how many groups may start until live groups and tickets fill this many batches; at least 0."""
     if batches <= 0:
         return 0
     budget = buffer.budget
-    by_groups: float = (
-        math.inf
-        if budget.groups is None
-        else (math.ceil(batches * budget.groups) - buffer.groups_given - buffer.groups_live)
-    )
-    by_tokens: float = math.inf
+    by_groups = by_tokens = math.inf
+    if budget.groups is not None:
+        by_groups = math.ceil(batches * budget.groups) - buffer.groups_given - buffer.groups_live
     if budget.tokens is not None:
         by_tokens = math.ceil((batches * budget.tokens - buffer.tokens_live) / flow.tokens_per_group)
-    # Where both bounds are set a batch is full when either is reached; the smaller count suffices.
+    # A batch is full when it reaches either bound, so the smaller count is enough.
     return max(0, int(min(by_groups, by_tokens)) - buffer.tickets_out)
 
 
@@ -258,86 +252,85 @@ def fill(
     budget: Budget,
     last_version: int | None = None,
 ) -> Selection | Waiting:
-    """Fill the budget with whole groups in the given order of positions: one array, or pieces that are made as needed.
+    """Fill the budget with whole groups in the `order` of positions: one array, or chunks that are made when needed.
 
-    Full means: `budget.groups` groups, or no room for the next one. Then of the `LOOK_AHEAD` groups that follow those
-    are taken that fit in both bounds, and where more than `LEFTOVER` of the tokens is unused, up to three of the last
-    taken are left for others that fill the batch better: what is left comes first in the next batch. Groups of versions
-    below `last_version` are never left: they would be too stale by then.
-    Raises nothing; returns `Waiting` where the groups do not fill the budget.
+    A batch is full with `budget.groups` groups, or if the next group does not fit. Then those of the `LOOK_AHEAD`
+    following groups are added that fit. If more than `LEFTOVER` of the tokens are still unused, up to three of the last
+    groups are exchanged for others that fill the batch better, but no group with a version below `last_version`: it
+    would be too stale for the next batch. Returns `Waiting` if the groups do not fill the budget.
     """
     limit = _UNBOUNDED if budget.groups is None else budget.groups
-    room = _UNBOUNDED if budget.tokens is None else budget.tokens
+    free = _UNBOUNDED if budget.tokens is None else budget.tokens
     chosen: list[int] = []
     following: list[int] = []
-    pieces = _pieces(order)
-    for positions in pieces:
+    chunks = _split_chunks(order)
+    for positions in chunks:
         total = np.cumsum(groups.take(positions).tokens, dtype=np.int64)
-        first = min(int(np.searchsorted(total, room, side="right")), limit - len(chosen))
+        first = min(int(np.searchsorted(total, free, side="right")), limit - len(chosen))
         chosen += positions[:first].tolist()
-        room -= int(total[first - 1]) if first else 0
+        free -= int(total[first - 1]) if first else 0
         following = positions[first : first + LOOK_AHEAD].tolist()
-        if following or len(chosen) == limit or room == 0:
+        if following or len(chosen) == limit or free == 0:
             break
-    if budget.tokens is not None and room and len(chosen) < limit and following:
-        for positions in pieces:
+    if budget.tokens is not None and free and len(chosen) < limit and following:
+        for positions in chunks:
             following += positions[: LOOK_AHEAD - len(following)].tolist()
             if len(following) == LOOK_AHEAD:
                 break
-        chosen = _look_ahead(groups, chosen, following, budget, last_version)
-    full = len(chosen) == budget.groups or (budget.tokens is not None and (room == 0 or bool(following)))
+        chosen = _complete(groups, chosen, following, budget, last_version)
+    full = len(chosen) == budget.groups or (budget.tokens is not None and (free == 0 or bool(following)))
     if chosen and full:
         return Selection(groups.row[np.array(chosen, np.int64)])
     return Waiting(too_few(budget))
 
 
-def _look_ahead(
+def _complete(
     groups: Groups, chosen: list[int], following: list[int], budget: Budget, last_version: int | None
 ) -> list[int]:
-    """Complete a batch from the groups that follow; the fewer of those chosen are left, the better."""
+    """Fill the rest of a batch from the following groups; give up as few chosen groups as possible."""
     window = groups.take(np.array(chosen + following, np.int64))
     tokens, versions = window.tokens.tolist(), window.policy_version
-    room = (budget.tokens or 0) - sum(tokens[: len(chosen)])
-    unused = int((budget.tokens or 0) * LEFTOVER)
-    best, best_left = chosen, room + 1
-    # The first is never left: a group waits for at most as many batches as groups stood before it.
-    for left_out in range(min(_MOST_LEFT, max(0, len(chosen) - 1)) + 1):
-        at = len(chosen) - left_out
-        if left_out:
+    free = (budget.tokens or 0) - sum(tokens[: len(chosen)])
+    enough = int((budget.tokens or 0) * LEFTOVER)
+    best, best_unused = chosen, free + 1
+    # The first group is never given up, so a group waits for at most as many batches as groups were before it.
+    for given_up in range(min(_MOST_GIVEN_UP, max(0, len(chosen) - 1)) + 1):
+        at = len(chosen) - given_up
+        if given_up:
             if last_version is not None and int(versions[at]) < last_version:
                 break
-            room += tokens[at]
-        there, most = tokens[at:], (len(tokens) if budget.groups is None else budget.groups) - at
-        fitting = closest(there, room, room - unused, most)
-        for begun in (fitting,) if left_out else ([], fitting):
-            taken = _that_fit(there, room, most, begun)
-            left = room - sum(there[n] for n in taken)
-            if left < best_left:
-                best, best_left = chosen[:at] + [(chosen + following)[at + n] for n in taken], left
-            if best_left <= unused:
+            free += tokens[at]
+        sizes, most = tokens[at:], (len(tokens) if budget.groups is None else budget.groups) - at
+        fitting = closest(sizes, free, free - enough, most)
+        for first in (fitting,) if given_up else ([], fitting):
+            taken = _add_fitting(sizes, free, most, first)
+            unused = free - sum(sizes[n] for n in taken)
+            if unused < best_unused:
+                best, best_unused = chosen[:at] + [(chosen + following)[at + n] for n in taken], unused
+            if best_unused <= enough:
                 return best
     return best
 
 
-def _that_fit(sizes: list[int], room: int, most: int, begun: list[int]) -> list[int]:
-    """Add to what was begun what fits beside it, in order, `most` in all."""
-    taken = set(begun)
-    room -= sum(sizes[position] for position in begun)
+def _add_fitting(sizes: list[int], free: int, most: int, first: list[int]) -> list[int]:
+    """Return the positions `first` and those in order that still fit, at most `most`."""
+    taken = set(first)
+    free -= sum(sizes[position] for position in first)
     for position, size in enumerate(sizes):
-        if size <= room and len(taken) < most and position not in taken:
+        if size <= free and len(taken) < most and position not in taken:
             taken.add(position)
-            room -= size
+            free -= size
     return sorted(taken)
 
 
 def too_few(budget: Budget) -> str:
-    """Name what a batch lacks when there are not enough groups."""
+    """Return the waiting reason if there are not enough groups."""
     return "too_few_tokens" if budget.groups is None else "too_few_groups"
 
 
-def _pieces(
+def _split_chunks(
     order: npt.NDArray[np.int64] | Iterable[npt.NDArray[np.int64]],
 ) -> Iterator[npt.NDArray[np.int64]]:
-    for piece in (order,) if isinstance(order, np.ndarray) else order:
-        for start in range(0, len(piece), _CHUNK):
-            yield piece[start : start + _CHUNK]
+    for positions in (order,) if isinstance(order, np.ndarray) else order:
+        for start in range(0, len(positions), _CHUNK):
+            yield positions[start : start + _CHUNK]
