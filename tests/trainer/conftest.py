@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Its documentation page is for those who have it; without torch there is nothing to test here.
+# Without torch there is nothing to test here.
 torch = pytest.importorskip("torch")
 
 from tests.trainer.served import ServedEngine, served, write_model  # noqa: E402
@@ -36,6 +36,6 @@ def shared_engine(models: Path) -> Iterator[ServedEngine]:
 
 @pytest.fixture
 def engine(models: Path) -> Iterator[ServedEngine]:
-    """An engine of the test's own, with the weights of `a`."""
+    """A private engine of the test, with the weights of `a`."""
     with served(models / "a") as engine:
         yield engine

@@ -41,7 +41,7 @@ class ModelContract(abc.ABC):
     """One with the same shape and other weights."""
     vocab_size = 98
 
-    def test_logprobs_are_those_of_torch_on_packed_rows_and_not_those_of_other_weights(self) -> None:
+    def test_logprobs_equal_those_of_torch_and_differ_for_other_weights(self) -> None:
         """For lengths from one token to the whole context, prompts that are shared, and again from a warm cache."""
 
         async def main(stage: EngineStage) -> None:
@@ -60,7 +60,7 @@ class ModelContract(abc.ABC):
 
         self.run(main)
 
-    def test_logprobs_of_tokens_that_it_sampled_itself_are_those_it_sampled_them_with(self) -> None:
+    def test_logprobs_of_sampled_tokens_equal_those_at_sampling(self) -> None:
         """So reference and inference logprobs compare, whatever was asked for beside them."""
 
         async def main(stage: EngineStage) -> None:
@@ -75,7 +75,7 @@ class ModelContract(abc.ABC):
 
         self.run(main)
 
-    def test_a_rollout_longer_than_it_says_is_refused_and_the_next_one_is_computed(self) -> None:
+    def test_a_rollout_that_is_too_long_is_rejected_and_the_next_is_computed(self) -> None:
         """vLLM generates a token behind it, whether anybody wants it or not, and needs room for it."""
 
         async def main(stage: EngineStage) -> None:
@@ -88,7 +88,7 @@ class ModelContract(abc.ABC):
 
         self.run(main)
 
-    def test_a_tokenizer_that_is_not_the_models_is_refused_with_its_folder(self, tmp_path: Path) -> None:
+    def test_the_error_for_a_different_tokenizer_names_its_folder(self, tmp_path: Path) -> None:
         """One of the same size, in which two letters changed places."""
         own, swapped = Tokenizer(self.folder), tmp_path / "swapped"
         shutil.copytree(self.folder, swapped, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -1,4 +1,4 @@
-"""A service and engines that answer the trainer as a test scripted them, and write down every call in order."""
+"""A service and engines that answer the trainer as a test scripted them, and record every call in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def body(step: int) -> bytes:
 
 
 class ScriptedService:
-    """A service that answers as scripted and writes every call into `events`, which the engines share.
+    """A service that answers as scripted and records every call in `events`, which the engines share.
 
     `answers[step]` come first when that step is asked for; then its batch, or `RunFinished` from step `STEPS` on.
     `faults[call]` are raised first when that call is made. `when[event]` is done as soon as the event is written.
@@ -43,18 +43,18 @@ class ScriptedService:
         self._acked = 0
 
     def get_run(self) -> RunStatus:
-        """Tell the configuration."""
+        """Return the configuration."""
         self.called("get_run")
         return run_status(config={"steps_per_publish": self.steps_per_publish, "adapters": {}})
 
     def attach(self, *, resume_step: int, **_: Any) -> Attachment:
-        """Attach where asked for."""
+        """Attach at the requested step."""
         self.called("attach", f"attach {resume_step}")
         self._acked = resume_step
         return Attachment(epoch=EPOCH, step=resume_step)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> bytes | WaitingAnswer:
-        """Answer as scripted, then with the batch."""
+        """Return the scripted answers, then the batch."""
         assert (epoch, dp_rank) == (EPOCH, 0)
         self.called("fetch", f"fetch {step}")
         self.fetching.set()
@@ -68,24 +68,24 @@ class ScriptedService:
         return body(step)
 
     def ack(self, step: int, epoch: int, feedback: Any = None) -> None:
-        """Take acks in order."""
+        """Accept acks in order."""
         self.called("ack", f"ack {step}")
         assert (step, epoch) == (self._acked, EPOCH)
         self._acked += 1
 
     def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None) -> None:
-        """Refuse what the service would refuse: a version above that of the next unacked step."""
+        """Reject a version above that of the next unacked step, as the service does."""
         self.called("publish", f"publish {version}")
         assert version <= self._acked // self.steps_per_publish
         assert weights_uri is not None and weights_uri.startswith("file:///")
 
     def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> None:
-        """Take a checkpoint that is on disk by now."""
+        """Accept a checkpoint that is on disk."""
         self.called("checkpoint", f"checkpoint {step}")
         assert latest_checkpoint(self._checkpoints) == self._checkpoints / f"step-{step:06d}"
 
     def called(self, call: str, event: str = "") -> None:
-        """Write a call down; raise the next fault of its kind first."""
+        """Raise the next scripted fault of this call, else record the call."""
         if self.faults[call]:
             raise self.faults[call].pop(0)
         self.events.append(event or call)
@@ -93,7 +93,7 @@ class ScriptedService:
 
 
 class ScriptedEngines:
-    """Stands where the publisher stands, and writes what is loaded into the service's events."""
+    """Replacement of the publisher; records loads in the service's events."""
 
     service: ScriptedService
     reloads = 0
@@ -101,12 +101,12 @@ class ScriptedEngines:
     def __init__(self, *_: Any) -> None: ...
 
     def publish(self, folder: Path, version: int) -> None:
-        """Load what is there."""
+        """Load the weights in `folder`."""
         load_model(folder)
         self.service.called("load", f"load {version}")
 
     def watch(self, confirm: Any) -> None:
-        """Watch nothing: nothing is ever started anew."""
+        """Do nothing: scripted engines never restart."""
 
     def close(self) -> None:
-        """End."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""An engine of the trainer package behind real HTTP, in this process, and the oracle its answers are held against."""
+"""An engine of the trainer package behind real HTTP, in this process, and an oracle to check its answers."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class ServedEngine:
         return self.http.post(path, json=body)
 
     def complete(self, prompt: Sequence[int] | str, **parameters: Any) -> list[dict[str, Any]]:
-        """Ask for completions with token ids and logprobs; return the choices."""
+        """Request completions with token ids and logprobs; return the choices."""
         response = self.ask(prompt, **parameters)
         assert response.status_code == 200, response.text
         choices: list[dict[str, Any]] = response.json()["choices"]
         return choices
 
     def ask(self, prompt: Sequence[int] | str, **parameters: Any) -> httpx.Response:
-        """Ask for completions with token ids and logprobs."""
+        """Request completions with token ids and logprobs."""
         return self.post("/v1/completions", {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **parameters})
 
     def reload(self, folder: Path, version: int) -> None:
@@ -72,17 +72,17 @@ class ServedEngine:
         assert self.post("/update_weight_version", {"new_version": str(version)}).status_code == 200
 
     def metric(self, name: str) -> float:
-        """Read one figure of `GET /metrics`."""
+        """Return one value of `GET /metrics`."""
         line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(name))
         return float(line.rpartition(" ")[2])
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that the engine listens on."""
         return int(self.url.rpartition(":")[2])
 
     def version(self) -> str:
-        """Read the label of the present weights."""
+        """Return the version label of the current weights."""
         label: str = self.http.get("/weight_info").json()["weight_version"]
         return label
 

@@ -43,7 +43,7 @@ def save(folder: Path, model: Any, optimizer: torch.optim.Optimizer, models: Pat
     return save_checkpoint(folder, model, optimizer, models / "a", TrainerState("r", step, step), keep)
 
 
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(models: Path, tmp_path: Path) -> None:
+def test_training_continues_from_a_checkpoint_bit_for_bit(models: Path, tmp_path: Path) -> None:
     """Four steps at once, and two, a checkpoint and two more, end in the same weights."""
     whole = load_model(models / "a")
     train(whole, adam(whole), range(4))
@@ -77,7 +77,7 @@ def test_the_newest_checkpoint_is_picked_by_its_number(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step-1000000"
 
 
-def test_where_there_is_no_checkpoint_none_is_picked(tmp_path: Path) -> None:
+def test_without_a_checkpoint_none_is_picked(tmp_path: Path) -> None:
     """An empty folder, and one that does not exist."""
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "nowhere") is None
@@ -100,8 +100,8 @@ def test_a_checkpoint_that_was_not_finished_is_never_picked(
     assert latest_checkpoint(tmp_path) == kept
 
 
-def test_the_newest_checkpoints_stay(models: Path, tmp_path: Path) -> None:
-    """As many as asked for."""
+def test_only_the_newest_checkpoints_are_kept(models: Path, tmp_path: Path) -> None:
+    """The number to keep is an argument."""
     model = load_model(models / "a")
     optimizer = adam(model)
     for step in (5, 10, 15):
@@ -110,7 +110,7 @@ def test_the_newest_checkpoints_stay(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"step": 3}', b'{"run": "\xff"}'])
-def test_a_broken_state_is_told_with_its_folder(tmp_path: Path, content: bytes | None) -> None:
+def test_the_error_for_a_broken_state_names_its_folder(tmp_path: Path, content: bytes | None) -> None:
     """Missing, cut short, of another shape or not UTF-8."""
     if content is not None:
         (tmp_path / "state.json").write_bytes(content)

@@ -33,7 +33,7 @@ LONG = {"n": 24, "max_tokens": 160}
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run a call in a thread of its own."""
+    """Run a call in a separate thread."""
     threads = ThreadPoolExecutor(1)
     future = threads.submit(call, *args, **kwargs)
     threads.shutdown(wait=False)
@@ -41,7 +41,7 @@ def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future
 
 
 def in_the_middle(engine: ServedEngine) -> Future[list[dict[str, Any]]]:
-    """Ask for long completions; return when some of their tokens are sampled."""
+    """Request long completions; return when some of their tokens are sampled."""
     before = engine.metric("vllm:generation_tokens_total")
     asked = in_background(engine.complete, WORD, **LONG)
     eventually(lambda: engine.metric("vllm:generation_tokens_total") > before + 24, TIMEOUT_S)
@@ -59,7 +59,7 @@ def assert_sampled_by(model: Any, choice: dict[str, Any], start: int = 0) -> Non
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_logprobs_are_the_raw_log_softmax_of_the_model(shared_engine: ServedEngine, temperature: float) -> None:
-    """Whatever the temperature, which only decides what is chosen."""
+    """The temperature changes the choice of tokens, not the reported logprobs."""
     for choice in shared_engine.complete(WORD, n=4, max_tokens=20, temperature=temperature):
         assert_sampled_by(shared_engine.model, choice)
 
@@ -91,7 +91,7 @@ def test_tokens_are_drawn_in_proportion_to_their_probability(shared_engine: Serv
     assert float(((found - expected) ** 2 / expected).sum()) < 160.0  # exceeded once in 20,000 by chance
 
 
-def test_the_same_seed_gives_the_same_completions_whatever_is_sampled_beside_them(shared_engine: ServedEngine) -> None:
+def test_the_same_seed_gives_the_same_completions_in_any_batch(shared_engine: ServedEngine) -> None:
     """A seeded request alone, again, and among others."""
     asked: dict[str, Any] = {"n": 3, "max_tokens": 16, "seed": 7}
     alone = [choice["token_ids"] for choice in shared_engine.complete(WORD, **asked)]
@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_same_completions_whatever_is_sampled_beside_the
 
 
 def test_a_completion_ends_with_the_end_token_or_at_its_length(shared_engine: ServedEngine) -> None:
-    """As vLLM has it: the end token is among the ids, not in the text."""
+    """As in vLLM, the end token is in the ids and not in the text."""
     choices = shared_engine.complete(WORD, n=64, max_tokens=60, seed=0)
     assert {choice["finish_reason"] for choice in choices} == {"stop", "length"}
     for choice in choices:
@@ -124,7 +124,7 @@ def test_a_stop_token_of_the_request_ends_its_completions(shared_engine: ServedE
         assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "stop")
 
 
-def test_an_answer_has_the_shape_of_vllms(shared_engine: ServedEngine) -> None:
+def test_an_answer_has_the_shape_of_a_vllm_answer(shared_engine: ServedEngine) -> None:
     """Choices in order, prompt ids given back, usage summed up, a text as prompt taken like its tokens."""
     answer = shared_engine.ask("culla>", n=2, max_tokens=4, model=NAME).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -139,7 +139,7 @@ def test_an_answer_has_the_shape_of_vllms(shared_engine: ServedEngine) -> None:
     }
 
 
-def test_several_prompts_are_answered_one_after_the_other(shared_engine: ServedEngine) -> None:
+def test_several_prompts_are_answered_in_order(shared_engine: ServedEngine) -> None:
     """Each as often as asked for, numbered through; usage counts every prompt once."""
     prompts = [WORD, WORD[:2]]
     response = shared_engine.post(
@@ -151,7 +151,7 @@ def test_several_prompts_are_answered_one_after_the_other(shared_engine: ServedE
     assert response.json()["usage"]["prompt_tokens"] == 8
 
 
-def test_figures_are_counted(engine: ServedEngine) -> None:
+def test_metrics_count_tokens_and_requests(engine: ServedEngine) -> None:
     """The counter of tokens is the sum of what was answered; nothing runs or waits afterwards."""
     choices = engine.complete(WORD, n=5, max_tokens=7)
     assert engine.metric("vllm:generation_tokens_total") == sum(len(choice["token_ids"]) for choice in choices)
@@ -159,7 +159,7 @@ def test_figures_are_counted(engine: ServedEngine) -> None:
     assert engine.metric("vllm:num_requests_waiting") == 0
 
 
-def test_only_rows_that_the_next_wave_has_no_room_for_count_as_waiting() -> None:
+def test_only_rows_that_do_not_fit_into_the_next_wave_count_as_waiting() -> None:
     """A continuously batching engine would have taken the others at once."""
     worker = Worker(None, max_rows=256, threads=1)
     for _ in range(4):
@@ -204,13 +204,13 @@ def test_a_request_out_of_bounds_is_answered_400_with_its_figures(
 
 
 def test_a_body_that_is_not_utf8_is_answered_400(shared_engine: ServedEngine) -> None:
-    """Not 500: it is the request that is wrong."""
+    """The fault is in the request, so the answer is not 500."""
     response = shared_engine.http.post("/v1/completions", content=b'{"model": "\xff", "prompt": [3]}')
     assert (response.status_code, response.json()["error"]["code"]) == (400, 400), response.text
 
 
 def test_an_unknown_model_is_answered_404(shared_engine: ServedEngine) -> None:
-    """As vLLM answers it."""
+    """vLLM answers the same."""
     response = shared_engine.ask(WORD, model="other")
     assert (response.status_code, response.json()["error"]["code"]) == (404, 404)
     assert NAME in response.json()["error"]["message"]
@@ -240,7 +240,7 @@ def swapped_in_the_middle(engine: ServedEngine, folder: Path) -> list[dict[str, 
     return [choice for choice in asked.result(TIMEOUT_S) if len(choice["weight_versions"]) == 2]
 
 
-def test_version_spans_cover_a_completion_that_lived_through_a_reload(engine: ServedEngine, models: Path) -> None:
+def test_version_spans_cover_a_completion_across_a_reload(engine: ServedEngine, models: Path) -> None:
     """Spans follow one another from the first token to the last, old label first."""
     choices = swapped_in_the_middle(engine, models / "b")
     assert choices
@@ -272,7 +272,7 @@ def test_the_first_token_under_the_new_label_is_sampled_by_the_new_weights(engin
 
 
 def nothing(folder: Path) -> None:
-    """Take the weights file away."""
+    """Delete the weights file."""
     (folder / "model.safetensors").unlink()
 
 
@@ -308,7 +308,7 @@ def unknown(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("break_it", [nothing, cut_short, not_finite, lacking, misshapen, unknown])
-def test_broken_weights_are_refused_and_the_old_ones_go_on(
+def test_broken_weights_are_rejected_and_the_old_weights_stay(
     shared_engine: ServedEngine, models: Path, tmp_path: Path, break_it: Callable[[Path], None]
 ) -> None:
     """500 with the folder or tensor in the message; what is sampled afterwards is still the old policy."""
@@ -323,7 +323,7 @@ def test_broken_weights_are_refused_and_the_old_ones_go_on(
     assert_sampled_by(load_model(models / "a"), shared_engine.complete(WORD, max_tokens=8)[0])
 
 
-def test_a_call_that_the_engine_does_not_have_is_answered_400(shared_engine: ServedEngine) -> None:
+def test_an_unknown_call_is_answered_400(shared_engine: ServedEngine) -> None:
     """Unknown methods, a missing path, a label that is no version and an unknown way to pause are named."""
     for path, body in (
         ("/collective_rpc", {"method": "save_weights"}),
@@ -354,7 +354,7 @@ def test_keep_freezes_completions_until_resume(engine: ServedEngine) -> None:
         assert_sampled_by(engine.model, choice)
 
 
-def test_abort_answers_with_what_is_there(engine: ServedEngine) -> None:
+def test_abort_returns_the_tokens_so_far(engine: ServedEngine) -> None:
     """Partial tokens under finish reason abort, right logprobs included."""
     asked = in_the_middle(engine)
     engine.post("/pause?mode=abort")
@@ -366,7 +366,7 @@ def test_abort_answers_with_what_is_there(engine: ServedEngine) -> None:
         assert_sampled_by(engine.model, choice)
 
 
-def test_wait_lets_completions_end_first(engine: ServedEngine) -> None:
+def test_wait_finishes_completions_before_the_pause(engine: ServedEngine) -> None:
     """The pause is answered once everything in flight is finished; nothing is aborted."""
     asked = in_the_middle(engine)
     engine.post("/pause?mode=wait")
@@ -376,7 +376,7 @@ def test_wait_lets_completions_end_first(engine: ServedEngine) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_requests_sent_during_a_pause_wait_for_its_end(engine: ServedEngine, mode: str) -> None:
-    """They are queued, not refused."""
+    """The engine queues the requests and does not reject them."""
     engine.post(f"/pause?mode={mode}")
     asked = in_background(engine.complete, WORD, max_tokens=4)
     eventually(lambda: engine.metric("vllm:num_requests_waiting") == 1, TIMEOUT_S)
@@ -387,7 +387,7 @@ def test_requests_sent_during_a_pause_wait_for_its_end(engine: ServedEngine, mod
 # ---------------------------------------------------------------------- the process
 
 
-def test_the_command_says_where_it_listens_and_ends_on_sigterm(models: Path) -> None:
+def test_the_command_prints_its_address_and_ends_on_sigterm(models: Path) -> None:
     """`replaybuf engine --port 0` prints the address it took, serves, and ends with exit code 0."""
     command = [sys.executable, "-m", "replaybuf", "engine", "--model", str(models / "a"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

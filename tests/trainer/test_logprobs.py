@@ -56,7 +56,7 @@ def test_it_is_found_by_entry_point(models: Path) -> None:
     assert isinstance(loaded, PackedLogprobs)
 
 
-def test_a_model_that_changes_its_logits_behind_the_last_layer_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_changes_its_logits_after_the_last_layer_is_rejected(tmp_path: Path) -> None:
     config = GraniteConfig(
         vocab_size=98,
         hidden_size=32,
@@ -72,7 +72,7 @@ def test_a_model_that_changes_its_logits_behind_the_last_layer_is_refused(tmp_pa
         PackedLogprobs(tmp_path)
 
 
-def test_rows_that_see_each_other_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_attend_to_each_other_are_rejected(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = PackedLogprobs._row
 
     def mixed(self: PackedLogprobs, rollouts: Any) -> list[Float32s]:
@@ -89,6 +89,6 @@ def test_rows_that_see_each_other_are_refused(models: Path, monkeypatch: pytest.
         PackedLogprobs(models / "a")
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"has no config\.json"):
         PackedLogprobs(tmp_path)

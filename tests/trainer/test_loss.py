@@ -150,7 +150,7 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(model: Any, members: 
     assert tally.mean("entropy") == pytest.approx(sum(entropies) / len(entropies), abs=1e-5)
 
 
-def test_a_kl_term_without_reference_logprobs_is_refused(model: Any, members: list[Rollout]) -> None:
+def test_a_kl_term_without_reference_logprobs_is_rejected(model: Any, members: list[Rollout]) -> None:
     """The message names what is missing."""
     batch = packed(members, ROWS, with_ref=False)
     with pytest.raises(Invalid, match="ref_logprobs"):

@@ -9,9 +9,7 @@ from tests.trainer.served import served
 from tests.trainer.whole_run import VERSIONS, check_old_logprobs, generated, oracle_of, write_version
 
 
-def test_stored_old_logprobs_are_those_of_the_version_recorded_and_of_no_neighbour(
-    run: RunClient, tmp_path: Path
-) -> None:
+def test_stored_old_logprobs_match_only_the_recorded_version(run: RunClient, tmp_path: Path) -> None:
     """Of rollouts that are cut off and continued by new weights, in micro-batches that cut groups in two.
 
     By two engines that are loaded one after the other, the one that samples first.

@@ -26,7 +26,7 @@ TIMEOUT_S = 20.0
 
 
 class Calls(BaseHTTPRequestHandler):
-    """An engine that writes down what it is asked and answers as the test scripted it."""
+    """An engine that records every call and answers as scripted."""
 
     protocol_version = "HTTP/1.1"
     engine: ScriptedEngine
@@ -46,7 +46,7 @@ class Calls(BaseHTTPRequestHandler):
         self._send(status, b'{"error": "tensor 7 is broken"}' if status != 200 else b"{}")
 
     def do_GET(self) -> None:
-        """Tell the version."""
+        """Return the version."""
         self.engine.seen.append((self.path, None))
         self._send(200, json.dumps({"weight_version": self.engine.version}).encode())
 
@@ -57,7 +57,7 @@ class Calls(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class ScriptedEngine:
@@ -97,7 +97,7 @@ def publisher(scripted: ScriptedEngine) -> Iterator[EnginePublisher]:
     made.close()
 
 
-def test_an_engine_is_frozen_loaded_labelled_and_resumed(
+def test_a_publication_pauses_loads_labels_and_resumes_an_engine(
     scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
 ) -> None:
     """In this order, so that no token is sampled by new weights under the old label."""
@@ -114,7 +114,7 @@ def test_an_engine_is_frozen_loaded_labelled_and_resumed(
     ("on_publish", "mode"),
     [("drain", "wait"), ("in-flight", "keep"), ("abort-and-resume", "abort"), ("abort", "abort")],
 )
-def test_the_policy_decides_what_becomes_of_running_completions(
+def test_on_publish_selects_the_pause_mode_of_the_engine(
     scripted: ScriptedEngine, tmp_path: Path, on_publish: OnPublish, mode: str
 ) -> None:
     """They finish first, are frozen, or are cut off."""
@@ -124,7 +124,7 @@ def test_the_policy_decides_what_becomes_of_running_completions(
     assert scripted.paths[0] == f"/pause?mode={mode}" and scripted.paths[-1] == "/resume"
 
 
-def test_refused_weights_name_engine_status_and_answer(
+def test_a_rejected_load_names_engine_status_and_answer(
     scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
 ) -> None:
     """The engine goes on with what it has, and does not get the new label."""
@@ -137,14 +137,14 @@ def test_refused_weights_name_engine_status_and_answer(
     assert scripted.paths[-1] == "/resume"
 
 
-def test_one_refusal_is_tried_again(scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path) -> None:
+def test_a_single_rejection_is_retried(scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path) -> None:
     """A single 500 does not end the training."""
     scripted.answers["/collective_rpc"] = [500]
     publisher.publish(tmp_path, 12)
     assert scripted.paths[-2:] == ["/update_weight_version", "/resume"]
 
 
-def test_a_dropped_connection_is_tried_again_on_a_new_one(
+def test_a_dropped_connection_is_retried_on_a_new_connection(
     scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
 ) -> None:
     """An engine resets kept-alive connections after an error."""
@@ -154,15 +154,15 @@ def test_a_dropped_connection_is_tried_again_on_a_new_one(
     assert scripted.paths[-1] == "/resume"
 
 
-def test_an_engine_that_is_gone_is_named(tmp_path: Path) -> None:
-    """With its address and the call it did not answer."""
+def test_an_unreachable_engine_is_named(tmp_path: Path) -> None:
+    """The message has its address and the failed call."""
     publisher = EnginePublisher(["http://127.0.0.1:9"], timeout_s=1.0)
     with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:9 does not answer"):
         publisher.publish(tmp_path, 1)
     publisher.close()
 
 
-def test_published_weights_are_what_the_engine_samples_from(engine: ServedEngine, models: Path, tmp_path: Path) -> None:
+def test_the_engine_samples_with_the_published_weights(engine: ServedEngine, models: Path, tmp_path: Path) -> None:
     """Save, publish, sample: the logprobs are those of the model that was saved, under its version."""
     model = load_model(models / "a")
     with torch.no_grad():
@@ -198,7 +198,7 @@ class Asked:
 
 @contextlib.contextmanager
 def watching(*urls: str) -> Iterator[EnginePublisher]:
-    """A publisher that is closed in the end."""
+    """Yield a publisher, and close it at the end."""
     made = EnginePublisher(urls, timeout_s=TIMEOUT_S)
     try:
         yield made
@@ -212,7 +212,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replaybuf_trainer.publisher.RETRY_CEILING_S", 0.01)
 
 
-def test_an_engine_that_was_started_anew_gets_the_weights_published_last(models: Path) -> None:
+def test_a_restarted_engine_gets_the_last_published_weights(models: Path) -> None:
     """Without a new publication, and they are what it samples from."""
     asked = Asked()
     with contextlib.ExitStack() as first:
@@ -230,8 +230,8 @@ def test_an_engine_that_was_started_anew_gets_the_weights_published_last(models:
     assert publisher.reloads == 1 and asked.versions == [4]
 
 
-def test_an_engine_that_has_what_was_published_is_left_alone(scripted: ScriptedEngine, tmp_path: Path) -> None:
-    """It is asked for its version and for nothing else."""
+def test_an_engine_with_the_published_version_is_not_loaded_again(scripted: ScriptedEngine, tmp_path: Path) -> None:
+    """The publisher requests only its version."""
     asked = Asked()
     with watching(scripted.url) as publisher:
         publisher.publish(tmp_path, 3)
@@ -240,9 +240,7 @@ def test_an_engine_that_has_what_was_published_is_left_alone(scripted: ScriptedE
     assert scripted.paths.count("/collective_rpc") == 1 and asked.versions == []
 
 
-def test_a_publication_goes_on_without_an_engine_that_is_away_which_is_loaded_when_it_is_back(
-    engine: ServedEngine, models: Path
-) -> None:
+def test_a_publication_skips_an_unreachable_engine_and_loads_it_later(engine: ServedEngine, models: Path) -> None:
     """One engine of several that dies does not end the training."""
     with served(models / "a") as gone:
         port = gone.port
@@ -256,7 +254,7 @@ def test_a_publication_goes_on_without_an_engine_that_is_away_which_is_loaded_wh
             eventually(back.version, TIMEOUT_S, lambda version: version == "2")
 
 
-def test_an_engine_that_refuses_its_weights_is_tried_again(
+def test_a_load_that_an_engine_rejects_is_retried(
     scripted: ScriptedEngine, engine: ServedEngine, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names it, the version it lacks and why."""
@@ -269,7 +267,7 @@ def test_an_engine_that_refuses_its_weights_is_tried_again(
     assert f"engine {scripted.url} lacks version 5" in caplog.text and "tensor 7 is broken" in caplog.text
 
 
-def test_a_trainer_that_lost_the_run_loads_nothing_any_more(
+def test_a_trainer_that_lost_the_run_loads_no_weights(
     scripted: ScriptedEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The weights that the engine has now may be those of the trainer that has the run."""
@@ -282,10 +280,8 @@ def test_a_trainer_that_lost_the_run_loads_nothing_any_more(
     assert scripted.paths.count("/collective_rpc") == 1
 
 
-def test_while_the_service_cannot_say_whose_the_run_is_nothing_is_loaded(
-    scripted: ScriptedEngine, tmp_path: Path
-) -> None:
-    """It is asked again, and loaded then."""
+def test_no_weights_are_loaded_until_the_service_confirms_the_trainer(scripted: ScriptedEngine, tmp_path: Path) -> None:
+    """After the confirmation the engine is loaded."""
     asked = Asked(ServiceUnavailable("away"), ServiceUnavailable("away"))
     with watching(scripted.url) as publisher:
         publisher.publish(tmp_path, 3)

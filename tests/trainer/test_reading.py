@@ -82,7 +82,7 @@ def test_moving_leaves_the_views_of_the_host_in_place() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"no", b"no body at all"])
-def test_bytes_that_are_no_body_are_malformed(raw: bytes) -> None:
+def test_invalid_bytes_are_malformed(raw: bytes) -> None:
     with pytest.raises(Malformed):
         read_tensors(raw)
 
@@ -119,7 +119,7 @@ def reader(run: RunClient, attached: Attachment, service: ServeProcess) -> Itera
         yield made
 
 
-def test_without_cuda_pinning_does_nothing_and_says_so(
+def test_without_cuda_pinning_does_nothing_and_logs_a_warning(
     reader: TensorReader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -130,7 +130,7 @@ def test_without_cuda_pinning_does_nothing_and_says_so(
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
-def test_a_data_loader_hands_out_one_step_after_the_other(reader: TensorReader, device: str | None) -> None:
+def test_a_data_loader_yields_the_steps_in_order(reader: TensorReader, device: str | None) -> None:
     """With `batch_size=None` an item is a step, moved to the device where one is named."""
     steps = []
     for batch in DataLoader(BatchDataset(reader, device), batch_size=None, num_workers=0):
@@ -141,7 +141,7 @@ def test_a_data_loader_hands_out_one_step_after_the_other(reader: TensorReader, 
     assert reader.finished
 
 
-def test_workers_of_a_data_loader_are_refused(reader: TensorReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_data_loader_are_rejected(reader: TensorReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked ones when they iterate, spawned ones when they are sent the data set."""
     dataset = BatchDataset(reader)
     with pytest.raises(Invalid, match="num_workers=0"):

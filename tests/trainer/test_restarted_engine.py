@@ -85,7 +85,7 @@ async def generate(run: RunClient, engine: str, model: Path, held: threading.Eve
         return waiting
 
 
-def test_a_run_whose_only_engine_is_started_anew_goes_on_with_the_weights_of_before(
+def test_a_run_continues_after_a_restart_of_its_only_engine(
     run: RunClient, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The generator says what it waits for, the trainer what it does, and no token of other weights is stored."""

@@ -60,7 +60,7 @@ def test_float64_keeps_its_digits_and_more_dimensions_are_kept(batch: TensorBatc
     assert np.array_equal(np.concatenate(list(parts)), values[: sum(map(len, parts))].numpy())
 
 
-def test_values_of_another_length_are_refused(batch: TensorBatch) -> None:
+def test_values_of_another_length_are_rejected(batch: TensorBatch) -> None:
     """A dimension for the batch, as models give it, is one too many."""
     with pytest.raises(Invalid, match=r"row_values has shape \[1, 24\]; the micro-batch has 24 tokens"):
         per_rollout(batch.micro_batches[0], torch.zeros(1, 24))

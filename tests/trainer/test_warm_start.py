@@ -63,7 +63,7 @@ def test_every_printable_character_is_one_token_and_comes_back() -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_a_character_that_it_does_not_know_is_refused() -> None:
+def test_an_unknown_character_is_rejected() -> None:
     """A prompt that loses characters would be scored as if it had them."""
     with pytest.raises(Exception, match=r"UNK|unk"):
         character_tokenizer().encode("crème>")
@@ -72,7 +72,7 @@ def test_a_character_that_it_does_not_know_is_refused() -> None:
 # ---------------------------------------------------------------------- the words
 
 
-def test_what_is_held_out_occurs_nowhere_else(words: Words) -> None:
+def test_held_out_words_occur_nowhere_else(words: Words) -> None:
     """Neither as a word nor backwards, in either case, in training, warm start or checks."""
     for kept in (words.held_out, words.check):
         apart = {word.lower() for word in kept} | {word.lower()[::-1] for word in kept}
@@ -101,7 +101,7 @@ def test_the_seed_decides_the_words(words: Words) -> None:
 
 
 @pytest.mark.parametrize(("name", "split"), [("prompts.jsonl", "train"), ("held_out.jsonl", "held_out")])
-def test_generator_and_environment_take_the_problems(made: Path, name: str, split: str) -> None:
+def test_generator_and_environment_read_the_problems(made: Path, name: str, split: str) -> None:
     """Each prompt reads, is scored 1 for its answer and less for another, and has a name of its own."""
     prompts = read(made, name)
     environment = load_environment("reasoning-gym")
@@ -115,9 +115,7 @@ def test_generator_and_environment_take_the_problems(made: Path, name: str, spli
         assert score_of(environment.score(prompt, "")).reward == 0.0
 
 
-def test_the_same_seed_makes_the_same_folder_and_says_openly_how(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_seed_creates_the_same_folder(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights, tokenizer and problems byte for byte; standard output tells supervision from reinforcement learning."""
     again = tmp_path / "again"
     make(again, "spell_backward", 0, 0.0)
@@ -137,14 +135,14 @@ def test_a_target_that_is_not_reached_leaves_no_folder(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_task_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_task_lists_the_tasks(tmp_path: Path) -> None:
     """Before anything is made."""
     with pytest.raises(Invalid, match=r"'poetry'; it must be one of: spell_backward"):
         make(tmp_path / "model", "poetry", 0, 0.5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_reasoning_gym_the_command_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_reasoning_gym_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """In full, to be copied."""
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[demo\]'"):

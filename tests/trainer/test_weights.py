@@ -47,7 +47,7 @@ def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
 
 
-def test_a_write_that_fails_leaves_the_folder_of_before(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_folder(tmp_path: Path) -> None:
     """Nothing half-written stays, the older content does."""
     folder = tmp_path / "v000001"
     for content in ("first", "second"):
@@ -86,7 +86,7 @@ def test_a_folder_is_on_disk_before_it_is_at_its_path(tmp_path: Path, monkeypatc
     assert synced == ["hidden file", f"hidden {name}", f"moved {tmp_path.name}"]
 
 
-def test_the_newest_folders_stay(tmp_path: Path) -> None:
+def test_only_the_newest_folders_are_kept(tmp_path: Path) -> None:
     """By name, and only those that the pattern names."""
     for name in ("v000009", "v000010", "v000011", "other"):
         (tmp_path / name).mkdir()
@@ -98,7 +98,7 @@ def test_the_newest_folders_stay(tmp_path: Path) -> None:
     ("config", "told"),
     [(b'{"model_type": "llama"}', "model_type 'llama'; .* need 'qwen3'"), (b"{}", "model_type None"), (b"x", "decode")],
 )
-def test_a_folder_with_another_model_is_refused(tmp_path: Path, config: bytes, told: str) -> None:
+def test_a_folder_with_another_model_is_rejected(tmp_path: Path, config: bytes, told: str) -> None:
     """It was loaded as far as its weights have the same names, with the rest made up."""
     (tmp_path / "config.json").write_bytes(config)
     with pytest.raises(Invalid, match=told):

@@ -18,7 +18,7 @@ SMALLEST_BYTES = 1000
 
 
 def broken_promises(report: dict[str, Any], seed: int, steps: int) -> list[str]:
-    """List what a `report.json` does not hold of what was promised, each with its value and bound."""
+    """List the broken promises of a `report.json`, each with value and bound."""
     found = []
     if (report["seed"], report["steps"]) != (seed, steps):
         found.append(f"seed {report['seed']}, steps {report['steps']}; asked for were {seed} and {steps}")

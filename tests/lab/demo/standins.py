@@ -80,7 +80,7 @@ class Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Tell the model's name and version, whatever was asked."""
+        """Return the model's name and version for every path."""
         self._answer({"data": [{"id": "standin", "max_model_len": 128}], "weight_version": 0})
 
     def do_POST(self) -> None:
@@ -104,7 +104,7 @@ class Answers(BaseHTTPRequestHandler):
         )
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode()
@@ -115,7 +115,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 def engine(options: dict[str, str]) -> None:
-    """Answer questions until the end."""
+    """Serve requests until the end."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

@@ -16,7 +16,7 @@ PROCESSES = 5  # guard, three children, one grandchild
 
 
 async def main(logs: Path) -> int:
-    """Start the children, tell the pids once all are there, wait for what comes."""
+    """Start the children, print the pids once all run, and wait for the end."""
     async with Supervisor(logs) as supervisor:
         supervisor.start("serve", [sys.executable, "-c", PARENT], stops_last=True)
         supervisor.start("engine", [sys.executable, "-c", FOREVER])

@@ -27,7 +27,7 @@ def new(root: Path, *, seed: int | None = None, steps: int | None = None) -> Req
 
 
 def resume(root: Path, *, seed: int | None = None, steps: int | None = None) -> Request:
-    """Take a demo's folder up again and let go of it."""
+    """Resume a demo in its folder and release the folder."""
     return opened(DemoOptions(data_dir=root, seed=seed, steps=steps, resume=True))
 
 
@@ -37,7 +37,7 @@ def test_a_new_folder_gets_the_defaults(tmp_path: Path) -> None:
     assert resume(tmp_path / "demo") == Request(0, DEFAULT_STEPS)
 
 
-def test_an_existing_demo_is_refused_with_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+def test_an_existing_demo_is_rejected_with_its_state_and_advice(tmp_path: Path) -> None:
     """Nothing is lost by starting the demo twice."""
     new(tmp_path, seed=3, steps=40)
     with pytest.raises(Conflict) as caught:
@@ -84,7 +84,7 @@ def test_resuming_keeps_seed_and_steps_and_refuses_others(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("content", [b"", b'{"seed": 1, "st', b'{"seed": 1}', b"\xff"])
 def test_a_broken_demo_json_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
-    """By a resume as by a new start; `--overwrite` makes it whole."""
+    """A resume and a new start report it; `--overwrite` repairs it."""
     new(tmp_path, seed=3)
     (tmp_path / "demo.json").write_bytes(content)
     for begin in (resume, new):
@@ -96,7 +96,7 @@ def test_a_broken_demo_json_is_named_with_what_to_do(tmp_path: Path, content: by
 
 
 def test_demo_json_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is killed while it writes leaves no half of it."""
+    """A process that is killed during the write leaves no partial file."""
 
     def killed(path: Path, content: bytes) -> None:
         with path.open("wb") as file:
@@ -111,7 +111,7 @@ def test_demo_json_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert new(tmp_path, seed=1) == Request(1, DEFAULT_STEPS)
 
 
-def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+def test_a_resume_without_a_demo_is_rejected(tmp_path: Path) -> None:
     """A folder without a demo is named as such and not created."""
     with pytest.raises(Invalid, match="holds no demo to resume"):
         resume(tmp_path / "missing")
@@ -126,7 +126,7 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
         ({"resume": True, "overwrite": True}, "exclude each other"),
     ],
 )
-def test_options_outside_their_bounds_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
+def test_options_out_of_bounds_are_rejected(tmp_path: Path, options: dict[str, int], message: str) -> None:
     """Each is named with its value and bound, before anything is written."""
     with pytest.raises(Invalid, match=message):
         opened(DemoOptions(data_dir=tmp_path / "demo", **options))  # type: ignore[arg-type]

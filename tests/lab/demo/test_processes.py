@@ -36,7 +36,7 @@ def test_a_process_that_is_gone_is_not_described() -> None:
     assert process_states("train", child.pid) == []
 
 
-def test_without_proc_only_the_pid_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_proc_only_the_pid_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On other systems the figures are missing, and shown as such."""
     monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
     assert process_states("train", 7) == [ProcessState("train", 7, "not known")]

@@ -20,7 +20,7 @@ def demo_of(report: Report, wait_s: list[float], staleness: list[float]) -> dict
     return document | {"curve": document["curve"] | {"train_s": [1.0] * STEPS, "publish_s": [0.2] * STEPS}}
 
 
-def test_a_pipeline_at_work_passes_with_a_slow_start_and_a_host_that_stood_still(report: Report) -> None:
+def test_a_slow_start_and_a_short_host_stall_pass(report: Report) -> None:
     """30 s for the first groups, then once 4 s without a processor, two batches of which were made too late."""
     demo = demo_of(report, [30.0] + [0.01] * 5 + [4.0] + [0.01] * 5, [0.0] + [1.0] * 5 + [0.0] * 2 + [1.0] * 4)
     assert broken_promises(demo, 0, STEPS) == []
@@ -37,7 +37,7 @@ def test_a_pipeline_at_work_passes_with_a_slow_start_and_a_host_that_stood_still
         ),
     ],
 )
-def test_one_that_lost_its_overlap_fails(
+def test_a_pipeline_without_overlap_fails(
     report: Report, wait_s: list[float], staleness: list[float], words: str
 ) -> None:
     """With the figure and its bound."""
@@ -45,7 +45,7 @@ def test_one_that_lost_its_overlap_fails(
     assert words in message
 
 
-def test_another_demo_than_was_asked_for_fails(report: Report) -> None:
+def test_a_demo_with_missing_steps_or_accuracies_fails(report: Report) -> None:
     """Steps that are missing, and accuracies that are none."""
     demo = demo_of(report, [0.0] * STEPS, [1.0] * STEPS)
     demo["accuracy"]["greedy"]["after"] = 1.5

@@ -81,7 +81,7 @@ def test_a_dying_child_stops_everything_with_its_name_code_and_last_log_lines(tm
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_child_killed_by_a_signal_is_told_as_such(tmp_path: Path) -> None:
+def test_the_reason_names_the_signal_that_killed_a_child(tmp_path: Path) -> None:
     """`kill -9` of a child is named by its signal."""
 
     async def scene() -> object:
@@ -125,8 +125,8 @@ def test_a_service_that_may_not_finish_stops_the_demo_even_with_code_0(tmp_path:
     assert stop.reason.endswith("exited with code 0")
 
 
-def test_a_child_deaf_to_sigterm_is_killed_within_the_bound(tmp_path: Path) -> None:
-    """Asking comes first, force after; together they stay inside 5 seconds."""
+def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
+    """SIGTERM comes first, then SIGKILL; together they take less than 5 seconds."""
 
     async def scene() -> tuple[int, float]:
         async with Supervisor(tmp_path) as supervisor:
@@ -140,7 +140,7 @@ def test_a_child_deaf_to_sigterm_is_killed_within_the_bound(tmp_path: Path) -> N
     assert took_s < STOP_WITHIN_S
 
 
-def test_what_a_child_started_goes_with_it(tmp_path: Path) -> None:
+def test_processes_started_by_a_child_end_with_it(tmp_path: Path) -> None:
     """A killed child's own processes (the embedded Valkey of serve) are not left behind."""
 
     async def scene() -> int:
@@ -154,7 +154,7 @@ def test_what_a_child_started_goes_with_it(tmp_path: Path) -> None:
     wait_until_gone([asyncio.run(scene())], 1.0)
 
 
-def test_a_child_that_is_waited_for_is_stopped_like_any_other(tmp_path: Path) -> None:
+def test_a_child_in_a_cancelled_wait_is_stopped(tmp_path: Path) -> None:
     """When the wait is called off, the child behind it is still known to be alive, and is asked to stop."""
 
     async def scene() -> tuple[Child, float]:
@@ -245,7 +245,7 @@ def supervised(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_everything_in_time_and_gives_a_telling_exit_code(
+def test_a_signal_stops_everything_and_sets_the_exit_code(
     supervised: tuple[subprocess.Popen[str], list[int]], number: signal.Signals, code: int
 ) -> None:
     """Ctrl-C and SIGTERM: 128 + signal, and no process left, the guard included."""
@@ -295,8 +295,8 @@ def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:
     assert stop.reason.startswith("guard")
 
 
-def test_a_second_signal_forces_at_once(tmp_path: Path) -> None:
-    """Who presses Ctrl-C twice does not wait for a deaf child."""
+def test_a_second_signal_kills_children_at_once(tmp_path: Path) -> None:
+    """After a second Ctrl-C, children that ignore SIGTERM are killed."""
 
     async def scene() -> float:
         async with Supervisor(tmp_path) as supervisor:
