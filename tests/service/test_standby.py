@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import shutil
 import signal
 import time
@@ -25,22 +26,44 @@ SLACK_S = 2.0
 """How much later than the lease a takeover may be seen on a loaded machine; measured it is below 0.5 s."""
 
 
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A Valkey that no server owns."""
-    embedded = EmbeddedServer(tmp_path / "valkey")
+@contextlib.contextmanager
+def start_valkey(folder: Path) -> Iterator[EmbeddedServer]:
+    """Run a Valkey that no server owns."""
+    embedded = EmbeddedServer(folder / "valkey")
     asyncio.run(embedded.start())
     yield embedded
     asyncio.run(embedded.stop())
 
 
-@pytest.fixture
-def pair(valkey: EmbeddedServer, tmp_path: Path) -> Iterator[tuple[ServeProcess, ServeProcess]]:
-    """Two servers on one Redis."""
-    servers = [ServeProcess(tmp_path / name, "--redis-url", valkey.url).start() for name in ("first", "second")]
+@contextlib.contextmanager
+def start_pair(folder: Path, url: str) -> Iterator[tuple[ServeProcess, ServeProcess]]:
+    """Run two servers on one Redis."""
+    servers = [ServeProcess(folder / name, "--redis-url", url).start() for name in ("first", "second")]
     yield servers[0], servers[1]
     for server in servers:
         server.end()
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A private Valkey of the test."""
+    with start_valkey(tmp_path) as embedded:
+        yield embedded
+
+
+@pytest.fixture
+def pair(valkey: EmbeddedServer, tmp_path: Path) -> Iterator[tuple[ServeProcess, ServeProcess]]:
+    """Two private servers of the test, to be stopped and killed."""
+    with start_pair(tmp_path, valkey.url) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, ServeProcess]]:
+    """Two servers for tests that stop neither; each test creates its own run on the first, its leader."""
+    folder = tmp_path_factory.mktemp("pair")
+    with start_valkey(folder) as embedded, start_pair(folder, embedded.url) as servers:
+        yield servers
 
 
 def running(first: RunClient) -> int:
@@ -57,9 +80,11 @@ def followed(first: RunClient, second: RunClient) -> None:
     eventually(lambda: second.http.get(second.path).json() == first.state(), within_s=5.0)
 
 
-def test_a_follower_answers_reads_as_the_leader_does(pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
+def test_a_follower_answers_reads_as_the_leader_does(
+    shared_pair: tuple[ServeProcess, ServeProcess], connect: Connect
+) -> None:
     """State, groups, records, ledger, policy, and bodies of assembled batches, also after a rewind to other ranks."""
-    first, second = (connect(server.url, "r") for server in pair)
+    first, second = (connect(server.url, "reads") for server in shared_pair)
     epoch = running(first)
     first.batch(2, epoch)
     followed(first, second)
@@ -72,9 +97,11 @@ def test_a_follower_answers_reads_as_the_leader_does(pair: tuple[ServeProcess, S
     assert [second.batch(1, epoch, dp_rank=rank).content for rank in range(2)] == bodies
 
 
-def test_a_follower_points_writers_to_the_leader(pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
+def test_a_follower_points_writers_to_the_leader(
+    shared_pair: tuple[ServeProcess, ServeProcess], connect: Connect
+) -> None:
     """503 with the leader's address for whatever decides, a batch that is not assembled yet among it."""
-    first, second = (connect(server.url, "r") for server in pair)
+    first, second = (connect(server.url, "writes") for server in shared_pair)
     epoch = running(first)
     followed(first, second)
     refused = [
@@ -91,16 +118,16 @@ def test_a_follower_points_writers_to_the_leader(pair: tuple[ServeProcess, Serve
     for answer in refused:
         assert answer.status_code == 503, answer.text
         assert answer.json()["type"] == "urn:replaybuf:problem:not-leader"
-        assert answer.json()["value"] == pair[0].url
+        assert answer.json()["value"] == shared_pair[0].url
         assert "retry-after" in answer.headers
     assert second.batch(2, epoch - 1).status_code == 409
     assert first.state()["groups"]["stored"] == 6
-    assert httpx.get(f"{pair[1].url}/readyz").json()["leaders"] == {"r": pair[0].url}
+    assert httpx.get(f"{shared_pair[1].url}/readyz").json()["leaders"]["writes"] == shared_pair[0].url
 
 
-def test_a_follower_compares_configurations(pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
+def test_a_follower_compares_configurations(shared_pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
     """The same body again is 200 from any server; another one is 409 and names the fields."""
-    first, second = (connect(server.url, "r") for server in pair)
+    first, second = (connect(server.url, "config") for server in shared_pair)
     assert first.put(batch={"groups_per_batch": 1}).status_code == 201
     assert second.put(batch={"groups_per_batch": 1}).status_code == 200
     answer = second.put(batch={"groups_per_batch": 2}, seed=4)

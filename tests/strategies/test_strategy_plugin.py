@@ -107,10 +107,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-@pytest.fixture
-def server(environment: Environment, tmp_path: Path) -> Iterator[ServeProcess]:
-    """A service that runs in that environment."""
-    server = ServeProcess(tmp_path / "data", python=environment.python).start()
+@pytest.fixture(scope="module")
+def server(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A service that runs in that environment; each test creates its own runs."""
+    server = ServeProcess(tmp_path_factory.mktemp("service") / "data", python=environment.python).start()
     yield server
     server.end()
 
