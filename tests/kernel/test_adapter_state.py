@@ -1,4 +1,4 @@
-"""The fold of a run with adapters against lists: progress, turns, versions and conservation of each."""
+"""State of a run with adapters, compared with lists: progress, turns, versions and group counts of each adapter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = 40
 
 
 class Run:
-    """A run of three adapters as a service writes it down; beside it, in lists, what became of every group."""
+    """A run of three adapters, with its streams, and lists of what happened to every group."""
 
     def __init__(self) -> None:
         self.state = RunState()
@@ -61,7 +61,7 @@ class Run:
         self.state.apply(len(self.ledger), decode_record(self.ledger[-1]))
 
     def own_step(self, adapter: str, step: int) -> int:
-        """Count, from the lists alone, the own batches that are full before the run's `step`."""
+        """Count, from the lists, the steps that the adapter has completed before the run's `step`."""
         return sum(len(batch.get(adapter, [])) for batch in self.history[:step]) // SIZES[adapter]
 
     def version(self, adapter: str, step: int) -> int:
@@ -87,7 +87,7 @@ class Run:
         return numbers
 
     def batch(self) -> None:
-        """Make a batch of what is ready; the oldest first, as many as an own batch lacks."""
+        """Make a batch of ready adapters; oldest groups first, at most as many as the adapter's step needs."""
 
         def offer(name: str, tokens: int | None, lacking: int | None) -> AdapterShare | None:
             assert lacking is not None
@@ -96,11 +96,11 @@ class Run:
             complete = len(taken) == lacking or len(live) > len(taken)
             return AdapterShare(np.array(taken), None, 10 * len(taken)) if taken and complete else None
 
-        portions, following = share_batch(self.state.rotation, SIZES, TOKENS, offer)
-        if not portions:
+        shares, following = share_batch(self.state.rotation, SIZES, TOKENS, offer)
+        if not shares:
             return
         step, state = self.state.next_step, self.state
-        given = {name: portion.rows.tolist() for name, portion in portions.items()}
+        given = {name: share.rows.tolist() for name, share in shares.items()}
         parts = {}
         for name, numbers in given.items():
             own = state.progress_at(step, name)
@@ -143,7 +143,7 @@ class Run:
             del self.history[step:], self.rotation[step + 1 :]
 
     def rebuilt(self, snapshot: bytes | None) -> RunState:
-        """Fold the streams again, from a snapshot or from the start."""
+        """Rebuild the state from the streams, after a snapshot or from the start."""
         again = RunState()
         stream = np.concatenate(self.stream) if self.stream else entries()
         again.store(np.arange(1, len(stream) + 1), stream)
@@ -163,35 +163,35 @@ class Run:
             for step in [*state.batches, state.next_step]:
                 assert state.own_step(step, name) == self.own_step(name, step)
                 assert state.version_at(step, name) == self.version(name, step)
-            standing = state.pool.counts_of(name)
+            counts = state.pool.counts_of(name)
             rows = index["state"][index["adapter"] == hash_name(name)]
-            places = int(np.isin(rows, (LIVE, IN_BATCHES)).sum()) + standing.retired
-            places += sum(standing.evicted.values()) + sum(standing.dead_lettered.values())
-            assert standing.stored == places == sum(adapter == name for adapter, _ in self.groups)
+            places = int(np.isin(rows, (LIVE, IN_BATCHES)).sum()) + counts.retired
+            places += sum(counts.evicted.values()) + sum(counts.dead_lettered.values())
+            assert counts.stored == places == sum(adapter == name for adapter, _ in self.groups)
         for field in ("stored", "retired"):
             assert getattr(state.totals, field) == sum(getattr(one, field) for one in state.pool.counts.values())
         assert state.totals.stored == state.stored
         assert state.totals.groups_used == sum(len(group) for batch in self.made for group in batch.values())
-        standings = state.pool.counts.values()
-        assert sum((Counter(one.used_staleness) for one in standings), Counter()) == state.totals.used_staleness
+        all_counts = state.pool.counts.values()
+        assert sum((Counter(one.used_staleness) for one in all_counts), Counter()) == state.totals.used_staleness
         for kind, lengths in state.totals.histograms.lengths.items():
-            each = [one.histograms.lengths[kind].mean.counts for one in standings]
+            each = [one.histograms.lengths[kind].mean.counts for one in all_counts]
             assert [sum(counts) for counts in zip(*each, strict=True)] == (lengths.mean.counts if each else [])
-        drops = {reason: ages.versions.counts for reason, ages in state.totals.histograms.drop_ages.items()}
-        for reason, counts in drops.items():
+        drops = {reason: total.versions.counts for reason, total in state.totals.histograms.drop_ages.items()}
+        for reason, ages in drops.items():
             each = [
                 one.histograms.drop_ages[reason].versions.counts
-                for one in standings
+                for one in all_counts
                 if reason in one.histograms.drop_ages
             ]
-            assert counts == [sum(some) for some in zip(*each, strict=True)]
+            assert ages == [sum(some) for some in zip(*each, strict=True)]
 
 
-def told(state: RunState) -> dict[str, Any]:
-    """Tell everything of a state that adapters bear on."""
+def adapter_state(state: RunState) -> dict[str, Any]:
+    """Return the parts of a state that depend on adapters."""
     return {
         "turns": (state.rotation, {step: batch.rotation for step, batch in state.batches.items()}),
-        "standings": state.pool.counts,
+        "adapter counts": state.pool.counts,
         "published": (state.published, state.weights_uri, state.rewinds),
         "steps": (state.step, state.next_step, state.generation, state.checkpoints),
         "counts": (+state.totals.evicted, +state.totals.dead_lettered, state.totals.retired, state.totals.histograms),
@@ -215,7 +215,7 @@ MOVES = st.lists(
 
 BATCH, ACK = ("batch", "", 0), ("ack", "", 0)
 FULL = [("store", "a", 4), ("store", "b", 4), ("store", "c", 2), BATCH, ACK, BATCH]
-"""Two batches, the first of which is acked."""
+"""Two batches; the first one is acked."""
 
 
 @given(MOVES)
@@ -223,10 +223,10 @@ FULL = [("store", "a", 4), ("store", "b", 4), ("store", "c", 2), BATCH, ACK, BAT
 @example([*FULL, ("snapshot", "a", 0), ACK, BATCH, ("resample", "", 0)])
 @example([*FULL, ACK, ("checkpoint", "", 1), BATCH, ("snapshot", "a", 0), BATCH])
 @steady
-def test_progress_turns_versions_and_places_of_each_adapter_are_those_of_the_surviving_history(
+def test_each_adapter_has_the_progress_turns_versions_and_groups_of_the_surviving_history(
     moves: list[tuple[str, str, int]],
 ) -> None:
-    """Through rewinds, checkpoints, evictions and restarts, with a snapshot or without one."""
+    """After rewinds, checkpoints, evictions and restarts, with and without a snapshot."""
     run, snapshot = Run(), None
     for move, adapter, number in moves:
         state = run.state
@@ -260,12 +260,12 @@ def test_progress_turns_versions_and_places_of_each_adapter_are_those_of_the_sur
         elif move == "snapshot":
             snapshot = encode_snapshot(take(run.state))
         run.check()
-    assert told(run.rebuilt(snapshot)) == told(run.rebuilt(None))
-    assert told(run.rebuilt(snapshot))["standings"] == told(run.state)["standings"]
+    assert adapter_state(run.rebuilt(snapshot)) == adapter_state(run.rebuilt(None))
+    assert adapter_state(run.rebuilt(snapshot))["adapter counts"] == adapter_state(run.state)["adapter counts"]
 
 
-def test_groups_of_a_lost_version_go_by_the_adapters_own_version() -> None:
-    """Both published version 1; the rewind takes back that of one alone."""
+def test_a_rewind_evicts_groups_by_the_version_of_their_adapter() -> None:
+    """Adapters a and c both published version 1; the rewind undoes a later version of a only."""
     run = Run()
     for adapter, groups in (("c", 1), ("a", 4)):
         for _ in range(groups):

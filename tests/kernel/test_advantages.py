@@ -1,4 +1,4 @@
-"""Advantages are relative to the group, by the estimator that the run names."""
+"""Advantage estimators and process rewards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_grpo_divides_by_the_population_standard_deviation() -> None:
     assert advantages("grpo", np.array([1.0, 0.0, 0.0, 1.0])) == pytest.approx([1, -1, -1, 1], rel=3 * GRPO_EPSILON)
 
 
-def test_dr_grpo_leaves_the_scale_of_the_rewards() -> None:
+def test_dr_grpo_keeps_the_scale_of_the_rewards() -> None:
     assert advantages("dr-grpo", np.array([4.0, 0.0, 0.0, 0.0])).tolist() == [3.0, -1.0, -1.0, -1.0]
 
 
@@ -45,7 +45,7 @@ def test_rloo_length_gives_a_rollout_of_half_the_length_twice_the_weight_per_tok
 
 
 def test_tokens_that_were_not_sampled_do_not_count_as_length() -> None:
-    """A tool's answer of four tokens in the first rollout: both have two sampled tokens."""
+    """The first rollout has a tool result of four tokens, so both rollouts have two sampled tokens."""
     masks = ([1, 1, 0, 0, 0, 0], [1, 1])
     group = group_from_json(
         GroupJson(
@@ -65,7 +65,7 @@ def test_tokens_that_were_not_sampled_do_not_count_as_length() -> None:
     )
     assert group_advantages("rloo-length", group).tolist() == [1.0, -1.0]
     group.completion_mask[:6] = False
-    assert np.isfinite(group_advantages("rloo-length", group)).all(), "even where nothing was sampled"
+    assert np.isfinite(group_advantages("rloo-length", group)).all(), "also if nothing was sampled"
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -78,7 +78,7 @@ def test_equal_rewards_give_exact_zeros(name: str) -> None:
     assert advantages(name, np.full(7, 0.1)).tolist() == [0.0] * 7
 
 
-def test_an_unknown_estimator_is_refused_with_the_valid_ones() -> None:
+def test_an_unknown_estimator_is_rejected_with_the_valid_names() -> None:
     with pytest.raises(Invalid, match=r"advantage is 'ppo'; valid: dr-grpo, grpo, process, rloo, rloo-length"):
         check_estimator("ppo")
 
@@ -87,12 +87,12 @@ def test_an_unknown_estimator_is_refused_with_the_valid_ones() -> None:
 @pytest.mark.parametrize(
     "rewards", [[float("nan")], [1.0, float("nan")], [float("inf")], [float("inf"), 0.0], [1e308, -1e308]]
 )
-def test_rewards_without_finite_advantages_are_refused(name: str, rewards: list[float]) -> None:
+def test_rewards_without_finite_advantages_are_rejected(name: str, rewards: list[float]) -> None:
     with pytest.raises(Invalid, match="no finite advantages"):
         advantages(name, np.array(rewards))
 
 
-def test_no_rewards_are_refused() -> None:
+def test_empty_rewards_are_rejected() -> None:
     with pytest.raises(Invalid, match="rewards is empty"):
         advantages("grpo", np.array([]))
 
@@ -119,7 +119,7 @@ def test_advantages_do_not_depend_on_the_order_of_the_rollouts(name: str, reward
 
 @given(GROUPS)
 def test_every_rollout_weighs_the_same_under_rloo_length(group: tuple[Float64s, Float64s]) -> None:
-    """Over its tokens a rollout gets its leave-one-out advantage times the mean length: the sum of all is 0."""
+    """The advantages of a rollout's tokens sum to its leave-one-out advantage times the mean length."""
     rewards, tokens = group
     by_rollout = advantages("rloo-length", rewards, tokens) * tokens
     assert by_rollout == pytest.approx(advantages("rloo", rewards, tokens) * tokens.mean(), rel=1e-9, abs=1e-9)
@@ -127,7 +127,7 @@ def test_every_rollout_weighs_the_same_under_rloo_length(group: tuple[Float64s, 
 
 
 @given(REWARDS)
-def test_rloo_is_what_its_definition_says(rewards: Float64s) -> None:
+def test_rloo_agrees_with_its_definition(rewards: Float64s) -> None:
     others = [np.delete(rewards, i).mean() if len(rewards) > 1 else rewards[i] for i in range(len(rewards))]
     scale = max(1.0, np.abs(rewards).max())
     assert advantages("rloo", rewards) == pytest.approx(rewards - np.array(others), rel=1e-9, abs=1e-9 * scale)
@@ -149,14 +149,14 @@ PROCESSES = st.lists(
     min_size=1,
     max_size=5,
 ).filter(lambda rollouts: any(taken for taken, _ in rollouts))
-"""Rollouts of a group: the process rewards of each, and its tokens."""
+"""Process rewards and length of each rollout of a group."""
 
 
 @given(PROCESSES)
-def test_a_token_has_the_normalised_process_rewards_that_end_at_it_or_later(
+def test_a_token_gets_the_sum_of_the_normalised_process_rewards_that_end_at_or_after_it(
     rollouts: list[tuple[list[ProcessReward], int]],
 ) -> None:
-    """DeepSeekMath, section 4.1.3, written out token by token."""
+    """Compared with DeepSeekMath, section 4.1.3, computed token by token."""
     lengths = np.array([length for _, length in rollouts], np.int32)
     every = np.array([reward for taken, _ in rollouts for _, reward in taken])
     mean, spread = every.mean(), every.std()
@@ -180,11 +180,11 @@ def test_one_process_reward_at_the_end_of_every_rollout_is_grpo(rewards: Float64
 
 
 @pytest.mark.parametrize("end", [0, 4, -1])
-def test_a_process_reward_that_ends_outside_its_completion_is_refused(end: int) -> None:
+def test_a_process_reward_that_ends_outside_its_completion_is_rejected(end: int) -> None:
     with pytest.raises(Invalid, match=rf"a process reward of rollout 1 ends at token {end}; its completion has 3"):
         process_advantages([[(2, 1.0)], [(end, 0.0)]], np.array([2, 3], np.int32))
 
 
-def test_no_process_rewards_are_refused() -> None:
+def test_a_group_without_any_process_reward_is_rejected() -> None:
     with pytest.raises(Invalid, match="rewards is empty"):
         process_advantages([[], []], np.array([2, 3], np.int32))

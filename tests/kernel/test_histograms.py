@@ -1,4 +1,4 @@
-"""What is counted of groups and prompts, one by one; `test_state_model.py` holds all of it against a plain model."""
+"""Counts of groups and prompts in single cases; `test_state_model.py` compares all of them with a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tests.kernel.test_state import Run
 
 
 @given(values=st.lists(st.integers(0, 2**31 - 1) | st.sampled_from(TOKENS)), edges=st.sampled_from([TOKENS, AGE_MS]))
-def test_a_number_is_in_the_first_bucket_whose_edge_is_not_below_it(values: list[int], edges: tuple[int, ...]) -> None:
-    """By exponent or by bisection, and what is taken back is gone."""
+def test_a_value_is_counted_in_the_first_bucket_with_an_edge_at_or_above_it(
+    values: list[int], edges: tuple[int, ...]
+) -> None:
+    """For both searches, exponent and bisection; subtracting the values empties the histogram."""
     histogram = Histogram(edges)
     histogram.add(np.array(values, np.int64))
     expected = [sum(low < value <= high for value in values) for low, high in zip((-1, *edges), edges, strict=False)]
@@ -24,8 +26,8 @@ def test_a_number_is_in_the_first_bucket_whose_edge_is_not_below_it(values: list
     assert histogram == Histogram(edges)
 
 
-def test_an_age_is_unknown_without_a_time_and_bounded_with_any_arrival() -> None:
-    """Arrivals are whatever a producer wrote; the fold is the same on every machine."""
+def test_an_age_without_a_time_is_unknown_and_every_other_age_is_bounded() -> None:
+    """Producers may write any arrival time, and the state must be the same on every machine."""
     arrivals = np.array([90.0, 120.0, np.nan, -np.inf, np.inf, -1.7e308])
     assert ages_ms(arrivals, 0.0).tolist() == [UNKNOWN_AGE] * 6
     assert ages_ms(arrivals, 100.0).tolist() == [10_000, 0, 0, 2_000_000_000, 0, 2_000_000_000]
@@ -34,8 +36,7 @@ def test_an_age_is_unknown_without_a_time_and_bounded_with_any_arrival() -> None
     assert histogram.count == 0
 
 
-def test_records_without_a_time_count_everything_but_seconds() -> None:
-    """As a ledger may hold them."""
+def test_records_without_a_time_count_everything_except_seconds() -> None:
     run = Run()
     run.store(0, 0)
     run.train(1)
@@ -46,8 +47,8 @@ def test_records_without_a_time_count_everything_but_seconds() -> None:
     assert (ages.versions.count, ages.versions.sum, ages.ms.count) == (1, 1, 0)
 
 
-def test_the_age_of_a_drop_is_that_at_its_step_and_goes_with_the_drop() -> None:
-    """version(step of the drop) - policy version, two steps per version; a resample before it takes it back."""
+def test_a_drop_counts_the_age_at_its_step_until_a_rewind_undoes_the_drop() -> None:
+    """Age = version(step of the drop) - policy version, with two steps per version."""
     run = Run(steps_per_publish=2)
     run.state.store(np.arange(1, 7), entries(*[{"arrival_s": 100.0}] * 6))
     for number in (1, 2, 3, 4):
@@ -66,36 +67,36 @@ def test_the_age_of_a_drop_is_that_at_its_step_and_goes_with_the_drop() -> None:
     )
 
 
-def test_a_prompt_is_trained_in_the_surviving_history_only() -> None:
-    """Used twice, one use voided: still trained; both voided: not, and dropped where it is a dead letter by then."""
+def test_a_prompt_counts_as_trained_only_by_uses_of_the_surviving_history() -> None:
+    """The only use is voided by a rewind; the prompt of a dead letter then counts as dropped."""
     run = Run(max_uses=3)
     run.state.store(np.array([1, 2]), entries({"prompt_index": 0}, {"prompt_index": 1}))
     for times in (1, 2):
         run.apply(batch_record(times - 1, [batch_entry(1, times_sampled=times)], generation=0))
     run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
-    told = run.state.totals.histograms.coverage(3, 0)
-    assert (told.issued, told.stored, told.trained, told.dropped, told.pending) == (3, 2, 1, 0, 2)
+    coverage = run.state.totals.histograms.coverage(3, 0)
+    assert (coverage.issued, coverage.stored, coverage.trained, coverage.dropped, coverage.pending) == (3, 2, 1, 0, 2)
     run.rewind(0, "resample")
-    told = run.state.totals.histograms.coverage(3, 0)
-    assert (told.trained, told.dropped, told.pending, told.share) == (0, 1, 2, 0.0)
+    coverage = run.state.totals.histograms.coverage(3, 0)
+    assert (coverage.trained, coverage.dropped, coverage.pending, coverage.share) == (0, 1, 2, 0.0)
     assert run.state.totals.histograms.reuse == {1: 1, 2: 1}
 
 
-def test_a_prompt_that_failed_counts_as_failed_until_its_group_comes_late() -> None:
+def test_a_failed_prompt_counts_as_failed_until_its_late_group_is_stored() -> None:
     run = Run()
     run.apply(TicketRecord(adapter="", prompt_index=0, outcome="failed", attempts=3, reason="expired"))
-    told = run.state.totals.histograms.coverage(2, len(run.state.failed_prompts))
-    assert (told.stored, told.failed, told.pending) == (0, 1, 1)
+    coverage = run.state.totals.histograms.coverage(2, len(run.state.failed_prompts))
+    assert (coverage.stored, coverage.failed, coverage.pending) == (0, 1, 1)
     run.state.store(np.array([1]), entries({"prompt_index": 0}))
-    told = run.state.totals.histograms.coverage(2, len(run.state.failed_prompts))
-    assert (told.stored, told.failed, told.pending) == (1, 0, 2)
+    coverage = run.state.totals.histograms.coverage(2, len(run.state.failed_prompts))
+    assert (coverage.stored, coverage.failed, coverage.pending) == (1, 0, 2)
 
 
-def test_without_tickets_each_group_that_names_a_prompt_index_is_a_prompt() -> None:
-    """One that names none is in the lengths alone."""
+def test_without_tickets_each_prompt_index_of_a_group_counts_as_a_prompt() -> None:
+    """A group without a prompt index counts only in the lengths."""
     run = Run()
     run.state.store(np.array([1, 2, 3]), entries({"prompt_index": 4}, {"prompt_index": 4}, {}))
     run.train(1)
-    told = run.state.totals.histograms.coverage(0, 0)
-    assert (told.issued, told.stored, told.trained, told.pending, told.share) == (2, 2, 1, 1, 1.0)
+    coverage = run.state.totals.histograms.coverage(0, 0)
+    assert (coverage.issued, coverage.stored, coverage.trained, coverage.pending, coverage.share) == (2, 2, 1, 1, 1.0)
     assert run.state.totals.histograms.lengths["stored"].mean.count == 3

@@ -1,4 +1,4 @@
-"""The columns in memory, against a dict of rows; and the summary of a group in its index entry."""
+"""Index columns compared with a dict of rows, and the index entry of a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.builders import group, groups, rollout, steady, wire_group
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 SQUEEZED_ABOVE = 1024
-"""Rows below which freed ones are left in place."""
+"""Up to this size freed rows are not removed."""
 
 
 def random_entries(count: int, seed: int) -> npt.NDArray[Any]:
@@ -31,7 +31,7 @@ def random_entries(count: int, seed: int) -> npt.NDArray[Any]:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Insert, mark, free, in chunks large enough that the columns grow and are squeezed."""
+    """Insert, use and free rows, in chunks large enough that columns grow and freed rows are removed."""
 
     @initialize()
     def start(self) -> None:
@@ -52,7 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.rows[number] = row | {"priority": row["advantage_abs_mean"]}
 
     def some(self, seed: int, share: float) -> npt.NDArray[np.int64]:
-        """Draw numbers that are here, freed or never seen, in any order."""
+        """Draw numbers of stored, freed and unknown groups, in any order."""
         count = int(share * (self.seen + 3))
         return np.random.default_rng(seed).permutation(self.seen + 3)[:count].astype(np.int64)
 
@@ -79,17 +79,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.seen)
     @rule(seed=st.integers(0, 99))
-    def rows_are_found_in_the_order_asked_for(self, seed: int) -> None:
+    def rows_of_returns_rows_in_the_order_of_the_numbers(self, seed: int) -> None:
         numbers = self.some(seed, 0.3)
         found = self.index["number"][self.index.rows_of(numbers)].tolist()
         assert found == [number for number in numbers.tolist() if number in self.rows]
 
     @invariant()
-    def the_columns_hold_what_the_dict_holds(self) -> None:
-        index, standing = self.index, self.index["state"] != FREED
-        assert index["number"][standing].tolist() == list(self.rows)
+    def the_columns_equal_the_dict(self) -> None:
+        index, kept = self.index, self.index["state"] != FREED
+        assert index["number"][kept].tolist() == list(self.rows)
         for name in (*KEPT, "state", "times_sampled", "last_step", "evicted_at", "priority"):
-            assert index[name][standing].tolist() == [row[name] for row in self.rows.values()], name
+            assert index[name][kept].tolist() == [row[name] for row in self.rows.values()], name
 
     @invariant()
     def rows_stay_sorted_by_number(self) -> None:
@@ -106,7 +106,7 @@ TestIndexAgainstADict.settings = settings(max_examples=25, stateful_step_count=2
 
 
 def test_a_strategy_sees_read_only_columns_of_the_rows() -> None:
-    """What it has read does not change under it, and what it writes must not reach the index."""
+    """Columns that it has read do not change, and it cannot write to the index."""
     index = Index()
     index.insert(np.array([4, 5, 9]), random_entries(3, seed=1))
     seen = index.groups(np.array([2, 0]))
@@ -121,8 +121,8 @@ def test_a_strategy_sees_read_only_columns_of_the_rows() -> None:
 
 
 @given(st.lists(st.integers(0, 11), max_size=8))
-def test_columns_of_any_rows_are_those_of_these_rows_in_this_order(rows: list[int]) -> None:
-    """Whether they are copied or, without a gap, shown as they are."""
+def test_groups_show_any_rows_in_the_given_order(rows: list[int]) -> None:
+    """Both for copied rows and for views of rows without a gap."""
     index = Index()
     index.insert(np.arange(1, 13), random_entries(12, seed=2))
     seen = index.groups(np.array(rows, np.int64))
@@ -134,7 +134,7 @@ def test_columns_of_any_rows_are_those_of_these_rows_in_this_order(rows: list[in
 
 
 def test_rows_without_a_gap_are_not_copied() -> None:
-    """Of a million groups that cost 20 ms of the service, at every step."""
+    """A copy of a million groups at every step would be slow."""
     index = Index()
     index.insert(np.arange(1, 13), random_entries(12, seed=2))
     index["state"][:5] = EVICTED
@@ -143,7 +143,7 @@ def test_rows_without_a_gap_are_not_copied() -> None:
     assert not np.shares_memory(index.groups(index.live()).tokens, index["tokens"])
 
 
-def test_columns_have_the_types_that_a_strategy_is_promised() -> None:
+def test_columns_have_the_types_of_the_strategy_interface() -> None:
     seen = Index().groups(np.array([], np.int64))
     int32s = {"adapter", "policy_version", "policy_version_max", "tokens", "rollouts", "times_sampled", "last_step"}
     int32s |= {"source", "longest_tokens", "truncated"}
@@ -156,7 +156,7 @@ def test_columns_have_the_types_that_a_strategy_is_promised() -> None:
 
 @pytest.mark.parametrize("count", [100_000, 1_000_000])
 def test_a_group_takes_at_most_160_bytes_in_chunks_of_any_size(count: int) -> None:
-    """The moment after the columns grew is the worst."""
+    """The most bytes per group are used just after the columns grow."""
     index = Index()
     values = random_entries(4096, seed=0)
     worst, done = 0.0, 0
@@ -169,8 +169,8 @@ def test_a_group_takes_at_most_160_bytes_in_chunks_of_any_size(count: int) -> No
     assert worst <= 160
 
 
-def test_columns_are_copied_a_number_of_times_that_grows_with_the_logarithm() -> None:
-    """Inserting one by one costs no copy of all columns each time."""
+def test_inserting_groups_one_by_one_rarely_copies_the_columns() -> None:
+    """The number of copies grows with the logarithm of the groups."""
     index = Index()
     one = random_entries(1, seed=0)
     sizes = set()
@@ -182,7 +182,7 @@ def test_columns_are_copied_a_number_of_times_that_grows_with_the_logarithm() ->
 
 @given(groups())
 @steady
-def test_the_entry_of_a_group_sums_it_up(made: Group) -> None:
+def test_an_index_entry_summarises_its_group(made: Group) -> None:
     entry = np.frombuffer(encode_entry(made, 640, 0xFEDCBA98, 9, 1234.5), ENTRY)[0]
     lengths = made.lengths.tolist()
     assert (entry["tokens"], entry["rollouts"], entry["longest_tokens"]) == (sum(lengths), len(lengths), max(lengths))
@@ -196,8 +196,8 @@ def test_the_entry_of_a_group_sums_it_up(made: Group) -> None:
     assert entry["advantage_abs_mean"] == pytest.approx(expected, rel=1e-6, abs=1e-30)
 
 
-def test_what_the_door_admits_fits_its_entry() -> None:
-    """The largest values that `check_group` lets pass neither overflow nor warn."""
+def test_the_largest_accepted_values_fit_into_an_index_entry() -> None:
+    """The largest values that `check_group` accepts cause no overflow and no warning."""
     largest = group(rollout(reward=3.4e38, advantage=-3.4e38), prompt_index=2**53 - 1)
     assert check_group(largest, GroupLimits()) is None
     entry = np.frombuffer(encode_entry(largest, 1, 1, 0, 0.0), ENTRY)[0]

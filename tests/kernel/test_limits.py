@@ -1,4 +1,4 @@
-"""Room at the door: bounds hold, the next batch is never held back."""
+"""Limits on live groups: bounds hold, and groups that the next batch needs always enter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LIMITS = st.builds(
 
 @given(LOADS, st.lists(LOADS | st.just(Load()), max_size=12), LIMITS, st.integers(0, 6))
 @steady
-def test_what_enters_keeps_the_bounds_or_is_what_the_next_batch_lacks(
+def test_groups_enter_within_the_bounds_or_if_the_next_batch_needs_them(
     held: Load, coming: list[Load], limits: Limits, lacking: int
 ) -> None:
-    """And the first that is held back breaks a bound, after the batch has what it lacks."""
+    """The first group that has to wait would break a bound, and the next batch does not need it."""
     count, refusal = count_fitting(held, coming, limits, lambda: lacking)
     entered = [load for load in coming[:count] if load.groups]
     assert sum(entered, held).over(limits) is None or len(entered) <= max(lacking, len(within(held, coming, limits)))
@@ -30,7 +30,7 @@ def test_what_enters_keeps_the_bounds_or_is_what_the_next_batch_lacks(
 
 
 def within(held: Load, coming: list[Load], limits: Limits) -> list[Load]:
-    """List the first groups that keep the bounds."""
+    """List the first groups that fit into the bounds."""
     found = []
     for load in coming:
         held += load
@@ -40,14 +40,13 @@ def within(held: Load, coming: list[Load], limits: Limits) -> list[Load]:
     return found
 
 
-def test_a_duplicate_passes_a_full_buffer() -> None:
-    """It takes nothing; held back it would be sent for ever."""
+def test_a_full_buffer_accepts_a_duplicate() -> None:
+    """A duplicate needs no space; a producer would send a rejected one again for ever."""
     full, limits = Load(3, 100, 900), Limits(max_tokens_live=100)
     assert count_fitting(full, [Load(), Load()], limits, lambda: 0) == (2, None)
 
 
-def test_the_bound_that_is_met_is_named() -> None:
-    """With what would be live."""
+def test_the_refusal_names_the_bound_and_the_amount_that_would_be_live() -> None:
     _, refusal = count_fitting(
         Load(1, 10, 90), [Load(1, 5, 20)], Limits(max_bytes_live=100, max_group_bytes=9), lambda: 0
     )

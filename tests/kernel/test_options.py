@@ -1,4 +1,4 @@
-"""Options of strategies and filters, told from their struct alone, so that nobody writes them down twice."""
+"""Descriptions and errors of the options of strategies and filters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Every(StrategyOptions, frozen=True):
     steps: Annotated[int, Meta(ge=0, le=2**31 - 1)] | msgspec.UnsetType = msgspec.UNSET
 
 
-TOLD = [
+DESCRIBED = [
     ("needed", "true | false", "required"),
     ("order", "fifo | uniform", '"fifo"'),
     ("share", "number > 0 and <= 1", "0.5"),
@@ -38,17 +38,17 @@ TOLD = [
 ]
 
 
-def test_an_option_is_told_with_what_it_may_be_and_its_default() -> None:
-    """A bound that only keeps a number within its type is not told."""
-    assert describe_options(Every) == TOLD
+def test_an_option_is_described_with_its_range_and_default() -> None:
+    """A bound that only keeps a number within its type is left out."""
+    assert describe_options(Every) == DESCRIBED
 
 
-@pytest.mark.parametrize(("name", "may_be", "default"), TOLD)
-def test_a_range_names_the_default_where_there_is_one(name: str, may_be: str, default: str) -> None:
-    assert option_ranges(Every)[name] == may_be + (f" (default {default})" if name not in ("needed", "steps") else "")
+@pytest.mark.parametrize(("name", "accepts", "default"), DESCRIBED)
+def test_a_range_includes_the_default_if_there_is_one(name: str, accepts: str, default: str) -> None:
+    assert option_ranges(Every)[name] == accepts + (f" (default {default})" if name not in ("needed", "steps") else "")
 
 
-def test_a_strategy_without_options_has_none_to_tell() -> None:
+def test_a_strategy_without_options_has_an_empty_description() -> None:
     assert describe_options(Strategy.Options) == [] and option_ranges(Strategy.Options) == {}
 
 
@@ -60,8 +60,8 @@ def test_a_strategy_without_options_has_none_to_tell() -> None:
     ],
     ids=["ReaderOptions", "ServeOptions"],
 )
-def test_options_show_no_password(options: object) -> None:
-    """Who logs them, or meets them in a traceback, sees the others."""
+def test_the_text_of_options_has_no_password(options: object) -> None:
+    """Logs and tracebacks show all other options."""
     for shown in (repr(options), str(options), f"{options}"):
         assert "SECRET" not in shown and "=7.5" in shown and shown.startswith(type(options).__name__)
 
@@ -91,7 +91,7 @@ class Needy(StrategyOptions, frozen=True):
     ids=["missing", "out of range", "unknown"],
 )
 def test_an_invalid_option_names_its_reason_first(options: dict[str, float], detail: str) -> None:
-    """Missing options are named all at once; a range only for the option that is out of it."""
+    """The error names all missing options, and only the range of an option that is out of range."""
     with pytest.raises(Invalid) as caught:
         check_options("near", options, Needy)
     assert caught.value.detail == f"options of strategy 'near': {detail}"

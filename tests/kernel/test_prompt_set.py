@@ -1,4 +1,4 @@
-"""The set of prompts against Python's own set."""
+"""Prompt set compared with a Python set."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ PROMPTS = st.tuples(st.sampled_from(["", "a"]), st.integers(0, 40))
 
 
 @given(st.lists(st.tuples(st.booleans(), PROMPTS)))
-def test_it_is_a_set_whatever_is_put_in_and_taken_out(changes: list[tuple[bool, tuple[str, int]]]) -> None:
-    """Members, number, order by index, equality, and the way through a snapshot."""
-    mine, plain = PromptSet(), set[tuple[str, int]]()
+def test_a_prompt_set_equals_a_python_set_after_any_changes(changes: list[tuple[bool, tuple[str, int]]]) -> None:
+    """Also after a copy through its bitmaps, as in a snapshot."""
+    prompts, expected = PromptSet(), set[tuple[str, int]]()
     for added, prompt in changes:
-        (mine.add if added else mine.discard)(*prompt)
-        (plain.add if added else plain.discard)(prompt)
-    assert (len(mine), set(mine)) == (len(plain), plain)
-    assert all((prompt in mine) == (prompt in plain) for _, prompt in changes)
-    again = PromptSet(mine.bits)
-    assert again == mine and len(again) == len(mine)
+        (prompts.add if added else prompts.discard)(*prompt)
+        (expected.add if added else expected.discard)(prompt)
+    assert (len(prompts), set(prompts)) == (len(expected), expected)
+    assert all((prompt in prompts) == (prompt in expected) for _, prompt in changes)
+    again = PromptSet(prompts.bits)
+    assert again == prompts and len(again) == len(prompts)
     again.add("b", 0)
-    assert again != mine
+    assert again != prompts
 
 
 def test_ten_million_prompts_take_a_megabyte_and_a_quarter() -> None:
-    """Whether few of them are in it or many."""
+    """However few of them are in the set."""
     prompts = PromptSet()
     for index in (0, 9_999_999):
         prompts.add("", index)

@@ -1,4 +1,4 @@
-"""MeasuredRates speeds: windows, waits taken out, 0 where nothing is known."""
+"""Measured rates: their windows, the trainer's waits, and 0 for unknown rates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from replaybuf.kernel.rates import GROUPS, STEPS, MeasuredRates, Rates
 
 
 def trained(steps: int, step_s: float = 10.0, waited_s: float = 0.0) -> Rates:
-    """Ack so many steps, each `step_s` long, of which `waited_s` were waiting."""
+    """Ack `steps` steps of `step_s` seconds, of which the trainer waited `waited_s`."""
     rates = Rates(0.0)
     for n in range(steps):
         rates.record_ack(n * step_s, waited_s=n * waited_s, stored=4 * n, too_stale=n)
     return rates
 
 
-def test_a_beginning_knows_nothing() -> None:
-    """One ack has no step before it to be timed by."""
+def test_all_rates_are_unknown_before_the_second_ack() -> None:
+    """The first ack has no earlier ack to measure from."""
     assert Rates(5.0).measure(5.0) == MeasuredRates()
     assert trained(1).measure(3.0) == MeasuredRates()
 
 
 def test_groups_are_counted_over_the_last_minute() -> None:
-    """What was stored earlier is forgotten; a run younger than a minute is counted over its life."""
+    """In a run younger than a minute the rate covers the time since its start."""
     rates = Rates(0.0)
     rates.record_stored(1.0, 30)
     assert rates.measure(10.0).groups_per_s == 3.0
@@ -31,20 +31,18 @@ def test_groups_are_counted_over_the_last_minute() -> None:
     assert rates.measure(161.0).groups_per_s == 0.0
 
 
-def test_a_step_is_told_without_what_the_trainer_waited() -> None:
-    """10 s per step of which it waited 4: the trainer itself takes 6."""
+def test_the_time_of_a_step_excludes_the_waits_of_the_trainer() -> None:
+    """A step of 10 s with a wait of 4 s is 6 s of work."""
     measured = trained(5, 10.0, 4.0).measure(40.0)
     assert (measured.step_s, measured.waited, measured.steps_per_s) == (6.0, 0.4, 0.1)
     assert measured.too_stale == 0.25
 
 
-def test_steps_per_second_fall_while_none_comes() -> None:
-    """Silence counts."""
+def test_steps_per_second_fall_while_no_step_is_acked() -> None:
     assert trained(3).measure(200.0).steps_per_s == pytest.approx(0.01)
 
 
-def test_only_the_last_steps_count() -> None:
-    """A trainer that became slower is known as slow after 16 steps."""
+def test_rates_of_steps_cover_only_the_last_16_steps() -> None:
     rates = trained(5, 1.0)
     for n in range(STEPS + 1):
         rates.record_ack(100.0 + 50.0 * n, waited_s=0.0, stored=100, too_stale=4)
@@ -52,8 +50,7 @@ def test_only_the_last_steps_count() -> None:
     assert (measured.step_s, measured.too_stale) == (50.0, 0.0)
 
 
-def test_the_time_until_a_new_trainer_attached_is_no_step() -> None:
-    """Steps are measured anew."""
+def test_the_time_between_two_trainers_belongs_to_no_step() -> None:
     rates = trained(5)
     rates.forget_steps()
     rates.record_ack(1000.0, waited_s=0.0, stored=0, too_stale=0)
@@ -62,8 +59,8 @@ def test_the_time_until_a_new_trainer_attached_is_no_step() -> None:
     assert rates.measure(1020.0).step_s == 20.0
 
 
-def test_totals_that_fall_count_for_nothing() -> None:
-    """A rewind gives evictions back, and a clock may be set back."""
+def test_totals_that_fall_give_no_negative_rates() -> None:
+    """A rewind undoes evictions, and a clock may be set back."""
     rates = Rates(0.0)
     rates.record_ack(10.0, waited_s=5.0, stored=10, too_stale=5)
     rates.record_ack(9.0, waited_s=4.0, stored=10, too_stale=3)
@@ -71,8 +68,7 @@ def test_totals_that_fall_count_for_nothing() -> None:
     assert measured.waited == measured.too_stale == 0.0 and measured.step_s >= 0.0
 
 
-def test_the_time_of_a_group_is_the_mean_of_the_last() -> None:
-    """256 of them."""
+def test_the_time_of_a_group_is_the_mean_of_the_last_256_groups() -> None:
     rates = Rates(0.0)
     rates.record_durations([1000.0] * 10)
     rates.record_durations([2.0, 4.0] * (GROUPS // 2))

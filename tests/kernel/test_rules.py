@@ -1,4 +1,4 @@
-"""Rules that the answers of plug-ins must keep."""
+"""Checks of the answers of strategies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from replaybuf.kernel.rules import check_selection
 from replaybuf.kernel.strategy import Budget, Selection
 
 
-def test_an_empty_selection_names_the_case_and_points_to_waiting() -> None:
-    """A strategy that finds nothing must say why instead."""
+def test_the_error_of_an_empty_selection_recommends_waiting() -> None:
     with pytest.raises(StrategyFault, match=r"returns Waiting\(reason\)' at step 3: rows is empty: Selection\(\[\]\)"):
         check_selection("mine", 3, Selection(np.array([], np.int64)), Index(), [], Budget(None, 1, 64))

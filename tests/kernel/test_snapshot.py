@@ -1,4 +1,4 @@
-"""A snapshot and what comes after it give the same state as the whole history; history is trimmed by rule."""
+"""Restore from a snapshot, compared with the whole history; trimming of history."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ HEADER_BYTES = len(MAGIC) + 20
 
 
 def restarted(state: RunState, stream: np.ndarray[Any, Any], raw: bytes) -> RunState:
-    """Fold a snapshot with what the trimmed index stream still holds: entries set aside, those behind `trimmed`."""
+    """Restore a snapshot with the entries that trimming keeps: those set aside and those after `trimmed`."""
     snapshot = decode_snapshot(raw)
     again = RunState()
     again.start_after(snapshot.trimmed)
     aside = np.frombuffer(snapshot.set_aside, np.int64)
-    # A group freed after its trimming may still be set aside where the service died before deleting it.
+    # If the service dies before deleting it, the entry of a freed group may still be set aside.
     extra = [1] if snapshot.trimmed and 1 not in aside else []
     numbers = np.array([*extra, *aside.tolist()], np.int64)
     again.store(numbers, stream[numbers - 1])
@@ -46,7 +46,7 @@ def records_of(state: RunState) -> dict[int, Any]:
 
 
 def kept_story_of(state: RunState) -> dict[str, Any]:
-    """Tell what is still told of a trimmed history."""
+    """Return the parts of a state that trimming keeps."""
     story = {key: value for key, value in story_of(state).items() if key != "places"} if not state.trimmed else {}
     index = state.index
     numbers = index["number"][index["state"] != FREED].tolist()
@@ -80,17 +80,17 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
 
 
 class SnapshotMachine(RunStateMachine):
-    """Everything a service may write, with restarts from a snapshot and trimming between."""
+    """Everything that a service may write, with trimming and restarts from a snapshot."""
 
     def go_on_with(self, rebuilt: RunState) -> None:
         if self.model.coming:
-            self.take_in()
+            self.ingest()
         assert kept_story_of(rebuilt) == kept_story_of(self.state)
         self.state = rebuilt
 
     @rule(tail=st.integers(0, 3))
     def restart_from_a_snapshot(self, tail: int) -> None:
-        """Fold a snapshot taken `tail` records ago; go on with what it gave."""
+        """Restore a snapshot taken `tail` records ago and continue with that state."""
         if not hasattr(self, "snapshots"):
             self.snapshots: list[bytes] = []
         self.snapshots.append(encode_snapshot(take(self.state)))
@@ -110,7 +110,7 @@ class SnapshotMachine(RunStateMachine):
             assert not self.write(record)
 
     @invariant()
-    def every_group_stands_where_the_model_has_it(self) -> None:
+    def every_group_has_the_state_of_the_model(self) -> None:
         for group in self.model.groups.values():
             if group.number > self.state.trimmed or not group.freed:
                 assert find_group_state(self.state, group.number) == group.place(self.model.max_uses)
@@ -119,7 +119,7 @@ class SnapshotMachine(RunStateMachine):
                     find_group_state(self.state, group.number)
 
     @invariant()
-    def the_history_is_the_models(self) -> None:
+    def the_history_equals_the_model(self) -> None:
         assert sorted(self.state.batches) == sorted(self.model.batches)
         for step in range(self.model.next_step):
             current = next(b.entry for b in self.model.made if b.step == step and b.void_from is None)
@@ -131,12 +131,12 @@ class SnapshotMachine(RunStateMachine):
                 assert find_batch_entry(self.state, step) == current
 
     @invariant()
-    def a_page_lists_the_groups_of_a_place(self) -> None:
-        known = [g for g in self.model.groups.values() if g.number > self.state.trimmed or not g.freed]
-        assert list_numbers(self.state, None, 0, 1000) == [g.number for g in known]
-        assert list_numbers(self.state, None, 2, 3) == [g.number for g in known if g.number > 2][:3]
+    def a_page_lists_the_groups_in_a_state(self) -> None:
+        findable = [g for g in self.model.groups.values() if g.number > self.state.trimmed or not g.freed]
+        assert list_numbers(self.state, None, 0, 1000) == [g.number for g in findable]
+        assert list_numbers(self.state, None, 2, 3) == [g.number for g in findable if g.number > 2][:3]
         for place in PLACES:
-            numbers = [g.number for g in known if g.place(self.model.max_uses)[0] == place]
+            numbers = [g.number for g in findable if g.place(self.model.max_uses)[0] == place]
             assert list_numbers(self.state, place, 0, 1000) == numbers
             assert list_numbers(self.state, place, 2, 3) == [n for n in numbers if n > 2][:3]
 
@@ -148,7 +148,7 @@ TestSnapshotAgainstTheWholeHistory.settings = settings(
 
 
 def trained(steps: int) -> Run:
-    """Train `steps` steps of one group each and keep the last checkpoint only."""
+    """Train `steps` steps of one group each and keep only the last checkpoint."""
     run = Run()
     run.store(*[0] * (steps + 1))
     for number in range(1, steps + 1):
@@ -157,22 +157,22 @@ def trained(steps: int) -> Run:
     return run
 
 
-def test_a_snapshot_of_live_groups_costs_next_to_nothing() -> None:
-    """A hundred thousand groups that nobody touched: their index entries tell all."""
+def test_a_snapshot_of_unchanged_live_groups_is_small() -> None:
+    """A hundred thousand groups: their index entries hold everything."""
     run = Run()
     run.state.store(np.arange(1, 100_001), np.repeat(entries({}), 100_000))
     assert len(encode_snapshot(take(run.state))) < 2000
 
 
-def test_a_snapshot_of_another_version_is_refused_by_name() -> None:
+def test_a_snapshot_of_another_format_is_rejected() -> None:
     with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS4'"):
         decode_snapshot(b"RBS9" + encode_snapshot(take(RunState()))[len(MAGIC) :])
     with pytest.raises(ReplaybufError, match="does not decode"):
         decode_snapshot(encode_snapshot(take(RunState()))[:-3])
 
 
-def test_a_snapshot_whose_text_is_spoiled_is_told_as_one_that_does_not_decode() -> None:
-    """Bytes that are not UTF-8 where a name stands, under a checksum that is right."""
+def test_a_snapshot_with_invalid_text_is_reported_as_undecodable() -> None:
+    """A name is not UTF-8, and the checksum is right."""
     raw = encode_snapshot(take(RunState()))
     spoiled = zlib.decompress(raw[HEADER_BYTES:]).replace(b"running", b"r\xffnning")
     with pytest.raises(ReplaybufError, match="snapshot does not decode: 'utf-8' codec") as caught:
@@ -180,7 +180,7 @@ def test_a_snapshot_whose_text_is_spoiled_is_told_as_one_that_does_not_decode() 
     assert caught.value.name == "snapshot"
 
 
-def test_a_snapshot_that_knows_more_groups_than_the_stream_is_a_loss_of_data() -> None:
+def test_a_snapshot_with_more_groups_than_the_stream_is_reported_as_lost_data() -> None:
     raw = encode_snapshot(take(trained(3).state))
     again = RunState()
     again.store(np.array([1, 2]), entries({}, {}))
@@ -196,8 +196,8 @@ def test_a_gap_in_the_index_stream_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["tokens", "rollouts", "policy_version", "policy_version_max"])
-def test_an_index_entry_that_is_none_of_a_group_is_a_dead_letter_of_the_fold(spoiled: str) -> None:
-    """Whoever folds the stream, with or without a snapshot before it, counts the same."""
+def test_an_invalid_index_entry_becomes_a_dead_letter(spoiled: str) -> None:
+    """The counts are the same with and without a snapshot."""
     run = Run()
     run.store(0)
     raw = encode_snapshot(take(run.state))
@@ -210,23 +210,23 @@ def test_an_index_entry_that_is_none_of_a_group_is_a_dead_letter_of_the_fold(spo
     assert kept_story_of(restarted(run.state, stream, encode_snapshot(take(run.state)))) == kept_story_of(run.state)
 
 
-def test_history_is_kept_for_the_newest_freed_groups() -> None:
-    """Ten of twelve groups stay to be looked at; trimming waits until a quarter more are there."""
+def test_trimming_keeps_the_history_of_the_newest_freed_groups() -> None:
+    """Ten groups keep their history; trimming starts when a quarter more are freed."""
     run = trained(11)
     assert trim_point(run.state, 10) is None
     run.store(0)
     run.train(12)
     run.checkpoint(12)
     point = trim_point(run.state, 10)
-    assert point == TrimRecord(groups=2, entries=0), "the newest ledger entries stay, whatever they are"
+    assert point == TrimRecord(groups=2, entries=0), "the newest ledger entries stay"
     run.apply(point)
     assert len(run.state.pool.freed_as) == run.state.stored - 2 + 1
     assert find_group_state(run.state, 3) == ("retired", None)
     assert trim_point(run.state, 10) is None
 
 
-def test_few_old_groups_do_not_keep_the_stream_and_many_do() -> None:
-    """One live group among twenty freed ones is set aside; one in two is cheaper where it is."""
+def test_many_old_live_groups_delay_trimming_and_few_do_not() -> None:
+    """A few live groups are set aside; if half of the groups are live, they stay in the stream."""
     run = Run(max_uses=2)
     run.store(*[0] * 40)
     for first in range(2, 40, 2):  # the odd ones stay live
@@ -244,15 +244,14 @@ def test_few_old_groups_do_not_keep_the_stream_and_many_do() -> None:
     assert point is not None and point.groups == 37
 
 
-def test_the_record_of_a_standing_or_voided_batch_is_never_trimmed() -> None:
-    """A resume may read both, however old they are."""
+def test_the_record_of_a_current_or_voided_batch_is_never_trimmed() -> None:
+    """A resume may read both at any age."""
     run = Run(max_uses=1)
     run.store(*[0] * 400)
     for number in range(1, 151):
         run.train(number)
     run.checkpoint(150)
-    standing = run.batch(151)
-    voided = standing
+    voided = run.batch(151)
     run.rewind(150, "resample")
     for number in range(152, 300):
         run.train(number)

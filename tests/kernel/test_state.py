@@ -1,4 +1,4 @@
-"""The fold of index stream and ledger, against a model of lists and dicts; then single decisions, one by one."""
+"""State of a run after single records; `test_state_model.py` compares whole histories with a model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ from tests.builders import batch_entry, batch_record, config_record, entries
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 OnResume = Literal["redeliver", "resample"]
 
-# ---------------------------------------------------------------------- single decisions
-
 
 class Run:
-    """A state with its ledger's next number, and a line for each decision."""
+    """A state with short methods that apply one record each."""
 
     def __init__(self, max_uses: int | None = 1, **config: Any) -> None:
         self.state = RunState()
@@ -82,12 +80,12 @@ class Run:
         )
 
     def places(self) -> list[str]:
-        told = [find_group_state(self.state, number) for number in range(1, self.state.stored + 1)]
-        return [place if reason is None else f"{place}: {reason}" for place, reason in told]
+        found = [find_group_state(self.state, number) for number in range(1, self.state.stored + 1)]
+        return [place if reason is None else f"{place}: {reason}" for place, reason in found]
 
 
-def test_a_rewind_evicts_groups_of_lost_versions_unless_a_standing_batch_holds_them() -> None:
-    """Back at step 1 version 2 never was: a batch that holds such a group is redelivered, the pool loses the rest."""
+def test_a_rewind_evicts_groups_of_lost_versions_unless_a_current_batch_holds_them() -> None:
+    """A rewind to step 1 loses version 2: its groups leave the buffer, except those of a redelivered batch."""
     run = Run()
     run.store(0, 1)
     run.train(1)
@@ -102,7 +100,7 @@ def test_a_rewind_evicts_groups_of_lost_versions_unless_a_standing_batch_holds_t
 
 
 def test_a_group_of_a_lost_version_never_comes_back_from_a_batch_voided_later() -> None:
-    """Version 2 is trained anew after the rewind; what the lost version 2 sampled must not pass for its work."""
+    """Version 2 is trained again after the rewind; groups of the lost version 2 must not count as its groups."""
     run = Run()
     run.store(0, 1)
     run.train(1)
@@ -126,8 +124,8 @@ def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
     assert [find_group_state(state, number)[0] for number in (1, 2)] == ["evicted", "live"]
 
 
-def test_resample_gives_uses_back_and_undoes_evictions_recorded_after_the_step() -> None:
-    """An eviction recorded at the step itself stands: no batch from there on may use the group."""
+def test_resample_undoes_uses_and_evictions_recorded_after_the_step() -> None:
+    """An eviction recorded at the step itself stays: no batch from there on may use the group."""
     run = Run()
     run.store(0, 0, 0, 0)
     run.train(1)
@@ -153,7 +151,7 @@ def test_redeliver_keeps_batches_uses_and_evictions() -> None:
     assert not run.state.batches[1].acked
 
 
-def test_voiding_a_use_leaves_the_last_step_of_the_use_before_even_where_that_batch_was_freed() -> None:
+def test_voiding_a_use_restores_the_step_of_the_use_before_even_of_a_freed_batch() -> None:
     """`last_step` -1 means never used; a group used in step 0 must not look fresh after step 1 is voided."""
     run = Run(max_uses=None)
     run.store(0, 0)
@@ -166,7 +164,7 @@ def test_voiding_a_use_leaves_the_last_step_of_the_use_before_even_where_that_ba
 
 
 def test_a_checkpoint_frees_exactly_what_no_resume_needs() -> None:
-    """Resumable from step 1 on: the batch of step 0 goes, and what was evicted before step 1; nothing else."""
+    """A resume at step 1 or later needs neither the batch of step 0 nor groups evicted before step 1."""
     run = Run()
     run.store(0, 0, 0, 0, 0)
     run.evict(1)
@@ -211,7 +209,7 @@ def test_a_used_group_that_is_evicted_stays_for_redelivery_and_is_retired_by_a_c
 
 
 def test_a_dead_letter_in_a_batch_that_may_be_asked_for_again_is_not_purged() -> None:
-    """Used once, found broken at its second use: what a resume may need stays until a checkpoint passes it."""
+    """The group broke at its second use; a resume may need the batch of its first use until a checkpoint."""
     run = Run(max_uses=2)
     run.store(0, 0)
     run.train(1)
@@ -221,8 +219,8 @@ def test_a_dead_letter_in_a_batch_that_may_be_asked_for_again_is_not_purged() ->
     assert list_purgeable(run.state) == [1, 2]
 
 
-def test_a_group_that_broke_in_its_batch_comes_back_by_no_rewind_though_it_was_evicted_there() -> None:
-    """The eviction would be undone by a resample, and the broken group be live again."""
+def test_no_rewind_restores_an_evicted_group_that_broke_in_its_batch() -> None:
+    """Undoing the eviction must not make the broken group live again."""
     run = Run(max_uses=2)
     run.store(0, 0)
     run.train(1, 2)
@@ -234,7 +232,7 @@ def test_a_group_that_broke_in_its_batch_comes_back_by_no_rewind_though_it_was_e
     assert run.state.totals.dead_lettered == {"bad_checksum": 2} and not +run.state.totals.evicted
 
 
-def test_a_purged_dead_letter_is_still_told_as_one() -> None:
+def test_a_purged_dead_letter_is_still_reported_as_dead_lettered() -> None:
     run = Run()
     run.store(0, 0)
     run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
@@ -245,8 +243,8 @@ def test_a_purged_dead_letter_is_still_told_as_one() -> None:
     assert list_numbers(run.state, "retired", 0, 9) == []
 
 
-def test_the_entry_of_a_batch_is_that_of_the_generation_asked_for() -> None:
-    """Step 1 was made in generation 0, stood in 1, was voided by 2 and made again."""
+def test_the_entry_of_a_batch_depends_on_the_requested_generation() -> None:
+    """Step 1 was made in generation 0, kept in 1, voided by 2 and made again."""
     run = Run()
     run.store(0, 0, 0)
     first = run.train(1)
@@ -290,8 +288,8 @@ def test_a_gap_in_the_ledger_is_an_error() -> None:
     ],
     ids=lambda record: type(record).__name__,
 )
-def test_a_record_of_groups_that_are_not_there_is_a_gap_and_changes_nothing(record: AnyRecord) -> None:
-    """Their index entries were trimmed before this reader saw them: what it knows is too old to go on from."""
+def test_a_record_of_unknown_groups_is_a_gap_and_changes_nothing(record: AnyRecord) -> None:
+    """Their index entries were trimmed before this reader read them, so its state is too old to continue."""
     run = Run()
     run.store(0, 0)
     run.train(1)
@@ -313,14 +311,16 @@ def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a
 
 
 @pytest.mark.parametrize(("reason", "state"), [("prompts", "running"), ("operator", "finished")])
-def test_a_rewind_reopens_a_run_that_ended_of_itself_not_one_that_an_operator_ended(reason: str, state: str) -> None:
+def test_a_rewind_reopens_a_run_that_used_up_its_prompts_not_one_that_an_operator_finished(
+    reason: str, state: str
+) -> None:
     run = Run()
     run.apply(config_record(state="finished", reason=reason))
     run.rewind(0, "redeliver")
     assert run.state.state == state
 
 
-def test_what_a_ticket_of_an_older_generation_lost_is_the_lowest_version_gone_back_to_since() -> None:
+def test_a_ticket_has_lost_the_lowest_version_of_all_rewinds_since_its_generation() -> None:
     run = Run()
     for step in (3, 1, 2):
         run.apply(
@@ -330,8 +330,8 @@ def test_what_a_ticket_of_an_older_generation_lost_is_the_lowest_version_gone_ba
 
 
 @given(st.lists(st.integers(0, 12), max_size=30), st.integers(2, 6))
-def test_what_rewinds_lost_is_told_exactly_from_few_of_them_and_never_too_little(versions: list[int], cap: int) -> None:
-    """Rewinds that a later one covers are forgotten; above the bound the oldest tickets are told a lower version."""
+def test_few_rewinds_give_the_exact_lost_version_and_many_never_a_higher_one(versions: list[int], cap: int) -> None:
+    """A rewind is dropped if a later one covers it; above the bound the oldest tickets get a lower version."""
     exact: list[tuple[int, int]] = []
     remembered: list[tuple[int, int]] = []
     bounded: list[tuple[int, int]] = []
@@ -344,8 +344,8 @@ def test_what_rewinds_lost_is_told_exactly_from_few_of_them_and_never_too_little
     for generation in range(len(versions) + 1):
         lost = min((version for reached, version in exact if reached > generation), default=None)
         assert lost_version_since(remembered, generation) == lost
-        told = lost_version_since(bounded, generation)
-        assert told == lost if lost is None else told is not None and told <= lost
+        found = lost_version_since(bounded, generation)
+        assert found == lost if lost is None else found is not None and found <= lost
     assert len(remembered) <= 13
 
 
@@ -358,14 +358,14 @@ def test_the_trainer_that_attached_last_holds_the_run() -> None:
     assert run.state.attachment is not None and run.state.attachment.dp_world_size == 4
 
 
-def test_prompts_that_failed_are_remembered() -> None:
+def test_failed_prompts_are_kept() -> None:
     run = Run()
     run.apply(TicketRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"))
     assert list(run.state.failed_prompts) == [("", 4)]
 
 
-def test_why_prompts_failed_is_kept_of_the_newest_and_goes_with_a_late_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stay failed; of the reason the beginning is kept."""
+def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts stay failed; a long reason is cut."""
     monkeypatch.setattr("replaybuf.kernel.state.MAX_FAILURES", 2)
     run = Run()
     for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
@@ -377,8 +377,8 @@ def test_why_prompts_failed_is_kept_of_the_newest_and_goes_with_a_late_group(mon
     assert [failed.prompt_index for failed in run.state.failures.values()] == [2]
 
 
-def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read_first() -> None:
-    """Stored wins: one prompt never counts as failed and as stored."""
+def test_a_late_group_undoes_the_failure_of_its_prompt_in_either_order_of_the_streams() -> None:
+    """A prompt never counts both as failed and as stored."""
     failures = [
         TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason="expired") for index in (4, 5)
     ]
@@ -394,8 +394,8 @@ def test_a_prompt_whose_group_comes_late_has_not_failed_whichever_stream_is_read
     assert list(before.state.failed_prompts) == list(after.state.failed_prompts) == [("", 5)]
 
 
-def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
-    """A group that was evicted does not come back with the number of uses."""
+def test_a_lower_max_uses_uses_groups_up_and_a_higher_one_makes_them_live_again() -> None:
+    """An evicted group stays evicted."""
     run = Run(max_uses=None)
     run.store(0, 0, 0)
     run.train(1, 2)
@@ -406,7 +406,7 @@ def test_fewer_uses_allowed_use_groups_up_and_more_bring_them_back() -> None:
     assert run.places() == ["live", "in_batches", "live"]
 
 
-def test_an_entry_that_is_no_group_is_not_in_the_kept_sums_of_live_groups() -> None:
+def test_an_invalid_index_entry_is_not_in_the_cached_sums_of_live_groups() -> None:
     state = RunState()
     state.store(np.array([1, 2]), entries({"tokens": 5}, {"tokens": 7}))
     assert state.pool.live_totals() == (2, 12, 2, 0)
@@ -414,8 +414,8 @@ def test_an_entry_that_is_no_group_is_not_in_the_kept_sums_of_live_groups() -> N
     assert state.pool.live_totals() == (3, 23, 3, 0)
 
 
-def test_feedback_is_kept_of_the_newest_steps_of_the_surviving_history() -> None:
-    """By the ledger alone; steps whose ack brought none are not among them."""
+def test_feedback_of_the_newest_steps_of_the_surviving_history_is_kept() -> None:
+    """Steps without feedback do not count."""
     run = Run(max_uses=None)
     run.store(0)
 
@@ -432,7 +432,7 @@ def test_feedback_is_kept_of_the_newest_steps_of_the_surviving_history() -> None
 
 
 @pytest.mark.parametrize(("reason", "kept"), [("operator", [0]), ("strategy 's' raised in observe", [])])
-def test_feedback_is_left_behind_by_a_run_that_goes_on_after_its_strategy_failed(reason: str, kept: list[int]) -> None:
+def test_a_run_that_continues_after_its_strategy_failed_drops_its_feedback(reason: str, kept: list[int]) -> None:
     run = Run()
     run.store(0)
     run.batch(1)

@@ -89,9 +89,9 @@ class ModelBatch:
 
 
 class Model:
-    """A run told as a story: what is in each list follows from the words of design section 2, 3 and 5 alone.
+    """A run as lists, following sections 2, 3 and 5 of the design only.
 
-    `groups` are those the leader has taken in, `coming` those in the stream that it has not seen yet.
+    `groups` are those that the leader has ingested, `coming` those in the stream that it has not read.
     """
 
     def __init__(self, steps_per_publish: int) -> None:
@@ -104,11 +104,11 @@ class Model:
         self.state, self.reason = "running", None
         self.step = self.next_step = self.generation = self.published = self.entries = self.epoch = 0
         self.checkpoints: list[int] = []
-        self.uses_told: list[tuple[ModelGroup, int, int]] = []
+        self.all_uses: list[tuple[ModelGroup, int, int]] = []
 
     @property
     def now_s(self) -> int:
-        """When the next record is written."""
+        """Return the time of the next record."""
         return 50 + 7 * self.entries
 
     def version_of(self, step: int) -> int:
@@ -124,12 +124,12 @@ class Model:
 
     @property
     def failed(self) -> set[int]:
-        """Prompts that were given up and have no group."""
+        """Return the prompts that failed and have no group."""
         return self.gave_up - {group.prompt for group in self.groups.values() if group.prompt is not None}
 
     @property
     def purgeable(self) -> set[int]:
-        """Dead letters with bytes that no batch holds which may be asked for again."""
+        """Return the dead letters whose bytes no batch of a resume needs."""
         held = {number for batch in self.batches.values() for number in batch.numbers}
         return {group.number for group in self.at("dead_lettered") if not group.freed} - held
 
@@ -176,8 +176,8 @@ class Model:
         return freed
 
     def tallies(self) -> dict[str, Any]:
-        """Count everything anew, from the groups as they stand and from every use that was ever made."""
-        groups, used = list(self.groups.values()), [group for group, _, _ in self.uses_told]
+        """Recompute all counts from the groups and from every use ever made."""
+        groups, used = list(self.groups.values()), [group for group, _, _ in self.all_uses]
         dropped = [group for group in groups if group.place(self.max_uses)[1]]
         ages: dict[str, tuple[list[int], list[int]]] = {}
         for group in dropped:
@@ -195,8 +195,8 @@ class Model:
                 )
                 for kind, of_it in (("stored", groups), ("used", used), ("dropped", dropped))
             },
-            "reuse": Counter(times for _, times, _ in self.uses_told),
-            "age_at_use": in_buckets(AGE_MS, [1000 * max(0, at_s - g.arrival_s) for g, _, at_s in self.uses_told]),
+            "reuse": Counter(times for _, times, _ in self.all_uses),
+            "age_at_use": in_buckets(AGE_MS, [1000 * max(0, at_s - g.arrival_s) for g, _, at_s in self.all_uses]),
             "drop_ages": {r: (in_buckets(VERSIONS, one), in_buckets(AGE_MS, two)) for r, (one, two) in ages.items()},
             "prompts": (
                 len(prompts),
@@ -216,28 +216,28 @@ class Model:
 
 
 def in_buckets(edges: tuple[int, ...], values: list[int]) -> tuple[dict[int | None, int], int]:
-    """Count values by the lowest edge that is not below them, None above all; and add them up."""
+    """Count values by the lowest edge at or above them (None = no such edge), and add them up."""
     return Counter(min((edge for edge in edges if edge >= value), default=None) for value in values), sum(values)
 
 
-def told_of(tallies: GroupHistograms) -> dict[str, Any]:
-    """Tell tallies as the model does."""
+def counts_of(tallies: GroupHistograms) -> dict[str, Any]:
+    """Return histograms in the form of the model."""
 
-    def told(histogram: Histogram) -> tuple[dict[int | None, int], int]:
+    def shown(histogram: Histogram) -> tuple[dict[int | None, int], int]:
         counts = zip((*histogram.edges, None), histogram.counts, strict=True)
         return {edge: count for edge, count in counts if count}, histogram.sum
 
     return {
-        "lengths": {kind: (told(one.mean), told(one.longest)) for kind, one in tallies.lengths.items()},
+        "lengths": {kind: (shown(one.mean), shown(one.longest)) for kind, one in tallies.lengths.items()},
         "reuse": tallies.reuse,
-        "age_at_use": told(tallies.age_at_use),
-        "drop_ages": {r: (told(a.versions), told(a.ms)) for r, a in tallies.drop_ages.items() if a.versions.count},
+        "age_at_use": shown(tallies.age_at_use),
+        "drop_ages": {r: (shown(a.versions), shown(a.ms)) for r, a in tallies.drop_ages.items() if a.versions.count},
         "prompts": (tallies.prompts_stored, tallies.prompts_trained, tallies.prompts_dropped),
     }
 
 
 def story_of(state: RunState) -> dict[str, Any]:
-    """Tell everything that two folds of the same history must agree on."""
+    """Return everything that must be equal after two rebuilds of the same history."""
     index = state.index
     numbers = range(1, state.stored + 1)
     kept = {int(n): row for n in numbers for row in index.rows_of([n]).tolist()}
@@ -263,7 +263,7 @@ def story_of(state: RunState) -> dict[str, Any]:
             state.pool.stale_adapters,
         ),
         "used": (state.totals.groups_used, state.totals.tokens_used, state.totals.used_staleness),
-        "tallies": told_of(state.totals.histograms),
+        "tallies": counts_of(state.totals.histograms),
         "words": (state.epoch, state.failed_prompts, state.failures, state.config, state.max_uses, state.entries),
     }
 
@@ -272,19 +272,19 @@ def story_of(state: RunState) -> dict[str, Any]:
 
 
 class Streams:
-    """What storage holds: encoded index entries with their deduplication, encoded ledger records.
+    """Content of storage: encoded index entries, deduplicated, and encoded ledger records.
 
-    `told` is, by ledger entry, how long the index stream was when the record was written, and what it let go.
+    `written` holds for each ledger entry the length of the index stream when it was written, and the freed groups.
     """
 
     def __init__(self) -> None:
         self.index: list[Any] = []
         self.ledger: list[bytes] = []
         self.numbers: dict[str, int] = {}
-        self.told: list[tuple[int, set[int]]] = []
+        self.written: list[tuple[int, set[int]]] = []
 
     def publish(self, group_id: str, group: ModelGroup) -> bool:
-        """Append a group unless its id, or its prompt, has one already."""
+        """Append a group unless its id or its prompt is already there."""
         names = [group_id] if group.prompt is None else [group_id, f"p{group.prompt}"]
         if any(name in self.numbers for name in names):
             return False
@@ -294,34 +294,34 @@ class Streams:
         self.index.append(entries(values if group.prompt is None else values | {"prompt_index": group.prompt}))
         return True
 
-    def take_in(self, state: RunState, through: int) -> None:
+    def ingest(self, state: RunState, through: int) -> None:
         """Fold the index stream up to number `through`."""
         fresh = self.index[state.stored : through]
         if fresh:
             state.store(np.arange(state.stored + 1, state.stored + 1 + len(fresh)), np.concatenate(fresh))
 
     def replay(self, state: RunState, through: int) -> None:
-        """Fold the ledger up to entry `through`; it lets the same payloads go as when it was written."""
+        """Fold the ledger up to entry `through`; it must free the same groups as when it was written."""
         for entry in range(state.entries + 1, through + 1):
             freed = state.apply(entry, decode_record(self.ledger[entry - 1])).tolist()
-            assert set(freed) == self.told[entry - 1][1], f"ledger entry {entry} lets other groups go than before"
+            assert set(freed) == self.written[entry - 1][1], f"ledger entry {entry} frees other groups than before"
 
     def index_first(self) -> RunState:
-        """Rebuild as a server that starts: the whole index stream, then the ledger."""
+        """Rebuild like a starting server: the whole index stream, then the ledger."""
         state = RunState()
-        self.take_in(state, len(self.index))
+        self.ingest(state, len(self.index))
         self.replay(state, len(self.ledger))
         return state
 
     def by_chunks(self, data: st.DataObject) -> RunState:
-        """Rebuild as a server that follows: a chunk of the ledger is read, then the index's tail, then both folded."""
+        """Rebuild like a follower: read a chunk of the ledger, then the tail of the index, then fold both."""
         state = RunState()
         while state.entries < len(self.ledger):
             through = data.draw(st.integers(state.entries + 1, len(self.ledger)))
-            least = max(state.stored, self.told[through - 1][0])
-            self.take_in(state, data.draw(st.integers(least, len(self.index))))
+            least = max(state.stored, self.written[through - 1][0])
+            self.ingest(state, data.draw(st.integers(least, len(self.index))))
             self.replay(state, through)
-        self.take_in(state, len(self.index))
+        self.ingest(state, len(self.index))
         return state
 
 
@@ -329,7 +329,7 @@ class Streams:
 
 
 class RunStateMachine(RuleBasedStateMachine):
-    """Everything a service may write, in any order that the service allows."""
+    """Everything that a service may write, in any order that it allows."""
 
     @initialize(data=st.data(), steps_per_publish=st.sampled_from([1, 2]), max_uses=USES)
     def start(self, data: st.DataObject, steps_per_publish: int, max_uses: int | None) -> None:
@@ -340,7 +340,7 @@ class RunStateMachine(RuleBasedStateMachine):
         self.most_uses: int | None = 1
         self.configure(max_uses)
         self.append(data, 5, ticketed=False)
-        self.take_in()
+        self.ingest()
 
     # -- writing
 
@@ -350,7 +350,7 @@ class RunStateMachine(RuleBasedStateMachine):
         freed = self.state.apply(self.model.entries, decode_record(raw)).tolist()
         assert len(freed) == len(set(freed)) and not self.freed & set(freed), "a payload is let go once"
         self.streams.ledger.append(raw)
-        self.streams.told.append((len(self.streams.index), set(freed)))
+        self.streams.written.append((len(self.streams.index), set(freed)))
         self.freed |= set(freed)
         return set(freed)
 
@@ -364,7 +364,7 @@ class RunStateMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 5), ticketed=st.booleans())
     def append(self, data: st.DataObject, count: int, ticketed: bool) -> None:
-        """Groups enter the stream; the leader takes them in some time later."""
+        """Groups enter the stream; the leader ingests them later."""
         for _ in range(count):
             newest = data.draw(st.integers(0, self.model.published))
             number = len(self.streams.index) + 1
@@ -378,20 +378,20 @@ class RunStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.streams.numbers)
     @rule(data=st.data())
     def append_again(self, data: st.DataObject) -> None:
-        """A repeat, or the second group of a prompt, is a duplicate and leaves no trace."""
+        """A repeated group, or a second group of a prompt, is a duplicate and changes nothing."""
         name = data.draw(st.sampled_from(sorted(self.streams.numbers)))
         assert not self.streams.publish(name, ModelGroup(len(self.streams.index) + 1, 0, 0, 2, None))
 
     @precondition(lambda self: self.model.coming)
     @rule()
-    def take_in(self) -> None:
-        self.streams.take_in(self.state, len(self.streams.index))
+    def ingest(self) -> None:
+        self.streams.ingest(self.state, len(self.streams.index))
         self.model.groups |= {group.number: group for group in self.model.coming}
         self.model.coming = []
 
     @rule(prompt=st.integers(0, 9))
     def give_up(self, prompt: int) -> None:
-        """The last ticket of a prompt expired; its group may be in the stream already, unseen, or come later."""
+        """Fail a prompt; its group may already be in the stream, unread, or come later."""
         if prompt not in {group.prompt for group in self.model.groups.values()} | self.model.gave_up:
             self.model.gave_up.add(prompt)
             self.write(TicketRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired"))
@@ -411,7 +411,7 @@ class RunStateMachine(RuleBasedStateMachine):
         step = model.next_step
         for group in chosen:
             group.uses.append(step)
-            model.uses_told.append((group, len(group.uses), model.now_s))
+            model.all_uses.append((group, len(group.uses), model.now_s))
         record = batch_record(
             step,
             [batch_entry(g.number, version=g.version, times_sampled=len(g.uses)) for g in chosen],
@@ -425,7 +425,7 @@ class RunStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.next_step == self.model.step and self.model.at("live"))
     @rule(data=st.data(), count=st.integers(1, 3))
     def train(self, data: st.DataObject, count: int) -> None:
-        """A whole step, and fresh groups of the version it makes."""
+        """Train a whole step, and store new groups of its version."""
         self.assemble(data)
         self.ack()
         if self.model.published < self.model.version_of(self.model.step):
@@ -451,7 +451,7 @@ class RunStateMachine(RuleBasedStateMachine):
     def checkpoint(self, data: st.DataObject, keep: int) -> None:
         step = data.draw(st.sampled_from(range(self.model.step, self.model.oldest - 1, -1)))
         freed = self.write(CheckpointRecord(step=step, keep=keep))
-        assert freed == self.model.checkpoint(step, keep), "exactly what no resume needs is freed"
+        assert freed == self.model.checkpoint(step, keep), "a checkpoint frees exactly the groups that no resume needs"
 
     @precondition(lambda self: self.model.next_step > self.model.oldest)
     @rule(data=st.data(), mode=st.sampled_from(["redeliver", "resample"]))
@@ -466,7 +466,7 @@ class RunStateMachine(RuleBasedStateMachine):
             )
         )
 
-    # -- what the service and its operator do
+    # -- service and operator
 
     @precondition(lambda self: self.model.at("live"))
     @rule(data=st.data(), reason=st.sampled_from(["too_stale", "overlong"]))
@@ -478,8 +478,8 @@ class RunStateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.at("live") or self.model.at("in_batches"))
     @rule(data=st.data())
-    def bury(self, data: st.DataObject) -> None:
-        """Before it is selected, or when its batch is to be served again."""
+    def dead_letter(self, data: st.DataObject) -> None:
+        """Drop a group before its selection, or when its batch is served again."""
         group = data.draw(st.sampled_from(self.model.at("live") + self.model.at("in_batches")))
         group.poison, group.poisoned = "bad_checksum", (self.model.next_step, self.model.now_s)
         self.write(DeadLetterRecord(numbers={"bad_checksum": [group.number]}))
@@ -504,11 +504,11 @@ class RunStateMachine(RuleBasedStateMachine):
     def set_state(self, words: tuple[str, str | None]) -> None:
         self.configure(self.model.max_uses, state=words[0], reason=words[1])
 
-    # -- restarts: from here on the rebuilt state is the one in use
+    # -- restarts: continue with the rebuilt state
 
     def go_on_with(self, rebuilt: RunState) -> None:
         if self.model.coming:
-            self.take_in()
+            self.ingest()
         assert story_of(rebuilt) == story_of(self.state)
         self.state = rebuilt
 
@@ -524,15 +524,15 @@ class RunStateMachine(RuleBasedStateMachine):
         if hasattr(self, "model"):
             self.restart()
 
-    # -- what holds after every step
+    # -- invariants
 
     @invariant()
-    def every_group_stands_where_the_model_has_it(self) -> None:
+    def every_group_has_the_state_of_the_model(self) -> None:
         expected = [group.place(self.model.max_uses) for group in self.model.groups.values()]
         assert [find_group_state(self.state, number) for number in self.model.groups] == expected
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def the_counts_add_up(self) -> None:
         state = self.state
         live, in_batches = state.count(LIVE), state.count(IN_BATCHES)
         evicted, dead = sum(state.totals.evicted.values()), sum(state.totals.dead_lettered.values())
@@ -544,15 +544,15 @@ class RunStateMachine(RuleBasedStateMachine):
         assert +state.totals.evicted == reasons
 
     @invariant()
-    def kept_sums_of_live_groups_are_those_of_the_groups(self) -> None:
+    def cached_sums_of_live_groups_are_right(self) -> None:
         groups = self.model.at("live")
         fresh, uses = sum(not g.uses for g in groups), sum(len(g.uses) for g in groups)
         assert self.state.pool.live_totals() == (len(groups), sum(g.tokens for g in groups), fresh, uses)
 
     @invariant()
-    def the_tallies_are_the_models_and_add_up(self) -> None:
+    def the_histograms_equal_the_model_and_add_up(self) -> None:
         state, tallies = self.state, self.state.totals.histograms
-        assert told_of(tallies) == self.model.tallies()
+        assert counts_of(tallies) == self.model.tallies()
         assert {kind: lengths.mean.count for kind, lengths in tallies.lengths.items()} == {
             "stored": state.stored,
             "used": state.totals.groups_used,
@@ -578,15 +578,15 @@ class RunStateMachine(RuleBasedStateMachine):
                 assert index["last_step"][rows[0]] == max(group.uses, default=-1)
 
     @invariant()
-    def every_group_names_the_steps_that_used_it_also_when_it_is_retired(self) -> None:
+    def the_steps_of_every_group_are_found_even_when_it_is_retired(self) -> None:
         steps = steps_by_group(self.state, list(self.model.groups))
         kept = self.state.records
         assert steps == {n: [s for s in group.uses if s in kept] for n, group in self.model.groups.items()}
         assert self.state.trimmed_entries or len(kept) == self.model.next_step
 
     @invariant()
-    def nothing_that_a_resume_may_need_is_gone(self) -> None:
-        """Neither a batch that may be served again, nor what may be sampled now or after a rewind."""
+    def no_group_that_a_resume_may_need_is_freed(self) -> None:
+        """Neither groups of batches that may be served again, nor groups that may be sampled now or after a rewind."""
         held = {number for batch in self.model.batches.values() for number in batch.numbers}
         assert all(step >= self.model.oldest for step in self.model.batches)
         assert not self.freed & held
@@ -594,7 +594,7 @@ class RunStateMachine(RuleBasedStateMachine):
         assert self.freed == {group.number for group in self.model.groups.values() if group.freed}
 
     @invariant()
-    def the_history_is_the_models(self) -> None:
+    def the_history_equals_the_model(self) -> None:
         state, model = self.state, self.model
         assert (state.step, state.next_step, state.generation) == (model.step, model.next_step, model.generation)
         assert (state.epoch, state.config_state, state.max_uses) == (model.epoch, model.state, model.max_uses)
@@ -610,7 +610,7 @@ class RunStateMachine(RuleBasedStateMachine):
                 assert find_batch_entry(state, step, generation) == model.batch_of(step, generation)
 
     @invariant()
-    def a_page_lists_the_groups_of_a_place(self) -> None:
+    def a_page_lists_the_groups_in_a_state(self) -> None:
         for place in PLACES:
             numbers = [g.number for g in self.model.at(place)]
             assert list_numbers(self.state, place, 0, 1000) == numbers

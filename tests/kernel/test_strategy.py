@@ -1,4 +1,4 @@
-"""The contract of a strategy: what it is told, filling a budget, the staleness window, options."""
+"""Interface of strategies: filling a budget, the staleness window, defaults, options."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Plain(Strategy[StrategyOptions]):
         return fill(groups, np.arange(len(groups)), budget)
 
 
-def test_the_reasons_for_waiting_are_the_closed_list_of_the_contract() -> None:
-    """The order counts: the first that holds is told."""
+def test_waiting_reasons_are_the_closed_list_of_the_contract_in_its_order() -> None:
+    """The service reports the first reason that applies."""
     assert (
         *("finished", "paused", "awaiting_ack", "awaiting_publication", "rate_limited", "all_stale"),
         *("reuse_exhausted", "no_producers", "no_groups", "too_few_groups", "too_few_tokens"),
@@ -62,10 +62,10 @@ BUDGETS = st.builds(
 @given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.randoms(use_true_random=False))
 @example([60, 60], Budget(tokens=100, groups=None, seq_len=64), None)
 @steady
-def test_fill_takes_whole_groups_in_the_order_given_and_never_beyond_the_budget(
+def test_fill_takes_whole_groups_in_the_given_order_within_the_budget(
     tokens: list[int], budget: Budget, random: Any
 ) -> None:
-    """Waiting only where all groups that could ever fit are fewer than a batch."""
+    """It waits only if all groups that fit are fewer than a batch."""
     order = list(range(len(tokens)))
     if random is not None:
         random.shuffle(order)
@@ -87,10 +87,10 @@ def test_fill_takes_whole_groups_in_the_order_given_and_never_beyond_the_budget(
 
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=14), BUDGETS, st.integers(0, 3))
 @steady
-def test_fill_takes_no_fewer_tokens_than_passing_over_what_does_not_fit(
+def test_fill_uses_at_least_as_many_tokens_as_skipping_groups_that_do_not_fit(
     tokens: list[int], budget: Budget, last: int
 ) -> None:
-    """And always the first group that fits an empty batch, so that none waits for ever."""
+    """It always takes the first group that fits an empty batch, so that no group waits for ever."""
     chosen = fill(live_groups(tokens), np.arange(len(tokens)), budget, last_version=last)
     if isinstance(chosen, Waiting) or budget.tokens is None or budget.groups is not None:
         return
@@ -106,8 +106,8 @@ def test_fill_takes_no_fewer_tokens_than_passing_over_what_does_not_fit(
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=90), BUDGETS, st.integers(0, 3))
 @steady
-def test_no_group_of_the_window_fits_beside_those_of_a_batch(tokens: list[int], budget: Budget, last: int) -> None:
-    """In both bounds: whoever follows within the look-ahead, or was left for a better fit."""
+def test_no_group_within_the_look_ahead_fits_into_a_filled_batch(tokens: list[int], budget: Budget, last: int) -> None:
+    """Neither a following group nor one that was given up for a better fit."""
     chosen = fill(live_groups(tokens), np.arange(len(tokens)), budget, last_version=last)
     if isinstance(chosen, Waiting) or len(chosen.rows) == budget.groups:
         return
@@ -119,15 +119,15 @@ def test_no_group_of_the_window_fits_beside_those_of_a_batch(tokens: list[int], 
     assert not [size for at, size in enumerate(tokens[: first + LOOK_AHEAD]) if at not in taken and size <= room]
 
 
-def test_a_batch_of_both_bounds_takes_as_many_as_fit_in_both() -> None:
-    """One more group fits: not all that have the tokens for it, but the one that fills the batch."""
+def test_with_both_bounds_the_last_group_is_the_one_that_fills_the_batch() -> None:
+    """One more group is allowed, and several would fit into the tokens."""
     groups = live_groups([300, 300, 300, 200, 40, 60, 99, 500])
     chosen = fill(groups, np.arange(8), Budget(tokens=1000, groups=4, seq_len=512))
     assert isinstance(chosen, Selection) and chosen.rows.tolist() == [1, 2, 3, 7]
 
 
 def test_with_both_bounds_a_batch_has_all_its_groups_or_99_percent_of_its_tokens() -> None:
-    """Nine groups of about a ninth of the budget each: now one bound binds, now the other; batch after batch."""
+    """Nine groups of about a ninth of the budget each, so that each bound is reached in some batches."""
     by_bound = {"groups": 0, "tokens": 0}
     for seed in range(6):
         drawn = np.random.default_rng(seed).lognormal(6.5, 0.9, (300, 8)).sum(axis=1).astype(int)
@@ -145,8 +145,8 @@ def test_with_both_bounds_a_batch_has_all_its_groups_or_99_percent_of_its_tokens
 
 
 @pytest.mark.parametrize("mean", [6.5, 7.2])
-def test_less_than_one_percent_of_the_budget_stays_unused_where_the_pool_permits(mean: float) -> None:
-    """Three batches' worth of groups of eight rollouts, batches of about 16 groups or of 8; batch after batch."""
+def test_a_large_pool_fills_99_percent_of_the_token_budget(mean: float) -> None:
+    """The pool has groups for three batches; a batch has about 16 groups, or about 8."""
     for seed in range(20):
         sizes = np.random.default_rng(seed).lognormal(mean, 0.9, (400, 8)).astype(np.int64).sum(axis=1)
         budget = Budget(tokens=131072, groups=None, seq_len=32768)
@@ -160,8 +160,8 @@ def test_less_than_one_percent_of_the_budget_stays_unused_where_the_pool_permits
             pool = [entry for at, entry in enumerate(pool) if at not in taken]
 
 
-def test_a_group_that_is_left_waits_no_longer_than_those_before_it_take() -> None:
-    """A group of almost the whole budget fits badly with all others, and is the first of some batch all the same."""
+def test_a_given_up_group_waits_no_longer_than_the_groups_before_it_need() -> None:
+    """A group of almost the whole budget fits badly with all others, but must be the first of a batch soon."""
     sizes = [30, 97, 30, 40, 33, 37, 30, 50, 50] + [25] * 40
     left, batches = list(range(len(sizes))), 0
     while 1 in left:
@@ -172,8 +172,8 @@ def test_a_group_that_is_left_waits_no_longer_than_those_before_it_take() -> Non
     assert batches == 2
 
 
-def test_groups_that_would_be_too_stale_for_the_next_batch_are_not_left_for_a_better_fit() -> None:
-    """50 + 30 leaves 20 unused; 50 + 50 would not, but the group of 30 has no batch after this one."""
+def test_groups_that_would_be_too_stale_for_the_next_batch_are_not_given_up() -> None:
+    """50 + 30 leaves 20 tokens unused and 50 + 50 none, but the group of 30 cannot be in a later batch."""
     budget, sizes = Budget(tokens=100, groups=None, seq_len=64), [50, 30, 50, 50]
     groups = live_groups(sizes, versions=[3, 3, 4, 4])
     for last_version, rows in ((3, [1, 3]), (4, [1, 2])):
@@ -181,12 +181,12 @@ def test_groups_that_would_be_too_stale_for_the_next_batch_are_not_left_for_a_be
         assert isinstance(chosen, Selection) and chosen.rows.tolist() == rows
 
 
-def test_fill_passes_over_a_group_that_does_not_fit_for_the_next_that_does() -> None:
+def test_fill_skips_a_group_that_does_not_fit_and_takes_the_next_that_does() -> None:
     chosen = fill(live_groups([50, 60, 40, 10]), np.arange(4), Budget(tokens=100, groups=None, seq_len=64))
     assert isinstance(chosen, Selection) and chosen.rows.tolist() == [1, 3, 4]
 
 
-def test_a_batch_is_full_when_either_bound_is_reached() -> None:
+def test_a_batch_is_full_when_it_reaches_either_bound() -> None:
     budget = Budget(tokens=100, groups=2, seq_len=64)
     few = fill(live_groups([10, 10, 10]), np.arange(3), budget)
     large = fill(live_groups([90, 20]), np.arange(2), budget)
@@ -194,13 +194,13 @@ def test_a_batch_is_full_when_either_bound_is_reached() -> None:
     assert isinstance(large, Selection) and large.rows.tolist() == [1]
 
 
-def test_no_batch_is_made_of_groups_that_are_all_too_large() -> None:
-    """A selection of nothing would break the contract and pause the run."""
+def test_fill_waits_if_all_groups_are_too_large() -> None:
+    """An empty selection would break a rule and pause the run."""
     assert fill(live_groups([200]), np.arange(1), Budget(100, None, 64)) == Waiting("too_few_tokens")
 
 
 def test_fill_takes_from_a_million_groups_without_a_loop_over_them() -> None:
-    """The budget is reached after few; the rest is looked at by numpy alone."""
+    """The batch is full after a few groups; only numpy reads the others."""
     groups = live_groups([30] * 1_000_000)
     chosen = fill(groups, np.arange(len(groups)), Budget(tokens=65536, groups=None, seq_len=64))
     assert isinstance(chosen, Selection) and len(chosen.rows) == 65536 // 30
@@ -208,23 +208,22 @@ def test_fill_takes_from_a_million_groups_without_a_loop_over_them() -> None:
 
 @given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.integers(1, 5))
 @steady
-def test_fill_takes_the_same_from_an_order_in_pieces(tokens: list[int], budget: Budget, size: int) -> None:
-    """However the order is cut: a strategy may make it as far as a batch asks for."""
+def test_fill_takes_the_same_groups_from_an_order_in_chunks(tokens: list[int], budget: Budget, size: int) -> None:
+    """For chunks of any size."""
     groups, order = live_groups(tokens), np.arange(len(tokens))[::-1]
     whole = fill(groups, order, budget)
-    pieces = fill(groups, (order[at : at + size] for at in range(0, len(order), size)), budget)
+    chunked = fill(groups, (order[at : at + size] for at in range(0, len(order), size)), budget)
     if isinstance(whole, Selection):
-        assert isinstance(pieces, Selection) and pieces.rows.tolist() == whole.rows.tolist()
+        assert isinstance(chunked, Selection) and chunked.rows.tolist() == whole.rows.tolist()
     else:
-        assert pieces == whole
+        assert chunked == whole
 
 
-def test_fill_asks_for_no_more_pieces_than_the_batch_needs() -> None:
-    """What comes after a full batch is never made."""
+def test_fill_reads_no_more_chunks_of_the_order_than_the_batch_needs() -> None:
 
     def order() -> Iterator[npt.NDArray[np.int64]]:
         yield np.array([2, 1])
-        raise LookupError("asked for more than was needed")
+        raise LookupError("read more than was needed")
 
     for budget in (Budget(None, 2, 64), Budget(60, None, 64)):
         chosen = fill(live_groups([30] * 9), order(), budget)
@@ -234,8 +233,8 @@ def test_fill_asks_for_no_more_pieces_than_the_batch_needs() -> None:
 # ---------------------------------------------------------------------- the staleness window
 
 
-def capacity_plainly(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
-    """Count the batches still open to a group started now, then what they lack, group by group."""
+def count_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, look_ahead: int) -> int:
+    """Count the batches that a group started now can still enter, then the groups that they need."""
     if max_staleness is None:
         batches = look_ahead + 1
     else:
@@ -268,7 +267,7 @@ def capacity_plainly(buffer: BufferView, flow: Flow, max_staleness: int | None, 
     look_ahead=st.integers(0, 2),
 )
 @steady
-def test_capacity_is_what_counting_open_batches_gives(
+def test_capacity_equals_a_count_over_the_open_batches(
     budget: Budget,
     step: int,
     published: int,
@@ -292,11 +291,11 @@ def test_capacity_is_what_counting_open_batches_gives(
     )
     flow = Flow(now_s=0.0, tokens_per_group=tokens_per_group)
     found = window_capacity(buffer, flow, max_staleness, look_ahead)
-    assert found == capacity_plainly(buffer, flow, max_staleness, look_ahead)
+    assert found == count_capacity(buffer, flow, max_staleness, look_ahead)
 
 
 def test_capacity_is_closed_until_a_publication_opens_the_window() -> None:
-    """On-policy: step 3 is next and version 2 published; what is generated now would be stale at once."""
+    """On-policy, step 3 is next and version 2 is published: a group generated now would be stale at once."""
     budget, flow = Budget(tokens=None, groups=4, seq_len=64), Flow(0.0, 10.0)
     view = buffer_view(step=3, version=3, published_version=2, budget=budget)
     assert window_capacity(view, flow, 0, 0) == 0
@@ -313,7 +312,7 @@ def test_capacity_counts_live_groups_and_tickets() -> None:
 # ---------------------------------------------------------------------- defaults
 
 
-def test_a_strategy_that_says_nothing_is_on_policy_and_uses_a_group_once() -> None:
+def test_a_strategy_with_all_defaults_is_on_policy_and_uses_a_group_once() -> None:
     plain = Plain(StrategyOptions())
     assert (plain.max_staleness, plain.max_uses, plain.look_ahead) == (0, 1, 0)
     plain.observe(Feedback(0, {"loss": 1.0}))
@@ -326,13 +325,13 @@ def test_a_strategy_without_select_cannot_be_built() -> None:
         Strategy(StrategyOptions())  # type: ignore[abstract]
 
 
-def test_groups_that_are_too_stale_for_every_later_batch_are_evicted_with_that_reason() -> None:
+def test_groups_too_stale_for_every_later_batch_are_evicted_as_too_stale() -> None:
     groups = live_groups([5, 5, 5], versions=[2, 3, 4])
     assert Plain(StrategyOptions()).evict(groups, buffer_view(version=4)) == Evictions((1, 2), ("too_stale",) * 2)
     assert Plain(StrategyOptions()).evict(groups, buffer_view(version=2)) == Evictions()
 
 
-def test_a_strategy_without_a_bound_of_staleness_evicts_nothing() -> None:
+def test_a_strategy_with_unbounded_staleness_evicts_nothing() -> None:
     class Patient(Plain):
         @property
         def max_staleness(self) -> int | None:
@@ -359,23 +358,23 @@ class Options(StrategyOptions, frozen=True):
     cooldown: int = 0
 
 
-def test_options_are_built_with_their_defaults() -> None:
+def test_absent_options_get_their_defaults() -> None:
     assert check_options("x", {"order": "fifo"}, Options) == Options(order="fifo", max_staleness=1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, [1.0, -math.inf], {"a": {"b": math.nan}}], ids=str)
-def test_a_number_that_is_none_is_refused_wherever_it_stands_in_an_option(value: Any) -> None:
-    """Whatever the type of the option is: a plug-in need not bound its numbers to be safe of it."""
+def test_nan_and_infinity_are_rejected_anywhere_in_an_option(value: Any) -> None:
+    """For every type of option, so a plug-in need not check its numbers itself."""
     with pytest.raises(Invalid, match=r"cooldown is .*(NaN|Infinity).*; needed: finite numbers") as caught:
         check_options("mine", {"order": "fifo", "cooldown": value}, Options)
     assert caught.value.name == "strategy.options.cooldown"
 
 
-def test_a_strategy_without_options_says_so() -> None:
+def test_the_error_of_an_unknown_option_reports_that_there_are_no_options() -> None:
     with pytest.raises(Invalid, match="valid options: none"):
         check_options("mine", {"k": 1}, StrategyOptions)
 
 
-def test_options_do_not_change_under_a_strategy() -> None:
+def test_options_are_immutable() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         Options(order="fifo").cooldown = 3  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Tickets: a prompt index is out, due again, failed or done, never two of these; storage brings the book back."""
+"""Ticket book, compared with a model, also after it is restored from storage."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ COUNTS = st.integers(1, 10**9 - 1)
 
 
 @given(st.text(max_size=6), NUMBERS, NUMBERS, COUNTS, COUNTS)
-def test_a_ticket_reads_back_as_it_was_written(
-    adapter: str, generation: int, index: int, attempt: int, serial: int
-) -> None:
+def test_a_ticket_equals_its_parsed_text(adapter: str, generation: int, index: int, attempt: int, serial: int) -> None:
     ticket = Ticket(adapter, generation, index, attempt, serial)
     assert parse_ticket(str(ticket)) == ticket
 
 
 @given(st.text(alphabet="0123456789t-/ab٣ \n", max_size=12) | st.text(max_size=20))
-def test_what_reads_as_a_ticket_is_written_the_same_way(text: str) -> None:
-    """No second spelling of a ticket is taken, and garbage is `NotFound`, never another error."""
+def test_every_ticket_has_exactly_one_text(text: str) -> None:
+    """Any other text raises `NotFound` and no other error."""
     try:
         ticket = parse_ticket(text)
     except NotFound as error:
@@ -64,18 +62,18 @@ def test_what_reads_as_a_ticket_is_written_the_same_way(text: str) -> None:
         "t0-0-1-2-3",
     ],
 )
-def test_garbage_is_no_ticket(text: str) -> None:
+def test_an_invalid_text_is_not_found(text: str) -> None:
     with pytest.raises(NotFound, match="is not one this service issued"):
         parse_ticket(text)
 
 
-def test_a_number_of_thousands_of_digits_is_no_ticket() -> None:
-    """Python refuses to convert so many digits; the caller must not see that."""
+def test_a_number_of_thousands_of_digits_is_not_found() -> None:
+    """Python cannot convert so many digits; the caller must not see that error."""
     with pytest.raises(NotFound):
         parse_ticket("t" + "9" * 5000 + "-0-1-1")
 
 
-def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:
+def test_the_default_group_id_contains_the_prompt_and_its_adapter() -> None:
     assert (prompt_key("", 7), prompt_key("math", 7)) == ("p7", "math/p7")
 
 
@@ -84,7 +82,7 @@ def test_the_default_group_id_names_the_prompt_and_its_adapter() -> None:
 
 @dataclasses.dataclass
 class Prompt:
-    """Where one prompt stands: `out` until a deadline, `due` again, `failed`, `done`; its failed tries and tickets."""
+    """State of one prompt: `out` until a deadline, `due` again, `failed` or `stored`; its failed tries and tickets."""
 
     state: str
     generation: int
@@ -94,7 +92,7 @@ class Prompt:
 
 
 class Storage:
-    """What the service keeps of the changes: a sorted set of tickets, a hash of counters."""
+    """Changes as the service stores them: a sorted set of tickets and a hash of counters."""
 
     def __init__(self) -> None:
         self.tickets: dict[str, float] = {}
@@ -110,7 +108,7 @@ class Storage:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """Producers that take, lose, return and fulfil tickets, in any order."""
+    """Producers take, lose, return and complete tickets, in any order."""
 
     @initialize(ttl_s=st.integers(1, 20), max_attempts=st.integers(1, 3), prompts=st.none() | st.integers(1, 6))
     def start(self, ttl_s: int, max_attempts: int, prompts: int | None) -> None:
@@ -148,7 +146,7 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(adapter=st.sampled_from(ADAPTERS), count=st.sampled_from([1, 2, 4, 0]))
     def issue(self, adapter: str, count: int) -> None:
-        """Prompts due again come first, then new indexes in order, as many as there are."""
+        """Prompts that are due again come first, then new indexes in order, until the supply ends."""
         ttl_s, _, supply = self.terms
         due = {key for key in self.those("due") if key[0] == adapter}
         prompts = self.prompts[adapter]
@@ -174,7 +172,7 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(0, 30))
     def expire(self, seconds: int) -> None:
-        """A ticket expires at its deadline, not a second earlier."""
+        """A ticket expires at its deadline, not earlier."""
         self.now_s += seconds
         late = [key for key, prompt in self.those("out").items() if prompt.deadline_s <= self.now_s]
         tickets = {key: self.ticket_of(key) for key in late}
@@ -203,8 +201,10 @@ class TicketMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.prompts.values()))
     @rule(data=st.data(), attempts=st.integers(-1, 1), serials=st.integers(-1, 1), generations=st.integers(-1, 1))
-    def give_back_what_is_not_out(self, data: st.DataObject, attempts: int, serials: int, generations: int) -> None:
-        """An earlier attempt, a later one or one never issued: `NotFound`, and nothing changes."""
+    def give_back_a_ticket_that_is_not_out(
+        self, data: st.DataObject, attempts: int, serials: int, generations: int
+    ) -> None:
+        """For an earlier, later or never issued attempt: `NotFound`, without a change."""
         key = data.draw(st.sampled_from([(a, index) for a, all_ in self.prompts.items() for index in range(len(all_))]))
         newest = self.ticket_of(key)
         ticket = newest._replace(
@@ -221,15 +221,15 @@ class TicketMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.prompts.values()))
     @rule(data=st.data())
     def store_groups(self, data: st.DataObject) -> None:
-        """A stored group strikes its prompt, out or due again; twice or for a prompt that failed changes nothing."""
+        """A stored group removes its ticket; a second group, or one of a failed prompt, changes nothing."""
         every = [(a, index) for a, prompts in self.prompts.items() for index in range(len(prompts) + 1)]
         stored = data.draw(st.lists(st.sampled_from(every), unique=True, min_size=1, max_size=3))
-        struck = set(stored) & (self.those("out").keys() | self.those("due").keys())
-        tickets = {text for text in self.storage.tickets if parse_ticket(text).prompt in struck}
+        completed = set(stored) & (self.those("out").keys() | self.those("due").keys())
+        tickets = {text for text in self.storage.tickets if parse_ticket(text).prompt in completed}
         change = self.book.complete(stored)
         assert set(map(str, change.drop)) == tickets and not change.counts and not change.deadlines_s
-        for key in struck:
-            self.prompts[key[0]][key[1]].state = "done"
+        for key in completed:
+            self.prompts[key[0]][key[1]].state = "stored"
         self.storage.keep(change)
 
     @rule()
@@ -238,7 +238,7 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """From here on the book that storage brought back is the one in use."""
+        """Continue with the book that was restored from storage."""
         self.book = self.restored()
 
     def restored(self) -> TicketBook:
@@ -246,10 +246,10 @@ class TicketMachine(RuleBasedStateMachine):
         book.restore(self.storage.tickets.items(), dict(self.storage.counts))
         return book
 
-    # -- what holds after every step
+    # -- invariants
 
     @invariant()
-    def the_book_holds_what_the_model_holds(self) -> None:
+    def the_book_equals_the_model(self) -> None:
         for book in (self.book, self.restored()):
             out, due = self.those("out"), self.those("due")
             assert book.out == len(out)
@@ -281,7 +281,7 @@ TestTicketBookAgainstAModel.settings = settings(
 # ---------------------------------------------------------------------- single decisions
 
 
-def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
+def test_a_prompt_fails_after_its_last_attempt() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     first = book.issue("", 1, 0, 0.0).issued[0]
     assert book.give_back(first, "engine_error").failed == []
@@ -292,8 +292,8 @@ def test_a_prompt_fails_after_its_last_attempt_and_blocks_nobody() -> None:
 
 
 @pytest.mark.parametrize("reason", sorted(FORGIVEN_REASONS))
-def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: str) -> None:
-    """A generator that is restarted ten times fails no prompt, and every ticket has a text of its own."""
+def test_a_return_for_a_forgiven_reason_is_not_a_failed_attempt(reason: str) -> None:
+    """Ten restarts of a generator fail no prompt, and all tickets have different texts."""
     book = TicketBook(ttl_s=10, max_attempts=1, supplies={})
     texts = set()
     for _ in range(10):
@@ -305,7 +305,7 @@ def test_a_ticket_given_back_for_a_forgiven_reason_is_no_failed_attempt(reason: 
 
 
 @pytest.mark.parametrize("reason", ["", "engine_timeout", "engine_lost", "not shutdown", "shutdowns", "x: shutdown"])
-def test_any_other_reason_is_a_failed_attempt(reason: str) -> None:
+def test_a_return_for_any_other_reason_is_a_failed_attempt(reason: str) -> None:
     assert not is_forgiven(reason)
     book = TicketBook(ttl_s=10, max_attempts=1, supplies={})
     (ticket,) = book.issue("", 1, 0, 0.0).issued
@@ -319,8 +319,8 @@ def test_a_ticket_expires_at_its_deadline() -> None:
     assert book.expire(15.0).counts == {"expired": 1}
 
 
-def test_the_oldest_ticket_of_an_adapter_that_is_out_is_told_also_after_a_restart() -> None:
-    """Storage gives tickets back by their deadline; one that is issued again is the newest."""
+def test_the_oldest_deadline_of_each_adapter_is_the_same_after_a_restart() -> None:
+    """Storage returns tickets in the order of deadlines; a ticket that is issued again is the newest."""
     book = TicketBook(ttl_s=10, max_attempts=2, supplies={})
     first = book.issue("a", 1, 0, 1.0).issued[0]
     book.issue("b", 1, 0, 2.0)
@@ -334,8 +334,8 @@ def test_the_oldest_ticket_of_an_adapter_that_is_out_is_told_also_after_a_restar
     assert restored.oldest_deadline_s("a") == 13.0
 
 
-def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place() -> None:
-    """Guarantee 9: one stored group per prompt index, whichever attempt brought it."""
+def test_a_group_of_an_expired_ticket_completes_the_ticket_that_replaced_it() -> None:
+    """Guarantee 9: one stored group per prompt index, from any attempt."""
     book = TicketBook(ttl_s=10, max_attempts=3, supplies={})
     book.issue("", 1, 0, 0.0)
     book.expire(10.0)
@@ -344,7 +344,7 @@ def test_the_group_of_an_expired_ticket_strikes_the_ticket_issued_in_its_place()
     assert not book.pending_prompts()
 
 
-def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
+def test_a_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     ticket = book.issue("", 5, 0, 0.0).issued[0]
     assert book.used_up("")
@@ -352,7 +352,7 @@ def test_a_used_up_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
     assert not book.used_up("")
 
 
-def test_a_change_that_changes_nothing_is_false() -> None:
+def test_an_empty_change_is_false() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     assert not book.issue("", 0, 0, 0.0)
     assert not book.expire(1e9)
