@@ -60,7 +60,7 @@ class Explodes(Mine):
 
 
 class Leaves(Mine):
-    """Ends whoever builds it."""
+    """Exits the process that builds it."""
 
     def __init__(self, options):
         sys.exit("nothing")
@@ -100,7 +100,7 @@ def test_the_list_names_the_built_ins_with_their_distribution_and_first_line(
 def test_a_strategy_that_does_not_import_is_listed_with_its_cause(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the exit code says so."""
+    """The exit code is 1."""
     monkeypatch.setenv("COLUMNS", "200")
     broken = EntryPoints([EntryPoint("broken", "no_such_module:X", STRATEGIES)])
     monkeypatch.setattr(plugins, "installed", lambda group: broken.select(group=group))

@@ -61,7 +61,7 @@ class ModelContract(abc.ABC):
         self.run(main)
 
     def test_logprobs_of_sampled_tokens_equal_those_at_sampling(self) -> None:
-        """So reference and inference logprobs compare, whatever was asked for beside them."""
+        """So reference and inference logprobs can be compared, with any other request parameters."""
 
         async def main(stage: EngineStage) -> None:
             prompt = self.ids(np.random.default_rng(1), 40)

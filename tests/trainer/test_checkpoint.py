@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and training that goes on from one as if it had never stopped."""
+"""Checkpoints: a checkpoint is complete or absent, and training continues from it bit for bit."""
 
 from __future__ import annotations
 

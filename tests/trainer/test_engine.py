@@ -1,4 +1,4 @@
-"""The engine over HTTP: what it samples is what it says it sampled, whatever happens to its weights meanwhile."""
+"""The engine over HTTP: sampling, weight updates, pauses, and logprobs that match the sampled tokens."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_answer_has_the_shape_of_a_vllm_answer(shared_engine: ServedEngine) -
 
 
 def test_several_prompts_are_answered_in_order(shared_engine: ServedEngine) -> None:
-    """Each as often as asked for, numbered through; usage counts every prompt once."""
+    """Each prompt has `n` choices, with consecutive numbers; usage counts every prompt once."""
     prompts = [WORD, WORD[:2]]
     response = shared_engine.post(
         "/v1/completions", {"prompt": prompts, "n": 2, "max_tokens": 3, "return_token_ids": True}
@@ -195,7 +195,7 @@ def test_only_rows_that_do_not_fit_into_the_next_wave_count_as_waiting() -> None
 def test_a_request_out_of_bounds_is_answered_400_with_its_figures(
     shared_engine: ServedEngine, asked: dict[str, Any], words: list[str]
 ) -> None:
-    """An OpenAI error object that names what is wrong."""
+    """The answer is an OpenAI error object that names the fault."""
     response = shared_engine.post("/v1/completions", asked)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -311,7 +311,7 @@ def unknown(folder: Path) -> None:
 def test_broken_weights_are_rejected_and_the_old_weights_stay(
     shared_engine: ServedEngine, models: Path, tmp_path: Path, break_it: Callable[[Path], None]
 ) -> None:
-    """500 with the folder or tensor in the message; what is sampled afterwards is still the old policy."""
+    """The answer is 500 and names the folder or tensor. The engine still samples with the old weights."""
     folder = tmp_path / "broken"
     shutil.copytree(models / "b", folder)
     break_it(folder)

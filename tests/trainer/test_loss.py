@@ -151,7 +151,7 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(model: Any, members: 
 
 
 def test_a_kl_term_without_reference_logprobs_is_rejected(model: Any, members: list[Rollout]) -> None:
-    """The message names what is missing."""
+    """The message names the missing logprobs."""
     batch = packed(members, ROWS, with_ref=False)
     with pytest.raises(Invalid, match="ref_logprobs"):
         rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, Objective(kl=0.1), Tally())

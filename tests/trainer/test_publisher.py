@@ -61,7 +61,7 @@ class Calls(BaseHTTPRequestHandler):
 
 
 class ScriptedEngine:
-    """A server of `Calls`: `answers` are statuses by path, `seen` the calls in order, `version` what it tells."""
+    """A server of `Calls`: `answers` are statuses by path, `seen` the calls in order, `version` the version."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] = []
@@ -127,7 +127,7 @@ def test_on_publish_selects_the_pause_mode_of_the_engine(
 def test_a_rejected_load_names_engine_status_and_answer(
     scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
 ) -> None:
-    """The engine goes on with what it has, and does not get the new label."""
+    """The engine keeps its weights and does not get the new label."""
     scripted.answers["/collective_rpc"] = [500, 500]
     with pytest.raises(ServiceUnavailable) as raised:
         publisher.publish(tmp_path, 12)
@@ -183,7 +183,7 @@ def test_the_engine_samples_with_the_published_weights(engine: ServedEngine, mod
 
 
 class Asked:
-    """Stands for the service that is asked whether the run is still this trainer's; it `answers` None or raises."""
+    """Fake service that confirms that the trainer owns the run: a call returns None or raises a scripted error."""
 
     def __init__(self, *faults: Exception) -> None:
         self.versions: list[int] = []

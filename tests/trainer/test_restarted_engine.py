@@ -1,4 +1,4 @@
-"""A run whose only engine is started anew while the trainer waits for a batch: neither can go on without the other."""
+"""A run whose only engine restarts while the trainer waits for a batch: each needs the other to continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.waiting import eventually
 
 TIMEOUT_S = 60.0
 STEPS, BEFORE = 4, 2
-"""Steps of the run, and those that are trained before the engine is started anew."""
+"""Number of steps of the run, and of steps before the restart of the engine."""
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ async def generate(run: RunClient, engine: str, model: Path, held: threading.Eve
 def test_a_run_continues_after_a_restart_of_its_only_engine(
     run: RunClient, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The generator says what it waits for, the trainer what it does, and no token of other weights is stored."""
+    """Generator and trainer report the reason, and no token of other weights is stored."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64}, max_steps=STEPS)
     for number in range(BEFORE):
         group = group_of(rollouts(4, seed=number), group_id=f"g{number}", prompt_id=f"p{number}")

@@ -66,8 +66,8 @@ def test_values_of_another_length_are_rejected(batch: TensorBatch) -> None:
         per_rollout(batch.micro_batches[0], torch.zeros(1, 24))
 
 
-def test_the_core_says_who_takes_tensors(batch: TensorBatch) -> None:
-    """It knows no torch: what numpy cannot read, and batches of tensors, are refused with the way out."""
+def test_the_core_rejects_tensors_with_advice(batch: TensorBatch) -> None:
+    """The core does not import torch. It rejects tensors, and the message names the module that accepts them."""
     row = batch.host.micro_batches[0]
     zeros = torch.zeros(len(row.input_ids))
     for values in (zeros.requires_grad_(), zeros.detach().bfloat16()):

@@ -1,4 +1,4 @@
-"""The demo's model and problems: what is held out stays out, and the folder is one that every part can read."""
+"""The demo's model and problems: held-out words stay out of training, and every program can read the folder."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_generator_and_environment_read_the_problems(made: Path, name: str, spli
 
 
 def test_the_same_seed_creates_the_same_folder(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights, tokenizer and problems byte for byte; standard output tells supervision from reinforcement learning."""
+    """Weights, tokenizer and problems are equal byte for byte. Standard output names the supervised warm start."""
     again = tmp_path / "again"
     make(again, "spell_backward", 0, 0.0)
     names = sorted(path.name for path in made.iterdir())
@@ -155,7 +155,7 @@ def test_accuracy_is_the_share_of_words_spelled_without_a_fault() -> None:
     assert sampled_accuracy(new_model(0).eval(), character_tokenizer(), ["word", "other"], rng) == 0.0
 
 
-def test_problems_hold_what_scoring_needs(made: Path) -> None:
+def test_problems_have_the_fields_for_scoring(made: Path) -> None:
     """Dataset and entry of reasoning-gym, in every line."""
     for line in (made / "held_out.jsonl").read_bytes().splitlines():
         task = msgspec.json.decode(line)["metadata"]["reasoning_gym"]

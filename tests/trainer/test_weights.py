@@ -36,7 +36,7 @@ def test_a_saved_model_is_a_complete_hugging_face_folder(models: Path) -> None:
 
 
 def test_a_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
-    """While it is being filled nothing stands at its path."""
+    """The path does not exist until all files are written."""
     folder = tmp_path / "v000001"
     with whole_folder(folder) as scratch:
         (scratch / "file").write_text("half")
@@ -99,7 +99,7 @@ def test_only_the_newest_folders_are_kept(tmp_path: Path) -> None:
     [(b'{"model_type": "llama"}', "model_type 'llama'; .* need 'qwen3'"), (b"{}", "model_type None"), (b"x", "decode")],
 )
 def test_a_folder_with_another_model_is_rejected(tmp_path: Path, config: bytes, told: str) -> None:
-    """It was loaded as far as its weights have the same names, with the rest made up."""
+    """Otherwise only the weights with equal names would be loaded, and the others would stay random."""
     (tmp_path / "config.json").write_bytes(config)
     with pytest.raises(Invalid, match=told):
         load_model(tmp_path)

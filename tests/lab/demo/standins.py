@@ -28,7 +28,7 @@ GROUPS_PER_BATCH, GROUP_SIZE = 32, 8
 
 
 def main(command: str, options: list[str]) -> None:
-    """Do what `command` stands in for."""
+    """Run the stand-in for `command`."""
     given = {word: value for word, value in pairwise([*options, ""]) if word.startswith("--")}
     if command == "serve":
         os.execv(sys.executable, [sys.executable, "-m", "replaybuf", command, *options])
@@ -127,7 +127,7 @@ def generate(options: dict[str, str]) -> None:
 
 
 def train(options: dict[str, str]) -> None:
-    """Do the steps, going on where the checkpoint says, and write a line for each."""
+    """Do the steps after the checkpoint, and write a line for each."""
     checkpoint = Path(options["--checkpoint-dir"]) / "step"
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     checkpoint.parent.mkdir(exist_ok=True)

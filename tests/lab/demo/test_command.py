@@ -31,7 +31,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Start the demo on one folder; `train` says how the stand-in trainer behaves."""
+    """Start the demo on one folder; `train` selects the behaviour of the stand-in trainer."""
 
     def start_demo(*options: str, train: str = "", init_model: str = "") -> subprocess.Popen[str]:
         behaviour = {"STANDIN_STEPS": str(STEPS), "STANDIN_TRAIN": train, "STANDIN_INIT_MODEL": init_model}

@@ -52,7 +52,7 @@ def test_an_existing_demo_is_rejected_with_its_state_and_advice(tmp_path: Path) 
 
 
 def test_a_finished_demo_is_called_finished(tmp_path: Path) -> None:
-    """The message tells a demo that has its report from one that was stopped."""
+    """The message distinguishes a demo with a report from a stopped demo."""
     new(tmp_path)
     Folder(tmp_path).report_json.write_text("{}")
     with pytest.raises(Conflict, match="holds a finished demo"):
@@ -134,7 +134,7 @@ def test_options_out_of_bounds_are_rejected(tmp_path: Path, options: dict[str, i
 
 
 def test_two_demos_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one demo, or its guard, is alive, a second one is refused."""
+    """A second demo is rejected while the first demo or its guard runs."""
     monkeypatch.setattr(folders, "LOCK_WAIT_S", 0.1)
     new(tmp_path)
     holder = (

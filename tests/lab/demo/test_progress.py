@@ -59,7 +59,7 @@ def test_a_resumed_trainer_replaces_the_steps_after_its_checkpoint() -> None:
     assert progress.done_steps == 3
 
 
-def test_accuracy_after_is_known_only_once_greedy_was_measured_at_the_end() -> None:
+def test_accuracy_after_needs_a_greedy_evaluation_at_the_end() -> None:
     """An evaluation during the training is not a result; the last one of a step counts."""
     progress = Progress(seed=0, total_steps=10)
     progress.add_evaluation(evaluation(0, 0.2, 0.8))

@@ -96,7 +96,7 @@ def test_the_reason_names_the_signal_that_killed_a_child(tmp_path: Path) -> None
 
 
 def test_a_child_that_may_finish_ends_nothing_unless_it_fails(tmp_path: Path) -> None:
-    """Exit code 0 of such a child lets the story go on; another code stops it."""
+    """After exit code 0 of such a child the demo continues; another code stops it."""
 
     async def scene(code: int) -> object:
         async with Supervisor(tmp_path) as supervisor:
@@ -155,7 +155,7 @@ def test_processes_started_by_a_child_end_with_it(tmp_path: Path) -> None:
 
 
 def test_a_child_in_a_cancelled_wait_is_stopped(tmp_path: Path) -> None:
-    """When the wait is called off, the child behind it is still known to be alive, and is asked to stop."""
+    """After the wait is cancelled, the supervisor still sends SIGTERM to the child."""
 
     async def scene() -> tuple[Child, float]:
         async with Supervisor(tmp_path) as supervisor:
@@ -185,7 +185,7 @@ def test_the_url_is_read_from_the_childs_own_output(tmp_path: Path) -> None:
 
 
 def test_a_child_that_never_listens_is_named_with_its_log(tmp_path: Path) -> None:
-    """Waiting for the URL has an end, and the message says where to look."""
+    """The wait for the URL has a limit, and the message names the log."""
 
     async def scene() -> None:
         async with Supervisor(tmp_path) as supervisor:
@@ -280,7 +280,7 @@ def test_no_process_survives_kill_9_of_the_supervisor(
 
 
 def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:
-    """Without its guard the demo could leave processes behind, so it does not go on."""
+    """Without its guard the demo could leave processes behind, so it stops."""
 
     async def scene() -> object:
         async with Supervisor(tmp_path) as supervisor:

@@ -80,7 +80,7 @@ def test_the_panel_shows_all_figures(progress: Progress) -> None:
     assert re.search(r"train +12 +running +8 s +400 MB +500 MB", text)
 
 
-def test_unknown_figures_are_dashes() -> None:
+def test_missing_values_are_shown_as_dashes() -> None:
     progress = Progress(seed=0, total_steps=5)
     Console(file=io.StringIO()).print(panel(progress))
     assert summary(progress).startswith("step 0/5 | accuracy -")
