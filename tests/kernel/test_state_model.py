@@ -618,4 +618,4 @@ class RunStateMachine(RuleBasedStateMachine):
 
 
 TestRunStateAgainstAModel = RunStateMachine.TestCase
-TestRunStateAgainstAModel.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True, deadline=None)
+TestRunStateAgainstAModel.settings = settings(max_examples=50, stateful_step_count=40, derandomize=True, deadline=None)
