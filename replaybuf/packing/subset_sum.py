@@ -23,7 +23,9 @@ def closest(sizes: Sequence[int], capacity: int, enough: int, max_count: int | N
     )
     left = max_count if max_count is not None and bound else 0
     unit = max(1, -(-capacity // (_BITS // (left + 1))))
-    scaled, most, least = [-(-size // unit) for size in sizes], capacity // unit, -(-enough // unit)
+    most, least = capacity // unit, -(-enough // unit)
+    # A size that fits alone must still fit after rounding: it then fills the whole scaled capacity.
+    scaled = [min(-(-size // unit), most) if size <= capacity else most + 1 for size in sizes]
     within = (1 << most + 1) - 1
     sums = [1] * (left + 1)  # of at most 0, 1, 2, ... sizes; without a bound of any number
     reachable = [sums]  # of the sizes from a position on, last position first

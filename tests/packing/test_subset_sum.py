@@ -63,3 +63,8 @@ def test_a_count_is_never_exceeded_and_costs_little_exactness(sizes: list[int], 
 
 def test_sizes_that_cannot_fit_cost_nothing() -> None:
     assert closest([2**31, 5, 2**31], 10, 10) == [1]
+
+
+def test_a_size_that_fills_a_large_capacity_exactly_is_chosen() -> None:
+    """65,537 is rounded up above the scaled capacity."""
+    assert closest([65537], 65537, 65537) == [0]
