@@ -1,4 +1,4 @@
-"""Tickets: who may generate what, and what becomes of a ticket nobody honours."""
+"""Tickets: issue, return, expiry, and rejection of tickets that were never issued."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def test_a_ticketed_group_takes_its_name_from_the_prompt(run: RunClient) -> None
     assert run.append(group("own-name", ticket=second))[0]["status"] == "duplicate"
     assert run.append(group(None, ticket=first, prompt_index=1))[0]["reason"] == "wrong_prompt_index"
     assert run.state()["tickets"]["out"] == 1
+
+
+def test_a_ticket_of_the_next_prompt_is_rejected_before_it_is_issued(run: RunClient) -> None:
+    """Prompts 0 and 1 are issued; a made-up ticket names prompt 2."""
+    run.put(batch={"groups_per_batch": 2})
+    made_up = take(run, 2)[1].replace("-1-", "-2-", 1)
+    assert run.append(group(None, ticket=made_up))[0]["reason"] == "unknown_ticket"
 
 
 def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunClient) -> None:
