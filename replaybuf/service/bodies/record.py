@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
+import msgspec
+
 from replaybuf.service.bodies.assembly import PackedBatch, completed
 from replaybuf.wire.contract import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchRecord
@@ -37,17 +39,5 @@ def describe_batch(
         adapter_tokens=dict(tokens),
         adapters=record.adapters or None,
         adapters_completed=completed(record) if record.adapters else None,
-        groups=[
-            UsedGroup(
-                group_id=entry.group_id,
-                prompt_id=entry.prompt_id,
-                prompt_index=entry.prompt_index,
-                adapter=entry.adapter,
-                policy_version=entry.policy_version,
-                staleness=entry.staleness,
-                times_sampled=entry.times_sampled,
-                tokens=entry.tokens,
-            )
-            for entry in record.groups
-        ],
+        groups=msgspec.convert(record.groups, list[UsedGroup], from_attributes=True),
     )
