@@ -13,14 +13,13 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS
-from replaybuf.service.report.status import RunCounts
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.group_check import RULES
 from replaybuf.wire.ledger import AnyRecord
 from replaybuf.wire.plan import Plan, PlannedGroup
-from replaybuf.wire.run_status import Buckets, Coverage, DropAges, Histograms
+from replaybuf.wire.run_status import Buckets, Coverage, DropAges, Histograms, RunStatus
 from tests.conftest import RunClient, group
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +86,7 @@ def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
         TicketSpec,
         GroupJson,
         RolloutJson,
-        RunCounts,
+        RunStatus,
         Histograms,
         Buckets,
         DropAges,

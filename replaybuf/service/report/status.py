@@ -31,13 +31,6 @@ from replaybuf.wire.run_status import (
 )
 
 
-class RunCounts(msgspec.Struct, frozen=True):
-    """Part of a run's state that counts groups and prompts."""
-
-    histograms: Histograms
-    coverage: Coverage
-
-
 def render_histograms(histograms: GroupHistograms) -> Histograms:
     """Render the histograms of a run, or of one adapter."""
     return Histograms(
