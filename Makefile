@@ -9,14 +9,16 @@
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
+#   make peers                       Reverb and TransferQueue for `make bench ONLY=peers`, in .venv-peers (3.2 GB)
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
-#   make clean                       caches and build output; .venv, .venv-vllm, .verifiers and .replaybuf stay
+#   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .verifiers and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+PEERS ?= .venv-peers
 VERIFIERS ?= .verifiers
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,7 +34,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench chaos fuzz clean
+.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench peers chaos fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -86,6 +88,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 	$(BIN)/python benchmarks/tables.py
 
+peers:
+	@benchmarks/peers/install.sh $(PYTHON) $(PEERS)
+
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),20) --seed $(or $(SEED),0) $(ARGS)
 
@@ -95,4 +100,4 @@ fuzz: $(STAMP)
 
 clean:
 	rm -rf dist build site .coverage .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(PEERS) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Measure inserts and batches of eight, and what each costs the processor of the service.
+"""Compare inserts and batches with Reverb and TransferQueue, and measure what each costs the processor of the service.
 
     python benchmarks/peers.py --rounds 5
-    python benchmarks/peers.py --sides "replaybuf, HTTP" --rounds 3
+    python benchmarks/peers.py --sides "replaybuf, HTTP" Reverb --rounds 3
 
 A group has 8 rollouts, 131 kB. Each round measures every side in turns, in rotated order:
 
@@ -9,7 +9,9 @@ A group has 8 rollouts, 131 kB. Each round measures every side in turns, in rota
 - put and get: inserts by eight, then batches of eight until all groups are read;
 - the processor time of our service per append and per batch (fetch, ack, publish).
 
-Ours is strict: a group is on disk before it is answered.
+Ours is strict: a group is on disk before it is answered. Both peers keep groups in memory only. A peer runs in its own
+environment, `.venv-peers/NAME`, and starts anew for each turn, so that it takes no time from the others.
+`benchmarks/peers/install.sh` installs the peers; those that are not installed are named and left out.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -46,6 +51,12 @@ TOGETHER = 8
 """Groups per call and per batch, and callers at the same time."""
 HTTP, DIRECT = "replaybuf, HTTP", "replaybuf, direct"
 OURS = (HTTP, DIRECT)
+PEERS = {"Reverb": "reverb", "TransferQueue": "transferqueue"}
+"""Environment of each peer; `peers/ENVIRONMENT_peer.py` is its turn."""
+ENVIRONMENTS = Path(__file__).parents[1] / ".venv-peers"
+COLUMNS = ("prompt_ids", "completion_ids", "completion_mask", "inference_logprobs", "prompt_lengths")
+COLUMNS += ("completion_lengths", "rewards", "advantages")
+TURN_TIMEOUT_S = 240.0
 INSERTS = ("alone", "by eight", "eight callers")
 TIMEOUT_S = 120.0
 Figures = dict[str, float]
@@ -58,6 +69,8 @@ CALLS = {
     "batch": "per batch of eight: fetch, ack, publish",
 }
 BOUNDS_MS = {"alone": 1.0, "by eight": None, "eight callers": None, "batch": 6.0}
+AIMS = {"by eight": ("Reverb", 1.0), "put and get": ("TransferQueue", 2.0)}
+"""Ours over HTTP should reach this multiple of the peer's rate."""
 Append = Callable[[Sequence[Group]], Awaitable[object]]
 
 
@@ -66,8 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=400, help="per phase, a multiple of eight")
-    parser.add_argument("--sides", nargs="+", choices=OURS, default=OURS)
+    parser.add_argument("--sides", nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
     given = parser.parse_args()
+    if given.groups % TOGETHER:
+        parser.error(f"--groups is {given.groups}; it must be a multiple of {TOGETHER}")
     frame_bytes = len(encode_frame(made_groups()[0]))
     results = Measured(
         "peers",
@@ -76,8 +91,17 @@ def main() -> None:
         settings={"rounds": given.rounds, "groups": given.groups, "bytes_per_group": frame_bytes},
     )
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
-        sides = {name: Ours(served, name) for name in given.sides}
+        sides: dict[str, Ours | Peer] = {}
+        for name in given.sides:
+            if name in OURS:
+                sides[name] = Ours(served, name)
+            elif installed(name):
+                sides[name] = Peer(name, Path(folder))
+            else:
+                print(f"{name} is not installed: run make peers")
         record(results, measure(sides, given.rounds, given.groups), given.groups)
+        for side in sides.values():
+            results.settings |= side.versions
     results.save()
 
 
@@ -91,7 +115,7 @@ def made_groups() -> list[Group]:
     ]
 
 
-def measure(sides: dict[str, Ours], rounds: int, groups: int) -> dict[str, list[Figures]]:
+def measure(sides: Mapping[str, Ours | Peer], rounds: int, groups: int) -> dict[str, list[Figures]]:
     """Measure every side once per round, in rotated order, after a round that warms up."""
     seen: dict[str, list[Figures]] = defaultdict(list)
     names = list(sides)
@@ -112,6 +136,7 @@ class Ours:
     def __init__(self, served: Served, name: str) -> None:
         self._served, self._name = served, name
         self._made = made_groups()
+        self.versions: dict[str, str] = {}
 
     def round(self, number: int, groups: int) -> Figures:
         """Measure all phases in a run of its own."""
@@ -186,6 +211,41 @@ def train(client: Client, steps: int) -> int:
     return steps
 
 
+# ---------------------------------------------------------------------- peers
+
+
+def installed(name: str) -> bool:
+    """Return whether the environment of a peer is complete."""
+    return (ENVIRONMENTS / PEERS[name] / ".installed").exists()
+
+
+class Peer:
+    """A peer in its own environment; each turn is a process."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._environment = PEERS[name]
+        self._columns, self._answer = folder / "columns.npz", folder / f"{self._environment}.json"
+        made = made_groups()
+        np.savez(self._columns, **{column: np.stack([getattr(group, column) for group in made]) for column in COLUMNS})
+        self.versions: dict[str, str] = {}
+
+    def round(self, number: int, groups: int) -> Figures:
+        """Take one turn; it warms up by itself."""
+        if number == 0:
+            return {}
+        python = ENVIRONMENTS / self._environment / "bin/python"
+        turn = Path(__file__).parent / "peers" / f"{self._environment}_peer.py"
+        command = [str(python), str(turn), str(self._columns), str(groups), str(TOGETHER), str(self._answer)]
+        quiet = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "TQ_NUM_THREADS": str(min(8, os.cpu_count() or 1))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TURN_TIMEOUT_S, check=False, env=quiet)
+        if done.returncode:
+            raise RuntimeError(f"{turn.name} ended with {done.returncode}: {done.stderr[-2000:]}")
+        answer = msgspec.json.decode(self._answer.read_bytes())
+        self.versions = answer["versions"]
+        seconds: Figures = answer["seconds"]
+        return seconds
+
+
 # ---------------------------------------------------------------------- the table
 
 
@@ -193,14 +253,22 @@ def record(results: Measured, seen: dict[str, list[Figures]], groups: int) -> No
     """Record rates of all sides and processor time of ours."""
     for phase in INSERTS:
         rates = {side: [groups / found[phase] for found in rounds] for side, rounds in seen.items()}
-        results.record(f"insert, {phase}", rates, unit="groups/s")
+        results.record(f"insert, {phase}", rates, unit="groups/s", targets=at_least(rates, phase))
     both = {side: [groups / (found["by eight"] + found["get"]) for found in rounds] for side, rounds in seen.items()}
-    results.record("put and get, by eight", both, unit="groups/s")
+    results.record("put and get, by eight", both, unit="groups/s", targets=at_least(both, "put and get"))
     ours = {side: rounds for side, rounds in seen.items() if side in OURS}
     for phase, bound in BOUNDS_MS.items():
         spent = {side: [1e3 * found[phase + PROCESSOR] for found in rounds] for side, rounds in ours.items()}
         targets = {HTTP: [Target("median", "at most", bound)]} if bound and HTTP in spent else {}
         results.record(f"processor time of the service, {CALLS[phase]}", spent, unit="ms", targets=targets)
+
+
+def at_least(rates: Mapping[str, Sequence[float]], phase: str) -> dict[str, list[Target]]:
+    """Return the aim of a phase for our side over HTTP: a multiple of a peer's median."""
+    peer, factor = AIMS.get(phase, ("", 0.0))
+    if peer not in rates or HTTP not in rates:
+        return {}
+    return {HTTP: [Target("median", "at least", round(factor * statistics.median(rates[peer])))]}
 
 
 if __name__ == "__main__":
