@@ -275,7 +275,7 @@ async def publish(url: str, count: int) -> None:
 async def decisions(url: str, repeats: int) -> dict[str, list[float]]:
     """Select and evict in this process on the state read from Redis; return ms of each repeat."""
     store = await Store.open(url)
-    journal = Journal(RUN, store, time.time)
+    journal = Journal(RUN, store)
     await journal.load()
     selector = Selector(RUN, journal.state, TicketBook(600.0, 3, {}), time.time, Rates(time.time()))
     chosen = selector.choose()

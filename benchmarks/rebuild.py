@@ -131,7 +131,7 @@ async def fold(url: str, repeats: int) -> tuple[list[float], int]:
     store = await Store.open(url)
     rates, size = [], 0
     for _ in range(repeats):
-        journal = Journal(RUN, store, time.time)
+        journal = Journal(RUN, store)
         begun = time.perf_counter()
         await journal.load()
         rates.append(journal.state.stored / (time.perf_counter() - begun))

@@ -139,14 +139,22 @@ class ClockedServe(ServeProcess):
     def __init__(self, data_dir: Path, clock: Path) -> None:
         super().__init__(data_dir)
         self.environment["CLOCK_FILE"] = str(clock)
-        self._clock, self._offset_s = clock, 0.0
+        self._clock, self._passed_s, self._jumped_s = clock, 0.0, 0.0
         self.put_forward(0.0)
 
     def put_forward(self, by_s: float) -> None:
-        """Advance the clock by `by_s` seconds."""
-        self._offset_s += by_s
+        """Let `by_s` seconds pass."""
+        self._passed_s += by_s
+        self._write()
+
+    def jump(self, by_s: float) -> None:
+        """Set the wall clock forward (or back) while no time passes, as a time server does."""
+        self._jumped_s += by_s
+        self._write()
+
+    def _write(self) -> None:
         scratch = self._clock.with_suffix(".new")
-        scratch.write_text(str(self._offset_s))
+        scratch.write_text(f"{self._passed_s} {self._jumped_s}")
         scratch.rename(self._clock)
 
 

@@ -45,7 +45,7 @@ class _Ack(NamedTuple):
 
 
 class Rates:
-    """Measures from `since_s` on; the caller gives all times, from one clock."""
+    """Measures from `since_s` on; the caller gives all times, from one clock that does not jump."""
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s

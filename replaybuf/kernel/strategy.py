@@ -78,9 +78,9 @@ class BufferView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
-    """Measured rates for admission at time `now_s`. `tokens_per_group` is an estimate until groups have arrived.
+    """Measured rates for admission. `tokens_per_group` is an estimate until groups have arrived.
 
-    `kernel.rates.MeasuredRates` explains the rates; 0 = unknown.
+    `now_s` is of a clock that does not jump. `kernel.rates.MeasuredRates` explains the rates; 0 = unknown.
     """
 
     now_s: float

@@ -6,6 +6,9 @@ stores that in Redis.
 Invariants, per adapter: each index below `next_index` is out, due again, failed or stored, and only one of these.
 `attempt` = 1 + failed tries of the prompt <= `max_attempts`. `serial` = tickets issued for the prompt so far: it keeps
 the texts of two tickets apart also where a forgiven return leaves `attempt` as it was.
+
+All times are of one clock that does not jump. Storage has the time of the wall clock instead, so the deadline of a
+ticket that was loaded is an estimate: when it expires, that is no failed attempt.
 """
 
 from __future__ import annotations
@@ -77,20 +80,28 @@ def prompt_key(adapter: str, prompt_index: int) -> str:
 
 @dataclasses.dataclass(slots=True)
 class TicketChange:
-    """Changes for the caller to store: removed tickets, new deadlines (0 = due again), increments of counters.
+    """Changes for the caller to store: tickets removed, issued and due again, increments of counters.
 
     `failed` holds the last ticket of each prompt that failed, `issue_times_s` the issue times of completed tickets.
     """
 
     drop: list[Ticket] = dataclasses.field(default_factory=list)
-    deadlines_s: dict[Ticket, float] = dataclasses.field(default_factory=dict)
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
     issued: list[Ticket] = dataclasses.field(default_factory=list)
+    due: list[Ticket] = dataclasses.field(default_factory=list)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
     failed: list[Ticket] = dataclasses.field(default_factory=list)
     issue_times_s: list[float] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.drop or self.deadlines_s or self.counts)
+        return bool(self.drop or self.issued or self.due or self.counts)
+
+
+class _OutTicket(NamedTuple):
+    """A ticket that is out; `loaded`: from storage."""
+
+    ticket: Ticket
+    deadline_s: float
+    loaded: bool = False
 
 
 class TicketBook:
@@ -105,7 +116,7 @@ class TicketBook:
         self._supplies = supplies
         self.next_index: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
-        self._out: dict[tuple[str, int], tuple[Ticket, float]] = {}
+        self._out: dict[tuple[str, int], _OutTicket] = {}
         self._out_of: Counter[str] = Counter()
         self._earliest_s = math.inf
         self._due: dict[tuple[str, int], Ticket] = {}
@@ -115,17 +126,26 @@ class TicketBook:
         """Count the tickets that are out."""
         return len(self._out)
 
-    def restore(self, tickets: Iterable[tuple[str, float]], counts: dict[str, int]) -> None:
-        """Replace the content with that of storage: tickets with deadlines in seconds, counters."""
+    def restore(self, tickets: Iterable[tuple[str, float | None]], counts: dict[str, int], now_s: float) -> None:
+        """Replace the content with that of storage: counters, tickets with the seconds they have left (None = due).
+
+        A ticket that was known keeps its deadline. Any other has between 0 and `ttl_s` left, whatever storage says.
+        """
+        known, out = dict(self._out), []
         for table in (self._out, self._out_of, self._due, self.next_index, self.counts):
             table.clear()
         self._earliest_s = math.inf
-        for text, deadline_s in tickets:
+        for text, left_s in tickets:
             ticket = parse_ticket(text)
-            if deadline_s:
-                self._put_out(ticket, deadline_s)
-            else:
+            before = known.get(ticket.prompt)
+            if left_s is None:
                 self._due[ticket.prompt] = ticket
+            elif before and before.ticket == ticket:
+                out.append(before)
+            else:
+                out.append(_OutTicket(ticket, now_s + min(max(left_s, 0.0), self.ttl_s), loaded=True))
+        for entry in sorted(out, key=lambda entry: entry.deadline_s):
+            self._put_out(entry)
         for name, value in counts.items():
             kind, _, adapter = name.partition(":")
             if kind == "next":
@@ -140,12 +160,12 @@ class TicketBook:
     def oldest_deadline_s(self, adapter: str) -> float | None:
         """Return when the oldest ticket of an adapter that is out expires; None = no ticket is out."""
         # All tickets live equally long and new ones go to the end, so the first match is the oldest.
-        return next((deadline_s for prompt, (_, deadline_s) in self._out.items() if prompt[0] == adapter), None)
+        return next((entry.deadline_s for prompt, entry in self._out.items() if prompt[0] == adapter), None)
 
     def holds(self, ticket: Ticket) -> bool:
         """Return whether exactly this ticket is out."""
         entry = self._out.get(ticket.prompt)
-        return entry is not None and entry[0] == ticket
+        return entry is not None and entry.ticket == ticket
 
     def awaits(self, prompt: tuple[str, int]) -> bool:
         """Return whether the ticket of a prompt is out or due again."""
@@ -176,8 +196,7 @@ class TicketBook:
         deadline_s = now_s + self.ttl_s
         for ticket in change.issued:
             self._due.pop(ticket.prompt, None)
-            self._put_out(ticket, deadline_s)
-            change.deadlines_s[ticket] = deadline_s
+            self._put_out(_OutTicket(ticket, deadline_s))
         if end > first:
             self.next_index[adapter] = end
             change.counts[f"next:{adapter}"] += end - first
@@ -189,10 +208,10 @@ class TicketBook:
         change = TicketChange()
         if not self.may_expire(now_s):
             return change
-        late = [ticket for ticket, deadline in self._out.values() if deadline <= now_s]
-        for ticket in late:
-            self._retry_or_fail(ticket, change, failed=True)
-        self._earliest_s = min((deadline for _, deadline in self._out.values()), default=math.inf)
+        late = [entry for entry in self._out.values() if entry.deadline_s <= now_s]
+        for entry in late:
+            self._retry_or_fail(entry.ticket, change, failed=not entry.loaded)
+        self._earliest_s = min((entry.deadline_s for entry in self._out.values()), default=math.inf)
         self._count(change, "expired", len(late))
         return change
 
@@ -211,8 +230,9 @@ class TicketBook:
         for prompt in prompts:
             entry = self._pop_out(prompt)
             if entry:
-                change.drop.append(entry[0])
-                change.issue_times_s.append(entry[1] - self.ttl_s)
+                change.drop.append(entry.ticket)
+                if not entry.loaded:
+                    change.issue_times_s.append(entry.deadline_s - self.ttl_s)
             due = self._due.pop(prompt, None)
             if due:
                 change.drop.append(due)
@@ -221,13 +241,14 @@ class TicketBook:
     def _list_due(self, adapter: str) -> list[Ticket]:
         return [ticket for prompt, ticket in self._due.items() if prompt[0] == adapter]
 
-    def _put_out(self, ticket: Ticket, deadline_s: float) -> None:
-        self._pop_out(ticket.prompt)
-        self._out[ticket.prompt] = (ticket, deadline_s)
-        self._out_of[ticket.adapter] += 1
-        self._earliest_s = min(self._earliest_s, deadline_s)
+    def _put_out(self, entry: _OutTicket) -> None:
+        prompt = entry.ticket.prompt
+        self._pop_out(prompt)
+        self._out[prompt] = entry
+        self._out_of[prompt[0]] += 1
+        self._earliest_s = min(self._earliest_s, entry.deadline_s)
 
-    def _pop_out(self, prompt: tuple[str, int]) -> tuple[Ticket, float] | None:
+    def _pop_out(self, prompt: tuple[str, int]) -> _OutTicket | None:
         entry = self._out.pop(prompt, None)
         if entry:
             self._out_of[prompt[0]] -= 1
@@ -241,7 +262,7 @@ class TicketBook:
         else:
             due = ticket._replace(attempt=ticket.attempt + failed, serial=ticket.serial + 1)
             self._due[ticket.prompt] = due
-            change.deadlines_s[due] = 0.0
+            change.due.append(due)
 
     def _count(self, change: TicketChange, name: str, by: int) -> None:
         if by:

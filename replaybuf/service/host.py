@@ -31,6 +31,7 @@ from replaybuf.errors import (
     Unreadable,
 )
 from replaybuf.kernel.retention import KEPT_GROUPS
+from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
@@ -69,7 +70,7 @@ class Service:
         embedded: bool,
         history_groups: int = KEPT_GROUPS,
         tokenizer: Tokenizer | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.store = store
         self.url = url

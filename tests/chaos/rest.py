@@ -196,7 +196,7 @@ async def fold(redis_url: str, run: str) -> Folded:
     """Fold the streams anew, without any service."""
     store = await Store.open(redis_url)
     try:
-        journal = Journal(run, store, now_s)
+        journal = Journal(run, store)
         await journal.load()
         return Folded(at_s=now_s(), run=run, groups=group_counts(journal.state))
     finally:

@@ -82,26 +82,31 @@ def test_the_default_group_id_contains_the_prompt_and_its_adapter() -> None:
 
 @dataclasses.dataclass
 class Prompt:
-    """State of one prompt: `out` until a deadline, `due` again, `failed` or `stored`; its failed tries and tickets."""
+    """State of one prompt: `out` until a deadline, `due` again, `failed` or `stored`; its failed tries and tickets.
+
+    `loaded`: its ticket was out when the service started.
+    """
 
     state: str
     generation: int
     failures: int = 0
     issued: int = 0
     deadline_s: float = 0.0
+    loaded: bool = False
 
 
 class Storage:
-    """Changes as the service stores them: a sorted set of tickets and a hash of counters."""
+    """Changes as the service stores them: tickets by deadline on the wall clock (None = due again), counters."""
 
     def __init__(self) -> None:
-        self.tickets: dict[str, float] = {}
+        self.tickets: dict[str, float | None] = {}
         self.counts: Counter[str] = Counter()
 
-    def keep(self, change: TicketChange) -> None:
+    def keep(self, change: TicketChange, deadline_s: float) -> None:
         for ticket in change.drop:
             del self.tickets[str(ticket)]
-        put = {str(ticket): at_s for ticket, at_s in change.deadlines_s.items()}
+        put: dict[str, float | None] = dict.fromkeys(map(str, change.due), None)
+        put |= dict.fromkeys(map(str, change.issued), deadline_s)
         assert not self.tickets.keys() & put.keys()
         self.tickets.update(put)
         self.counts.update(change.counts)
@@ -117,9 +122,12 @@ class TicketMachine(RuleBasedStateMachine):
         self.storage = Storage()
         self.prompts: dict[str, list[Prompt]] = {adapter: [] for adapter in ADAPTERS}
         self.counts: Counter[str] = Counter()
-        self.now_s = 1000.0
+        self.now_s, self.jumped_s = 1000.0, 0.0
         self.generation = 0
         self.texts: set[str] = set()
+
+    def keep(self, change: TicketChange) -> None:
+        self.storage.keep(change, self.now_s + self.jumped_s + self.terms[0])
 
     def book_options(self) -> tuple[int, int, dict[str, int | None]]:
         ttl_s, max_attempts, prompts = self.terms
@@ -140,7 +148,8 @@ class TicketMachine(RuleBasedStateMachine):
     def take_back(self, key: tuple[str, int], *, failed: bool = True) -> None:
         prompt = self.prompts[key[0]][key[1]]
         prompt.failures += failed
-        prompt.state, prompt.deadline_s = ("failed" if prompt.failures == self.terms[1] else "due"), 0.0
+        prompt.state = "failed" if prompt.failures == self.terms[1] else "due"
+        prompt.deadline_s, prompt.loaded = 0.0, False
 
     # -- rules
 
@@ -166,23 +175,22 @@ class TicketMachine(RuleBasedStateMachine):
             assert ticket == self.ticket_of(ticket.prompt)
             assert str(ticket) not in self.texts, "no two tickets have one text"
             self.texts.add(str(ticket))
-            assert change.deadlines_s[ticket] == prompt.deadline_s
         self.counts["issued"] += len(change.issued)
-        self.storage.keep(change)
+        self.keep(change)
 
     @rule(seconds=st.integers(0, 30))
     def expire(self, seconds: int) -> None:
-        """A ticket expires at its deadline, not earlier."""
+        """A ticket expires at its deadline, not earlier; a loaded one without a failed attempt."""
         self.now_s += seconds
         late = [key for key, prompt in self.those("out").items() if prompt.deadline_s <= self.now_s]
         tickets = {key: self.ticket_of(key) for key in late}
         for key in late:
-            self.take_back(key)
+            self.take_back(key, failed=not self.prompts[key[0]][key[1]].loaded)
         change = self.book.expire(self.now_s)
         assert set(change.failed) == {tickets[key] for key in late if key in self.those("failed")}
         assert bool(change) == bool(late)
         self.counts["expired"] += len(late)
-        self.storage.keep(change)
+        self.keep(change)
 
     @precondition(lambda self: self.those("out"))
     @rule(
@@ -197,7 +205,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.take_back(key, failed=reason.partition(":")[0] not in FORGIVEN_REASONS)
         assert change.failed == ([ticket] if key in self.those("failed") else [])
         self.counts["returned"] += 1
-        self.storage.keep(change)
+        self.keep(change)
 
     @precondition(lambda self: any(self.prompts.values()))
     @rule(data=st.data(), attempts=st.integers(-1, 1), serials=st.integers(-1, 1), generations=st.integers(-1, 1))
@@ -227,24 +235,44 @@ class TicketMachine(RuleBasedStateMachine):
         completed = set(stored) & (self.those("out").keys() | self.those("due").keys())
         tickets = {text for text in self.storage.tickets if parse_ticket(text).prompt in completed}
         change = self.book.complete(stored)
-        assert set(map(str, change.drop)) == tickets and not change.counts and not change.deadlines_s
+        assert set(map(str, change.drop)) == tickets and not change.counts and not change.due
         for key in completed:
             self.prompts[key[0]][key[1]].state = "stored"
-        self.storage.keep(change)
+        self.keep(change)
 
     @rule()
     def rewind(self) -> None:
         self.generation += 1
 
+    @rule(by_s=st.sampled_from([-1000.0, -5.0, 5.0, 1000.0]))
+    def set_the_wall_clock(self, by_s: float) -> None:
+        """No deadline changes."""
+        self.jumped_s += by_s
+
     @rule()
     def restart(self) -> None:
-        """Continue with the book that was restored from storage."""
-        self.book = self.restored()
+        """Continue with the book restored from storage; each ticket has between nothing and all of its time left."""
+        self.book, ttl_s = self.restored(), self.terms[0]
+        for key, prompt in self.those("out").items():
+            stored_s = self.storage.tickets[str(self.ticket_of(key))]
+            assert stored_s is not None
+            left_s = stored_s - self.now_s - self.jumped_s
+            prompt.deadline_s, prompt.loaded = self.now_s + min(max(left_s, 0.0), ttl_s), True
+
+    @rule()
+    def reload(self) -> None:
+        """The same process reads storage again, as after a lost answer of Redis: no deadline changes."""
+        self.load(self.book)
 
     def restored(self) -> TicketBook:
         book = TicketBook(*self.book_options())
-        book.restore(self.storage.tickets.items(), dict(self.storage.counts))
+        self.load(book)
         return book
+
+    def load(self, book: TicketBook) -> None:
+        wall_s = self.now_s + self.jumped_s
+        tickets = ((text, None if at_s is None else at_s - wall_s) for text, at_s in self.storage.tickets.items())
+        book.restore(tickets, dict(self.storage.counts), self.now_s)
 
     # -- invariants
 
@@ -257,13 +285,16 @@ class TicketMachine(RuleBasedStateMachine):
             assert all(book.holds(self.ticket_of(key)) for key in out)
             assert not any(book.holds(self.ticket_of(key)) for key in due)
             assert {a: book.out_of(a) for a in ADAPTERS} == {a: sum(key[0] == a for key in out) for a in ADAPTERS}
-            assert all(book.may_expire(p.deadline_s) for p in out.values())
             assert book.counts == self.counts
             issued = {adapter: len(prompts) for adapter, prompts in self.prompts.items() if prompts}
             assert book.next_index == issued
             for adapter, prompts in self.prompts.items():
                 left = self.terms[2] is None or len(prompts) < self.terms[2]
                 assert book.used_up(adapter) == (not left and not any(key[0] == adapter for key in due))
+        assert all(self.book.may_expire(p.deadline_s) for p in out.values())
+        for adapter in ADAPTERS:
+            deadlines_s = [prompt.deadline_s for key, prompt in out.items() if key[0] == adapter]
+            assert self.book.oldest_deadline_s(adapter) == min(deadlines_s, default=None)
 
     @invariant()
     def a_prompt_has_failed_exactly_when_it_has_no_attempt_left(self) -> None:
@@ -330,7 +361,7 @@ def test_the_oldest_deadline_of_each_adapter_is_the_same_after_a_restart() -> No
     book.issue("a", 1, 0, 5.0)
     assert book.oldest_deadline_s("a") == 13.0
     restored = TicketBook(ttl_s=10, max_attempts=2, supplies={})
-    restored.restore([(str(last), 13.0), (str(first), 15.0)], {})
+    restored.restore([(str(last), 7.0), (str(first), 9.0)], {}, 6.0)
     assert restored.oldest_deadline_s("a") == 13.0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -233,7 +232,7 @@ def here(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> OnARun:
                 token = (await store.runs.take_lease(name, "here", LEASE_S)).token
                 strategy = StrategySpec(options={"max_staleness": 5})
                 config = RunConfig(batch=BatchSpec(groups_per_batch=2), strategy=strategy)
-                made = Here(store, await Run.create(name, store, str(token), config, time.time), monkeypatch)
+                made = Here(store, await Run.create(name, store, str(token), config), monkeypatch)
                 await made.attach()
                 await work(made)
             finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import cast
 
 import pytest
@@ -19,7 +18,7 @@ class Answering:
     """Stands for the store: its answer is on the way while the journal goes on."""
 
     def __init__(self) -> None:
-        self.journal = Journal("r", cast(Store, self), time.time)
+        self.journal = Journal("r", cast(Store, self))
         self.grows = False
         self.connection = self.streams = self
         self.policy = STRICT

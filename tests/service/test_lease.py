@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Awaitable, Callable
 
 from replaybuf.service.leadership import Leadership
@@ -61,9 +60,7 @@ def led_here(server: EmbeddedServer, work: Callable[[Store, Leadership, list[Run
             runs = []
             for name in (f"lease-{next(_names)}" for _ in range(3)):
                 token = (await store.runs.take_lease(name, "1@here", LEASE_S)).token
-                runs.append(
-                    await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1)), time.time)
-                )
+                runs.append(await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1))))
             await work(store, Leadership(store, "1@here", "here"), runs)
         finally:
             await store.close()

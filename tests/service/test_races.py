@@ -39,7 +39,7 @@ def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None
         try:
             token = (await store.runs.take_lease(name, "here", LEASE_S)).token
             config = RunConfig(batch=BatchSpec(groups_per_batch=1))
-            await work(store, await Run.create(name, store, str(token), config, time.time))
+            await work(store, await Run.create(name, store, str(token), config))
         finally:
             await store.close()
 
@@ -112,7 +112,7 @@ def test_an_older_read_does_not_replace_the_ticket_book_of_a_new_leader(
     """It read the book, then took over and issued a ticket: what was read is older, also where the lead is lost."""
 
     async def work(store: Store, leader: Run) -> None:
-        follower = await Run.load(leader.name, store, time.time)
+        follower = await Run.load(leader.name, store)
         assert follower is not None
         (book,), term = await store.tickets.read([leader.name]), follower.journal.terms
         await store.runs.release_lease(leader.name, "here")
@@ -131,7 +131,7 @@ def test_a_follower_restores_the_ticket_book_of_the_leader(server: EmbeddedServe
     """A ticket that the leader issued is out for the follower too."""
 
     async def work(store: Store, leader: Run) -> None:
-        follower = await Run.load(leader.name, store, time.time)
+        follower = await Run.load(leader.name, store)
         assert follower is not None
         await leader.tickets.issue("me", 1, "", 0.0)
         (book,) = await store.tickets.read([leader.name])

@@ -123,7 +123,7 @@ class Appends:
             return []
         with journal.recording_loss():
             appended = await journal.store.groups.append(
-                journal.name, items, journal.state.published, journal.clock(), token
+                journal.name, items, journal.state.published, journal.clock.wall(), token
             )
         self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
         self._arrivals.mark_permanent(outcome.number for outcome in appended)

@@ -7,6 +7,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from replaybuf.kernel.rates import Rates
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
@@ -31,6 +33,7 @@ class Arrivals:
         self._settling = asyncio.Lock()
         self._permanent: set[int] = set()
         self._to_adopt: deque[tuple[int, int]] = deque()
+        self._measured_after = journal.state.stored
 
     async def pull(self, through: int | None = None) -> None:
         """Read new groups, whoever wrote them; `through` is the last confirmed group number."""
@@ -65,8 +68,8 @@ class Arrivals:
                 if self._journal.leading:
                     await self._tickets.complete([chunk])
                     # Groups stored before this server measured are history, not speed.
-                    recent = chunk.values["arrival_s"] >= self._rates.since_s
-                    self._rates.record_stored(self._journal.clock(), int(recent.sum()))
+                    recent = chunk.numbers > self._measured_after
+                    self._rates.record_stored(self._journal.clock.monotonic(), int(recent.sum()))
                     await self._eviction.of_arrivals(chunk.numbers)
                 unsettled.popleft()
         await self._journal.notify()
@@ -74,7 +77,10 @@ class Arrivals:
     def find_recent(self) -> None:
         """List groups whose payload may still have a TTL: the producer may have died before it removed the TTL."""
         index = self._journal.state.index
-        recent = index["number"][index["arrival_s"] > self._journal.clock() - keys.ORPHAN_TTL_S]
+        arrival_s = index["arrival_s"]
+        # Not the clock alone: after a jump of the wall clock, groups of the last second may look old.
+        now_s = min(self._journal.clock.wall(), float(np.max(arrival_s, initial=-np.inf)))
+        recent = index["number"][arrival_s > now_s - keys.ORPHAN_TTL_S]
         pieces = [recent[start : start + ADOPTED_AT_ONCE] for start in range(0, len(recent), ADOPTED_AT_ONCE)]
         self._to_adopt = deque((int(piece[0]), int(piece[-1])) for piece in pieces)
 

@@ -119,7 +119,7 @@ class Batches:
                 await self._finish_if_ended(waits)
 
     async def _finish_if_ended(self, waits: WaitingAnswer) -> None:
-        record = decide_end(self._state, self._selector, waits, self._journal.clock())
+        record = decide_end(self._state, self._selector, waits, self._journal.clock.wall())
         if record:
             logger.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
             await self._journal.append(record)
@@ -132,7 +132,7 @@ class Batches:
 
     def _account_wait(self, outcome: object) -> None:
         """Count the time since the last waiting answer under the reason of that answer."""
-        now = self._journal.clock()
+        now = self._journal.clock.monotonic()
         if self._last_wait:
             reason, since_s = self._last_wait
             self.waited_s[reason] += max(0.0, min(now - since_s, LONGEST_WAIT_S))
@@ -161,11 +161,13 @@ class Batches:
                 continue
             overlong = self._overlong(fetched)
             if overlong:
-                await self._journal.append(decide_evict(self._state, {"overlong": overlong}, self._journal.clock()))
+                await self._journal.append(
+                    decide_evict(self._state, {"overlong": overlong}, self._journal.clock.wall())
+                )
                 continue
             digest = digest_of(fetched.entries, self._state.next_step, self._state.generation)
             labels = labels_of(fetched.entries)
-            record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock())
+            record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock.wall())
             await self._journal.append(record)
             packed = self.next_batch.take(record, len(prepared.groups))
             if packed:
@@ -196,7 +198,7 @@ class Batches:
 
     async def _dead_letter(self, broken: dict[int, str]) -> None:
         logger.error("groups are unusable run=%s reasons=%s", self._journal.name, broken)
-        await self._journal.append(decide_dead_letters(broken, self._journal.clock()))
+        await self._journal.append(decide_dead_letters(broken, self._journal.clock.wall()))
 
     async def _get_packed(self, step: int) -> PackedBatch:
         """Return a batch of the current history; fetch and pack it again if it is not in memory."""

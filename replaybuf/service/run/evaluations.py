@@ -20,7 +20,7 @@ async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
         if value is not None and not math.isfinite(value):
             raise Invalid(f"{name} is {value}; it must be finite", name=name, value=str(value), bound="finite")
     kept = Evaluation(
-        **msgspec.structs.asdict(asked), at_s=run.journal.clock(), generation=run.journal.state.generation
+        **msgspec.structs.asdict(asked), at_s=run.journal.clock.wall(), generation=run.journal.state.generation
     )
     await run.journal.store.evaluations.append(run.name, msgspec.json.encode(kept))
     return kept

@@ -57,5 +57,5 @@ class Eviction:
         `filtered`: call the filters for all live groups, not only for arrivals.
         """
         journal = self._journal
-        for record in decide_removals(journal.state, self._selector, journal.clock(), only, filtered=filtered):
+        for record in decide_removals(journal.state, self._selector, journal.clock.wall(), only, filtered=filtered):
             await journal.append(record)

@@ -33,6 +33,7 @@ from replaybuf.kernel.decide_config import RunStatus, decide_status
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.kernel.state import RunState
+from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.traffic import waiting
 from replaybuf.store import Ends, IndexChunk, Store
 from replaybuf.store.faults import data_lost
@@ -59,7 +60,7 @@ class Journal:
     - `changes`: how often waiters were notified
     """
 
-    def __init__(self, name: str, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, store: Store, clock: Clock = SYSTEM_CLOCK) -> None:
         self.name = name
         self.state = RunState()
         self.store = store
@@ -272,7 +273,7 @@ class Journal:
 
     async def set_status(self, status: RunStatus, reason: str | None) -> None:
         """Record that the run is running, paused or finished. Called within a decision."""
-        await self.append(decide_status(self.state, status, reason, self.clock()))
+        await self.append(decide_status(self.state, status, reason, self.clock.wall()))
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
         """Read up to `limit` ledger records behind entry `after`."""

@@ -178,7 +178,7 @@ class NextBatch:
         fetched = prepared.fetched(numbers)
         digest = digest_of(fetched.entries, self._state.next_step, self._state.generation)
         labels = labels_of(fetched.entries)
-        record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock())
+        record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock.wall())
         batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
         if prepared.closed:
             return

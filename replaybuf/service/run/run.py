@@ -7,8 +7,6 @@ Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from replaybuf.kernel.decide import decide_purge
 from replaybuf.kernel.decide_config import decide_create, decide_patch
 from replaybuf.kernel.plugin_set import resolve_config
@@ -16,6 +14,7 @@ from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
+from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.report.state_cache import StateCache
 from replaybuf.service.run.admission import AdmissionCheck
 from replaybuf.service.run.appends import Appends
@@ -45,8 +44,8 @@ class Run:
         self.journal = journal
         self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, journal.config.supplies)
         self.side_state = SideState(journal, self.book)
-        self.rates = Rates(journal.clock())
-        self.selector = Selector(journal.name, journal.state, self.book, journal.clock, self.rates)
+        self.rates = Rates(journal.clock.monotonic())
+        self.selector = Selector(journal.name, journal.state, self.book, journal.clock.monotonic, self.rates)
         self.eviction = Eviction(journal, self.selector)
         self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
         self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
@@ -56,7 +55,7 @@ class Run:
         self.batches = Batches(journal, self.selector, self.eviction)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock)
         self.trimming = Trimming(journal)
-        self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
+        self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock.monotonic)
         self.lease = LeaseTimer()
         self.durability = "strict"
 
@@ -73,14 +72,14 @@ class Run:
     @property
     def measured(self) -> MeasuredRates:
         """Measured speed of producers and trainer."""
-        return self.rates.measure(self.journal.clock())
+        return self.rates.measure(self.journal.clock.monotonic())
 
     # ------------------------------------------------------------------ life
 
     @classmethod
-    async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Callable[[], float]) -> Run:
+    async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Clock = SYSTEM_CLOCK) -> Run:
         """Write the first ledger record of a new run and lead it. Raises `Invalid`."""
-        record = decide_create(config, clock())
+        record = decide_create(config, clock.wall())
         journal = Journal(name, store, clock)
         await store.runs.add(name)
         async with journal.taking_over(token):
@@ -88,7 +87,7 @@ class Run:
         return cls(journal)
 
     @classmethod
-    async def load(cls, name: str, store: Store, clock: Callable[[], float]) -> Run | None:
+    async def load(cls, name: str, store: Store, clock: Clock = SYSTEM_CLOCK) -> Run | None:
         """Rebuild a run from its streams, as a follower; None if its creation never finished."""
         journal = Journal(name, store, clock)
         await journal.load()
@@ -138,7 +137,7 @@ class Run:
         """Change strategy, filters, limits or status of a live run. Raises `Conflict`, `Invalid`."""
         journal = self.journal
         async with journal.decision():
-            record = decide_patch(self.state, patch, journal.clock())
+            record = decide_patch(self.state, patch, journal.clock.wall())
             if record is None:
                 return
             await journal.append(record)
@@ -148,7 +147,7 @@ class Run:
     async def purge(self) -> int:
         """Delete the bytes of dead letters, except those in batches that may be requested again; return how many."""
         async with self.journal.decision():
-            record = decide_purge(self.state, self.journal.clock())
+            record = decide_purge(self.state, self.journal.clock.wall())
             if record:
                 await self.journal.append(record)
         return len(record.numbers) if record else 0

@@ -54,7 +54,7 @@ class Session:
         """
         journal, state = self._journal, self._state
         async with journal.decision():
-            attached = decide_attach(state, request, journal.clock())
+            attached = decide_attach(state, request, journal.clock.wall())
             if request.on_resume == "redeliver":
                 await self._check_fit(attached.step, attached.seq_len)
             # ATTACH first: if we die before REWIND, the older trainer is fenced and this one attaches again.
@@ -62,7 +62,7 @@ class Session:
             if needs_rewind(state, attached.step, request.on_resume):
                 async with self._history_lock.exclusive():
                     await journal.pull()  # the rewind must reach all groups that were checked before it
-                    await journal.append(decide_rewind(state, attached.step, request.on_resume, journal.clock()))
+                    await journal.append(decide_rewind(state, attached.step, request.on_resume, journal.clock.wall()))
             self._batches.forget()
             self._rates.forget_steps()
         await self._eviction.evict_all()
@@ -103,11 +103,11 @@ class Session:
             batch = None
             if feedback and "priorities" in feedback and step == state.step and step in state.batches:
                 batch = await journal.batch_record(state.batches[step].entry)
-            record = decide_ack(state, step, epoch, feedback, batch, journal.clock())
+            record = decide_ack(state, step, epoch, feedback, batch, journal.clock.wall())
             if record:
                 await journal.append(record)
                 self._rates.record_ack(
-                    journal.clock(),
+                    journal.clock.monotonic(),
                     waited_s=self._batches.waited_for_others_s,
                     stored=state.stored,
                     too_stale=state.totals.evicted["too_stale"],
@@ -129,7 +129,7 @@ class Session:
         journal = self._journal
         async with journal.decision():
             journal.check_epoch(epoch)
-            record = decide_policy(self._state, version, epoch, weights_uri, adapter, journal.clock())
+            record = decide_policy(self._state, version, epoch, weights_uri, adapter, journal.clock.wall())
             if record:
                 await journal.append(record)
         await journal.notify()
@@ -162,7 +162,7 @@ class Session:
         journal, state = self._journal, self._state
         async with journal.decision():
             journal.check_epoch(epoch)
-            record = decide_checkpoint(state, step, keep, journal.clock())
+            record = decide_checkpoint(state, step, keep, journal.clock.wall())
             if record:
                 await journal.append(record)
         await journal.notify()

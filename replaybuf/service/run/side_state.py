@@ -38,7 +38,10 @@ class SideState:
         self.duplicates = counts.get("duplicate", 0)
         self.rejected.clear()
         self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
-        self.book.restore(stored.tickets, counts)
+        clock = self._journal.clock
+        wall_s = clock.wall()
+        left_s = ((ticket, at_s - wall_s if at_s else None) for ticket, at_s in stored.tickets)
+        self.book.restore(left_s, counts, clock.monotonic())
         self._journal.mark_freed(counts.get("freed_through", 0))
 
     async def count_rejected(self, reasons: Counter[str]) -> None:
@@ -60,7 +63,8 @@ class SideState:
                     journal.name,
                     journal.token or "",
                     drop=[str(ticket) for ticket in change.drop],
-                    deadlines_s={str(ticket): at_s for ticket, at_s in change.deadlines_s.items()},
+                    deadlines_s=dict.fromkeys(map(str, change.issued), journal.clock.wall() + self.book.ttl_s)
+                    | dict.fromkeys(map(str, change.due), 0.0),
                     counts=change.counts,
                     durably=durably,
                 )

@@ -47,7 +47,7 @@ class Tickets:
             raise Invalid(f"count is {count}; the minimum is 1", name="count", value=count, bound=1)
         check_adapter(adapter, journal.config)
         outcome = await journal.until(lambda: self._issue(adapter, count, gone), wait_s)
-        self._selector.last_asked_s[adapter] = journal.clock()
+        self._selector.last_asked_s[adapter] = journal.clock.monotonic()
         published = journal.state.published[adapter]
         if isinstance(outcome, WaitingAnswer):
             return contract.Tickets(tickets=[], published_version=published, waiting=outcome)
@@ -65,13 +65,14 @@ class Tickets:
 
     async def _issue(self, adapter: str, count: int, gone: Callable[[], bool]) -> TicketChange | WaitingAnswer:
         journal = self._journal
-        self._selector.last_asked_s[adapter] = journal.clock()
+        self._selector.last_asked_s[adapter] = journal.clock.monotonic()
         try:
             async with self._deciding():
                 await self._expire()
                 if gone():
                     return self._selector.rate_limited(adapter, held(journal.state, self._selector, adapter))
-                change = decide_tickets(journal.state, self._book, self._selector, adapter, count, journal.clock())
+                now_s = journal.clock.monotonic()
+                change = decide_tickets(journal.state, self._book, self._selector, adapter, count, now_s)
                 if isinstance(change, TicketChange):
                     await self._save(change)
                 return change
@@ -89,13 +90,13 @@ class Tickets:
 
     async def expire(self) -> None:
         """Take back tickets past their deadline."""
-        if self._side_state.uncertain or self._book.may_expire(self._journal.clock()):
+        if self._side_state.uncertain or self._book.may_expire(self._journal.clock.monotonic()):
             async with self._deciding():
                 await self._expire()
             await self._journal.notify()
 
     async def _expire(self) -> None:
-        change = self._book.expire(self._journal.clock())
+        change = self._book.expire(self._journal.clock.monotonic())
         if change:
             logger.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
             await self._save(change, "expired")
@@ -105,13 +106,13 @@ class Tickets:
         with self._side_state.uncertain_on_failure():
             # The ledger first: if we die between, the ticket of a failed prompt is still there and fails again.
             for ticket in change.failed:
-                await journal.append(decide_failed(ticket, reason, journal.clock()))
+                await journal.append(decide_failed(ticket, reason, journal.clock.wall()))
             await self._side_state.save(change)
 
     async def complete(self, chunks: Iterable[IndexChunk]) -> bool:
         """Remove the tickets of stored groups and measure how long they took; return whether there were any."""
         change = await self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
-        now_s = self._journal.clock()
+        now_s = self._journal.clock.monotonic()
         self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)
         return bool(change)
 

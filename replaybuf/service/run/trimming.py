@@ -62,7 +62,7 @@ class Trimming:
             # A payload is found by its index entry, so it is deleted first.
             record = None if journal.owes_payloads else trim_point(journal.state, self.kept_groups)
             if record:
-                await journal.append(msgspec.structs.replace(record, at_s=journal.clock()))
+                await journal.append(msgspec.structs.replace(record, at_s=journal.clock.wall()))
                 logger.info("trimmed run=%s groups=%d entries=%d", journal.name, record.groups, record.entries)
 
     async def _write(self, snapshot: Snapshot) -> None:
