@@ -167,6 +167,20 @@ class TicketBook:
         entry = self._out.get(ticket.prompt)
         return entry is not None and entry.ticket == ticket
 
+    def may_have_issued(self, ticket: Ticket) -> bool:
+        """Return whether `ticket` can be one of this book, also an earlier one that expired or was returned.
+
+        Of a prompt that is stored or failed nothing is kept but its index.
+        """
+        if ticket.prompt_index >= self.next_index.get(ticket.adapter, 0) or ticket.attempt > self.max_attempts:
+            return False
+        entry, due = self._out.get(ticket.prompt), self._due.get(ticket.prompt)
+        newest = entry.ticket if entry else due
+        if newest is None or ticket.serial >= newest.serial:
+            return newest is None or self.holds(ticket)
+        later = newest.serial - ticket.serial  # tickets since then; each may be one failed attempt
+        return ticket.generation <= newest.generation and 0 <= newest.attempt - ticket.attempt <= later
+
     def awaits(self, prompt: tuple[str, int]) -> bool:
         """Return whether the ticket of a prompt is out or due again."""
         return prompt in self._out or prompt in self._due

@@ -88,14 +88,16 @@ class AdmissionCheck:
             ticket = parse_ticket(group.ticket)
         except NotFound as error:
             raise GroupRejected("unknown_ticket", error.detail) from None
-        if ticket.adapter != group.adapter or ticket.prompt_index >= self._book.next_index.get(ticket.adapter, 0):
+        state = self._journal.state
+        issued = ticket.generation <= state.generation and self._book.may_have_issued(ticket)
+        if ticket.adapter != group.adapter or not issued:
             raise GroupRejected("unknown_ticket", f"ticket {group.ticket!r} was not issued, or for another adapter")
         if group.prompt_index not in (None, ticket.prompt_index):
             raise GroupRejected(
                 "wrong_prompt_index",
                 f"prompt_index is {group.prompt_index}; ticket {group.ticket} is for {ticket.prompt_index}",
             )
-        lost_from = lost_version_since(self._journal.state.rewinds.get(ticket.adapter, []), ticket.generation)
+        lost_from = lost_version_since(state.rewinds.get(ticket.adapter, []), ticket.generation)
         if lost_from is not None and group.policy_version_max > lost_from:
             raise GroupRejected(
                 "lost_lineage",
