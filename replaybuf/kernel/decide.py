@@ -7,14 +7,13 @@ only applies it. None means that nothing changes, so there is no record. `decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, WrongStep
 from replaybuf.kernel.decide_config import config_of
-from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.queries import list_purgeable
 from replaybuf.kernel.selection import BatchSelection, Selector
@@ -27,7 +26,6 @@ from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, AttachRequest, Wait
 from replaybuf.wire.ledger import (
     AckRecord,
     AdapterStep,
-    AnyRecord,
     AttachRecord,
     BatchEntry,
     BatchRecord,
@@ -104,22 +102,6 @@ def decide_room(
         return len(coming), None
     live = Load(0, state.pool.live_totals().tokens, state.pool.live_bytes()) + entering
     return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
-
-
-def decide_removals(
-    state: RunState, selector: Selector, now_s: float, only: Numbers | None = None, *, filtered: bool = False
-) -> Iterator[AnyRecord]:
-    """Yield the records that remove unusable live groups (of `only`): dead letters, then evictions.
-
-    The caller applies each record before it takes the next. `filtered`: ask the filters about all live groups, not
-    only about `only`. Raises `StrategyFault`.
-    """
-    unfit = selector.unfit(only)
-    if unfit:
-        yield DeadLetterRecord(numbers=unfit, at_s=now_s)
-    unusable = selector.evictable(only, filtered=filtered)
-    if unusable:
-        yield decide_evict(state, unusable, now_s)
 
 
 def decide_evict(state: RunState, by_reason: dict[str, list[int]], now_s: float) -> EvictRecord:

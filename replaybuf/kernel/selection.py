@@ -1,4 +1,4 @@
-"""Calls the strategy for admission, selection and eviction, and explains why a batch waits.
+"""Calls the strategy for admission and selection, and explains why a batch waits.
 
 Reads the state (`inputs`), checks the answers (`rules`) and changes nothing.
 """
@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.index import LIVE, Numbers
 from replaybuf.kernel.inputs import SAMPLED_GROUPS, StrategyInputs
 from replaybuf.kernel.plugin_set import Bounds
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.rotation import AdapterShare, share_batch
-from replaybuf.kernel.rules import check_evictions, check_selection, hold
-from replaybuf.kernel.state import LOST_LINEAGE, RunState
-from replaybuf.kernel.strategy import Budget, Evictions, Groups, Rows, Selection, Strategy, Waiting
+from replaybuf.kernel.rules import check_selection, hold
+from replaybuf.kernel.state import RunState
+from replaybuf.kernel.strategy import Budget, Groups, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.kernel.waiting import nearest, waiting
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
@@ -235,71 +234,6 @@ class Selector:
                 fits &= np.cumsum(groups.tokens, dtype=np.int64) <= budget.tokens
             numbers += groups.row[fits][: budget.groups].tolist()
         return numbers
-
-    # ------------------------------------------------------------------ eviction
-
-    def evictable(self, only: Numbers | None = None, *, filtered: bool = False) -> dict[str, list[int]]:
-        """Return by reason the live groups (of `only`) that no batch from the next step on may use.
-
-        Filters see a group when it arrives (`only`), and all groups again if `filtered`.
-        """
-        index = self._state.index
-        rows = index.live() if only is None else index.rows_of(only)
-        if only is not None:
-            rows = rows[index["state"][rows] == LIVE]
-        by_reason: dict[str, list[int]] = {}
-        if self._state.state == "paused":
-            return by_reason
-        for adapter in self.config.adapter_names:
-            its = rows if not adapter else rows[index["adapter"][rows] == hash_name(adapter)]
-            if len(its):
-                self._find_evictable(adapter, its, filtered or only is not None, by_reason)
-        return {reason: sorted(numbers) for reason, numbers in by_reason.items()}
-
-    def _find_evictable(self, adapter: str, rows: Rows, filtered: bool, by_reason: dict[str, list[int]]) -> None:
-        """Add the unusable groups among these, of one adapter, to `by_reason`."""
-        config, filters, index = self.config, self.inputs.plugins.filters, self._state.index
-        strategy = self.strategy
-        groups = index.groups(rows)
-        view = self.inputs.view(self._state.next_step, adapter=adapter)
-        asked: list[tuple[str, Callable[[], Evictions]]] = [
-            (f"strategy {config.strategy.name!r}", lambda: strategy.evict(groups.unread_copy(), view))
-        ]
-        published = self._state.published[adapter]
-        if int(groups.policy_version_max.max()) > published:
-            # Admitted before a rewind and stored after it: by a direct writer, or by a leader that died.
-            newer = tuple(groups.row[groups.policy_version_max > published].tolist())
-            asked.append(("the core", lambda: Evictions(newer, (LOST_LINEAGE,) * len(newer))))
-        if config.batch.overlong == "reject" and int(groups.longest_tokens.max()) > self.inputs.seq_len:
-            longer = tuple(groups.row[groups.longest_tokens > self.inputs.seq_len].tolist())
-            asked.append(("the core", lambda: Evictions(longer, ("overlong",) * len(longer))))
-        if filtered:
-            for spec, one in zip(config.filters, filters, strict=True):
-                asked.append((f"filter {spec.name!r}", lambda one=one: one.drop(groups.unread_copy(), view)))  # type: ignore[misc]
-        gone: set[int] = set()
-        for plugin, call in asked:
-
-            def checked(plugin: str = plugin, call: Callable[[], Evictions] = call) -> Evictions:
-                return check_evictions(plugin, call(), index, rows)
-
-            found = self.ask("evict", checked, plugin)
-            for number, reason in zip(found.rows, found.reasons, strict=True):
-                if number not in gone:  # the first plug-in that drops a group gives the reason
-                    gone.add(number)
-                    by_reason.setdefault(reason, []).append(int(number))
-
-    def unfit(self, only: Numbers | None = None) -> dict[str, list[int]]:
-        """Return by reason the live groups (of `only`) that no batch can hold, stored without an admission check."""
-        budget, index = self.config.batch.tokens_per_batch, self._state.index
-        rows = index.live() if only is None else index.rows_of(only)
-        rows = rows[index["state"][rows] == LIVE]
-        adapters = index["adapter"][rows]
-        strange = adapters != 0
-        if self.config.adapters:
-            strange = ~np.isin(adapters, [hash_name(name) for name in self.config.adapters])
-        over = ~strange & (index["tokens"][rows] > (budget or LARGEST_INTEGER))
-        found = {"over_budget": rows[over], "unknown_adapter": rows[strange]}
-        return {reason: index["number"][those].tolist() for reason, those in found.items() if len(those)}
 
     # ------------------------------------------------------------------ explaining
 

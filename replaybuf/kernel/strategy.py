@@ -136,7 +136,7 @@ class Feedback:
 class Strategy(ABC, Generic[OptionsT]):
     """Admission, selection and eviction in one policy. Subclasses need `Options` and `select`.
 
-    Defaults: `max_staleness` = 0, `max_uses` = 1, no look-ahead, admission by `window_capacity`, eviction of groups
+    Defaults: `max_staleness` = 0, `max_uses` = 1, no look-ahead, admission by `window_capacity`. The core evicts groups
     that are too stale.
     """
 
@@ -171,11 +171,11 @@ class Strategy(ABC, Generic[OptionsT]):
         return window_capacity(buffer, flow, self.max_staleness, self.look_ahead)
 
     def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Return the groups that no later batch may use."""
-        if self.max_staleness is None:
-            return Evictions()
-        stale = groups.row[np.flatnonzero(groups.policy_version < buffer.version - self.max_staleness)]
-        return Evictions(tuple(stale.tolist()), ("too_stale",) * len(stale))
+        """Return the groups that no later batch may use; too stale groups are not among the `groups` given.
+
+        Called for arrivals, and for all live groups after a batch or a change, in pieces of at most 8,192 groups.
+        """
+        return Evictions()
 
     @abstractmethod
     def select(

@@ -78,13 +78,11 @@ class Replay(Strategy[ReplayOptions]):
         return reuse_capacity(self.options, self._limiter, buffer, flow)
 
     def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Return groups that are too stale, and groups of other sources if the shares of the mix sum to 1."""
-        stale = super().evict(groups, buffer)
+        """Return groups of other sources if the shares of the mix sum to 1."""
         if len(self._shares) > len(self._sources):
-            return stale
-        unwanted = set(groups.row[~np.isin(groups.source, self._sources)].tolist()).difference(stale.rows)
-        rows = sorted(unwanted)
-        return Evictions((*stale.rows, *rows), (*stale.reasons, *["not_in_mix"] * len(rows)))
+            return Evictions()
+        rows = groups.row[~np.isin(groups.source, self._sources)].tolist()
+        return Evictions(rows, ["not_in_mix"] * len(rows))
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator

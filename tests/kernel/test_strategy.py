@@ -325,19 +325,9 @@ def test_a_strategy_without_select_cannot_be_built() -> None:
         Strategy(StrategyOptions())  # type: ignore[abstract]
 
 
-def test_groups_too_stale_for_every_later_batch_are_evicted_as_too_stale() -> None:
+def test_a_strategy_evicts_nothing_by_default_because_the_core_evicts_stale_groups() -> None:
     groups = live_groups([5, 5, 5], versions=[2, 3, 4])
-    assert Plain(StrategyOptions()).evict(groups, buffer_view(version=4)) == Evictions((1, 2), ("too_stale",) * 2)
-    assert Plain(StrategyOptions()).evict(groups, buffer_view(version=2)) == Evictions()
-
-
-def test_a_strategy_with_unbounded_staleness_evicts_nothing() -> None:
-    class Patient(Plain):
-        @property
-        def max_staleness(self) -> int | None:
-            return None
-
-    assert Patient(StrategyOptions()).evict(live_groups([5]), buffer_view(version=99)) == Evictions()
+    assert Plain(StrategyOptions()).evict(groups, buffer_view(version=4)) == Evictions()
 
 
 def test_groups_are_taken_by_position_or_by_mask() -> None:

@@ -237,14 +237,9 @@ class Wasteful(Sound):
         return Evictions(tuple(groups.row.tolist()), ("tired",) * len(groups))
 
 
-class Hoarding(Sound):
-    def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        return Evictions()
-
-
 class Wordy(Sound):
     def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        rows = super().evict(groups, buffer).rows
+        rows = groups.row[:1].tolist()
         return Evictions(rows, ("Too stale!",) * len(rows))
 
 
@@ -316,7 +311,6 @@ class Boundless(Sound):
         (Chancy, "selects the same"),
         (Writing, "leaves its groups unchanged"),
         (Wasteful, "evicts only groups that it would never select"),
-        (Hoarding, "evicts groups staler than max_staleness"),
         (Wordy, "a word that can label a metric"),
         (OpenHanded, "admits no more after"),
         (Indebted, "admits a number >= 0"),

@@ -5,6 +5,7 @@ Each call makes the decision of the service (`kernel.decide`) and applies its re
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +21,11 @@ from replaybuf.kernel.decide import (
     decide_checkpoint,
     decide_failed,
     decide_policy,
-    decide_removals,
     decide_room,
     decide_tickets,
 )
 from replaybuf.kernel.decide_config import decide_create, decide_end
+from replaybuf.kernel.eviction import decide_removals
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.rates import Rates
@@ -124,7 +125,8 @@ class VirtualRun:
 
     def _evict(self, only: Numbers | None = None) -> None:
         index = self.state.index
-        for record in decide_removals(self.state, self.selector, self.now_s, only):
+        removals = decide_removals(self.state, self.selector, self.now_s, only)
+        for record in itertools.chain.from_iterable(removals):
             if isinstance(record, EvictRecord):
                 for reason, numbers in record.numbers.items():
                     rows = index.rows_of(numbers)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.decide import decide_removals
+from replaybuf.kernel.eviction import decide_removals
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.journal import Journal
@@ -23,7 +24,7 @@ class Eviction:
         if self._journal.state.state != "running":
             return  # they are checked when the run resumes; a failed plug-in is not called before
         try:
-            due = bool(self._selector.evictable(numbers) or self._selector.unfit(numbers))
+            due = any(decide_removals(self._journal.state, self._selector, 0.0, numbers))
         except StrategyFault:
             due = True  # called again within a decision, which pauses the run
         if due:
@@ -57,5 +58,7 @@ class Eviction:
         `filtered`: call the filters for all live groups, not only for arrivals.
         """
         journal = self._journal
-        for record in decide_removals(journal.state, self._selector, journal.clock.wall(), only, filtered=filtered):
-            await journal.append(record)
+        for records in decide_removals(journal.state, self._selector, journal.clock.wall(), only, filtered=filtered):
+            for record in records:
+                await journal.append(record)
+            await asyncio.sleep(0)  # other calls go on between two pieces

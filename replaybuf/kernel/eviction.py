@@ -1,0 +1,135 @@
+"""Decide which live groups no later batch may use, a bounded piece of the groups at a time.
+
+The core applies the declared bounds to whole columns. It calls the filters, and a strategy with an `evict` of its own,
+for the groups that are left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.index import LIVE, Index, Numbers
+from replaybuf.kernel.rules import check_evictions
+from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.state import LOST_LINEAGE, RunState
+from replaybuf.kernel.strategy import BufferView, Evictions, Groups, Rows, Strategy
+from replaybuf.wire.config import LARGEST_INTEGER
+from replaybuf.wire.group import hash_name
+from replaybuf.wire.ledger import AnyRecord, DeadLetterRecord, EvictRecord
+
+PIECE = 65_536
+"""Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
+PLUGIN_PIECE = 8_192
+"""Most groups in one call of a plug-in. A loop over so many groups in Python takes about 10 ms."""
+
+ByReason = dict[str, list[int]]
+Evict = Callable[[Groups, BufferView], Evictions]
+
+
+def decide_removals(
+    state: RunState, selector: Selector, now_s: float, only: Numbers | None = None, *, filtered: bool = False
+) -> Iterator[list[AnyRecord]]:
+    """Yield for each piece of the live groups (of `only`) the records that remove unusable ones, often none.
+
+    The caller applies the records of a piece before it takes the next piece, and may pause between pieces. Filters see
+    a group when it arrives (`only`), and all groups again if `filtered`. Raises `StrategyFault`.
+    """
+    index, filtered = state.index, filtered or only is not None
+    running = state.state != "paused"  # a failed plug-in is not called again before the run resumes
+    asks_plugins = running and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
+    size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
+    for start in range(0, size, step):
+        if only is None:
+            rows = start + np.flatnonzero(index["state"][start : start + step] == LIVE)
+        else:
+            rows = index.rows_of(only[start : start + step])
+            rows = rows[index["state"][rows] == LIVE]
+        yield list(_remove(state, selector, now_s, rows, filtered)) if len(rows) else []
+
+
+def _evicts(strategy: Strategy[Any]) -> bool:
+    """Return whether a strategy has an `evict` of its own."""
+    return type(strategy).evict is not Strategy.evict
+
+
+def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filtered: bool) -> Iterator[AnyRecord]:
+    index, config = state.index, selector.config
+    rows, unfit = _split_unfit(state, selector, rows)
+    if unfit:
+        yield DeadLetterRecord(numbers=unfit, at_s=now_s)
+    if state.state == "paused":
+        return
+    unusable: ByReason = {}
+    for adapter in config.adapter_names:
+        its = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
+        its = _apply_bounds(state, selector, adapter, its, unusable)
+        if len(its):
+            _ask_plugins(state, selector, adapter, its, filtered, unusable)
+    if unusable:
+        yield EvictRecord(step=state.next_step, numbers={r: sorted(n) for r, n in unusable.items()}, at_s=now_s)
+
+
+def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows, ByReason]:
+    """Return the rows that a batch can hold, and by reason the others, stored without an admission check."""
+    config, groups = selector.config, state.index.groups(rows)
+    budget = config.batch.tokens_per_batch or LARGEST_INTEGER
+    if config.adapters:
+        strange = ~np.isin(groups.adapter, [hash_name(name) for name in config.adapters])
+    else:
+        strange = groups.adapter != 0
+    over = ~strange & (groups.tokens > budget)
+    found = {"over_budget": groups.row[over], "unknown_adapter": groups.row[strange]}
+    unfit = {reason: numbers.tolist() for reason, numbers in found.items() if len(numbers)}
+    return (rows[~(strange | over)], unfit) if unfit else (rows, unfit)
+
+
+def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
+    """Add the groups beyond a declared bound to `unusable`; return the other rows."""
+    max_staleness = selector.bounds.max_staleness
+    oldest = 0 if max_staleness is None else state.version_at(state.next_step, adapter) - max_staleness
+    # Above the published version: checked before a rewind, stored after it by a direct writer or a leader that died.
+    published = state.published[adapter]
+    longest = selector.inputs.seq_len if selector.config.batch.overlong == "reject" else LARGEST_INTEGER
+    rules: tuple[tuple[str, Callable[[Groups], npt.NDArray[np.bool_]]], ...] = (
+        ("too_stale", lambda groups: groups.policy_version < oldest),
+        (LOST_LINEAGE, lambda groups: groups.policy_version_max > published),
+        ("overlong", lambda groups: groups.longest_tokens > longest),
+    )
+    for reason, breaks in rules:
+        groups = state.index.groups(rows)
+        gone = breaks(groups)
+        if gone.any():
+            unusable.setdefault(reason, []).extend(groups.row[gone].tolist())
+            rows = rows[~gone]
+    return rows
+
+
+def _ask_plugins(
+    state: RunState, selector: Selector, adapter: str, rows: Rows, filtered: bool, unusable: ByReason
+) -> None:
+    """Add what the plug-ins drop to `unusable`, in their order: the first one that drops a group gives the reason."""
+    view = selector.inputs.view(state.next_step, adapter=adapter)
+    for plugin, call in _plugins(selector, filtered):
+        if not len(rows):
+            return
+        ask = functools.partial(_checked, plugin, call, state.index, rows, view)
+        found = selector.ask("evict", ask, plugin)
+        for number, reason in zip(found.rows, found.reasons, strict=True):
+            unusable.setdefault(reason, []).append(int(number))
+        rows = rows[~np.isin(state.index["number"][rows], found.rows)]
+
+
+def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict]]:
+    if _evicts(selector.strategy):
+        yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict
+    for spec, one in zip(selector.config.filters, selector.inputs.plugins.filters, strict=True) if filtered else ():
+        yield f"filter {spec.name!r}", one.drop
+
+
+def _checked(plugin: str, call: Evict, index: Index, rows: Rows, view: BufferView) -> Evictions:
+    return check_evictions(plugin, call(index.groups(rows), view), index, rows)
