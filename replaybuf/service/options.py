@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from cyclopts.types import NonNegativeInt, Port
+from cyclopts.types import NonNegativeInt, Port, PositiveInt
 
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.store.durability import Level
+
+BODY_BUDGET_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class ServeOptions:
     """URL that the other servers report to clients while this server is the leader. Default: the listening address."""
     history_groups: NonNegativeInt = KEPT_GROUPS
     """Number of freed groups per run that the service still reports, with the records of their batches."""
+    body_budget_bytes: PositiveInt = BODY_BUDGET_BYTES
+    """Maximum bytes of request bodies in memory, over all connections. A call without room waits up to 5 s, then it
+    is answered 503."""
     durability: Level = "strict"
     """Durability of acknowledged writes. strict: they survive kill -9 of any process; relaxed: the last second may be
     lost."""

@@ -57,7 +57,7 @@ async def serve(options: ServeOptions) -> None:
     listening = _sockets(options)
     try:
         async with run_service(options, next(iter(listening))) as service:
-            server = _Server(service, application(service, tokens))
+            server = _Server(service, application(service, tokens, options.body_budget_bytes))
             report = service.report
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)

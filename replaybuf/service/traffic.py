@@ -1,4 +1,4 @@
-"""Count calls and measure how long the service works on each.
+"""Count calls, connections and bodies, and measure how long the service works on each call.
 
 Time that a call waits for a change on the caller's request (`wait_ms`) is not counted.
 """
@@ -15,6 +15,9 @@ from replaybuf.kernel.histograms import Histogram
 
 TOOK_US = tuple(round(1e6 * s) for s in (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10))
 """Upper edges of the duration buckets, in microseconds."""
+
+REFUSALS = ("no_body_room",)
+"""Reasons to refuse a request or a connection before any call."""
 
 
 class Stopwatch:
@@ -62,11 +65,15 @@ class Traffic:
     """Calls since the process started, by run ("" = unknown run) and name of the call.
 
     `answered`: count by status; `took`: histogram of the time until the answer began, in microseconds.
+    `refused`: requests and connections that were refused before any call, by reason. `body_bytes`: bytes of request
+    bodies in memory, without small ones.
     """
 
     def __init__(self) -> None:
         self.answered: Counter[tuple[str, str, int]] = Counter()
         self.took: dict[tuple[str, str], Histogram] = {}
+        self.refused: Counter[str] = Counter()
+        self.body_bytes = 0
 
     def count(self, run: str, call: str, status: int, seconds: float) -> None:
         """Count an answered call."""

@@ -20,6 +20,7 @@ from replaybuf.service.http.metric_table import METRICS
 from replaybuf.service.report.status import coverage
 from replaybuf.service.run.next_batch import OUTCOMES
 from replaybuf.service.run.run import Run
+from replaybuf.service.traffic import REFUSALS
 from replaybuf.wire.contract import REASONS
 
 TIMES_SAMPLED_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -142,6 +143,9 @@ def _read_server(scrape: _Scrape, service: Service) -> None:
         scrape.add("requests", count, run, call, str(status))
     for (run, call), histogram in sorted(service.traffic.took.items()):
         scrape.add_histogram("request_seconds", histogram, 1_000_000, run, call)
+    for reason in REFUSALS:
+        scrape.add("requests_refused", service.traffic.refused[reason], reason)
+    scrape.add("body_bytes", service.traffic.body_bytes)
     report, connection = service.report, service.store.connection
     scrape.add("durability_strict", report is not None and report.durability == "strict")
     scrape.add("writes_unconfirmed", connection.unconfirmed)

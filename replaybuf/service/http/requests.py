@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.kernel.queries import GROUP_STATES
+from replaybuf.service.http.body_budget import BodyShare
 from replaybuf.service.run.admission import Incoming
 from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
 from replaybuf.wire.contract import GroupsRequest
@@ -71,16 +72,20 @@ IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Read a body. Raises `TooLarge` as soon as it is known to exceed the limit."""
+    """Read a body. Raises `TooLarge` as soon as it is known to exceed the limit, and what `BodyShare.hold` raises."""
+    share: BodyShare = request.state.body_share
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(int(declared), limit_bytes)
+    if declared.isdigit():
+        if int(declared) > limit_bytes:
+            raise _too_large(int(declared), limit_bytes)
+        await share.hold(int(declared))
     parts: list[bytes] = []
     size_bytes = 0
     async for part in request.stream():
         size_bytes += len(part)
         if size_bytes > limit_bytes:
             raise _too_large(size_bytes, limit_bytes)
+        await share.hold(size_bytes)
         parts.append(part)
     return b"".join(parts)
 

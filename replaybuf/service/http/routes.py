@@ -17,19 +17,22 @@ from starlette.routing import Match, Route
 from replaybuf.errors import NotFound, ReplaybufError
 from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.body_budget import BodyBudget
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.openapi import describe
 from replaybuf.service.http.requests import check_query
+from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.traffic import started
 
 logger = logging.getLogger(__name__)
 
 
-def application(service: Service, tokens: Tokens) -> Starlette:
+def application(service: Service, tokens: Tokens, body_budget_bytes: int = BODY_BUDGET_BYTES) -> Starlette:
     """Build the ASGI application of one service."""
+    bodies = BodyBudget(body_budget_bytes, service.traffic)
     app = Starlette(
         routes=[
-            *(Route(call.path, _guarded(call, tokens), methods=[call.method]) for call in CALLS),
+            *(Route(call.path, _guarded(call, tokens, bodies), methods=[call.method]) for call in CALLS),
             *(Route(call.path, call.handler, methods=[call.method]) for call in OPEN_CALLS),
         ],
         exception_handlers={ReplaybufError: _problem, HTTPException: _http_problem, Exception: _fault},
@@ -39,7 +42,7 @@ def application(service: Service, tokens: Tokens) -> Starlette:
     return app
 
 
-def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(call: Call, tokens: Tokens, bodies: BodyBudget) -> Callable[[Request], Awaitable[Response]]:
     name = f"{call.method} {call.template}"
 
     async def endpoint(request: Request) -> Response:
@@ -48,7 +51,8 @@ def _guarded(call: Call, tokens: Tokens) -> Callable[[Request], Awaitable[Respon
             tokens.check(request.headers.get("authorization"), call.roles)
             if call.query is not None:
                 check_query(request, call.query)
-            response = await call.handler(request)
+            with bodies.share() as request.state.body_share:
+                response = await call.handler(request)
             status = response.status_code
         except ClientDisconnect:
             status = 499
