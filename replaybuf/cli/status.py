@@ -129,12 +129,22 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
         ("prompts", _pairs(prompts)),
         *((f"adapter {name}", _adapter(adapter)) for name, adapter in status.adapters.items()),
         *((f"evaluation {name}", _evaluation(result)) for name, result in _newest(evaluations).items()),
+        ("last seen", _last_seen(status)),
         ("epoch, generation", f"{status.epoch}, {status.generation}"),
         ("durability", status.durability),
         ("led by", leader or "no server, or one without an address"),
     ):
         table.add_row(name, str(value))
     return table
+
+
+def _last_seen(status: RunStatus) -> str:
+    trainer, producers = status.trainer, status.producers
+    return (
+        f"trainer {f'{trainer.last_seen_s:.0f} s ago' if trainer else 'never'}, "
+        f"producers {'never' if producers.last_seen_s is None else f'{producers.last_seen_s:.0f} s ago'} "
+        f"({producers.known} known)"
+    )
 
 
 def _adapter(status: AdapterStatus) -> str:

@@ -89,6 +89,23 @@ class TicketCounts(Answer, frozen=True, kw_only=True):
     failed: int
 
 
+class TrainerPresence(Answer, frozen=True, kw_only=True):
+    """Seconds since the attached trainer last called this server, or since the server opened the run; its epoch."""
+
+    last_seen_s: float
+    epoch: int
+
+
+class ProducersPresence(Answer, frozen=True, kw_only=True):
+    """Seconds since a producer last called this server (null = never), and producers that took tickets in an hour.
+
+    `known` is at most 1,000.
+    """
+
+    last_seen_s: float | None = None
+    known: int = 0
+
+
 class LiveTotal(Answer, frozen=True, kw_only=True):
     """Tokens, or bytes, of live groups."""
 
@@ -154,7 +171,10 @@ class RunFacts(Struct, frozen=True):
 
 
 class RunStatus(Answer, frozen=True, kw_only=True):
-    """Status of a run. `config` is its configuration with defaults filled in; `oldest_step` can still be resumed."""
+    """Status of a run. `config` is its configuration with defaults filled in; `oldest_step` can still be resumed.
+
+    `trainer` is null before the first attach.
+    """
 
     run: str
     state: Literal["running", "paused", "finished"]
@@ -176,6 +196,8 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     adapters: dict[str, AdapterStatus]
     checkpoints: list[int]
     oldest_step: int
+    trainer: TrainerPresence | None = None
+    producers: ProducersPresence = ProducersPresence()
     config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
 
     def facts(self) -> RunFacts:

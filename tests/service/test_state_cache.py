@@ -8,9 +8,11 @@ import pytest
 from replaybuf.kernel.index import ENTRY
 from replaybuf.kernel.selection import PRODUCER_SILENCE_S
 from replaybuf.lab.simulate.virtual import VirtualRun
+from replaybuf.service.presence import Presence
 from replaybuf.service.report.state_cache import WAITS_KEPT_S, StateCache
 from replaybuf.wire.config import BatchSpec
 from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.run_status import RunStatus
 from tests.builders import run_config
 
 
@@ -28,9 +30,13 @@ class Looked:
         self.asked += 1
         return self._why_waiting()
 
+    def state(self) -> RunStatus:
+        """Look at the state."""
+        return self.cache.state(durability="strict", rejected={}, presence=Presence(lambda: self.run.now_s))
+
     def reason(self) -> str | None:
         """Look at the state; return why the run waits."""
-        waiting = self.cache.state(durability="strict", rejected={}).waiting
+        waiting = self.state().waiting
         return waiting.reason if waiting else None
 
     def store(self) -> None:
@@ -59,7 +65,7 @@ def test_a_new_group_changes_the_state_at_once(looked: Looked) -> None:
     assert looked.reason() == "too_few_groups"
     looked.store()
     assert looked.reason() is None
-    state = looked.cache.state(durability="strict", rejected={})
+    state = looked.state()
     assert (state.groups.live, state.bytes.live) == (2, 200)
     assert state.histograms.rollout_tokens["stored"].count == 2
 

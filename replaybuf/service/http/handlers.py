@@ -118,6 +118,7 @@ async def post_tickets(request: Request) -> Response:
     """Issue tickets for groups."""
     run = await _led(request)
     body = await read_json(request, TicketRequest)
+    run.journal.presence.record_producer(body.producer)
     gone = functools.partial(_is_gone, request)
     return json_response(await run.tickets.issue(body.producer, body.count, body.adapter, body.wait_ms / 1000, gone))
 
@@ -148,6 +149,7 @@ async def delete_ticket(request: Request) -> Response:
 async def post_groups(request: Request) -> Response:
     """Append groups."""
     run = await _led(request)
+    run.journal.presence.record_producer()
     groups = await read_groups(request, run.journal.config.limits.max_group_bytes)
     return json_response(AppendResults(results=await run.appends.append(groups)))
 

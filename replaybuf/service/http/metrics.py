@@ -90,6 +90,7 @@ def _read_run(scrape: _Scrape, name: str, run: Run) -> None:
         scrape.add("groups_used_by_staleness", count, name, str(age))
     for outcome in OUTCOMES:
         scrape.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
+    _read_presence(scrape, name, run)
     for value in _RUN_STATES:
         scrape.add("run_state", float(state.state == value), name, value)
     outcomes = coverage(state, run.book)
@@ -98,6 +99,15 @@ def _read_run(scrape: _Scrape, name: str, run: Run) -> None:
     _read_histograms(scrape, name, state.totals.histograms)
     for adapter in sorted(run.journal.config.adapters):
         _read_adapter(scrape, name, run, adapter)
+
+
+def _read_presence(scrape: _Scrape, name: str, run: Run) -> None:
+    presence = run.journal.presence
+    if run.state.epoch:
+        scrape.add("trainer_last_seen_seconds", presence.trainer_s, name)
+    if (producers_s := presence.producers_s) is not None:
+        scrape.add("producers_last_seen_seconds", producers_s, name)
+    scrape.add("producers_known", presence.producers_known, name)
 
 
 def _read_histograms(scrape: _Scrape, name: str, histograms: GroupHistograms) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
+from replaybuf.service.presence import Presence
 from replaybuf.service.report.status import IndexSummary, render_run_state, summarize_index
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
@@ -37,7 +38,7 @@ class StateCache:
         self._summary: tuple[object, IndexSummary] | None = None
         self._waits: _Waits | None = None
 
-    def state(self, *, durability: str, rejected: dict[str, int]) -> RunStatus:
+    def state(self, *, durability: str, rejected: dict[str, int], presence: Presence) -> RunStatus:
         """Render the state of the run."""
         waits = self.waits()
         return render_run_state(
@@ -48,6 +49,7 @@ class StateCache:
             self.summary(),
             durability=durability,
             rejected=rejected,
+            presence=presence,
             waits=waits.run,
             adapters_wait=waits.adapters,
         )

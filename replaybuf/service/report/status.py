@@ -13,6 +13,7 @@ from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.pool import AdapterCounts
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
+from replaybuf.service.presence import Presence
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.run_status import (
@@ -24,10 +25,12 @@ from replaybuf.wire.run_status import (
     GroupCounts,
     Histograms,
     LiveTotal,
+    ProducersPresence,
     Progress,
     RunStatus,
     StoredCounts,
     TicketCounts,
+    TrainerPresence,
 )
 
 
@@ -118,6 +121,7 @@ def render_run_state(
     *,
     durability: str,
     rejected: dict[str, int],
+    presence: Presence,
     waits: WaitingAnswer | None,
     adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> RunStatus:
@@ -132,6 +136,8 @@ def render_run_state(
         strategy=ChosenStrategy(**config["strategy"]),
         durability=durability,
         epoch=state.epoch,
+        trainer=TrainerPresence(last_seen_s=round(presence.trainer_s, 3), epoch=state.epoch) if state.epoch else None,
+        producers=_producers(presence),
         generation=state.generation,
         step=state.step,
         published_version=state.published[""],
@@ -154,6 +160,11 @@ def render_run_state(
         oldest_step=state.oldest_step,
         config=config,
     )
+
+
+def _producers(presence: Presence) -> ProducersPresence:
+    seen_s = presence.producers_s
+    return ProducersPresence(last_seen_s=None if seen_s is None else round(seen_s, 3), known=presence.producers_known)
 
 
 def _render_adapter(

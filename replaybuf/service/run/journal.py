@@ -34,6 +34,7 @@ from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.kernel.state import RunState
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
+from replaybuf.service.presence import Presence
 from replaybuf.service.traffic import waiting
 from replaybuf.store import Ends, IndexChunk, Store
 from replaybuf.store.faults import data_lost
@@ -58,6 +59,7 @@ class Journal:
     - `lost`: set while Redis holds less than it acknowledged
     - `unsettled`: groups that are folded and not settled; the journal adds them, `Arrivals` removes them
     - `changes`: how often waiters were notified
+    - `presence`: when the clients of the run last called
     """
 
     def __init__(self, name: str, store: Store, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -65,6 +67,7 @@ class Journal:
         self.state = RunState()
         self.store = store
         self.clock = clock
+        self.presence = Presence(clock.monotonic)
         self.token: str | None = None
         self.leading = False
         self.leader_url: str | None = None
@@ -114,6 +117,7 @@ class Journal:
                 value=epoch,
                 bound=self.state.epoch,
             )
+        self.presence.record_trainer()
 
     @contextlib.asynccontextmanager
     async def taking_over(self, token: str) -> AsyncIterator[None]:

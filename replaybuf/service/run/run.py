@@ -159,4 +159,6 @@ class Run:
 
     def describe(self) -> RunStatus:
         """Render the state of the run."""
-        return self.state_cache.state(durability=self.durability, rejected=dict(self.side_state.rejected))
+        return self.state_cache.state(
+            durability=self.durability, rejected=dict(self.side_state.rejected), presence=self.journal.presence
+        )

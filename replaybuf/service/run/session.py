@@ -59,6 +59,7 @@ class Session:
                 await self._check_fit(attached.step, attached.seq_len)
             # ATTACH first: if we die before REWIND, the older trainer is fenced and this one attaches again.
             await journal.append(attached)
+            journal.presence.record_trainer()
             if needs_rewind(state, attached.step, request.on_resume):
                 async with self._history_lock.exclusive():
                     await journal.pull()  # the rewind must reach all groups that were checked before it
