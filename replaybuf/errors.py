@@ -43,6 +43,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+LONGEST_DETAIL = 4000
+LONGEST_VALUE = 1000
+"""Characters of a message, and of a value in it: a caller's string of megabytes must not fill answers and logs."""
+
 
 class ReplaybufError(Exception):
     """Base of all errors: `name` had `value`, the bound was `bound`.
@@ -64,10 +68,10 @@ class ReplaybufError(Exception):
         bound: Any = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(detail)
-        self.detail = detail
+        self.detail = _shortened(detail, LONGEST_DETAIL)
+        super().__init__(self.detail)
         self.name = name
-        self.value = value
+        self.value: Any = _shortened(value, LONGEST_VALUE) if isinstance(value, str) else value
         self.bound = bound
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
@@ -82,6 +86,10 @@ class ReplaybufError(Exception):
         if self.name is not None:
             document |= {"name": self.name, "value": self.value, "bound": self.bound}
         return document
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 class Invalid(ReplaybufError):

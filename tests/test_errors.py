@@ -195,3 +195,10 @@ def test_a_missing_extra_names_its_install_command() -> None:
 def test_a_rejected_group_keeps_its_reason() -> None:
     rejected = GroupRejected("overlong", "a rollout has 9 tokens", name="seq_len", value=9, bound=8)
     assert (rejected.reason, rejected.detail, rejected.bound) == ("overlong", "a rollout has 9 tokens", 8)
+
+
+def test_a_long_value_and_message_are_shortened() -> None:
+    """A string of megabytes must not fill answers and logs."""
+    error = Invalid(f"name is {'x' * 10**6}", name="name", value="x" * 10**6)
+    assert len(str(error)) < 5000 and len(str(error.problem())) < 10_000
+    assert error.problem()["value"].endswith("(1000000 characters)")
