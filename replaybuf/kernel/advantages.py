@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.group import Float32s, Float64s, Group, Int32s
+from replaybuf.wire.group import LARGEST_SCORE, Float32s, Float64s, Group, Int32s
 
 ProcessReward: TypeAlias = tuple[int, float]
 """End of a section of a completion (one past its last token), and the reward of the section."""
@@ -84,9 +84,8 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
     the result is that of `grpo`.
     Raises `Invalid` without any reward, for an end out of range, and as `advantages` does.
     """
-    normalised = iter(
-        advantages("grpo", np.array([reward for rollout in rewards for _, reward in rollout], np.float64))
-    )
+    given = np.array([reward for rollout in rewards for _, reward in rollout], np.float64)
+    normalised = iter(advantages("grpo", given))
     columns: list[Float64s] = []
     for number, (rollout, length) in enumerate(zip(rewards, lengths.tolist(), strict=True)):
         ending = np.zeros(length, np.float64)
@@ -100,7 +99,10 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
                 )
             ending[end - 1] += next(normalised)
         columns.append(ending[::-1].cumsum()[::-1])
-    return np.concatenate(columns).astype(np.float32)
+    summed = np.concatenate(columns)
+    if not (np.abs(summed) <= LARGEST_SCORE).all():
+        raise _too_large(given)
+    return summed.astype(np.float32)
 
 
 PROCESS = "process"
@@ -126,7 +128,7 @@ def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> 
     """Compute the advantages of one group, float64 [n], from its rewards, float64 [n], n >= 1.
 
     `tokens`: sampled tokens of each rollout, float64 [n]; None = all equal. Raises `Invalid` for an unknown name, for
-    no rewards, and for rewards that are not finite or too large to average.
+    no rewards, and for rewards that are not finite or give advantages beyond float32, which the trainer gets.
     """
     check_estimator(name)
     if not len(rewards):
@@ -136,14 +138,15 @@ def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> 
         result = np.zeros_like(rewards) if zero_variance(rewards) else ESTIMATORS[name](rewards, lengths)
         spread = rewards.std()
     # Check the spread too: if squares overflow, dividing by it gives zeros, as if all rewards were equal.
-    if not np.isfinite(spread) or not np.isfinite(result).all():
-        raise Invalid(
-            f"rewards from {rewards.min():g} to {rewards.max():g} give no finite advantages",
-            name="rewards",
-            value=[float(reward) for reward in rewards],
-            bound="finite",
-        )
+    if not np.isfinite(spread) or not (np.abs(result) <= LARGEST_SCORE).all():
+        raise _too_large(rewards)
     return result
+
+
+def _too_large(rewards: Float64s) -> Invalid:
+    lowest, highest = float(rewards.min()), float(rewards.max())
+    detail = f"rewards from {lowest:g} to {highest:g} give no finite advantages in float32"
+    return Invalid(detail, name="rewards", value=[lowest, highest], bound=LARGEST_SCORE)
 
 
 def group_advantages(name: str, group: Group) -> Float64s:

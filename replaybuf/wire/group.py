@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import GroupRejected
+from replaybuf.wire.names import Name
 
 OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "old_logprobs", "teacher_logprobs"]
 """Logprobs, float32 [C] in nats, that a group may have besides those of sampling.
@@ -26,6 +27,9 @@ OPTIONAL_LOGPROBS: tuple[OptionalLogprobs, ...] = get_args(OptionalLogprobs)
 LOGPROBS = ("inference_logprobs", *OPTIONAL_LOGPROBS)
 OPTIONAL_PER_TOKEN = (*OPTIONAL_LOGPROBS, "token_advantages")
 """Optional columns with a value per completion token."""
+
+LARGEST_SCORE = float(np.finfo(np.float32).max)
+"""Rewards and advantages reach the trainer as float32; larger values would become infinity."""
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -52,23 +56,23 @@ class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     old_logprobs: list[float] | None = None
     teacher_logprobs: list[float] | None = None
     token_advantages: list[float] | None = None
-    rewards: dict[str, float] = {}
+    rewards: dict[Name, float] = {}
     advantage: float | None = None
     version_spans: list[tuple[int, int, int]] | None = None
-    finish_reason: str | None = None
+    finish_reason: Name | None = None
     temperature: float = 1.0
 
 
 class GroupJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One group in JSON, the body of `POST /v1/runs/{run}/groups`."""
 
-    prompt_id: str
+    prompt_id: Name
     policy_version: int
     rollouts: list[RolloutJson]
-    group_id: str | None = None
-    ticket: str | None = None
+    group_id: Name | None = None
+    ticket: Name | None = None
     prompt_index: int | None = None
-    adapter: str = ""
+    adapter: Name = ""
     metadata: dict[str, Any] = {}
 
 

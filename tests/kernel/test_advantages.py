@@ -92,6 +92,13 @@ def test_rewards_without_finite_advantages_are_rejected(name: str, rewards: list
         advantages(name, np.array(rewards))
 
 
+@pytest.mark.parametrize("name", ["dr-grpo", "rloo", "rloo-length"])
+def test_rewards_whose_advantages_exceed_float32_are_rejected(name: str) -> None:
+    """Each reward fits float32, which the trainer gets, but their difference does not."""
+    with pytest.raises(Invalid, match="no finite advantages in float32"):
+        advantages(name, np.array([3e38, -3e38, 3e38]))
+
+
 def test_empty_rewards_are_rejected() -> None:
     with pytest.raises(Invalid, match="rewards is empty"):
         advantages("grpo", np.array([]))
