@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import redis
 
 from replaybuf import Client
 from replaybuf.errors import Conflict
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, ServeProcess, group
 from tests.wire.test_config import DEFAULTS
 
 
@@ -84,6 +85,13 @@ def test_a_configuration_that_cannot_work_is_refused_with_name_value_and_bound(
     response = run.put(**config)
     assert (response.status_code, response.json()["name"]) == (status, name), response.text
     assert run.http.get(run.path).status_code == 404
+
+
+def test_a_refused_configuration_leaves_no_key_in_redis(run: RunClient, service: ServeProcess) -> None:
+    refused = run.put(batch={"seq_len": 4, "pad_to_multiple_of": 3})
+    assert refused.status_code == 422
+    with redis.Redis(unix_socket_path=service.valkey_socket) as valkey:
+        assert list(valkey.scan_iter(f"rb:{{{run.run}}}*")) == []
 
 
 def test_a_run_name_outside_the_pattern_is_refused(run: RunClient) -> None:
