@@ -62,6 +62,7 @@ def group_of_lengths(lengths: Sequence[int], **fields: Any) -> Group:
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
+NAMES = st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=8)
 TOKENS = st.integers(0, LARGEST_TOKEN)
 LOGPROBS = st.floats(-50, 0.0009765625, width=32)
 SCORES = st.floats(-1e6, 1e6)
@@ -95,7 +96,7 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
     version = draw(st.integers(0, 5))
     size = draw(st.integers(1, 4))
     given = {name: draw(st.booleans()) for name in ("mask", "ref", "old", "teacher", "advantage", "by_token", "spans")}
-    parts = draw(st.lists(TEXTS, max_size=2, unique=True))
+    parts = draw(st.lists(NAMES, max_size=2, unique=True))
     rollouts = []
     for _ in range(size):
         tokens = draw(st.integers(1, longest))
@@ -122,11 +123,11 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
             )
         )
     return GroupJson(
-        group_id=draw(st.none() | TEXTS),
-        ticket=draw(st.none() | TEXTS),
+        group_id=draw(st.none() | NAMES),
+        ticket=draw(st.none() | NAMES),
         prompt_index=draw(st.none() | st.integers(0, 2**53 - 1)),
-        prompt_id=draw(TEXTS),
-        adapter=draw(st.just("") | TEXTS),
+        prompt_id=draw(NAMES),
+        adapter=draw(st.just("") | NAMES),
         policy_version=version,
         rollouts=rollouts,
         metadata=draw(METADATA),

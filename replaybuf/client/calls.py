@@ -170,7 +170,7 @@ class RunCalls:
 
     def return_ticket(self, ticket: str, reason: str) -> Exchange[None]:
         """Return a ticket with the reason. Raises `NotFound` if it is no longer out. Never repeated."""
-        path = f"/tickets/{quote(ticket, safe='')}"
+        path = f"/tickets/{_segment(ticket)}"
         yield HttpRequest(method="DELETE", path=path, params={"reason": reason}, repeatable=False)
 
     def append(self, groups: Sequence[Group], *, compress: bool = False) -> Exchange[list[AppendResult]]:
@@ -214,7 +214,7 @@ class RunCalls:
 
     def get_group(self, group_id: str) -> Exchange[StoredGroup]:
         """Return the state and content of a group. Raises `NotFound`, `Gone`."""
-        return answer_of((yield HttpRequest(path=f"/groups/{quote(group_id, safe='')}")), StoredGroup)
+        return answer_of((yield HttpRequest(path=f"/groups/{_segment(group_id)}")), StoredGroup)
 
     def list_groups(self, state: str | None = None, limit: int = 100, after: int | None = None) -> Exchange[GroupPage]:
         """List up to `limit` groups, of one state or of all, after the `next` of an earlier page."""
@@ -256,6 +256,12 @@ def _bounds(facts: RunFacts) -> GroupLimits:
         seq_len=None if truncates else facts.batch.seq_len,
         tokens_per_batch=None if truncates else facts.batch.tokens_per_batch,
     )
+
+
+def _segment(text: str) -> str:
+    """Encode one segment of a path. HTTP clients remove the segments `.` and `..`, so their dots are encoded too."""
+    encoded = quote(text, safe="")
+    return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
 
 
 def _given(**optional: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from replaybuf.kernel.strategy import Budget, Groups, Selection, Strategy, Waiti
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.kernel.waiting import nearest, waiting
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
-from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
+from replaybuf.wire.config import LARGEST_INTEGER, MOST_GROUPS, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import hash_name
 
@@ -200,7 +200,8 @@ class Selector:
         weights = None
         if any(share.weights is not None for share in given):
             weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in given])
-        return BatchSelection(np.concatenate([share.rows for share in given]), weights, turn=following)
+        rows = np.concatenate([share.rows for share in given])[:MOST_GROUPS]
+        return BatchSelection(rows, None if weights is None else weights[:MOST_GROUPS], turn=following)
 
     def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
         """Ask the strategy for groups of one adapter, by default for the rest of its own batch."""

@@ -21,6 +21,9 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from replaybuf.errors import TooLarge
+from replaybuf.wire.config import LARGEST_STORED_BYTES
+
 _BYTES = (bytes, memoryview)
 _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
@@ -103,6 +106,13 @@ def _is_wrong_type(reply: Any) -> bool:
 def _pack(connection: Any, words: Sequence[Any]) -> list[bytes]:
     for word in words:
         if isinstance(word, _BYTES) and len(word) > _LARGE_BYTES:
+            if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
+                raise TooLarge(
+                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
+                    name="redis",
+                    value=len(word),
+                    bound=LARGEST_STORED_BYTES,
+                )
             packed: list[bytes] = connection.pack_command(*words)
             return packed
     return [hiredis.pack_command(tuple(words))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -13,42 +12,57 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.columns import LARGEST_ROLLOUTS
 from replaybuf.wire.frame import smallest_frame_bytes
 from replaybuf.wire.group import hash_name
+from replaybuf.wire.metadata import check_metadata
+from replaybuf.wire.names import Name
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Names have no `/` and `:`, because these end the name in tickets, group ids and counters."""
 MIN_TOKENS_PER_ROLLOUT = 2
 """One prompt token and one completion token."""
-LONGEST_ROW = 2**31 - 1
-"""Positions in a row are 32-bit."""
+LONGEST_ROW = 2**24
+"""The tensors of one row of this length take 290 MB."""
 LARGEST_INTEGER = 2**53 - 1
 """Largest whole number that every JSON reader keeps exactly."""
 LONGEST_S = 366 * 86400.0
 MAX_RANKS = 4096
 MOST_ADAPTERS = 256
 """Bounds the run state, which explains for each adapter why it waits."""
+MOST_FILTERS = 64
+MOST_GROUPS = 2**17
+"""Groups of one batch. The ledger record of so many groups with the longest ids has 130 MB; Redis accepts 512 MiB."""
+LARGEST_STORED_BYTES = 2**29
+"""Redis accepts no longer string."""
+LARGEST_OPTIONS_BYTES = 2**16
+"""Options are in every batch record."""
+LARGEST_COST = 1e30
+"""Costs of the longest rollouts stay finite."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
 RowTokens = Annotated[int, Meta(ge=MIN_TOKENS_PER_ROLLOUT, le=LONGEST_ROW)]
+RowMultiple = Annotated[int, Meta(ge=1, le=LONGEST_ROW)]
+GroupCount = Annotated[int, Meta(ge=1, le=MOST_GROUPS)]
+StoredBytes = Annotated[int, Meta(ge=1, le=LARGEST_STORED_BYTES)]
+Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Cost of L tokens: `linear`·L + `quadratic`·L². Both finite and >= 0, not both 0; only their ratio matters."""
+    """Cost of L tokens: `linear`·L + `quadratic`·L², not both 0; only their ratio matters."""
 
-    linear: float
-    quadratic: float
+    linear: Coefficient
+    quadratic: Coefficient
 
     def check(self) -> None:
-        """Raise `Invalid` for negative or infinite coefficients, and if both are 0."""
+        """Raise `Invalid` for coefficients outside their bounds, and if both are 0."""
         values = (self.linear, self.quadratic)
-        if not all(math.isfinite(value) and value >= 0 for value in values) or not any(values):
+        if not all(0 <= value <= LARGEST_COST for value in values) or not any(values):
             raise Invalid(
-                f"cost is {self.linear}·L + {self.quadratic}·L²; both must be finite and >= 0, and one of them > 0",
+                f"cost is {self.linear}·L + {self.quadratic}·L²; both must be in 0..{LARGEST_COST}, and one > 0",
                 name="cost",
                 value=list(values),
-                bound=0,
+                bound=LARGEST_COST,
             )
 
 
@@ -59,8 +73,11 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class StrategySpec(Spec, frozen=True):
     """A strategy or filter by the name of its entry point, with its options."""
 
-    name: str = "one-step-off-policy"
+    name: Name = "one-step-off-policy"
     options: dict[str, Any] = {}
+
+
+Filters = Annotated[list[StrategySpec], Meta(max_length=MOST_FILTERS)]
 
 
 class BatchSpec(Spec, frozen=True):
@@ -70,9 +87,9 @@ class BatchSpec(Spec, frozen=True):
     """
 
     tokens_per_batch: Positive | None = 65536
-    groups_per_batch: Positive | None = None
+    groups_per_batch: GroupCount | None = None
     seq_len: RowTokens = 4096
-    pad_to_multiple_of: Positive = 1
+    pad_to_multiple_of: RowMultiple = 1
     overlong: Literal["reject", "truncate"] = "reject"
 
 
@@ -89,13 +106,13 @@ class Limits(Spec, frozen=True):
 
     max_tokens_live: Positive | None = None
     max_bytes_live: Positive | None = None
-    max_group_bytes: Positive = 67108864
+    max_group_bytes: StoredBytes = 67108864
 
 
 class AdapterSpec(Spec, frozen=True):
     """A LoRA adapter: groups per step, number of prompts (None = endless), own steps per version (None = the run's)."""
 
-    groups_per_batch: Positive
+    groups_per_batch: GroupCount
     prompts: Positive | None = None
     steps_per_publish: Positive | None = None
 
@@ -105,16 +122,16 @@ class RunConfig(Spec, frozen=True):
 
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()
-    filters: list[StrategySpec] = []
+    filters: Filters = []
     group_size: Annotated[int, Meta(ge=1, le=LARGEST_ROLLOUTS)] | None = None
     vocab_size: Positive | None = None
     steps_per_publish: Positive = 1
     max_steps: Positive | None = None
     seed: NonNegative = 0
-    advantage: str = "grpo"
+    advantage: Name = "grpo"
     tickets: TicketSpec = TicketSpec()
     limits: Limits = Limits()
-    adapters: Annotated[dict[str, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
+    adapters: Annotated[dict[Name, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -144,7 +161,7 @@ class RunConfig(Spec, frozen=True):
 class StrategyChange(Spec, frozen=True):
     """New strategy (None = the run's own) with all its options; an absent option gets its default."""
 
-    name: str | None = None
+    name: Name | None = None
     options: dict[str, Any] = {}
 
 
@@ -153,7 +170,7 @@ class LimitsChange(Spec, frozen=True):
 
     max_tokens_live: Positive | UnsetType | None = UNSET
     max_bytes_live: Positive | UnsetType | None = UNSET
-    max_group_bytes: Positive | UnsetType | None = UNSET
+    max_group_bytes: StoredBytes | UnsetType | None = UNSET
 
     def of(self, limits: Limits) -> Limits:
         """Return `limits` with these changes."""
@@ -166,7 +183,7 @@ class ConfigPatch(Spec, frozen=True):
     """JSON of `PATCH /v1/runs/{run}`: changes of a live run; an absent or null part stays."""
 
     strategy: StrategyChange | None = None
-    filters: list[StrategySpec] | None = None
+    filters: Filters | None = None
     limits: LimitsChange | None = None
     state: Literal["running", "paused", "finished"] | None = None
 
@@ -182,6 +199,8 @@ def check_run_name(run: str) -> str:
 def check_run_config(config: RunConfig) -> None:
     """Reject a configuration with which a run would wait for ever. Raises `Invalid` with the reason."""
     batch = config.batch
+    for name, spec in (("strategy", config.strategy), *((f"filters[{n}]", s) for n, s in enumerate(config.filters))):
+        _check_options(f"{name}.options", spec.options)
     if config.adapters:
         _check_adapters(config)
     elif batch.tokens_per_batch is None and batch.groups_per_batch is None:
@@ -195,6 +214,14 @@ def check_run_config(config: RunConfig) -> None:
     if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
         why = f"it must divide batch.seq_len, {batch.seq_len}"
         raise _invalid("batch.pad_to_multiple_of", batch.pad_to_multiple_of, why, batch.seq_len)
+
+
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    check_metadata(name, options)
+    size = len(msgspec.json.encode(options))
+    if size > LARGEST_OPTIONS_BYTES:
+        detail = f"{name} has {size} bytes as JSON; the maximum is {LARGEST_OPTIONS_BYTES}"
+        raise Invalid(detail, name=name, value=size, bound=LARGEST_OPTIONS_BYTES)
 
 
 def _invalid(name: str, value: int, why: str, bound: int | None) -> Invalid:
@@ -246,6 +273,10 @@ def _check_adapters(config: RunConfig) -> None:
                 value=name,
                 bound=other,
             )
+    groups = sum(spec.groups_per_batch for spec in config.adapters.values())
+    if groups > MOST_GROUPS:
+        why = f"one batch may hold the groups of all adapters, and at most {MOST_GROUPS}"
+        raise _invalid("adapters.*.groups_per_batch", groups, why, MOST_GROUPS)
     for field, value, instead in (
         ("batch.groups_per_batch", config.batch.groups_per_batch, "groups_per_batch"),
         ("tickets.prompts", config.tickets.prompts, "prompts"),

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowTokens
+from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowMultiple, RowTokens
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.ledger import AdapterStep, AnyRecord
+from replaybuf.wire.names import Name, Uri
 
 # ---------------------------------------------------------------------- requests
 
@@ -27,9 +28,9 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class TicketRequest(Request, frozen=True, kw_only=True):
     """Ask for tickets for `count` groups. Wait up to `wait_ms` for the first one."""
 
-    producer: str
+    producer: Name
     count: Annotated[Positive, Meta(description=f"Tickets wanted; one call issues at most {TICKETS_AT_ONCE}.")] = 1
-    adapter: str = ""
+    adapter: Name = ""
     wait_ms: NonNegative = 0
 
 
@@ -45,8 +46,8 @@ class PolicyRequest(Request, frozen=True, kw_only=True):
 
     epoch: NonNegative
     version: NonNegative
-    weights_uri: str | None = None
-    adapter: str = ""
+    weights_uri: Uri | None = None
+    adapter: Name = ""
 
 
 class CheckpointRequest(Request, frozen=True, kw_only=True):
@@ -73,7 +74,7 @@ class AttachRequest(Request, frozen=True, kw_only=True):
     resume_step: NonNegative | None = None
     on_resume: Literal["redeliver", "resample"] = "redeliver"
     seq_len: RowTokens | None = None
-    pad_to_multiple_of: Positive | None = None
+    pad_to_multiple_of: RowMultiple | None = None
     cost: Cost | None = None
 
 

@@ -84,6 +84,8 @@ def _inside(value: Any, step: str) -> Any:
 
 
 def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        return _alternatives(kind.type)
     return kind.types if isinstance(kind, inspect.UnionType) else [kind]
 
 

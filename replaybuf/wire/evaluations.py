@@ -8,8 +8,11 @@ from msgspec import Meta, field
 
 from replaybuf.wire.config import NonNegative, Positive
 from replaybuf.wire.contract import Answer, Request
+from replaybuf.wire.names import Name
 
-MAX_NAME_CHARS = 200
+MOST_VERSIONS = 256
+MOST_PARTS = 64
+"""Bound the size of a stored result to 25 kB."""
 
 
 class EvaluationRequest(Request, frozen=True, kw_only=True):
@@ -21,20 +24,20 @@ class EvaluationRequest(Request, frozen=True, kw_only=True):
     - `samples` per prompt at `temperature`; `seconds`: duration
     """
 
-    name: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-    adapter: str = ""
+    name: Annotated[Name, Meta(min_length=1)]
+    adapter: Name = ""
     version: NonNegative
-    versions: list[NonNegative]
+    versions: Annotated[list[NonNegative], Meta(max_length=MOST_VERSIONS)]
     reward_mean: float
     standard_error: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: Annotated[dict[Name, float], Meta(max_length=MOST_PARTS)] = field(default_factory=dict)
     rollouts: Positive
     failed: NonNegative = 0
     samples: NonNegative = 1
     temperature: float = 0.0
     max_tokens: NonNegative | None = None
     seconds: float | None = None
-    producer: str = ""
+    producer: Name = ""
 
 
 class Evaluation(EvaluationRequest, frozen=True, forbid_unknown_fields=False, kw_only=True):

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.group import LOGPROBS, OPTIONAL_PER_TOKEN, Bools, Group, Int32s
+from replaybuf.wire.group import LARGEST_SCORE, LOGPROBS, OPTIONAL_PER_TOKEN, Bools, Group, Int32s
 from replaybuf.wire.metadata import check_metadata
+from replaybuf.wire.names import check_string
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""
 LARGEST_PROMPT_INDEX = 2**53 - 1
-LARGEST_SCORE = float(np.finfo(np.float32).max)
-"""Rewards and advantages reach the trainer as float32; larger values would become infinity."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -57,6 +56,20 @@ def check_token_limits(tokens: int, longest: int, limits: GroupLimits) -> Reject
         return Rejection("overlong", detail)
     detail = _over_budget(tokens, limits)
     return Rejection("over_budget", detail) if detail else None
+
+
+def _names(group: Group, _: GroupLimits) -> str | None:
+    given = {"group_id": group.group_id, "prompt_id": group.prompt_id, "ticket": group.ticket, "adapter": group.adapter}
+    try:
+        for name, value in given.items():
+            check_string(name, value or "")
+        for part in group.reward_parts:
+            check_string("the name of a reward", part)
+        for reason in {*group.finish_reasons}:
+            check_string("finish_reason", reason or "")
+    except Invalid as error:
+        return error.detail
+    return None
 
 
 def _adapter(group: Group, limits: GroupLimits) -> str | None:
@@ -203,6 +216,7 @@ def _metadata(group: Group, _: GroupLimits) -> str | None:
 
 
 RULES: tuple[tuple[str, Rule], ...] = (
+    ("bad_name", _names),
     ("unknown_adapter", _adapter),
     ("bad_prompt_index", _prompt_index),
     ("no_rollouts", lambda group, _: None if group.rollouts else "rollouts is empty; the minimum is 1"),

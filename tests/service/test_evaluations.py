@@ -42,7 +42,11 @@ def test_results_are_kept_by_version_and_the_last_of_a_version_counts(run: RunCl
     ("changes", "name"),
     [
         ({"name": ""}, "name"),
-        ({"name": "x" * 201}, "name"),
+        ({"name": "x" * 257}, "name"),
+        ({"producer": "a\nb"}, "producer"),
+        ({"versions": [0] * 257}, "versions"),
+        ({"parts": {"x" * 257: 1.0}}, "parts key"),
+        ({"parts": {str(n): 1.0 for n in range(65)}}, "parts"),
         ({"adapter": "math"}, "adapter"),
         ({"version": -1}, "version"),
         ({"rollouts": 0}, "rollouts"),

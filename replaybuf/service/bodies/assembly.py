@@ -28,9 +28,12 @@ from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.names import LONGEST_NAME_BYTES
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
 
 Coding = Literal["identity", "zstd"]
+LARGEST_STRINGS_BYTES = 4 * LONGEST_NAME_BYTES
+"""Ids, adapter and payload key of a group. A direct writer may exceed it, and Redis refuses a record of many such."""
 Form = Coding | Literal["plan"]
 """What a rank can request: the body in one of its codings, or its plan."""
 
@@ -73,6 +76,13 @@ def _open_frames(
 def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
         raise BrokenFrame(f"index entry {entry.number} has no payload key", name=BAD_INDEX_ENTRY)
+    label = entry.strings
+    size = sum(len(one.encode()) for one in (label.group_id, label.prompt_id, label.adapter, label.payload_key))
+    if size > LARGEST_STRINGS_BYTES:
+        raise BrokenFrame(
+            f"index entry {entry.number} has ids of {size} bytes; the maximum is {LARGEST_STRINGS_BYTES}",
+            name=BAD_INDEX_ENTRY,
+        )
     group = decode_payload(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
         raise BrokenFrame("the lengths of the frame differ from its index entry", name="length_mismatch")

@@ -126,7 +126,9 @@ def _query_parameter(parameter: Number | Text) -> dict[str, Any]:
 
 def _parameter_schema(parameter: Number | Text) -> dict[str, Any]:
     if isinstance(parameter, Text):
-        return {"type": "string", "enum": list(parameter.choices)} if parameter.choices else {"type": "string"}
+        if parameter.choices:
+            return {"type": "string", "enum": list(parameter.choices)}
+        return {"type": "string", "maxLength": parameter.most_bytes}
     schema: dict[str, Any] = {"type": "integer", "minimum": parameter.low, "maximum": parameter.high}
     return schema if parameter.default is None else schema | {"default": parameter.default}
 

@@ -24,8 +24,9 @@ from replaybuf.wire.contract import GroupsRequest
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import MEDIA_TYPE, decode_frame, split_frames
 from replaybuf.wire.group import GroupJson, group_from_json
+from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_REASON_BYTES, check_string, check_strings
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_BODY_BYTES = 1 << 30
 MAX_CONTROL_BODY_BYTES = 1 << 20
@@ -50,11 +51,12 @@ class Number:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """A text in a query; one of `choices`, if there are any."""
+    """A text in a query, printable and at most `most_bytes` long; one of `choices`, if there are any."""
 
     name: str
     default: str | None = None
     choices: tuple[str, ...] = ()
+    most_bytes: int = LONGEST_NAME_BYTES
 
 
 STEP = Number("step", required=True)
@@ -66,7 +68,7 @@ AFTER = Number("after", 0)
 LIMIT = Number("limit", 100, 1, MAX_PAGE)
 GENERATION = Number("generation")
 ADAPTER = Text("adapter", "")
-REASON = Text("reason", "returned")
+REASON = Text("reason", "returned", most_bytes=LONGEST_REASON_BYTES)
 STATE = Text("state", choices=tuple(GROUP_STATES))
 IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
@@ -98,7 +100,9 @@ def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:
 async def read_json(request: Request, shape: type[T]) -> T:
     """Read a JSON body of a declared shape."""
     media_type(request, {"application/json"})
-    return decode_json(await read_body(request, MAX_CONTROL_BODY_BYTES), shape)
+    decoded = decode_json(await read_body(request, MAX_CONTROL_BODY_BYTES), shape)
+    check_strings(decoded)
+    return decoded
 
 
 async def read_patch(request: Request) -> ConfigPatch:
@@ -112,7 +116,9 @@ async def read_patch(request: Request) -> ConfigPatch:
             name=name,
             bound=_PATCH_FIELDS,
         )
-    return decode_json(body, ConfigPatch)
+    patch = decode_json(body, ConfigPatch)
+    check_strings(patch)
+    return patch
 
 
 def media_type(request: Request, accepted: set[str]) -> str:
@@ -174,9 +180,10 @@ def optional_number(request: Request, parameter: Number) -> int | None:
 
 
 def text(request: Request, parameter: Text) -> str | None:
-    """Read a text, or its default. Raises `Invalid` unless it is one of the choices."""
+    """Read a text, or its default. Raises `Invalid` for one outside its bounds or choices."""
     name, choices = parameter.name, parameter.choices
     value = request.query_params.get(name, parameter.default)
+    check_string(name, value or "", parameter.most_bytes)
     if value is not None and choices and value not in choices:
         raise Invalid(
             f"{name} is {value!r}; it must be one of {', '.join(choices)}", name=name, value=value, bound=choices
