@@ -204,7 +204,8 @@ async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> No
     async with trial.measured("checkpoint, freed"):
         await trial.ack(steps // 2)
         await trial.call("POST", "/checkpoints", {"epoch": trial.epoch, "step": steps // 2 + 1, "keep": 1})
-        await run.journal.free_payloads()
+        while run.journal.owes_payloads:  # noqa: ASYNC110 - the journal has no event for it
+            await asyncio.sleep(0.1)
     async with trial.measured("trimming"):
         run.trimming.kept_groups = 10
         run.trimming._checked_at = -1000

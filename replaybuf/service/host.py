@@ -34,10 +34,12 @@ from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.leadership import Leadership
+from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import Traffic
+from replaybuf.service.turns import in_turns
 from replaybuf.service.unreadable_runs import UnreadableRuns
 from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
 from replaybuf.wire.config import RunConfig, check_run_name
@@ -79,6 +81,7 @@ class Service:
         self.runs: dict[str, Run] = {}
         self.unreadable = UnreadableRuns()
         self.traffic = Traffic()
+        self.loop_watch = LoopWatch()
         # Random: a restarted container has the same process id as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
         self.report: ServerReport | None = None
@@ -204,6 +207,7 @@ class Service:
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
                 "watch": self._repeat(self._watch, WATCH_PERIOD_S),
                 "measure": self._repeat(self._measure, REPORT_PERIOD_S),
+                "watch_loop": self.loop_watch.run(),
             }
             running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
             try:
@@ -279,7 +283,7 @@ class Service:
                 await self._work(self.runs[name], self.runs[name].ingest)
 
     async def _tick(self) -> None:
-        for run in list(self.runs.values()):
+        async for run in in_turns(list(self.runs.values())):
             await self._work(run, run.tick)
 
     async def _watch(self) -> None:
@@ -289,17 +293,17 @@ class Service:
             run.journal.ends for run in runs
         ]  # first: what is acknowledged during the call may not be in its answer
         ends = await self.store.streams.read_ends([run.name for run in runs])
-        for run, before, now in zip(runs, known, ends, strict=True):
+        async for run, before, now in in_turns(zip(runs, known, ends, strict=True)):
             await self._work(run, functools.partial(run.journal.check_ends, before, now))
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
         books = await self.store.tickets.read([run.name for run, _ in followed])
-        for (run, term), book in zip(followed, books, strict=True):
+        async for (run, term), book in in_turns(zip(followed, books, strict=True)):
             await self._work(run, functools.partial(run.restore_side_state, book, term))
         await self._discover()
 
     async def _prepare(self) -> None:
         """Prepare the next batches, one run at a time: nobody waits for them, and they may take much memory."""
-        for run in list(self.runs.values()):
+        async for run in in_turns(list(self.runs.values())):
             await run.batches.next_batch.work()
 
     async def _discover(self) -> None:

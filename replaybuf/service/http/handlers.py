@@ -36,6 +36,7 @@ from replaybuf.service.http.requests import (
 )
 from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
 from replaybuf.service.run.run import Run
+from replaybuf.service.turns import in_turns
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
     AckRequest,
@@ -93,7 +94,7 @@ async def put_run(request: Request) -> Response:
 async def get_runs(request: Request) -> Response:
     """List the runs with their status."""
     service = _service(request)
-    runs = [run.describe() for _, run in sorted(service.runs.items())]
+    runs = [run.describe() async for _, run in in_turns(sorted(service.runs.items()))]
     return json_response(RunList(runs=runs, unreadable=service.unreadable.reasons))
 
 

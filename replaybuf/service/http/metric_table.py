@@ -96,6 +96,7 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "replicas_confirmed": (GAUGE, "", "Replicas that confirmed the last write"),
     "redis_memory_used_bytes": (GAUGE, "", "Memory that Redis uses"),
     "redis_memory_max_bytes": (GAUGE, "", "Memory that Redis may use; 0 = unbounded"),
+    "loop_hold_seconds": (HISTOGRAM, "", "Wake-ups of the event loop by how late they came"),
 }
 # fmt: on
 METRICS = {name: MetricRow(kind, tuple(labels.split()), text) for name, (kind, labels, text) in _ROWS.items()}

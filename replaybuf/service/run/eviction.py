@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 from replaybuf.errors import StrategyFault
@@ -10,6 +9,7 @@ from replaybuf.kernel.eviction import decide_removals
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.turns import in_turns
 
 
 class Eviction:
@@ -58,7 +58,7 @@ class Eviction:
         `filtered`: call the filters for all live groups, not only for arrivals.
         """
         journal = self._journal
-        for records in decide_removals(journal.state, self._selector, journal.clock.wall(), only, filtered=filtered):
+        removals = decide_removals(journal.state, self._selector, journal.clock.wall(), only, filtered=filtered)
+        async for records in in_turns(removals):
             for record in records:
                 await journal.append(record)
-            await asyncio.sleep(0)  # other calls go on between two pieces
