@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from tests.chaos.chaos import chaos
+from tests.chaos.faults import WEIGHTS
 from tests.chaos.runs import RUNS
 
 SECONDS_PER_KILL = 6.0
@@ -19,9 +20,10 @@ START_S = 60.0
 def main() -> None:
     """Run the chaos test; exit with 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="faults to survive: kills and stops")
+    parser.add_argument("--kills", type=int, default=20, help="faults to survive, of every kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", nargs="+", choices=list(RUNS), default=list(RUNS), help="runs to train; all")
+    parser.add_argument("--fault", nargs="+", choices=list(WEIGHTS), default=list(WEIGHTS), help="kinds of faults; all")
     parser.add_argument("--adapters", type=int, default=0, help="add one run that trains this many adapters")
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
@@ -31,7 +33,9 @@ def main() -> None:
     if given.folder and given.folder.exists():
         parser.error(f"--folder {given.folder} exists; a run wants a new one")
     limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
-    report = chaos(given.kills, given.seed, limit_s, given.strategy, given.folder, Console(), given.adapters)
+    report = chaos(
+        given.kills, given.seed, limit_s, given.strategy, given.folder, Console(), given.adapters, given.fault
+    )
     if given.report:
         given.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     raise SystemExit(0 if report.good else 1)

@@ -1,9 +1,11 @@
-"""Calls of the public client, with their outcome."""
+"""Calls of the public client, with their outcome; options of the loads beside the producers and trainers."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from replaybuf.client.client import Client
@@ -37,3 +39,14 @@ def observed(run: str, client: Client, call: Callable[[], T]) -> Outcome[T]:
     return Outcome(
         {"run": run, "sent_s": sent_s, "at_s": now_s(), "server": client.address, "outcome": outcome}, result
     )
+
+
+def load_options() -> argparse.Namespace:
+    """Read the options that `Cluster.start_load` gives."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True, help="servers, with commas between")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--history", required=True, type=Path)
+    parser.add_argument("--run", default="")
+    parser.add_argument("--attack", default="")
+    return parser.parse_args()

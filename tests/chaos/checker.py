@@ -23,6 +23,12 @@ from replaybuf.wire.ledger import (
 )
 from tests.chaos.adapter_checks import adapters_take_turns, rows_hold_one_adapter
 from tests.chaos.content import GROUP_SIZE, checksum, priority_of, source_of, tokens_of
+from tests.chaos.fault_checks import (
+    issued_too_early,
+    lost_writes_are_noticed,
+    nobody_pays_for_others,
+    reports_beside_older,
+)
 from tests.chaos.history import (
     OK,
     UNAVAILABLE,
@@ -54,9 +60,10 @@ class Violation(NamedTuple):
 def check(history: Sequence[AnyEvent]) -> list[Violation]:
     """Check every guarantee for every run of a history."""
     found = []
+    faults = [event for event in history if not event.run]
     for run in sorted({event.run for event in history if event.run}):
-        events = RunHistory([event for event in history if event.run == run])
-        for guarantee, check_run in enumerate(GUARANTEES, 1):
+        events = RunHistory([event for event in history if event.run == run], faults)
+        for guarantee, check_run in GUARANTEES.items():
             found += [Violation(guarantee, run, what) for what in check_run(events)]
     return found
 
@@ -84,9 +91,7 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
             held = before.standing[record.step].groups
             if record.priorities != {group.number: priority_of(group.group_id, record.step) for group in held}:
                 yield f"entry {entry}: the ack of step {record.step} has other priorities than its trainer sent"
-    for call in run.calls:
-        if call.outcome == "data-lost":
-            yield f"{call.server} reported acknowledged data as lost at {call.at_s:.3f}"
+    yield from reports_beside_older(run)
     for payload in run.payloads:
         if payload.rollouts is None:
             yield f"the rollouts of group {payload.group_id}, which may still be needed, are gone"
@@ -262,6 +267,7 @@ def every_prompt_and_step_once(run: RunHistory) -> Iterator[str]:
         if missing:
             yield f"prompts {sorted(missing)[:20]} were skipped ({len(missing)} in all)"
     yield from _issued_after_stored(run)
+    yield from issued_too_early(run)
     for sent in run.sent:
         if sent.outcome == "rejected" and sent.reason not in LEGITIMATE_REJECTIONS:
             yield f"group {sent.group_id} of prompt {sent.prompt_index} was rejected as {sent.reason}"
@@ -337,19 +343,22 @@ def no_silent_wait(run: RunHistory) -> Iterator[str]:
             yield f"the load did not come to rest after the faults: {drained.stood}"
 
 
-GUARANTEES: tuple[Callable[[RunHistory], Iterator[str]], ...] = (
-    stored_means_stored,
-    append_is_idempotent,
-    nothing_is_lost_in_between,
-    use_is_bounded,
-    staleness_is_bounded,
-    groups_stay_whole,
-    bytes_stay_the_same,
-    the_old_are_fenced,
-    every_prompt_and_step_once,
-    rewind_restores,
-    no_silent_wait,
-)
+GUARANTEES: dict[int, Callable[[RunHistory], Iterator[str]]] = {
+    1: stored_means_stored,
+    2: append_is_idempotent,
+    3: nothing_is_lost_in_between,
+    4: use_is_bounded,
+    5: staleness_is_bounded,
+    6: groups_stay_whole,
+    7: bytes_stay_the_same,
+    8: the_old_are_fenced,
+    9: every_prompt_and_step_once,
+    10: rewind_restores,
+    11: no_silent_wait,
+    13: lost_writes_are_noticed,
+    14: nobody_pays_for_others,
+}
+"""By number. A configuration that is refused at its start (12) has no history."""
 
 
 # ---------------------------------------------------------------------- what the checks are made of

