@@ -245,6 +245,8 @@ class Service:
             # The leader trimmed what this follower had not read, or a relaxed Redis lost its last second: load the run
             # again. If that fails too, for example on records of a later release, `unreadable` reports it.
             logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
+            if self.store.connection.policy.level == "relaxed":
+                self.store.connection.known.forget(run.name)
             if self.runs.get(run.name) is run:
                 del self.runs[run.name]
             await run.close()
@@ -264,11 +266,12 @@ class Service:
         await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
 
     async def _follow(self) -> None:
-        """Read new groups, also those that producers wrote to Redis directly, and new ledger records."""
+        """Read the new groups and ledger records of leaders. `_watch` finds what else was written to runs led here."""
         self._added.clear()
-        known = {name: run.journal.ends for name, run in self.runs.items()}
+        known = {name: run.journal.ends for name, run in self.runs.items() if not run.journal.leading}
         if not known:
-            await self._added.wait()
+            with contextlib.suppress(TimeoutError):  # we may lose the lead of a run meanwhile
+                await asyncio.wait_for(self._added.wait(), FOLLOW_TIMEOUT_S)
             return
         news = asyncio.create_task(self.store.streams.wait_for_entries(known, FOLLOW_TIMEOUT_S))
         added = asyncio.create_task(self._added.wait())
@@ -289,12 +292,9 @@ class Service:
     async def _watch(self) -> None:
         """Check that Redis kept what it acknowledged; on followers, read the leader's tickets and counters."""
         runs = list(self.runs.values())
-        known = [
-            run.journal.ends for run in runs
-        ]  # first: what is acknowledged during the call may not be in its answer
         ends = await self.store.streams.read_ends([run.name for run in runs])
-        async for run, before, now in in_turns(zip(runs, known, ends, strict=True)):
-            await self._work(run, functools.partial(run.journal.check_ends, before, now))
+        async for run, found in in_turns(zip(runs, ends, strict=True)):
+            await self._work(run, functools.partial(run.check_ends, found))
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
         books = await self.store.tickets.read([run.name for run, _ in followed])
         async for (run, term), book in in_turns(zip(followed, books, strict=True)):

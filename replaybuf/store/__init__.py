@@ -2,12 +2,12 @@
 
 from replaybuf.store.durability import WritePolicy
 from replaybuf.store.embedded import EmbeddedServer
+from replaybuf.store.ends import Ends
 from replaybuf.store.entries import IndexChunk, IndexEntry
 from replaybuf.store.groups import AppendResult, PendingGroup
 from replaybuf.store.runs import Lease
 from replaybuf.store.server import ServerReport
 from replaybuf.store.store import Store
-from replaybuf.store.streams import Ends
 from replaybuf.store.tickets import RunTickets
 
 __all__ = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -29,7 +29,8 @@ from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavail
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
-from replaybuf.store.faults import fenced, lacks_functions, translate, unavailable, without_password
+from replaybuf.store.ends import Ends, KnownEnds
+from replaybuf.store.faults import fenced, lacks_functions, older, translate, unavailable, without_password
 from replaybuf.store.pipeline import FastPipeline
 from replaybuf.store.server import (
     CONFIG_NAMES,
@@ -53,6 +54,7 @@ class Connection:
 
     - `url`: the address without its password, for messages
     - `policy`: what every acknowledged write must reach
+    - `known`: ends of each run's streams; functions change nothing on a server that holds less
     - `unconfirmed`: writes that were not confirmed in time
     - `replicas_confirmed`: replicas that confirmed the last write that waited for any
     - `explain_outage`: returns why the server is down, if the caller knows
@@ -70,6 +72,7 @@ class Connection:
         self.url = without_password(url)
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
         self.policy = policy
+        self.known = KnownEnds()
         self.unconfirmed = 0
         self.replicas_confirmed = 0
         self._explain_outage = explain_outage
@@ -122,16 +125,18 @@ class Connection:
             raise
         return await self._answer(command)
 
-    async def run_durably(self, pipe: FastPipeline) -> list[Any]:
-        """Execute a pipeline of writes; return its replies when the server has confirmed them."""
+    async def run_durably(self, pipe: FastPipeline, may_fail: int = 0) -> list[Any]:
+        """Execute a pipeline of writes; return its replies when the server has confirmed them.
+
+        Errors of the first `may_fail` commands are returned in place of their replies.
+        """
         barrier = self._barrier
-        if barrier is None:
-            replies: list[Any] = await self.run(pipe.execute())
-            return replies
-        waits = barrier.commands
+        waits = barrier.commands if barrier else []
         for wait in waits:
             pipe.execute_command(*wait)
-        all_replies = await self.run(_execute(pipe, len(waits)))
+        all_replies: list[Any] = await self.run(_execute(pipe, may_fail, len(waits)))
+        if barrier is None:
+            return all_replies
         replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
         try:
             confirmed = barrier.check(waited)
@@ -142,25 +147,56 @@ class Connection:
             self.replicas_confirmed = confirmed
         return replies
 
-    async def call(self, function: str, names: list[str], arguments: list[Any], *, durably: bool = False) -> list[Any]:
-        """Call a function of the library; return its reply."""
-        pipe = self.pipeline()
-        pipe.fcall(function, len(names), *names, *arguments)
-        reply: list[Any] = (await (self.run_durably(pipe) if durably else self.run(pipe.execute())))[0]
-        return reply
+    def add_call(
+        self,
+        pipe: FastPipeline,
+        run: str,
+        function: str,
+        names: Sequence[str] = (),
+        arguments: Sequence[Any] = (),
+        token: str = "",
+    ) -> None:
+        """Add a call of a function for a run; `check_reply` checks its reply.
 
-    async def call_fenced(
-        self, run: str, token: str, function: str, names: list[str], arguments: list[Any], *, durably: bool = False
-    ) -> tuple[str, str]:
-        """Call a function that only a leader may call; return outcome and detail.
-
-        Raises `NotLeader` if the token is old, `DataLost` if the server has none.
+        The function does nothing unless Redis holds all that is known of the run, and `token` (if given) is the newest.
         """
-        reply = await self.call(function, [keys.fence(run), *names], [token, *arguments], durably=durably)
-        outcome, detail = map(text, reply)
+        known, first = self.known.of(run), keys.guarded(run)
+        guard = [token, known.entry, known.group, known.payload_key]
+        pipe.execute_command("FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments)
+
+    def check_reply(self, run: str, token: str, reply: Sequence[Any]) -> tuple[str, Any]:
+        """Return outcome and detail of a function.
+
+        Raises `NotLeader` if the token is old. If Redis holds less than it acknowledged, raises `DataLost`, or
+        `LedgerGap` with relaxed durability.
+        """
+        outcome = text(reply[0])
+        if outcome == "older":
+            known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]))
+            raise older(run, known, found, relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
-            raise fenced(run, token, detail)
-        return outcome, detail
+            raise fenced(run, token, text(reply[1]))
+        return outcome, reply[1]
+
+    async def call(
+        self,
+        run: str,
+        function: str,
+        names: Sequence[str] = (),
+        arguments: Sequence[Any] = (),
+        token: str = "",
+        *,
+        durably: bool = False,
+    ) -> tuple[str, Any]:
+        """Call a function for a run; return outcome and detail. Raises what `check_reply` raises."""
+        pipe = self.pipeline()
+        self.add_call(pipe, run, function, names, arguments, token)
+        (reply,) = await (self.run_durably(pipe) if durably else self.run(pipe.execute()))
+        return self.check_reply(run, token, reply)
+
+    def explain(self, error: RedisError | OSError) -> ReplaybufError:
+        """Translate an error of the Redis client."""
+        return translate(error, self.url, self.command_timeout_s, self._explain_outage())
 
     async def read_blocking(self, streams: Mapping[Any, Any], timeout_s: float) -> Any:
         """Read one entry of each stream, or block until there is one; None after `timeout_s`."""
@@ -265,7 +301,7 @@ class Connection:
                 self._prepared = False
             elif lacks_functions(error):
                 self._prepared = False
-            raise translate(error, self.url, self.command_timeout_s, self._explain_outage()) from error
+            raise self.explain(error) from error
         self._stalled_until_s = 0.0
         return reply
 
@@ -286,10 +322,10 @@ class Connection:
             self._stalled_until_s = now_s + self.command_timeout_s
 
 
-async def _execute(pipe: FastPipeline, waits: int) -> list[Any]:
-    """Execute a pipeline that ends with waits. Raises the first error of the others, returns errors of waits."""
+async def _execute(pipe: FastPipeline, first: int, last: int) -> list[Any]:
+    """Execute a pipeline. Raises the first error; returns errors of the `first` and the `last` commands."""
     replies = await pipe.execute(raise_on_error=False)
-    for reply in replies[:-waits]:
+    for reply in replies[first : len(replies) - last]:
         if isinstance(reply, Exception):
             raise reply
     return replies

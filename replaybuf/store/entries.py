@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,6 +41,13 @@ NO_STRINGS = EntryStrings("", "", "", "", None, b"")
 encode_strings = msgspec.msgpack.Encoder().encode
 _decode_strings = msgspec.msgpack.Decoder(EntryStrings).decode
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
+
+
+class NewEntry(NamedTuple):
+    """The entry of a group that was just stored: the bytes of one `ENTRY` and its strings."""
+
+    values: bytes
+    strings: EntryStrings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +85,13 @@ def read_chunk(raw: Sequence[Any]) -> IndexChunk:
     except (IndexError, *_DECODE_ERRORS):
         pass  # at least one entry is malformed: decode them one by one
     return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _FIELDS else b"" for field in fields])
+
+
+def build_chunk(numbers: Sequence[int], entries: Sequence[NewEntry]) -> IndexChunk:
+    """Build the chunk that a reader of these entries would get."""
+    values = np.frombuffer(b"".join(entry.values for entry in entries), ENTRY)
+    strings = [entry.strings for entry in entries]
+    return IndexChunk(np.array(numbers, np.int64), values, np.zeros(len(entries), bool), strings)
 
 
 def encode_entry(chunk: IndexChunk, position: int) -> bytes:

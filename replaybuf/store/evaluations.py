@@ -7,7 +7,7 @@ from replaybuf.store.connection import Connection
 
 KEPT = 10_000
 """Results kept per run; the oldest are removed first."""
-_FIELD = "result"
+_FIELD = b"result"
 
 
 class EvaluationStore:
@@ -18,12 +18,10 @@ class EvaluationStore:
 
     async def append(self, run: str, raw: bytes) -> None:
         """Append a result, durably."""
-        pipe = self._connection.pipeline()
-        pipe.xadd(keys.evaluations(run), {_FIELD: raw}, maxlen=KEPT, approximate=False)
-        await self._connection.run_durably(pipe)
+        await self._connection.call(run, "rb_evaluate", [keys.evaluations(run)], [KEPT, raw], durably=True)
 
     async def read_newest(self, run: str, limit: int) -> list[bytes]:
         """Read the newest `limit` results, oldest first."""
         client = self._connection.client
         entries = await self._connection.run(client.xrevrange(keys.evaluations(run), count=limit))
-        return [fields[_FIELD.encode()] for _, fields in reversed(entries)]
+        return [fields[_FIELD] for _, fields in reversed(entries)]

@@ -8,7 +8,8 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from replaybuf.errors import DataLost, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
+from replaybuf.store.ends import Ends
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
 _RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
@@ -55,19 +56,34 @@ def lacks_functions(error: Exception) -> bool:
 def data_lost(run: str, cause: str) -> DataLost:
     """Build the error of a Redis that lacks acknowledged data."""
     return DataLost(
-        f"run {run}: {cause}; Redis was emptied, or replaced by an older copy, under the running service. The service "
-        "writes nothing more for this run. Restore Redis from its append-only file; the service then continues",
+        f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
+        "this run. Restore Redis from its append-only file; the service then continues",
         name="redis",
         value=run,
     )
 
 
-def fenced(run: str, token: str, newest: str) -> ReplaybufError:
-    """Build the error of a write with an old fencing token; "" as the newest token means that Redis was emptied."""
-    if not newest:
-        return data_lost(run, f"the fencing token is missing, but {token} was acknowledged")
+def older(run: str, known: Ends, found: Ends, *, relaxed: bool) -> DataLost | LedgerGap:
+    """Build the error of a Redis whose streams end at `found`, before what is `known`.
+
+    A relaxed Redis may lose its last second; the run continues from what it has.
+    """
+    missing = [
+        f"{name} {first + 1} to {last}"
+        for name, first, last in (("ledger entries", found.entry, known.entry), ("groups", found.group, known.group))
+        if first < last
+    ]
+    lacks = " and ".join(missing) or f"group {known.group} as it was acknowledged (another group has its number)"
+    if relaxed and found.entry:
+        return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
+    seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"
+    return data_lost(run, f"{seen}; missing: {lacks}")
+
+
+def fenced(run: str, token: str, newest: str) -> NotLeader:
+    """Build the error of a write with an old fencing token."""
     return NotLeader(
-        f"run {run}: our fencing token is {token}, the newest is {newest}; another server leads",
+        f"run {run}: our fencing token is {token}, the newest is {newest or 'missing'}; another server leads",
         name="leader",
         bound=newest,
     )

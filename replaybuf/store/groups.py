@@ -8,31 +8,34 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from redis.exceptions import RedisError
 
-from replaybuf.errors import NoRoom
+from replaybuf.errors import DataLost, LedgerGap, NotLeader
 from replaybuf.kernel.index import encode_entry
 from replaybuf.kernel.tickets import prompt_key
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
-from replaybuf.store.connection import Connection, text
+from replaybuf.store.connection import Connection
 from replaybuf.store.entries import (
     EntryStrings,
     IndexChunk,
     IndexEntry,
+    NewEntry,
     default_prompt,
     encode_strings,
     read_chunk,
     read_stored,
 )
-from replaybuf.store.faults import fenced
-from replaybuf.store.pipeline import FastPipeline, read_values, receive, send
+from replaybuf.store.ends import Ends
+from replaybuf.store.faults import unavailable
+from replaybuf.store.pipeline import read_values, receive, send
 from replaybuf.wire.group import Group
 
 READ_CHUNK_ENTRIES = 5_000
+FREED_AT_ONCE = 1_000
+"""Payloads that one call deletes: it blocks Redis for about 1 ms."""
 Names = tuple[str, str]
 """The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
-Outcome = tuple[Names, bool, int]
-"""Names of a group, whether this call stored it, and the number stored under its names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,13 +43,14 @@ class AppendResult:
     """Outcome of one group of an append; `number` is the index number of the group stored under the id.
 
     0 = a group was stored, and its history is trimmed. `taken`: the stored group belongs to another prompt than this
-    group's ticket. This group is then no repeat and is not stored either.
+    group's ticket. This group is then no repeat and is not stored either. `entry`: index entry that this call wrote.
     """
 
     group_id: str
     stored: bool
     number: int
     taken: bool = False
+    entry: NewEntry | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class PendingGroup:
 
 
 class GroupStore:
-    """Appends groups once, reads them in bulk or one by one, persists and deletes payloads."""
+    """Appends groups once, reads them in bulk or one by one, deletes payloads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -77,101 +81,85 @@ class GroupStore:
         """Store groups, with the published version by adapter; return when everything answered `stored` is durable.
 
         With a leader's fencing token no group enters the index after a newer leader took over: raises `NotLeader`.
-        A full server answers repeats of stored groups only; for all others it raises `NoRoom`.
+        Raises `DataLost` if Redis lost data that this process knows. A full server answers repeats of stored groups
+        only; it raises `NoRoom` for the others.
 
-        Order: SET payloads with a TTL -> publish index entries -> PERSIST payloads. A payload that lost the race for
-        its id is deleted. If the answer to the first attempt was lost, the repeat removes the TTL.
+        One round trip: SET payloads with a TTL -> publish -> wait for the disk. The function checks that each payload
+        is there, removes its TTL and adds the index entry in one step, so no crash leaves one without the other.
         """
+        entries: list[NewEntry] = []
         payload_keys = [keys.payload(run, item.group_id) for item in groups]
+        names: list[str] = []
+        arguments: list[Any] = []
         pipe = self._connection.pipeline()
         for key, item in zip(payload_keys, groups, strict=True):
-            pipe.set(key, item.frame, ex=keys.ORPHAN_TTL_S)
-        try:
-            await self._connection.run(pipe.execute())
-        except NoRoom:
-            await self.delete_payloads(payload_keys)  # some were stored; they would fill the memory that is freed
-            stored = await self._find_stored(run, [item.names for item in groups])
-            if len(stored) < len(groups):
-                raise
-            return await self._confirm(run, list(stored.values()), self._connection.pipeline())
-        outcomes = await self._publish(run, list(zip(payload_keys, groups, strict=True)), published, now_s, token)
-        pipe = self._connection.pipeline()
-        for key, (_, is_new, _) in zip(payload_keys, outcomes, strict=True):
-            (pipe.persist if is_new else pipe.unlink)(key)
-        return await self._confirm(run, outcomes, pipe)
-
-    async def _publish(
-        self,
-        run: str,
-        groups: Sequence[tuple[str, PendingGroup]],
-        published: Mapping[str, int],
-        now_s: float,
-        token: str,
-    ) -> list[Outcome]:
-        """Put groups, each with its payload key, into the index."""
-        run_keys = keys.index(run), keys.group_ids(run), keys.counts(run), keys.fence(run)
-        pipe = self._connection.pipeline()
-        for key, item in groups:
-            group = item.group
-            entry = encode_entry(group, len(item.frame), item.crc32c, published.get(group.adapter, 0), now_s)
-            lengths = group.lengths.astype("<i4").tobytes()
-            strings = EntryStrings(item.group_id, group.prompt_id, group.adapter, key, group.ticket, lengths)
+            pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
+            entry = _entry_of(item, key, published.get(item.group.adapter, 0), now_s)
             prompts = [default_prompt(name) for name in item.names]
-            done = [keys.prompts_done(run, prompt[0] if prompt else "") for prompt in prompts]
-            bits = [prompt[1] if prompt else "" for prompt in prompts]
-            arguments = [token, *item.names, entry, encode_strings(strings), *bits]
-            pipe.fcall("rb_publish", len(run_keys) + 2, *run_keys, *done, *arguments)
-        replies = await self._connection.run(pipe.execute())
-        for reply in replies:
-            if reply[0] < 0:
-                raise fenced(run, token, text(reply[1]))
-        return [(item.names, reply[0] == 1, int(reply[1])) for (_, item), reply in zip(groups, replies, strict=True)]
+            names += [*(keys.prompts_done(run, prompt[0] if prompt else "") for prompt in prompts), key]
+            arguments += [*item.names, entry.values, encode_strings(entry.strings)]
+            arguments += [prompt[1] if prompt else "" for prompt in prompts]
+            entries.append(entry)
+        self._connection.add_call(pipe, run, "rb_publish", names, arguments, token)
+        *saved, reply = await self._connection.run_durably(pipe, may_fail=len(groups))
+        try:
+            _, flat = self._connection.check_reply(run, token, reply)
+        except (DataLost, LedgerGap, NotLeader):
+            await self.delete_payloads(payload_keys)
+            raise
+        results: list[AppendResult] = []
+        for item, entry, error, outcome, number in zip(groups, entries, saved, flat[::2], flat[1::2], strict=True):
+            if isinstance(error, RedisError) and outcome < 0:
+                raise self._connection.explain(error)
+            if outcome < 0:
+                raise unavailable(self._connection.url, "dropped a payload; set maxmemory-policy noeviction")
+            results.append(AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None))
+        for result in results:
+            if result.entry:
+                self._connection.known.advance(run, Ends(0, result.number, result.entry.strings.payload_key))
+        repeated = [position for position, result in enumerate(results) if not result.stored]
+        if repeated:
+            outcomes = [(groups[position].names, results[position].number) for position in repeated]
+            for position, result in zip(repeated, await self._confirm(run, outcomes), strict=True):
+                results[position] = result
+        return results
 
     async def find_repeats(self, run: str, names: Sequence[Names]) -> list[AppendResult | None]:
         """Find the groups that would repeat a stored one, as durably as an append; None = the group is new."""
-        outcomes = await self._find_stored(run, names)
-        found: list[AppendResult | None] = [None] * len(names)
-        if outcomes:
-            confirmed = await self._confirm(run, list(outcomes.values()), self._connection.pipeline())
-            for position, repeat in zip(outcomes, confirmed, strict=True):
-                found[position] = None if repeat.taken else repeat
-        return found
-
-    async def _find_stored(self, run: str, names: Sequence[Names]) -> dict[int, Outcome]:
-        """Find the groups whose names are stored, by position."""
         numbers = await self.find_numbers(run, [name for pair in names for name in pair])
-        outcomes: dict[int, Outcome] = {}
+        stored: dict[int, int] = {}
         for position, (by_id, by_prompt) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
             number = by_prompt if by_id is None else by_id
             if number is not None:
-                outcomes[position] = (names[position], False, number)
-        return outcomes
+                stored[position] = number
+        found: list[AppendResult | None] = [None] * len(names)
+        if stored:
+            confirmed = await self._confirm(run, [(names[position], number) for position, number in stored.items()])
+            for position, repeat in zip(stored, confirmed, strict=True):
+                found[position] = None if repeat.taken else repeat
+        return found
 
-    async def _confirm(self, run: str, outcomes: Sequence[Outcome], pipe: FastPipeline) -> list[AppendResult]:
-        """Execute `pipe` and make repeated groups durable too; return what to answer."""
-        repeated = [number for _, is_new, number in outcomes if number and not is_new]
-        first = {entry.number: entry for entry in await self.read_entries(run, repeated)}
+    async def _confirm(self, run: str, repeats: Sequence[tuple[Names, int]]) -> list[AppendResult]:
+        """Return what to answer for groups whose names are stored under these numbers, when the first is durable."""
+        first = {entry.number: entry for entry in await self.read_entries(run, [number for _, number in repeats])}
         results: list[AppendResult] = []
-        for (group_id, own_prompt), is_new, number in outcomes:
-            entry = None if is_new else first.get(number)
+        for (group_id, own_prompt), number in repeats:
+            entry = first.get(number)
             taken = False
-            if entry is not None:
-                pipe.persist(entry.strings.payload_key)
-                if own_prompt and entry.strings.group_id in (group_id, own_prompt):
-                    taken = prompt_key(entry.strings.adapter, int(entry.values["prompt_index"])) != own_prompt
-            results.append(AppendResult(group_id, is_new, number, taken))
-        repeats = sum(not (result.stored or result.taken) for result in results)
-        if repeats:  # this write makes the wait cover the append that is repeated
-            pipe.fcall("rb_count", 1, keys.counts(run), 1, "duplicate", repeats)
-        await self._connection.run_durably(pipe)
+            if entry is not None and own_prompt and entry.strings.group_id in (group_id, own_prompt):
+                taken = prompt_key(entry.strings.adapter, int(entry.values["prompt_index"])) != own_prompt
+            results.append(AppendResult(group_id, False, number, taken))
+        counted = sum(not result.taken for result in results)
+        if counted:  # this write makes the wait cover the append that is repeated
+            await self._connection.call(run, "rb_count", (), ["duplicate", counted], durably=True)
         return results
 
-    async def persist_payloads(self, payload_keys: Iterable[str]) -> None:
-        """Remove the TTL of payloads whose producer died between publish and PERSIST."""
-        pipe = self._connection.pipeline()
-        for key in payload_keys:
-            pipe.persist(key)
-        await self._connection.run(pipe.execute())
+    async def free_payloads(self, run: str, token: str, payload_keys: Sequence[str], through: int) -> None:
+        """Delete payloads that the ledger freed, all of them up to entry `through`. Raises `NotLeader`, `DataLost`."""
+        for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):
+            chunk = payload_keys[start : start + FREED_AT_ONCE]
+            last = start + FREED_AT_ONCE >= len(payload_keys)
+            await self._connection.call(run, "rb_free", chunk, [through if last else ""], token)
 
     async def delete_payloads(self, payload_keys: Iterable[str]) -> None:
         """Delete payloads."""
@@ -223,10 +211,6 @@ class GroupStore:
                     (found[number],) = read_stored(np.array([number]), [raw]).entries()
         return [found[number] for number in numbers if number in found]
 
-    async def read_strings(self, run: str, first: int, last: int) -> list[EntryStrings]:
-        """Read the variable part of the index entries `first` to `last`."""
-        return [strings async for chunk in self.read_index(run, first - 1, last) for strings in chunk.strings]
-
     async def find_numbers(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
         """Look up the numbers stored under these ids; 0 = the group was stored, and its history is trimmed."""
         if not group_ids:
@@ -254,6 +238,14 @@ class GroupStore:
             for chunk in split_chunks(sizes, sizes.__getitem__)
         ]
         return [frame for chunk in chunks for frame in chunk]
+
+
+def _entry_of(item: PendingGroup, payload_key: str, published_version: int, now_s: float) -> NewEntry:
+    group = item.group
+    values = encode_entry(group, len(item.frame), item.crc32c, published_version, now_s)
+    lengths = group.lengths.astype("<i4").tobytes()
+    strings = EntryStrings(item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths)
+    return NewEntry(values, strings)
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:

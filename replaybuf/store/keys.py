@@ -11,7 +11,7 @@
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
-| `rb:{run}:counts`            | hash   | the run's                  | counters; `next:<adapter>` = next prompt index |
+| `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
 | `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group                             |
@@ -82,6 +82,11 @@ def fence(run: str) -> str:
 def lead(run: str) -> str:
     """Build the key of the lease."""
     return f"rb:{{{run}}}:lead"
+
+
+def guarded(run: str) -> list[str]:
+    """List the first keys of each function that works on one run, in the order of `library.lua`."""
+    return [fence(run), ledger(run), index(run), group_ids(run), counts(run)]
 
 
 def payload(run: str, group_id: str) -> str:

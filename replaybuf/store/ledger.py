@@ -8,7 +8,7 @@ import msgspec
 
 from replaybuf.errors import Conflict, Unreadable
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection
+from replaybuf.store.connection import Connection, text
 from replaybuf.store.faults import data_lost
 from replaybuf.wire.ledger import AnyRecord, decode_record, encode_record
 
@@ -28,9 +28,8 @@ class LedgerStore:
         another record has the number.
         """
         arguments = [number, encode_record(record)]
-        outcome, newest = await self._connection.call_fenced(
-            run, token, "rb_append", [keys.ledger(run)], arguments, durably=True
-        )
+        outcome, detail = await self._connection.call(run, "rb_append", (), arguments, token, durably=True)
+        newest = text(detail)
         if outcome == "gap":
             raise data_lost(run, f"the ledger ends at entry {newest}, but entry {number - 1} was acknowledged")
         if outcome != "ok":

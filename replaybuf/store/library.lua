@@ -5,17 +5,54 @@ local function newest_fence(key)
   return redis.call('GET', key) or ''
 end
 
--- Wrap a function that only a leader may call.
--- It gets all keys but the first, the fence, and all arguments but the first, the caller's fencing token.
--- The wrapper returns {'fenced', newest token} if the token is not the newest, else {outcome, detail}.
-local function for_leader(callback)
+-- Number of an entry of a stream; 0 without an entry.
+local function number_of(entry)
+  return entry and tonumber(string.match(entry[1], '^%d+')) or 0
+end
+
+-- Numbers of the newest ledger entry and of the newest group.
+local function read_ends(run)
+  local found = redis.call('HMGET', run.counts, 'entries', 'stored')
+  if not found[1] then -- no entry yet, or entries of a release that did not count them
+    found[1] = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
+  end
+  return tonumber(found[1]), tonumber(found[2] or 0)
+end
+
+-- Whether group `known` of the caller is in the index, under the payload key `key` ('' = unknown).
+-- A follower's newest group may be trimmed: then the first entry after it is newer. Trimming keeps the newest group.
+local function holds_group(run, known, key)
+  local entry = redis.call('XRANGE', run.index, known .. '-0', '+', 'COUNT', 1)[1]
+  if key == '' or number_of(entry) ~= known then
+    return number_of(entry) >= known
+  end
+  return string.find(entry[2][4] or '', key, 1, true) ~= nil
+end
+
+-- Wrap a function of one run: it changes nothing if Redis holds less than the caller knows to be stored (an older
+-- copy, an emptied Redis, another history), or if a newer leader exists.
+-- first keys: fence, ledger, index, group ids, counts
+-- first args: fencing token ('' = not a leader), ledger entry, group and its payload key that the caller knows
+-- returns {'older', newest entry, newest group}, {'fenced', newest token}, or the callback's {outcome, detail}
+local function guarded(callback)
   return function(keys, args)
-    local fence_key, token = table.remove(keys, 1), table.remove(args, 1)
-    local newest = newest_fence(fence_key)
-    if newest ~= token then
+    local run = {}
+    for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts'}) do
+      run[name] = table.remove(keys, 1)
+    end
+    for _, name in ipairs({'token', 'entry', 'group', 'payload_key'}) do
+      run[name] = table.remove(args, 1)
+    end
+    local entries, stored = read_ends(run)
+    local known = tonumber(run.group)
+    if entries < tonumber(run.entry) or stored < known or known > 0 and not holds_group(run, known, run.payload_key) then
+      return {'older', entries, stored}
+    end
+    local newest = run.token ~= '' and newest_fence(run.fence) or ''
+    if newest ~= run.token then
       return {'fenced', newest}
     end
-    local outcome, detail = callback(keys, args, fence_key, token)
+    local outcome, detail = callback(keys, args, run)
     return {outcome or 'ok', detail or ''}
   end
 end
@@ -30,71 +67,79 @@ local function find_number(ids, id, done, bit)
   return bit ~= '' and redis.call('GETBIT', done, bit) == 1 and 0
 end
 
--- Put one group into the index unless its id, or its ticket's prompt, already has a group.
--- keys: index, group ids, counts, fence, trimmed prompts of the id's adapter, and of the ticket's
--- args: fencing token ('' = a producer that writes directly), group id, id of the ticket's prompt or '', numbers,
--- strings, prompt index of the first id and of the second, or ''
--- returns {1, number}, {0, number of the first group; 0 if its history is trimmed} or {-1, newest fencing token}
-local function publish(keys, args)
-  local token = table.remove(args, 1)
-  if token ~= '' then
-    local newest = newest_fence(keys[4])
-    if newest ~= token then
-      return {-1, newest}
+-- Put groups into the index, each unless its id, or its ticket's prompt, already has a group.
+-- keys of each group: trimmed prompts of the id's adapter, and of the ticket's, payload
+-- args of each group: id, id of the ticket's prompt or '', numbers, strings, prompt index of the first id and of the
+-- second, or ''
+-- detail of each group: 1, number; 0, number of the first group (0 if its history is trimmed), and the payload is
+-- deleted; -1, 0 if there is no payload: the server had no memory for it
+local function publish(keys, args, run)
+  local published = {}
+  for at = 0, #keys / 3 - 1 do
+    local done, prompt_done, payload = unpack(keys, 3 * at + 1, 3 * at + 3)
+    local id, prompt, numbers, strings, bit, prompt_bit = unpack(args, 6 * at + 1, 6 * at + 6)
+    local has_prompt = prompt ~= '' and prompt ~= id
+    local outcome, number = 0, find_number(run.ids, id, done, bit)
+    if not number and has_prompt then
+      number = find_number(run.ids, prompt, prompt_done, prompt_bit)
     end
+    if number then
+      redis.call('UNLINK', payload)
+    elseif redis.call('PERSIST', payload) == 0 then
+      outcome, number = -1, 0
+    else
+      outcome, number = 1, redis.call('HINCRBY', run.counts, 'stored', 1)
+      redis.call('XADD', run.index, number .. '-0', 'n', numbers, 's', strings)
+      redis.call('HSET', run.ids, id, number)
+      if has_prompt then
+        redis.call('HSET', run.ids, prompt, number)
+      end
+    end
+    published[2 * at + 1], published[2 * at + 2] = outcome, number
   end
-  local has_prompt = args[2] ~= '' and args[2] ~= args[1]
-  local first = find_number(keys[2], args[1], keys[5], args[5])
-  if not first and has_prompt then
-    first = find_number(keys[2], args[2], keys[6], args[6])
-  end
-  if first then
-    return {0, first}
-  end
-  local number = redis.call('HINCRBY', keys[3], 'stored', 1)
-  redis.call('XADD', keys[1], number .. '-0', 'n', args[3], 's', args[4])
-  redis.call('HSET', keys[2], args[1], number)
-  if has_prompt then
-    redis.call('HSET', keys[2], args[2], number)
-  end
-  return {1, number}
+  return 'ok', published
+end
+
+-- Report the newest ledger entry and the newest group.
+local function ends(keys, args, run)
+  return 'ok', {read_ends(run)}
 end
 
 -- Append ledger entry `n`. A repeat of the same entry is 'ok'.
--- keys: ledger; args: n, record; outcomes: ok, taken, gap; detail: number of the newest entry
-local function append(keys, args, fence_key, token)
+-- args: n, record; outcomes: ok, taken, gap; detail: number of the newest entry
+local function append(keys, args, run)
   local n, id = tonumber(args[1]), args[1] .. '-0'
-  local last = redis.call('XREVRANGE', keys[1], '+', '-', 'COUNT', 1)[1]
-  local newest = last and tonumber(string.match(last[1], '^(%d+)')) or 0
+  local newest = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
   if newest >= n then
-    local stored = redis.call('XRANGE', keys[1], id, id)[1]
-    redis.call('SET', fence_key, token) -- a write: the caller's wait for durability then covers the stored entry
+    local stored = redis.call('XRANGE', run.ledger, id, id)[1]
+    redis.call('SET', run.fence, run.token) -- a write: the caller's wait for durability then covers the stored entry
     return (stored and stored[2][2] == args[2]) and 'ok' or 'taken', tostring(newest)
   end
   if newest + 1 ~= n then
     return 'gap', tostring(newest)
   end
-  redis.call('XADD', keys[1], id, 'r', args[2])
+  redis.call('XADD', run.ledger, id, 'r', args[2])
+  redis.call('HSET', run.counts, 'entries', n)
   return 'ok', args[1]
 end
 
--- Take or renew the lease. keys: lead, fence; args: holder, ttl in ms, '1' to take it from any holder
--- returns {1, fencing token} or {0, holder, ms left}
+-- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
+-- detail: 1, fencing token; or 0, holder, ms left
 -- A token is a growing number and its holder, so that an emptied Redis does not accept tokens from before.
-local function lead(keys, args)
+local function lead(keys, args, run)
   local holder = redis.call('GET', keys[1])
   if holder == args[1] then
     redis.call('PEXPIRE', keys[1], args[2])
-    return {1, newest_fence(keys[2])}
+    return 'ok', {1, newest_fence(run.fence)}
   end
   if holder and args[3] ~= '1' then
-    return {0, holder, redis.call('PTTL', keys[1])}
+    return 'ok', {0, holder, redis.call('PTTL', keys[1])}
   end
   redis.call('SET', keys[1], args[1], 'PX', args[2])
-  local before = tonumber(string.match(newest_fence(keys[2]), '^%d+') or '0')
+  local before = tonumber(string.match(newest_fence(run.fence), '^%d+') or '0')
   local token = string.format('%d:%s', before + 1, args[1])
-  redis.call('SET', keys[2], token)
-  return {1, token}
+  redis.call('SET', run.fence, token)
+  return 'ok', {1, token}
 end
 
 -- Release the lease if the caller holds it. keys: lead; args: holder
@@ -105,9 +150,9 @@ local function resign(keys, args)
   return 1
 end
 
--- Change tickets and counters. keys: tickets, counts
+-- Change tickets and counters. keys: tickets
 -- args: number of tickets to drop, tickets, number to set, (deadline, ticket)..., (counter, increment)...
-local function tickets(keys, args)
+local function tickets(keys, args, run)
   local drops = tonumber(args[1])
   for at = 2, drops + 1 do
     redis.call('ZREM', keys[1], args[at])
@@ -117,49 +162,60 @@ local function tickets(keys, args)
     if at < counters then
       redis.call('ZADD', keys[1], args[at], args[at + 1])
     else
-      redis.call('HINCRBY', keys[2], args[at], args[at + 1])
+      redis.call('HINCRBY', run.counts, args[at], args[at + 1])
     end
   end
 end
 
--- Raise counters and set others. keys: counts; args: number to raise, (counter, increment)..., (counter, value)...
-local function count(keys, args)
-  local raised = 2 * tonumber(args[1])
-  for at = 2, #args, 2 do
-    redis.call(at <= raised and 'HINCRBY' or 'HSET', keys[1], args[at], args[at + 1])
+-- Raise counters. args: (counter, increment)...; detail: the ends of both streams
+local function count(keys, args, run)
+  for at = 1, #args, 2 do
+    redis.call('HINCRBY', run.counts, args[at], args[at + 1])
   end
-  return {'ok', ''}
+  return 'ok', {read_ends(run)}
+end
+
+-- Delete freed payloads. keys: payloads; args: ledger entry up to which all freed payloads are then deleted, or ''
+local function free(keys, args, run)
+  for at = 1, #keys do
+    redis.call('UNLINK', keys[at])
+  end
+  if args[1] ~= '' then
+    redis.call('HSET', run.counts, 'freed_through', args[1])
+  end
 end
 
 -- Keep one bit per prompt that has a group, instead of the default id in the table of ids.
--- keys: group ids, trimmed prompts of the adapter, counts
+-- keys: trimmed prompts of the adapter
 -- args: adapter, prefix of a prompt index in an id, (prompt index, number of its group)...
-local function done(keys, args)
+local function done(keys, args, run)
   -- Issued indexes only: the bitmap is as long as its highest index.
-  local issued = tonumber(redis.call('HGET', keys[3], 'next:' .. args[1]) or 0)
+  local issued = tonumber(redis.call('HGET', run.counts, 'next:' .. args[1]) or 0)
   for at = 3, #args, 2 do
     local id = args[2] .. args[at]
-    if tonumber(args[at]) < issued and redis.call('HGET', keys[1], id) == args[at + 1] then
-      redis.call('SETBIT', keys[2], args[at], 1)
-      redis.call('HDEL', keys[1], id)
+    if tonumber(args[at]) < issued and redis.call('HGET', run.ids, id) == args[at + 1] then
+      redis.call('SETBIT', keys[1], args[at], 1)
+      redis.call('HDEL', run.ids, id)
     end
   end
 end
 
 -- Replace the snapshot and trim what it makes unnecessary, unless the stored snapshot is newer.
--- keys: snapshot, index, ledger, old entries
--- args: snapshot, first index number kept, first ledger entry kept, (number, old entry)...; outcomes: ok, older
-local function snapshot(keys, args)
+-- keys: snapshot, old entries
+-- args: snapshot, first index number kept, first ledger entry kept, (number, old entry)...; outcomes: ok, newer
+local function snapshot(keys, args, run)
   local stored = tonumber(redis.call('GETRANGE', keys[1], 4, 23)) or -1
   if stored > tonumber(string.sub(args[1], 5, 24)) then
-    return 'older', tostring(stored)
+    return 'newer', tostring(stored)
   end
   redis.call('SET', keys[1], args[1])
   for at = 4, #args, 2 do
-    redis.call('HSET', keys[4], args[at], args[at + 1])
+    redis.call('HSET', keys[2], args[at], args[at + 1])
   end
-  redis.call('XTRIM', keys[2], 'MINID', args[2] .. '-0')
-  redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
+  -- The newest group stays: it shows which history this is.
+  local _, newest = read_ends(run)
+  redis.call('XTRIM', run.index, 'MINID', math.min(args[2], newest) .. '-0')
+  redis.call('XTRIM', run.ledger, 'MINID', args[3] .. '-0')
 end
 
 -- Delete old entries. keys: old entries; args: numbers
@@ -169,17 +225,25 @@ local function drop(keys, args)
   end
 end
 
+-- Append a result of an evaluation. keys: results; args: how many to keep, result
+local function evaluate(keys, args)
+  redis.call('XADD', keys[1], 'MAXLEN', args[1], '*', 'result', args[2])
+end
+
 -- All may run on a full server: payloads fill it, and SET of a payload is refused by Redis itself.
 local function register(name, callback)
   redis.register_function{function_name = name, callback = callback, flags = {'allow-oom'}}
 end
 
-register('rb_publish', publish)
-register('rb_count', count)
-register('rb_lead', lead)
+register('rb_publish', guarded(publish))
+register('rb_ends', guarded(ends))
+register('rb_append', guarded(append))
+register('rb_lead', guarded(lead))
+register('rb_tickets', guarded(tickets))
+register('rb_count', guarded(count))
+register('rb_free', guarded(free))
+register('rb_done', guarded(done))
+register('rb_snapshot', guarded(snapshot))
+register('rb_drop', guarded(drop))
+register('rb_evaluate', guarded(evaluate))
 register('rb_resign', resign)
-register('rb_append', for_leader(append))
-register('rb_tickets', for_leader(tickets))
-register('rb_done', for_leader(done))
-register('rb_snapshot', for_leader(snapshot))
-register('rb_drop', for_leader(drop))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
@@ -40,14 +41,22 @@ class RunStore:
     async def take_leases(self, runs: Sequence[str], holder: str, ttl_s: float, *, force: bool = False) -> list[Lease]:
         """Take or renew the leases on these runs, in one round trip."""
         pipe = self._connection.pipeline()
+        arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
         for run in runs:
-            pipe.fcall("rb_lead", 2, keys.lead(run), keys.fence(run), holder, int(ttl_s * 1000), "1" if force else "0")
-        replies = await self._connection.run(pipe.execute())
-        return [
-            Lease(text(reply[1]), holder, ttl_s) if reply[0] == 1 else Lease(None, text(reply[1]), int(reply[2]) / 1000)
-            for reply in replies
-        ]
+            self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
+        return [_read_lease(reply, holder, ttl_s) for reply in await self._connection.run(pipe.execute())]
 
     async def release_lease(self, run: str, holder: str) -> None:
         """Release the lease if `holder` has it."""
-        await self._connection.call("rb_resign", [keys.lead(run)], [holder])
+        pipe = self._connection.pipeline()
+        pipe.fcall("rb_resign", 1, keys.lead(run), holder)
+        await self._connection.run(pipe.execute())
+
+
+def _read_lease(reply: Sequence[Any], holder: str, ttl_s: float) -> Lease:
+    outcome, detail = reply[0], reply[1]
+    if text(outcome) == "older":  # nobody leads on a Redis that lost data; the check of the ends reports it
+        return Lease(None, "", ttl_s)
+    if detail[0] == 1:
+        return Lease(text(detail[1]), holder, ttl_s)
+    return Lease(None, text(detail[1]), int(detail[2]) / 1000)

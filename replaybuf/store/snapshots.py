@@ -37,9 +37,9 @@ class SnapshotStore:
 
         Returns False, and changes nothing, if the stored snapshot is newer. Raises `NotLeader`.
         """
-        names = [keys.snapshot(run), keys.index(run), keys.ledger(run), keys.old_entries(run)]
+        names = [keys.snapshot(run), keys.old_entries(run)]
         arguments = [raw, first_group, first_entry, *(part for pair in old_entries.items() for part in pair)]
-        outcome, _ = await self._connection.call_fenced(run, token, "rb_snapshot", names, arguments)
+        outcome, _ = await self._connection.call(run, "rb_snapshot", names, arguments, token)
         return outcome == "ok"
 
     async def read_old_entries(self, run: str) -> AsyncIterator[IndexChunk]:
@@ -53,7 +53,7 @@ class SnapshotStore:
 
     async def delete_old_entries(self, run: str, token: str, numbers: Sequence[int]) -> None:
         """Delete entries that trimming kept. Raises `NotLeader`."""
-        await self._connection.call_fenced(run, token, "rb_drop", [keys.old_entries(run)], list(numbers))
+        await self._connection.call(run, "rb_drop", [keys.old_entries(run)], list(numbers), token)
 
     async def mark_prompts_done(self, run: str, token: str, prompts: Iterable[tuple[str, int, int]]) -> None:
         """Store one bit per prompt instead of the default id of its group, which is freed.
@@ -64,8 +64,8 @@ class SnapshotStore:
         for adapter, index, number in prompts:
             by_adapter.setdefault(adapter, []).append((index, number))
         for adapter, pairs in by_adapter.items():
-            names = [keys.group_ids(run), keys.prompts_done(run, adapter), keys.counts(run)]
+            names = [keys.prompts_done(run, adapter)]
             prefix = f"{adapter}/p" if adapter else "p"
             for start in range(0, len(pairs), _PROMPTS_PER_CALL):
                 flat = [part for pair in pairs[start : start + _PROMPTS_PER_CALL] for part in pair]
-                await self._connection.call_fenced(run, token, "rb_done", names, [adapter, prefix, *flat])
+                await self._connection.call(run, "rb_done", names, [adapter, prefix, *flat], token)

@@ -4,15 +4,13 @@ Nothing here decides anything. Every call is safe to repeat: a publish is recogn
 its number, and every attempt to append a payload has its own key. Errors are those of `connection`; a lost lease
 raises `NotLeader`, and a Redis without data that it acknowledged raises `DataLost`.
 
-Writes that only a leader may do are functions that check its fencing token first (`library.lua`). These writes have no
-fence. They do no harm from a leader that was suspended and continues after another one took over:
+Each function of a run (`library.lua`) first compares what Redis holds with what this process knows to be stored
+(`KnownEnds`), and the fencing token of a leader with the newest one. So nothing is written to an older copy of Redis,
+and nothing by a leader that was suspended while another one took over. These writes are outside of functions:
 
-    SET, PERSIST, UNLINK of a payload   its key belongs to one append attempt; PERSIST of a missing key does nothing
-    UNLINK of freed payloads            a fenced record freed them, and no later record restores a freed group
-    `freed_through` set                 it may move back: the next leader then deletes again what is already deleted
-    counters raised (`rb_count`)        they add up the answers of all servers
-    names of runs, evaluations          they only grow; the name "" that tests writability never exists
-    `rb_lead`, `rb_resign`              they compare the holder
+    SET, UNLINK of a payload   its key belongs to one append attempt; it has a TTL until it is published
+    names of runs              they only grow; the name "" that tests writability never exists
+    `rb_resign`                it compares the holder
 """
 
 from __future__ import annotations

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ends:
-    """Where the streams of a run end: number of the newest ledger entry and of the newest group; 0 = none."""
-
-    entry: int
-    group: int
+from replaybuf.store.ends import Ends
 
 
 class StreamEnds:
@@ -25,32 +18,33 @@ class StreamEnds:
         self._connection = connection
 
     async def read_end(self, run: str) -> Ends:
-        """Read where the streams of a run end."""
-        return (await self.read_ends([run]))[0]
+        """Read where the streams of a run end. Raises `DataLost` or `LedgerGap` if that is before what is known."""
+        return _ends((await self._connection.call(run, "rb_ends"))[1])
 
-    async def read_ends(self, runs: Sequence[str]) -> list[Ends]:
-        """Read where the streams of each of these runs end, in one round trip."""
+    async def read_ends(self, runs: Sequence[str]) -> list[Ends | DataLost | LedgerGap]:
+        """Read where the streams of each of these runs end, or what `read_end` raises, in one round trip."""
         pipe = self._connection.pipeline()
         for run in runs:
-            pipe.xrevrange(keys.ledger(run), count=1)
-            pipe.hget(keys.counts(run), "stored")
-        replies = await self._connection.run(pipe.execute())
-        return [
-            Ends(int(newest[0][0].partition(b"-")[0]) if newest else 0, int(stored or 0))
-            for newest, stored in zip(replies[::2], replies[1::2], strict=True)
-        ]
+            self._connection.add_call(pipe, run, "rb_ends")
+        found: list[Ends | DataLost | LedgerGap] = []
+        for run, reply in zip(runs, await self._connection.run(pipe.execute()), strict=True):
+            try:
+                found.append(_ends(self._connection.check_reply(run, "", reply)[1]))
+            except (DataLost, LedgerGap) as error:
+                found.append(error)
+        return found
 
     async def read_confirmed_end(self, run: str) -> Ends | None:
-        """Read up to where the streams of a run are durable; None = all readable entries are. Raises `NotDurable`.
+        """Read up to where the streams of a run are durable; None = all readable entries are.
 
-        A reader that acts on entries it read, and not on an answer to its own write, must not read further.
+        A reader that acts on entries it read, and not on an answer to its own write, must not read further. Raises
+        `NotDurable`, and what `read_end` raises.
         """
         if self._connection.reads_are_durable:
+            await self.read_end(run)
             return None
-        ends = await self.read_end(run)
         # WAIT covers what the server wrote before the last write of this connection, so this makes one.
-        await self._connection.call("rb_count", [keys.counts(run)], [1, "confirmed", 1], durably=True)
-        return ends
+        return _ends((await self._connection.call(run, "rb_count", (), ["confirmed", 1], durably=True))[1])
 
     async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
         """Block until a stream of a run has entries after its known end; return those runs."""
@@ -60,3 +54,8 @@ class StreamEnds:
         reply = await self._connection.read_blocking(streams, timeout_s)
         moved = set(reply or {})
         return [run for run in known if moved & {keys.index(run).encode(), keys.ledger(run).encode()}]
+
+
+def _ends(detail: Sequence[int]) -> Ends:
+    entry, group = detail
+    return Ends(int(entry), int(group))

@@ -51,13 +51,12 @@ class TicketStore:
         Pass `durably=False` if a restart finds a lost change by itself.
         """
         deadlines = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
-        names = [keys.tickets(run), keys.counts(run)]
         arguments = [len(drop), *drop, len(deadlines) // 2, *deadlines, *_flat(counts or {})]
-        await self._connection.call_fenced(run, token, "rb_tickets", names, arguments, durably=durably)
+        await self._connection.call(run, "rb_tickets", [keys.tickets(run)], arguments, token, durably=durably)
 
 
 class CounterStore:
-    """Reads and changes the counters of a run."""
+    """Reads and raises the counters of a run."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -68,11 +67,7 @@ class CounterStore:
 
     async def add(self, run: str, increments: Mapping[str, int]) -> None:
         """Raise counters."""
-        await self._connection.call("rb_count", [keys.counts(run)], [len(increments), *_flat(increments)])
-
-    async def set(self, run: str, name: str, value: int) -> None:
-        """Set a counter."""
-        await self._connection.call("rb_count", [keys.counts(run)], [0, name, value])
+        await self._connection.call(run, "rb_count", (), _flat(increments))
 
 
 def _flat(counts: Mapping[str, int]) -> list[str | int]:

@@ -67,10 +67,11 @@ def test_a_connection_with_an_unread_reply_is_not_used_again(
         return await store.counters.read(run) if form == "command" else (await store.tickets.read([run]))[0].counts
 
     async def work(store: Store) -> None:
-        for run in ("left", "right"):
-            await store.counters.set(run, run, 1)
+        left, right = (f"{side}-{form}-{ending}" for side in ("left", "right"))
+        for run in (left, right):
+            await store.counters.add(run, {run: 1})
         proxy.delay(delay_s)
-        late = asyncio.create_task(read(store, "left"))
+        late = asyncio.create_task(read(store, left))
         await asyncio.wait({late}, timeout=0.1 if ending == "cancelled" else None)  # the command is on its way
         proxy.delay(0.0)
         late.cancel()
@@ -79,9 +80,9 @@ def test_a_connection_with_an_unread_reply_is_not_used_again(
         replies: list[dict[str, int]] = []
         while len(replies) < 20:  # until the late reply has come
             with contextlib.suppress(ServiceUnavailable):  # a slow machine misses the short timeout
-                replies.append(await read(store, "right"))
+                replies.append(await read(store, right))
             await asyncio.sleep(delay_s / 20)
-        assert replies == [{"right": 1}] * 20
+        assert replies == [{right: 1}] * 20
 
     with_store(proxy, work, timeout_s)
 

@@ -75,7 +75,7 @@ class Appends:
                 self._entering += taken
                 appended = await self._publish(entering, token)
             if appended:
-                await self._arrivals.pull(max(outcome.number for outcome in appended))
+                await self._arrivals.take(appended)
         finally:
             self._entering -= taken
         for (position, _), outcome in zip(ready, appended, strict=False):
@@ -126,7 +126,6 @@ class Appends:
                 journal.name, items, journal.state.published, journal.clock.wall(), token
             )
         self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
-        self._arrivals.mark_permanent(outcome.number for outcome in appended)
         return appended
 
     async def _fitting(self, items: Sequence[PendingGroup]) -> tuple[int, NoRoom | None]:

@@ -15,7 +15,7 @@ import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from replaybuf.errors import (
@@ -36,8 +36,8 @@ from replaybuf.kernel.state import RunState
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
 from replaybuf.service.traffic import waiting
-from replaybuf.store import Ends, IndexChunk, Store
-from replaybuf.store.faults import data_lost
+from replaybuf.store import AppendResult, Ends, IndexChunk, Store
+from replaybuf.store.entries import build_chunk
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import AnyRecord, BatchRecord
@@ -81,6 +81,7 @@ class Journal:
         self._reading = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._uncertain = False
+        self._newest_key = ""
         self._to_free: deque[tuple[int, Numbers]] = deque()
 
     @property
@@ -156,33 +157,22 @@ class Journal:
             self.lose(error)
             raise
 
-    async def check_kept(self) -> None:
-        """Compare the ends of both streams in Redis with ours. Raises what `check_ends` raises."""
-        known = self.ends  # first: what is acknowledged during the call may not be in its answer
-        self.check_ends(known, await self.store.streams.read_end(self.name))
-
-    def check_ends(self, known: Ends, ends: Ends) -> None:
-        """Raise `DataLost` if Redis `ends` before what was `known`; clear the loss once Redis has all of it.
-
-        With relaxed durability raise `LedgerGap`: the run continues from what Redis has.
-        """
-        if ends.entry < known.entry or ends.group < known.group:
-            if ends.entry and self.store.connection.policy.level == "relaxed":
-                raise LedgerGap(
-                    f"run {self.name}: Redis lost ledger entries {ends.entry + 1} to {known.entry} and groups "
-                    f"{ends.group + 1} to {known.group}; durability is relaxed",
-                    name="redis",
-                )
-            seen = f"the ledger ends at entry {ends.entry} and the index at group {ends.group}"
-            error = data_lost(self.name, f"{seen}; known are {known.entry} and {known.group}")
-            self.lose(error)
-            raise error
+    def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
+        """Record or clear a loss by what the check of the ends returned, and raise it."""
+        if isinstance(found, Exception):
+            if isinstance(found, DataLost):
+                self.lose(found)
+            raise found
         self.lost = None
 
     @property
     def ends(self) -> Ends:
         """How far both streams are folded."""
-        return Ends(self.state.entries, self.state.stored)
+        return Ends(self.state.entries, self.state.stored, self._newest_key)
+
+    def _record_ends(self) -> None:
+        """Let the store compare later Redis servers with what is folded now."""
+        self.store.connection.known.advance(self.name, self.ends)
 
     # ------------------------------------------------------------------ streams
 
@@ -207,9 +197,10 @@ class Journal:
                 async for chunk in store.snapshots.read_old_entries(run):
                     state.store(chunk.numbers, chunk.values, chunk.malformed)
             async for chunk in store.groups.read_index(run, state.trimmed, through):
-                state.store(chunk.numbers, chunk.values, chunk.malformed)
+                self._fold(chunk)
         if snapshot:
             restore(state, snapshot)
+        self._record_ends()
 
     async def pull(self, through: int | None = None) -> None:
         """Read new groups from the index stream; `through` is the last confirmed group."""
@@ -231,10 +222,30 @@ class Journal:
                     self._apply(entry, record)
             await self._read_groups(through)
 
+    async def ingest(self, published: Sequence[AppendResult]) -> None:
+        """Fold groups that an append published; read those that others published before them."""
+        async with self._reading:
+            new = [result for result in published if result.entry]
+            before = [result.number for result in published if not result.entry] + [r.number - 1 for r in new[:1]]
+            if max(before, default=0) > self.state.stored:
+                await self._read_groups(max(before))
+            new = [result for result in new if result.number > self.state.stored]
+            if new:
+                self._store(build_chunk([r.number for r in new], [r.entry for r in new if r.entry]))
+                self._record_ends()
+
     async def _read_groups(self, through: int | None) -> None:
         async for chunk in self.store.groups.read_index(self.name, self.state.stored, through):
-            self.state.store(chunk.numbers, chunk.values, chunk.malformed)
-            self.unsettled.append(chunk)
+            self._store(chunk)
+        self._record_ends()
+
+    def _store(self, chunk: IndexChunk) -> None:
+        self._fold(chunk)
+        self.unsettled.append(chunk)
+
+    def _fold(self, chunk: IndexChunk) -> None:
+        self.state.store(chunk.numbers, chunk.values, chunk.malformed)
+        self._newest_key = chunk.strings[-1].payload_key
 
     # ------------------------------------------------------------------ ledger
 
@@ -294,6 +305,7 @@ class Journal:
 
     def _apply(self, entry: int, record: AnyRecord) -> None:
         numbers = self.state.apply(entry, record)
+        self._record_ends()
         if len(numbers):
             self._to_free.append((entry, numbers))
 
@@ -306,14 +318,15 @@ class Journal:
 
     async def free_payloads(self) -> None:
         """Delete the payloads that checkpoints and purges freed."""
-        through = 0
+        groups = self.store.groups
         while self._to_free:
             through, numbers = self._to_free[0]
-            entries = await self.store.groups.read_entries(self.name, numbers.tolist())
-            await self.store.groups.delete_payloads([entry.strings.payload_key for entry in entries])
+            payload_keys = [
+                entry.strings.payload_key for entry in await groups.read_entries(self.name, numbers.tolist())
+            ]
+            with self.recording_loss():
+                await groups.free_payloads(self.name, self.token or "", payload_keys, through)
             self._to_free.popleft()
-        if through:
-            await self.store.counters.set(self.name, "freed_through", through)
 
     def mark_freed(self, through: int) -> None:
         """Skip payloads freed up to ledger entry `through`: a leader has deleted them."""

@@ -7,6 +7,7 @@ Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journa
 
 from __future__ import annotations
 
+from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.kernel.decide import decide_purge
 from replaybuf.kernel.decide_config import decide_create, decide_patch
 from replaybuf.kernel.plugin_set import resolve_config
@@ -28,7 +29,7 @@ from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
-from replaybuf.store import RunTickets, Store
+from replaybuf.store import Ends, RunTickets, Store
 from replaybuf.wire.config import ConfigPatch, RunConfig, differing_fields
 from replaybuf.wire.run_status import RunStatus
 
@@ -99,10 +100,8 @@ class Run:
 
     async def lead(self, token: str) -> None:
         """Read all that the older leader wrote, then decide from here on. Raises `DataLost`."""
-        await self.journal.check_kept()
         async with self.journal.taking_over(token):
             await self.tickets.reload()
-            self.arrivals.find_recent()
             await self.eviction.take_over()
         await self.journal.notify()
 
@@ -113,6 +112,12 @@ class Run:
     async def ingest(self) -> None:
         """Read what is new in the streams."""
         await (self.arrivals.pull() if self.journal.leading else self.arrivals.follow())
+
+    async def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
+        """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
+        self.journal.check_ends(found)
+        if self.journal.leading and isinstance(found, Ends) and found.group > self.state.stored:
+            await self.arrivals.pull()
 
     def restore_side_state(self, stored: RunTickets, term: int) -> None:
         """Replace a follower's tickets and counters by those of the leader; `term` was ours when they were read."""
@@ -128,7 +133,6 @@ class Run:
         if all(self.book.used_up(name) for name in self.journal.config.adapter_names):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
-        await self.arrivals.adopt_recent()
         await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator

@@ -1,0 +1,202 @@
+"""A Redis that comes back older than what was acknowledged: it is noticed before anything is written to it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from tests.conftest import RunClient, ServeProcess, group
+from tests.valkeys import Valkey
+from tests.waiting import eventually
+
+Connect = Callable[[str, str], RunClient]
+WITHIN_S = 20.0
+
+
+class Forwarder:
+    """A port that clients keep while the server behind it changes, as a virtual IP does."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def switch(self, target: Path) -> None:
+        """Close all connections; new ones reach `target`."""
+        self.target = target
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the port and all connections."""
+        self._listening.close()
+        self.switch(self.target)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(str(self.target))
+            except OSError:
+                return
+            self._open += [client, server]
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(65536):
+                sink.sendall(chunk)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def dump(client: redis.Redis) -> dict[bytes, Any]:
+    """Return what Redis holds of all runs, but for leases."""
+    return {key: client.dump(key) for key in client.scan_iter("rb:*") if not key.endswith(b":lead")}
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    """A Valkey that no server owns."""
+    with Valkey(tmp_path / "valkey") as server:
+        yield server
+
+
+@pytest.fixture
+def forwarder(valkey: Valkey) -> Iterator[Forwarder]:
+    """A port that leads to the Valkey."""
+    port = Forwarder(valkey.socket_path)
+    yield port
+    port.close()
+
+
+@pytest.fixture
+def serving(forwarder: Forwarder, tmp_path: Path) -> Iterator[ServeProcess]:
+    """A server on the port."""
+    server = ServeProcess(tmp_path / "server", "--redis-url", forwarder.url).start()
+    yield server
+    server.end()
+
+
+def store_five(run: RunClient) -> None:
+    """Store five groups, and be told so."""
+    assert [result["status"] for result in run.append(*(group(f"late-{n}") for n in range(5)))] == ["stored"] * 5
+
+
+def lose_five_groups(run: RunClient, valkey: Valkey, forwarder: Forwarder, older: Valkey, how: str) -> None:
+    """Acknowledge five groups that the server behind the port then does not have."""
+    if how == "lagging replica promoted":
+        older.start()
+        older.replicate(valkey)
+        older.client.replicaof("NO", "ONE")  # the link breaks, and nobody notices
+        store_five(run)
+        forwarder.switch(older.socket_path)
+    else:
+        shutil.copytree(valkey.folder, older.folder, dirs_exist_ok=True)
+        store_five(run)
+        if how == "older file":
+            older.start()
+            forwarder.switch(older.socket_path)
+        else:
+            valkey.kill()
+            shutil.rmtree(valkey.folder)
+            shutil.copytree(older.folder, valkey.folder)
+            valkey.start()
+
+
+@pytest.mark.parametrize("how", ["older file", "older file, same address", "lagging replica promoted"])
+def test_groups_that_an_older_redis_lacks_are_data_lost_before_anything_is_written(
+    how: str, valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """Every write that comes at once is refused, and Redis stays as it came back; with its data it goes on."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 4})
+    epoch = run.attach()
+    run.append(*(group(f"g{n}") for n in range(6)))
+    with Valkey(tmp_path / "older") as older:
+        older.kill()
+        shutil.rmtree(older.folder)
+        lose_five_groups(run, valkey, forwarder, older, how)
+        now = valkey if how == "older file, same address" else older
+        before = dump(now.client)
+        # Producers that repeat at once would get the numbers of the lost groups.
+        answer = eventually(lambda: run.post("groups", **group("new")), WITHIN_S, lambda a: a.status_code != 503)
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
+        assert "missing: groups 7 to 11" in answer.json()["detail"]
+        calls: list[Callable[[], httpx.Response]] = [
+            lambda: run.post("groups", **group("again")),
+            lambda: run.post("tickets", producer="p", count=1),
+            lambda: run.batch(0, epoch),
+            lambda: run.post("attach", resume_step=0, dp_world_size=1),
+            lambda: run.post("checkpoints", epoch=epoch, step=0),
+            lambda: run.http.patch(run.path, json={"state": "paused"}),
+            lambda: run.http.get(run.path),
+        ]
+        assert [call().status_code for call in calls] == [500] * len(calls)
+        eventually(lambda: httpx.get(f"{serving.url}/readyz").status_code == 503, WITHIN_S)
+        assert dump(now.client) == before
+        if how != "older file, same address":
+            forwarder.switch(valkey.socket_path)
+            eventually(lambda: run.post("groups", **group("new")).status_code == 200, WITHIN_S)
+            assert run.state()["groups"]["stored"] == 12
+
+
+def test_ledger_entries_that_an_older_redis_lacks_stop_appends_too(
+    valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """No group is lost, but an ack: a group that is stored now would be lost when Redis is restored."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 2})
+    epoch = run.attach()
+    run.append(*(group(f"g{n}") for n in range(4)))
+    assert run.batch(0, epoch).status_code == 200
+    with Valkey(tmp_path / "older") as older:
+        older.kill()
+        shutil.rmtree(older.folder)
+        shutil.copytree(valkey.folder, older.folder)
+        assert run.ack(0, epoch).status_code == 200
+        older.start()
+        forwarder.switch(older.socket_path)
+        answer = eventually(lambda: run.post("groups", **group("new")), WITHIN_S, lambda a: a.status_code != 503)
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
+        assert "missing: ledger entries" in answer.json()["detail"]
+        assert not older.client.hexists("rb:{r}:gid", "new")
+
+
+def test_another_history_of_the_same_length_is_data_lost(
+    valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """Another server went on from an older copy: the numbers agree, the groups do not."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 8})
+    with Valkey(tmp_path / "older") as older:
+        older.kill()
+        shutil.rmtree(older.folder)
+        shutil.copytree(valkey.folder, older.folder)
+        store_five(run)
+        older.start()
+        other = ServeProcess(tmp_path / "other", "--redis-url", older.url).start()
+        try:
+            eventually(lambda: "leading" in other.log() or "lead taken" in other.log(), WITHIN_S)
+            connect(other.url, "r").append(*(group(f"other-{n}") for n in range(6)))
+        finally:
+            other.end()
+        forwarder.switch(older.socket_path)
+        eventually(lambda: httpx.get(f"{serving.url}/readyz").status_code == 503, WITHIN_S)
+        answer = eventually(lambda: run.http.get(run.path), WITHIN_S, lambda a: a.status_code == 500)
+        assert "group 5 as it was acknowledged" in answer.json()["detail"]

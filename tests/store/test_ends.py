@@ -1,0 +1,114 @@
+"""Known ends of a run's streams: no function changes a Redis that holds less."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import redis
+
+from replaybuf.errors import DataLost, LedgerGap
+from replaybuf.store import EmbeddedServer, Ends, Store, WritePolicy, keys
+from replaybuf.store.ends import KnownEnds
+from replaybuf.wire.ledger import AckRecord
+from tests.store.test_store import to_append, with_store
+
+
+def test_known_ends_never_move_back_until_they_are_forgotten() -> None:
+    """Each end advances for itself; a payload key that becomes known is kept."""
+    known = KnownEnds()
+    for ends in (Ends(3, 5, "b"), Ends(2, 9), Ends(4, 8, "c"), Ends(0, 9, "d"), Ends(0, 9)):
+        known.advance("r", ends)
+    assert known.of("r") == Ends(4, 9, "d")
+    known.forget("r")
+    assert known.of("r") == Ends(0, 0)
+
+
+def writes(store: Store, run: str, token: str) -> dict[str, Callable[[], Awaitable[object]]]:
+    """List all writes of a run that go through a function."""
+    return {
+        "append": lambda: store.groups.append(run, [to_append("new")], {"": 0}, time.time(), token),
+        "direct append": lambda: store.groups.append(run, [to_append("new")], {"": 0}, time.time()),
+        "free": lambda: store.groups.free_payloads(run, token, ["other"], 1),
+        "ledger": lambda: store.ledger.append(run, token, 2, AckRecord(step=0, epoch=1)),
+        "tickets": lambda: store.tickets.change(run, token, deadlines_s={"t0-0-1-1": 9.0}, counts={"issued": 1}),
+        "counters": lambda: store.counters.add(run, {"x": 1}),
+        "snapshot": lambda: store.snapshots.write(run, token, b"snap" + b"%020d" % 1, 1, 1, {}),
+        "bits": lambda: store.snapshots.mark_prompts_done(run, token, [("", 0, 1)]),
+        "old entries": lambda: store.snapshots.delete_old_entries(run, token, [1]),
+        "evaluations": lambda: store.evaluations.append(run, b"{}"),
+        "ends": lambda: store.streams.read_end(run),
+        "confirmed ends": lambda: store.streams.read_confirmed_end(run),
+    }
+
+
+@pytest.mark.parametrize("missing", ["entry", "group", "other group"])
+def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: EmbeddedServer, missing: str) -> None:
+    """Ledger entries or groups are missing, or another group has the number of a known one."""
+    run = f"less-{missing.replace(' ', '-')}"
+    known = {"entry": Ends(2, 1), "group": Ends(1, 2), "other group": Ends(1, 1, f"rb:p:{{{run}:a}}:other")}[missing]
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease(run, "one", 5.0)).token
+        assert token is not None
+        await store.groups.append(run, [to_append("a")], {"": 0}, time.time(), token)
+        await store.ledger.append(run, token, 1, AckRecord(step=0, epoch=1))
+        store.connection.known.forget(run)
+        store.connection.known.advance(run, known)
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            client.set("other", 1)
+            before = {key: client.dump(key) for key in client.scan_iter(f"*{run}*")}
+            for name, write in writes(store, run, token).items():
+                with pytest.raises(DataLost, match="missing: "):
+                    await write()
+                assert {key: client.dump(key) for key in client.scan_iter(f"*{run}*")} == before, name
+            assert client.exists("other")
+            lease = await store.runs.take_lease(run, "one", 5.0)
+            assert lease.token is None, "nobody leads on such a Redis"
+            assert client.get(keys.fence(run)) == token.encode()
+        (found,) = await store.streams.read_ends([run])
+        assert isinstance(found, DataLost)
+
+    with_store(server, work)
+
+
+def test_a_relaxed_redis_may_lose_its_last_second_but_not_everything(server: EmbeddedServer) -> None:
+    """`LedgerGap`: the run is loaded again from what is left; an emptied Redis is a loss at any level."""
+
+    async def main() -> None:
+        store = await Store.open(server.url, WritePolicy("relaxed"))
+        try:
+            token = str((await store.runs.take_lease("relaxed", "one", 5.0)).token)
+            await store.ledger.append("relaxed", token, 1, AckRecord(step=0, epoch=1))
+            store.connection.known.advance("relaxed", Ends(3, 0))
+            with pytest.raises(LedgerGap, match="Redis lost ledger entries 2 to 3"):
+                await store.streams.read_end("relaxed")
+            store.connection.known.advance("emptied", Ends(1, 0))
+            with pytest.raises(DataLost):
+                await store.streams.read_end("emptied")
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_follower_behind_the_trimming_is_not_taken_for_a_loss(server: EmbeddedServer) -> None:
+    """Its newest group is trimmed, and newer ones are there; the newest group is never trimmed."""
+
+    async def work(store: Store) -> None:
+        token = str((await store.runs.take_lease("behind", "one", 5.0)).token)
+        await store.groups.append("behind", [to_append("a")], {"": 0}, time.time(), token)
+        follower = await Store.open(server.url)
+        try:
+            follower.connection.known.advance("behind", store.connection.known.of("behind"))
+            await store.groups.append("behind", [to_append("b"), to_append("c")], {"": 0}, time.time(), token)
+            await store.snapshots.write("behind", token, b"snap" + b"%020d" % 0, 4, 1, {})
+            assert [entry.number for entry in await store.groups.read_entries("behind", [1, 2, 3])] == [3]
+            for one in (store, follower):
+                assert (await one.streams.read_end("behind")).group == 3
+        finally:
+            await follower.close()
+
+    with_store(server, work)
