@@ -16,6 +16,7 @@ from replaybuf.kernel.tickets import prompt_key
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.connection import Connection
+from replaybuf.store.ends import Ends
 from replaybuf.store.entries import (
     EntryStrings,
     IndexChunk,
@@ -26,7 +27,6 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.ends import Ends
 from replaybuf.store.faults import unavailable
 from replaybuf.store.pipeline import read_values, receive, send
 from replaybuf.wire.group import Group

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-<<<<<<< HEAD
-from typing import cast
-=======
 import time
->>>>>>> c5b3baa (Write nothing to a Redis that is older than known)
 
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import EmbeddedServer, Store
@@ -17,16 +13,8 @@ from tests.store.test_store import to_append
 def test_published_groups_are_folded_in_order_with_those_that_others_published_between(server: EmbeddedServer) -> None:
     """A repeat of a group that is not folded yet, and groups of other producers, are read from the stream."""
 
-<<<<<<< HEAD
-    def __init__(self) -> None:
-        self.journal = Journal("r", cast(Store, self))
-        self.grows = False
-        self.connection = self.streams = self
-        self.policy = STRICT
-=======
     async def main() -> None:
         store, other = await Store.open(server.url), await Store.open(server.url)
->>>>>>> c5b3baa (Write nothing to a Redis that is older than known)
 
         async def publish(writer: Store, *ids: str) -> None:
             results = await writer.groups.append("mixed", [to_append(name) for name in ids], {"": 0}, time.time())
@@ -34,7 +22,7 @@ def test_published_groups_are_folded_in_order_with_those_that_others_published_b
                 await journal.ingest(results)
 
         try:
-            journal = Journal("mixed", store, time.time)
+            journal = Journal("mixed", store)
             await publish(store, "a", "b")
             await publish(other, "c", "d")
             await publish(store, "e", "d", "f", "f")
