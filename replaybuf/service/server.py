@@ -25,6 +25,7 @@ from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf.program import command_line
 from replaybuf.service.host import Service, run_service
 from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.origins import HostNames, OwnPagesOnly
 from replaybuf.service.http.routes import application
 from replaybuf.service.options import ServeOptions
 
@@ -49,6 +50,7 @@ async def serve(options: ServeOptions) -> None:
     tokens = Tokens.read(options.tokens_file)
     _check_exposure(options, tokens)
     _check_advertised(options.advertise_url)
+    hosts = HostNames(options)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
@@ -57,7 +59,8 @@ async def serve(options: ServeOptions) -> None:
     listening = _sockets(options)
     try:
         async with run_service(options, next(iter(listening))) as service:
-            server = _Server(service, application(service, tokens, options.body_budget_bytes))
+            app = application(service, tokens, options.body_budget_bytes)
+            server = _Server(service, OwnPagesOnly(app, hosts, service.traffic))
             report = service.report
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)

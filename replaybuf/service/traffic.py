@@ -16,7 +16,7 @@ from replaybuf.kernel.histograms import Histogram
 TOOK_US = tuple(round(1e6 * s) for s in (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10))
 """Upper edges of the duration buckets, in microseconds."""
 
-REFUSALS = ("no_body_room",)
+REFUSALS = ("no_body_room", "foreign_host", "foreign_page")
 """Reasons to refuse a request or a connection before any call."""
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load
 
 from replaybuf.wire.batch import read_batch
-from tests.conftest import RunClient, group
+from tests.conftest import JSON, RunClient, group
 
 ON_POLICY = {"name": "on-policy"}
 
@@ -326,7 +326,7 @@ def test_unreadable_feedback_is_rejected_with_its_bound(run: RunClient) -> None:
         ("[1, 18446744073709551616]", ("feedback.x[1]", 2**64, [-(2**63), 2**64 - 1])),
     ]:
         body = f'{{"epoch": {epoch}, "feedback": {{"x": {value}}}}}'
-        refused = run.http.post(f"{run.path}/batches/0/ack", content=body)
+        refused = run.http.post(f"{run.path}/batches/0/ack", content=body, headers=JSON)
         assert refused.status_code == 422, refused.text
         assert tuple(refused.json()[key] for key in ("name", "value", "bound")) == reported
     deepest: object = []

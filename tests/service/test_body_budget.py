@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.errors import ServiceUnavailable, TooLarge
 from replaybuf.service.http.body_budget import SMALL_BYTES, BodyBudget
 from replaybuf.service.traffic import Traffic
-from tests.conftest import ServeProcess, group
+from tests.conftest import JSON, ServeProcess, group
 
 MIB = 1 << 20
 
@@ -152,5 +152,5 @@ def test_a_body_waits_until_another_one_is_done(tight: ServeProcess) -> None:
 
 def test_a_body_above_the_budget_is_refused_with_the_option(tight: ServeProcess, tmp_path: Path) -> None:
     with httpx.Client(base_url=tight.url) as http:
-        refused = http.post("/v1/runs/r/groups", content=b" " * 1_100_000, headers={"content-type": "application/json"})
+        refused = http.post("/v1/runs/r/groups", content=b" " * 1_100_000, headers=JSON)
     assert (refused.status_code, refused.json()["bound"]) == (413, 1_000_000)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RunClient
+from tests.conftest import JSON, RunClient
 
 
 def result(version: int = 0, **changes: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def result(version: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def post(run: RunClient, body: dict[str, Any]) -> Any:
-    return run.http.post(f"{run.path}/evaluations", content=json.dumps(body))
+    return run.http.post(f"{run.path}/evaluations", content=json.dumps(body), headers=JSON)
 
 
 def test_results_are_kept_by_version_and_the_last_of_a_version_counts(run: RunClient) -> None:

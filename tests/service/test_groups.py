@@ -12,7 +12,7 @@ import redis
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import LARGEST_HEADER_BYTES, MEDIA_TYPE, decode_frame, encode_frame, is_compressed
 from replaybuf.wire.group import GroupJson, group_from_json
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import JSON, RunClient, ServeProcess, group
 
 
 def frame(wire: dict[str, object], *, compress: bool = False) -> bytes:
@@ -75,7 +75,7 @@ def test_a_group_that_fails_a_check_is_rejected_with_its_reason(
 ) -> None:
     """A request with only this group gets a 422 problem that contains the result."""
     run.put(batch={"tokens_per_batch": 200, "seq_len": 32}, vocab_size=99)
-    response = run.http.post(f"{run.path}/groups", content=json.dumps(wire))
+    response = run.http.post(f"{run.path}/groups", content=json.dumps(wire), headers=JSON)
     assert response.status_code == 422, response.text
     assert response.json()["results"][0]["reason"] == reason
     assert response.json()["detail"].startswith(f"the group was rejected: {reason}: ")
@@ -191,7 +191,7 @@ def test_invalid_metadata_rejects_only_its_group(run: RunClient, value: str, det
     run.put(batch={"groups_per_batch": 2})
     fits = {"seed": 2**64 - 1, "low": -(2**63), "x": [[[]]]}
     body = json.dumps({"groups": [group("a", metadata=fits), group("bad", metadata={"seed": "@"}), group("b")]})
-    answer = run.http.post(f"{run.path}/groups", content=body.replace('"@"', value))
+    answer = run.http.post(f"{run.path}/groups", content=body.replace('"@"', value), headers=JSON)
     assert answer.status_code == 200, answer.text
     assert answer.json()["results"] == [
         {"group_id": "a", "status": "stored"},

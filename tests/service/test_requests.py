@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.service.http.calls import CALLS, Call
-from tests.conftest import RunClient, group
+from tests.conftest import JSON, RunClient, group
 
 PLACES = {"run": "nested", "step": "0", "ticket": "t0-0-1-1", "group_id": "a"}
 WITH_BODY = [call for call in CALLS if call.body is not None]
@@ -27,7 +27,9 @@ def test_100_000_nested_brackets_are_malformed_on_every_route(run: RunClient, ca
     """Closed or not: no JSON parser recurses into them."""
     run.put(batch={"groups_per_batch": 1})
     for brackets in ("[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"x":' * 100_000 + "1" + "}" * 100_000):
-        answer = run.http.request(call.method, path_of(run, call.template), content=body.replace("@", brackets))
+        answer = run.http.request(
+            call.method, path_of(run, call.template), content=body.replace("@", brackets), headers=JSON
+        )
         assert (answer.status_code, answer.json()["name"]) == (400, "body"), answer.text
 
 
@@ -96,7 +98,7 @@ def test_a_number_in_a_body_outside_its_bounds_is_rejected(
 ) -> None:
     run.put(batch={"groups_per_batch": 1})
     run.attach()
-    answer = run.http.post(f"{run.path}/{call}", content=body.replace("@", value))
+    answer = run.http.post(f"{run.path}/{call}", content=body.replace("@", value), headers=JSON)
     assert (answer.status_code, answer.json()["name"]) == (422, name), answer.text
     assert value in answer.json()["detail"] and "=" in answer.json()["bound"]
 

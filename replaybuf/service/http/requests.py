@@ -123,10 +123,10 @@ async def read_patch(request: Request) -> ConfigPatch:
 
 def media_type(request: Request, accepted: set[str]) -> str:
     """Return the media type of the body. Raises `UnsupportedMedia` if the call does not accept it."""
-    given = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given not in accepted:
         raise UnsupportedMedia(
-            f"media type is {given!r}; this call accepts {', '.join(sorted(accepted))}",
+            f"Content-Type is {given or 'missing'}; this call accepts {', '.join(sorted(accepted))}",
             name="content-type",
             value=given,
             bound=sorted(accepted),

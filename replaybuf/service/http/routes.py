@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +19,7 @@ from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.body_budget import BodyBudget
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.openapi import describe
+from replaybuf.service.http.problems import document_response, error_response
 from replaybuf.service.http.requests import check_query
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.traffic import started
@@ -72,28 +72,19 @@ def _guarded(call: Call, tokens: Tokens, bodies: BodyBudget) -> Callable[[Reques
     return endpoint
 
 
-def _problem_response(document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        msgspec.json.encode(document, enc_hook=str), document["status"], headers, media_type="application/problem+json"
-    )
-
-
 async def _problem(_: Request, error: Any) -> Response:  # a `ReplaybufError`; the type that starlette asks for is wider
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
-    if error.status == 401:
-        headers = {"WWW-Authenticate": "Bearer"}
-    return _problem_response(error.problem(), headers)
+    return error_response(error)
 
 
 async def _http_problem(request: Request, error: Any) -> Response:  # an `HTTPException`
     status = HTTPStatus(error.status_code)
     detail = f"{request.method} {request.url.path}: {error.detail}"
     if status == HTTPStatus.NOT_FOUND:
-        return _problem_response(NotFound(detail, name="path", value=request.url.path).problem())
+        return error_response(NotFound(detail, name="path", value=request.url.path))
     headers = dict(error.headers or {})
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(_methods_at(request))
-    return _problem_response(
+    return document_response(
         {"type": "about:blank", "title": status.phrase, "status": status, "detail": detail}, headers
     )
 
@@ -106,4 +97,4 @@ def _methods_at(request: Request) -> list[str]:
 
 async def _fault(request: Request, error: Exception) -> Response:
     logger.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _problem_response(ReplaybufError(f"{type(error).__name__}: {error}").problem())
+    return error_response(ReplaybufError(f"{type(error).__name__}: {error}"))
