@@ -228,6 +228,11 @@ class RunClient:
         return bodies
 
 
+def lasting(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a run without what time alone changes: how long ago its clients called."""
+    return {name: value for name, value in state.items() if name not in ("trainer", "producers")}
+
+
 def group(
     group_id: str | None, version: int = 0, *, rollouts: int = 2, tokens: int = 5, **fields: Any
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from replaybuf.wire.batch import read_batch
-from tests.conftest import RunClient, group
+from tests.conftest import RunClient, group, lasting
 
 ONE_STEP = {"name": "one-step-off-policy", "options": {"max_staleness": 1}}
 
@@ -44,7 +44,7 @@ def refused(run: RunClient, status: int, name: str, **changes: Any) -> dict[str,
     before, ledger = run.state(), len(run.get("ledger").json()["records"])
     response = patch(run, **changes)
     assert (response.status_code, response.json()["name"]) == (status, name), response.text
-    assert run.state() == before
+    assert lasting(run.state()) == lasting(before)
     assert len(run.get("ledger").json()["records"]) == ledger
     problem: dict[str, Any] = response.json()
     return problem
@@ -173,7 +173,7 @@ def test_a_patch_without_change_writes_no_record(run: RunClient, change: dict[st
     begin(run, ONE_STEP, limits={"max_tokens_live": 200_000})
     before, records = run.state(), run.get("ledger").json()
     answer = patch(run, **change)
-    assert (answer.status_code, answer.json()) == (200, before)
+    assert (answer.status_code, lasting(answer.json())) == (200, lasting(before))
     assert run.get("ledger").json() == records
     assert patch(run, state="paused").status_code == patch(run, state="paused").status_code == 200
     assert [record["type"] for record in run.get("ledger").json()["records"]].count("CONFIG") == 2

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from replaybuf.wire.batch import read_batch
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, group, lasting
 from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
@@ -26,9 +27,9 @@ def valkey_of(data_dir: Path) -> psutil.Process:
     raise AssertionError(f"no Valkey runs on {data_dir}")
 
 
-def same_state(before: dict[str, object], after: dict[str, object]) -> bool:
-    """Compare states but for what a restart may change: how long ago a producer asked."""
-    return before | {"waiting": None} == after | {"waiting": None}
+def same_state(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Compare states but for what a restart may change: how long ago trainer and producers called."""
+    return lasting(before) | {"waiting": None} == lasting(after) | {"waiting": None}
 
 
 def test_a_killed_service_starts_again_with_the_same_state_and_bytes(

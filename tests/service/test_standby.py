@@ -17,7 +17,7 @@ import redis
 
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import EmbeddedServer
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, group, lasting
 from tests.valkeys import Valkey
 from tests.waiting import eventually
 
@@ -77,7 +77,7 @@ def running(first: RunClient) -> int:
 
 def followed(first: RunClient, second: RunClient) -> None:
     """Wait until the follower knows what the leader knows."""
-    eventually(lambda: second.http.get(second.path).json() == first.state(), within_s=5.0)
+    eventually(lambda: lasting(second.state()) == lasting(first.state()), within_s=5.0)
 
 
 def test_a_follower_answers_reads_as_the_leader_does(
