@@ -162,9 +162,15 @@ class RunCalls:
         params = {"wait_ms": wait_ms} | _given(after=after, adapter=adapter or None)
         return answer_of((yield HttpRequest(path="/policy", params=params, wait_ms=wait_ms)), Policy)
 
-    def take_tickets(self, producer: str, count: int, adapter: str = "", wait_ms: int = 0) -> Exchange[Tickets]:
-        """Take tickets for up to `count` groups; wait up to `wait_ms` for the first one. Never repeated."""
+    def take_tickets(
+        self, producer: str, count: int, adapter: str = "", wait_ms: int = 0, max_tokens: int | None = None
+    ) -> Exchange[Tickets]:
+        """Take tickets for up to `count` groups; wait up to `wait_ms` for the first one. Never repeated.
+
+        `max_tokens`: most tokens that you sample per rollout. The service expects groups of that size until it has one.
+        """
         body = {"producer": producer, "count": count, "adapter": adapter, "wait_ms": wait_ms}
+        body |= _given(max_tokens=max_tokens)
         request = HttpRequest(method="POST", path="/tickets", content=_body(body), wait_ms=wait_ms, repeatable=False)
         return answer_of((yield request), Tickets)
 

@@ -262,7 +262,9 @@ class Daemon:
         try:
             answer = await inflight.retry(
                 "tickets",
-                lambda: inflight.take_tickets(options.producer, count, options.adapter, options.poll_wait_ms),
+                lambda: inflight.take_tickets(
+                    options.producer, count, options.adapter, options.poll_wait_ms, options.sampling.max_tokens
+                ),
             )
         except RunFinished:
             inflight.no_more_tickets = True

@@ -169,13 +169,15 @@ class InFlight:
             if await self.until(lambda: self.stopping, pause_s):
                 return None
 
-    async def take_tickets(self, producer: str, count: int, adapter: str, wait_ms: int) -> Tickets:
+    async def take_tickets(
+        self, producer: str, count: int, adapter: str, wait_ms: int, max_tokens: int | None = None
+    ) -> Tickets:
         """Request tickets once.
 
         When cancelled, wait up to `RETURN_S` for the answer and count its tickets as in flight: nobody else can return
         them.
         """
-        request = asyncio.ensure_future(self.client.take_tickets(producer, count, adapter, wait_ms))
+        request = asyncio.ensure_future(self.client.take_tickets(producer, count, adapter, wait_ms, max_tokens))
         try:
             return await asyncio.shield(request)
         except asyncio.CancelledError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,11 +40,15 @@ class UsabilityRule(NamedTuple):
 
 
 class StrategyInputs:
-    """Builds the strategy of run `name` and its inputs from the state. The caller updates `rates`."""
+    """Builds the strategy of run `name` and its inputs from the state. The caller updates `rates`.
+
+    `max_tokens`: most tokens that a producer samples per rollout, as producers announced it; 0 = unknown.
+    """
 
     def __init__(
         self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates, ask: Ask
     ) -> None:
+        self.max_tokens = 0
         self._rates = rates
         self._name = name
         self._state = state
@@ -76,12 +81,19 @@ class StrategyInputs:
         return attached.seq_len if attached else self.config.batch.seq_len
 
     def tokens_per_group(self) -> float:
-        """Return the mean over the last groups; before the first: half-full rollouts, at most one batch."""
-        recent, batch = self._state.index["tokens"][-SAMPLED_GROUPS:], self.config.batch
+        """Return the mean over the last groups; before the first one an estimate, at most what fills a batch.
+
+        It is low rather than high, because an estimate that is too high leaves engines without work: completions of
+        the announced `max_tokens`, at most half-full rollouts.
+        """
+        recent, config = self._state.index["tokens"][-SAMPLED_GROUPS:], self.config
         if len(recent):
             return max(1.0, float(recent.mean()))
-        prior = (self.config.group_size or 8) * batch.seq_len / 2
-        return min(prior, float(batch.tokens_per_batch or prior))
+        tokens = (config.group_size or 8) * min(config.batch.seq_len / 2, self.max_tokens or math.inf)
+        if config.batch.tokens_per_batch is not None:
+            groups = max(config.groups_per_batch_of(name) or 1 for name in config.adapter_names)
+            tokens = min(tokens, config.batch.tokens_per_batch / groups)
+        return max(1.0, tokens)
 
     def flow(self) -> Flow:
         """Return the measured rates for admission."""

@@ -26,12 +26,16 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class TicketRequest(Request, frozen=True, kw_only=True):
-    """Ask for tickets for `count` groups. Wait up to `wait_ms` for the first one."""
+    """Ask for tickets for `count` groups. Wait up to `wait_ms` for the first one.
+
+    `max_tokens`: most tokens that the producer samples per rollout; estimates the size of a group before the first one.
+    """
 
     producer: Name
     count: Annotated[Positive, Meta(description=f"Tickets wanted; one call issues at most {TICKETS_AT_ONCE}.")] = 1
     adapter: Name = ""
     wait_ms: NonNegative = 0
+    max_tokens: Positive | None = None
 
 
 class AckRequest(Request, frozen=True, kw_only=True):

@@ -144,7 +144,8 @@ def test_no_more_groups_are_in_flight_than_allowed(tmp_path: Path) -> None:
     async def main() -> None:
         service = ServiceDouble(prompts=9)
         async with gated(tmp_path, service, 3, max_inflight_groups=3) as (w, gate):
-            assert service.asked[0] == {"producer": "me", "count": 3, "adapter": "", "wait_ms": 100}
+            asked = {"producer": "me", "count": 3, "adapter": "", "wait_ms": 100, "max_tokens": 8}
+            assert service.asked[0] == asked
             gate.open.set()
             await w.end()
             assert max(request["count"] for request in service.asked) == 3

@@ -263,6 +263,25 @@ def test_capacity_in_tokens_follows_the_measured_group_size(run: RunClient) -> N
     assert run.state()["tokens"]["live"] == 40
 
 
+@pytest.mark.parametrize(
+    ("config", "asked", "granted"),
+    [
+        ({"batch": {"groups_per_batch": 64}}, {}, 128),
+        ({"batch": {}, "adapters": {"math": {"groups_per_batch": 64}}}, {"adapter": "math"}, 128),
+        ({"batch": {}}, {"max_tokens": 128}, 128),
+        ({"batch": {"groups_per_batch": 64}}, {"max_tokens": 10**9}, 128),
+        ({"batch": {"tokens_per_batch": 1024, "seq_len": 512}}, {"max_tokens": 10**9}, 2),
+        ({"batch": {}}, {}, 8),
+    ],
+)
+def test_two_batches_are_granted_before_the_first_group(
+    run: RunClient, config: dict[str, Any], asked: dict[str, Any], granted: int
+) -> None:
+    """Half-full rollouts of 4,096 tokens granted 8 groups where two batches need 128: engines stood still."""
+    run.put(group_size=8, **config)
+    assert len(take(run, 1000, **asked)) == granted
+
+
 def test_a_limit_below_the_expected_group_size_admits_what_the_next_batch_lacks(run: RunClient) -> None:
     """Until the first group arrives its size is a guess, which must not keep it from ever coming."""
     run.put(batch={"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 4096}, limits={"max_tokens_live": 100})

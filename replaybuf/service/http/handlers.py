@@ -121,7 +121,9 @@ async def post_tickets(request: Request) -> Response:
     body = await read_json(request, TicketRequest)
     run.journal.presence.record_producer(body.producer)
     gone = functools.partial(_is_gone, request)
-    return json_response(await run.tickets.issue(body.producer, body.count, body.adapter, body.wait_ms / 1000, gone))
+    wait_s = body.wait_ms / 1000
+    issued = await run.tickets.issue(body.producer, body.count, body.adapter, wait_s, gone, body.max_tokens)
+    return json_response(issued)
 
 
 def _is_gone(request: Request) -> bool:

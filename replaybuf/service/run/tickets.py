@@ -36,16 +36,25 @@ class Tickets:
         self._rates = rates
 
     async def issue(
-        self, producer: str, count: int, adapter: str, wait_s: float, gone: Callable[[], bool] = _never
+        self,
+        producer: str,
+        count: int,
+        adapter: str,
+        wait_s: float,
+        gone: Callable[[], bool] = _never,
+        max_tokens: int | None = None,
     ) -> contract.Tickets:
         """Issue up to `count` tickets; wait up to `wait_s` for the first one, then answer why there is none.
 
-        `gone` returns whether the caller has disconnected: its tickets would be out until they expire.
+        `gone` returns whether the caller has disconnected: its tickets would be out until they expire. `max_tokens`:
+        most tokens that the caller samples per rollout.
         """
         journal = self._journal
         if count < 1:
             raise Invalid(f"count is {count}; the minimum is 1", name="count", value=count, bound=1)
         check_adapter(adapter, journal.config)
+        inputs = self._selector.inputs
+        inputs.max_tokens = max(inputs.max_tokens, max_tokens or 0)
         outcome = await journal.until(lambda: self._issue(adapter, count, gone), wait_s)
         self._selector.last_asked_s[adapter] = journal.clock.monotonic()
         published = journal.state.published[adapter]
