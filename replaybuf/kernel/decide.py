@@ -100,7 +100,8 @@ def decide_room(
     limits = config_of(state).limits
     if limits.max_tokens_live is None and limits.max_bytes_live is None:
         return len(coming), None
-    live = Load(0, state.pool.live_totals().tokens, state.pool.live_bytes()) + entering
+    totals = state.pool.live_totals()
+    live = Load(0, totals.tokens, totals.frame_bytes) + entering
     return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
 
 

@@ -7,7 +7,7 @@ rows are removed when they are more than half of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,13 @@ class Index:
             rows = rows[number[rows] == wanted]
         here: npt.NDArray[np.int64] = rows[self._columns["state"][rows] != FREED]
         return here
+
+    def assign(self, column: str, values: Mapping[int, float]) -> None:
+        """Set a column of groups, by number; freed and unknown groups are skipped."""
+        numbers, own = np.fromiter(values, np.int64, len(values)), self._columns[column]
+        rows = self.rows_of(numbers)
+        found = np.isin(numbers, self._columns["number"][rows])
+        own[rows] = np.fromiter(values.values(), own.dtype, len(values))[found]
 
     def free(self, rows: npt.NDArray[np.int64]) -> None:
         """Mark rows as freed, and remove freed rows when they are more than half of all."""

@@ -48,19 +48,26 @@ PURGED = 128
 _EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
 
 
+NO_BYTES = np.empty(0, np.int32)
+COUNTED_LATE = 16_384
+"""Most stored groups that the histograms lack; the next reader counts them, in about 2 ms."""
+
+
 class LiveTotals(NamedTuple):
-    """Sums over live groups: groups, tokens, groups never used, uses."""
+    """Sums over live groups: groups, tokens, groups never used, uses, bytes of frames."""
 
     groups: int = 0
     tokens: int = 0
     fresh: int = 0
     uses: int = 0
+    frame_bytes: int = 0
 
     @classmethod
-    def of(cls, tokens: Integers, uses: Integers) -> LiveTotals:
-        """Sum up groups by their tokens and uses, [groups] each."""
+    def of(cls, tokens: Integers, uses: Integers, frame_bytes: Integers = NO_BYTES) -> LiveTotals:
+        """Sum up groups by their tokens, uses and bytes, [groups] each."""
         fresh = len(uses) - int(np.count_nonzero(uses))
-        return cls(len(uses), int(tokens.sum(dtype=np.int64)), fresh, int(uses.sum(dtype=np.int64)))
+        sums = (int(column.sum(dtype=np.int64)) for column in (uses, frame_bytes))
+        return cls(len(uses), int(tokens.sum(dtype=np.int64)), fresh, *sums)
 
 
 NO_LIVE = LiveTotals()
@@ -134,15 +141,12 @@ class GroupPool:
         """Sum up the live groups of an adapter, or of the run; cached until live groups change."""
         if self._live is None:
             rows = self.index.live()
-            adapters, tokens, uses = (self.index[name][rows] for name in ("adapter", "tokens", "times_sampled"))
-            self._live = {code: LiveTotals.of(tokens[its], uses[its]) for code, its in split_by_adapter(adapters)}
+            adapters, *sums = (self.index[name][rows] for name in ("adapter", "tokens", "times_sampled", "frame_bytes"))
+            by_adapter = split_by_adapter(adapters)
+            self._live = {code: LiveTotals.of(*(column[its] for column in sums)) for code, its in by_adapter}
         if adapter is not None:
             return self._live.get(hash_name(adapter), NO_LIVE)
         return LiveTotals(*map(sum, zip(NO_LIVE, *self._live.values(), strict=True)))
-
-    def live_bytes(self) -> int:
-        """Sum up the bytes of the frames of live groups."""
-        return int(self.index["frame_bytes"][self.index["state"] == LIVE].sum(dtype=np.int64))
 
     def forget_live_totals(self) -> None:
         """Drop the cached sums: live groups are about to change."""
@@ -206,10 +210,21 @@ class GroupPool:
             self._counts(code).stored += int(np.count_nonzero(numbers[its] > self.trimmed))
             if self._live is not None:
                 new, old = len(numbers[its]), self._live.get(code, NO_LIVE)
-                tokens = old.tokens + int(entries["tokens"][its].sum(dtype=np.int64))
-                self._live[code] = LiveTotals(old.groups + new, tokens, old.fresh + new, old.uses)
+                tokens, frame_bytes = (
+                    int(entries[name][its].sum(dtype=np.int64)) for name in ("tokens", "frame_bytes")
+                )
+                stored = (
+                    old.groups + new,
+                    old.tokens + tokens,
+                    old.fresh + new,
+                    old.uses,
+                    old.frame_bytes + frame_bytes,
+                )
+                self._live[code] = LiveTotals(*stored)
         self.stored = max(self.stored, int(numbers[-1]))
         self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
+        if self.stored - self.counted > COUNTED_LATE:
+            self._update_histograms()
         if unfit.any():
             # The stream may be read at any ledger entry, so the age of the drop is unknown: version 0, no time.
             self.dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, None, 0.0)
@@ -253,8 +268,7 @@ class GroupPool:
         for counts, its in self._split(rows):
             counts.histograms.void_use(index, rows[its])
         index["last_step"][rows] = NEVER
-        for number, step in earlier.items():
-            index["last_step"][index.rows_of([number])] = step
+        index.assign("last_step", earlier)
         evicted = index["evicted_at"][rows] != NEVER
         self._drop_unused(rows[evicted])
         self.settle(rows[~evicted & (index["state"][rows] != DEAD)])

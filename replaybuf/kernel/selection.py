@@ -131,7 +131,7 @@ class Selector:
         if limits.max_bytes_live is not None:
             recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
             mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
-            room = min(room, (limits.max_bytes_live - state.pool.live_bytes()) / mean)
+            room = min(room, (limits.max_bytes_live - state.pool.live_totals().frame_bytes) / mean)
         return math.floor(room) - self._book.out
 
     def lacking(self) -> int:

@@ -281,8 +281,7 @@ class RunState:
     def _ack(self, record: AckRecord) -> None:
         self.step = record.step + 1
         self.batches[record.step].acked = True
-        for number, priority in record.priorities.items():
-            self.index["priority"][self.index.rows_of([number])] = priority
+        self.index.assign("priority", record.priorities)
         if record.feedback:
             kept = list(self.feedback.items())[1 - FEEDBACK_STEPS :]
             self.feedback = dict([*kept, (record.step, msgspec.msgpack.encode(record.feedback))])

@@ -62,7 +62,7 @@ class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
     versions: dict[str, int] = {}
 
 
-class BatchEntry(msgspec.Struct, frozen=True, array_like=True):
+class BatchEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One group of a batch: enough to rebuild the body and to answer what a step was trained on."""
 
     number: int

@@ -15,7 +15,7 @@ from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVE
 from replaybuf.kernel.strategy import Groups
 from replaybuf.wire.group import Group, group_from_json
 from replaybuf.wire.group_check import GroupLimits, Rejection, check_group
-from tests.builders import group, groups, rollout, steady, wire_group
+from tests.builders import entries, group, groups, rollout, steady, wire_group
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 SQUEEZED_ABOVE = 1024
@@ -204,3 +204,12 @@ def test_the_largest_accepted_values_fit_into_an_index_entry() -> None:
     assert np.isfinite(entry["reward_mean"]) and np.isfinite(entry["advantage_abs_mean"])
     for beyond in (wire_group(prompt_index=2**53), wire_group(rollout(reward=1e39))):
         assert isinstance(check_group(group_from_json(beyond), GroupLimits()), Rejection)
+
+
+def test_a_column_is_assigned_by_number_and_freed_groups_are_skipped() -> None:
+    index = Index()
+    index.insert(np.arange(1, 6), entries(*[{}] * 5))
+    index.free(index.rows_of([2]))
+    index.assign("last_step", {5: 50, 2: 20, 9: 90, 1: 10})
+    assert index["last_step"][index.rows_of([1, 3, 4, 5])].tolist() == [10, -1, -1, 50]
+    index.assign("last_step", {})

@@ -44,7 +44,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "groups_live": lambda run: run.state.pool.live_totals().groups,
     "groups_in_batches": lambda run: run.state.count(IN_BATCHES),
     "tokens_live": lambda run: run.state.pool.live_totals().tokens,
-    "bytes_live": lambda run: run.state.pool.live_bytes(),
+    "bytes_live": lambda run: run.state.pool.live_totals().frame_bytes,
     "groups_per_second": lambda run: run.measured.groups_per_s,
     "steps_per_second": lambda run: run.measured.steps_per_s,
     "step_seconds": lambda run: run.measured.step_s,

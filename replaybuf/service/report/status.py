@@ -80,7 +80,9 @@ class IndexSummary(msgspec.Struct, frozen=True):
 def summarize_index(state: RunState) -> IndexSummary:
     """Sum up the index of a run, and of each named adapter."""
     names = sorted(state.config.adapters) if state.config else []
-    return IndexSummary(_summarize(state), state.pool.live_bytes(), {name: _summarize(state, name) for name in names})
+    return IndexSummary(
+        _summarize(state), state.pool.live_totals().frame_bytes, {name: _summarize(state, name) for name in names}
+    )
 
 
 def _summarize(state: RunState, adapter: str | None = None) -> AdapterSummary:
