@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from replaybuf.errors import InvalidGroups, Malformed, ReplaybufError, ServiceUnavailable, from_problem
+from replaybuf.errors import Gone, InvalidGroups, Malformed, ReplaybufError, ServiceUnavailable, from_problem
 from replaybuf.wire.config import ConfigPatch, Cost, RunConfig
 from replaybuf.wire.contract import (
     AppendResult,
@@ -98,6 +98,10 @@ class RunCalls:
     def patch_run(self, changes: ConfigPatch | dict[str, Any]) -> Exchange[RunStatus]:
         """Change strategy, filters, limits or state of a live run. Raises `Conflict`, `Invalid`."""
         return self._remember((yield HttpRequest(method="PATCH", content=_body(changes))))
+
+    def delete_run(self) -> Exchange[None]:
+        """Delete a finished run: its groups, its ledger, its results. A repetition does no harm. Raises `Conflict`."""
+        yield HttpRequest(method="DELETE", answers=frozenset({Gone.status}))
 
     # ------------------------------------------------------------------ trainer
 

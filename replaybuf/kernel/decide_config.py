@@ -67,6 +67,17 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
     return ConfigRecord(config=msgspec.to_builtins(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
 
 
+def check_deletable(state: RunState, run: str) -> None:
+    """Raise `Conflict` unless a run is finished."""
+    if state.state != "finished":
+        raise Conflict(
+            f'run {run} is {state.state}; only a finished run can be deleted: send PATCH {{"state": "finished"}} first',
+            name="state",
+            value=state.state,
+            bound="finished",
+        )
+
+
 def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
     fields: dict[str, Any] = {}
     if patch.filters is not None:

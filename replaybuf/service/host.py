@@ -16,12 +16,12 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from replaybuf.errors import (
     Conflict,
     DataLost,
+    Gone,
     Invalid,
     LedgerGap,
     NoRoom,
@@ -33,11 +33,13 @@ from replaybuf.errors import (
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
+from replaybuf.service.durability import log_durability
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
+from replaybuf.service.tasks import cancel_all
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.turns import in_turns
 from replaybuf.service.unreadable_runs import UnreadableRuns
@@ -55,7 +57,7 @@ FOLLOW_TIMEOUT_S = 1.0
 FOLLOW_PERIOD_S = 0.01
 """A burst of entries is read at once: at most 100 reads per second."""
 REPORT_PERIOD_S = 10.0
-CANCEL_AGAIN_S = 1.0
+DELETE_PERIOD_S = 0.25
 OUTAGE_PAUSE_S = 0.5
 
 
@@ -153,13 +155,21 @@ class Service:
             )
         return existing, False
 
+    async def delete(self, name: str) -> None:
+        """Record that a finished run is deleted; its keys go in the background. Raises `Conflict` for other runs."""
+        run = await self.led(name)
+        await run.delete()
+        await self._drop(run)
+
     async def _open(self, name: str) -> Run | None:
         """Return a run, loaded from its streams if necessary; None if it does not exist.
 
-        Raises `Unreadable`, `DataLost` or `LedgerGap` if it cannot be read; other runs are served meanwhile.
+        Raises `Gone` if it is deleted, `Unreadable`, `DataLost` or `LedgerGap` if it cannot be read.
         """
         if name in self.runs:
             return self.runs[name]
+        if not await self.store.runs.exists(name):
+            return None
         self.unreadable.check(name)
         started = time.monotonic()
         try:
@@ -180,6 +190,12 @@ class Service:
         run.trimming.kept_groups = self._history_groups
         self.runs[run.name] = run
         self._added.set()
+
+    async def _drop(self, run: Run) -> None:
+        """Stop serving a run, and wake its waiters."""
+        if self.runs.get(run.name) is run:
+            del self.runs[run.name]
+        await run.close()
 
     # ------------------------------------------------------------------ life
 
@@ -207,6 +223,7 @@ class Service:
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
                 "watch": self._repeat(self._watch, WATCH_PERIOD_S),
                 "measure": self._repeat(self._measure, REPORT_PERIOD_S),
+                "delete": self._repeat(self._delete, DELETE_PERIOD_S),
                 "watch_loop": self.loop_watch.run(),
             }
             running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
@@ -247,10 +264,12 @@ class Service:
             logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
             if self.store.connection.policy.level == "relaxed":
                 self.store.connection.known.forget(run.name)
-            if self.runs.get(run.name) is run:
-                del self.runs[run.name]
-            await run.close()
+            await self._drop(run)
         except DataLost as error:
+            if await self.store.runs.is_deleted(run.name):  # by the leader; `_delete` has not seen it yet
+                await self._drop(run)
+                self.store.connection.known.forget(run.name)
+                return
             run.journal.lose(error)
             run.journal.follow(None)
             await run.journal.notify()
@@ -309,37 +328,27 @@ class Service:
     async def _discover(self) -> None:
         for name in await self.store.runs.list_names():
             if name not in self.runs:
-                with contextlib.suppress(DataLost, LedgerGap):  # `unreadable` reports it, and the next call retries
+                # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run.
+                with contextlib.suppress(DataLost, LedgerGap, Gone):
                     async with self._opening:
                         await self._open(name)
 
+    async def _delete(self) -> None:
+        """Delete the keys of deleted runs. Every server does this: the one that was asked may have died meanwhile."""
+        names = await self.store.runs.list_deleting()
+        for run in [self.runs[name] for name in names if name in self.runs]:
+            await self._drop(run)
+        for name in names:
+            groups = await self.store.delete_run(name)
+            self.traffic.forget(name)
+            self.unreadable.record_success(name)
+            logger.info("run deleted run=%s groups=%d", name, groups)
+
     async def _measure(self) -> None:
         before, self.report = self.report, await self.store.connection.report()
-        _log_durability(before, self.report)
+        log_durability(before, self.report)
         for run in self.runs.values():
             run.durability = self.report.durability
-
-
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks again and again until each has ended: a library may swallow a cancellation."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
-        for task in left:
-            logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
-
-
-def _log_durability(before: ServerReport | None, now: ServerReport) -> None:
-    """Log what is weaker than requested, at the start and after a change."""
-    if before and (before.summary, before.reasons) == (now.summary, now.reasons):
-        return
-    level = logging.WARNING if now.policy.level == "strict" else logging.INFO
-    for reason in now.reasons:
-        logger.log(level, "durability is %s, requested is %s: %s", now.durability, now.policy.level, reason)
-    if before:
-        logger.log(logging.INFO if not now.reasons else level, "durability is now %s", now.summary)
 
 
 @contextlib.asynccontextmanager

@@ -81,3 +81,8 @@ class Traffic:
         if (run, call) not in self.took:
             self.took[run, call] = Histogram(TOOK_US)
         self.took[run, call].add_one(max(0, round(1e6 * seconds)))
+
+    def forget(self, run: str) -> None:
+        """Drop the counts of a deleted run."""
+        self.answered = Counter({key: count for key, count in self.answered.items() if key[0] != run})
+        self.took = {key: histogram for key, histogram in self.took.items() if key[0] != run}

@@ -3,6 +3,7 @@
 | key                          | type   | lifetime                   | content                                        |
 |------------------------------|--------|----------------------------|------------------------------------------------|
 | `rb:runs`                    | set    | forever                    | names of all runs                              |
+| `rb:deleting`                | set    | until their keys are gone  | names of runs that are being deleted           |
 | `rb:{run}:idx`               | stream | until trimmed              | one entry `<n>-0` per group, n = its number    |
 | `rb:{run}:old`               | hash   | until the group is freed   | number -> entry that trimming had to keep      |
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
@@ -14,6 +15,7 @@
 | `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
+| `rb:{run}:deleted`           | string | a day after its keys went  | the run is deleted, the name is not free yet   |
 | `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group                             |
 
 All keys of a run except payloads share one hash tag, so one function can use them all. Payloads hash by group, so a
@@ -23,8 +25,10 @@ cluster spreads them. The nonce gives every append attempt its own payload: a re
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 
 RUNS = "rb:runs"
+DELETING = "rb:deleting"
 ORPHAN_TTL_S = 3600
 """Lifetime of a payload without an index entry."""
 
@@ -87,6 +91,17 @@ def lead(run: str) -> str:
 def guarded(run: str) -> list[str]:
     """List the first keys of each function that works on one run, in the order of `library.lua`."""
     return [fence(run), ledger(run), index(run), group_ids(run), counts(run)]
+
+
+def deleted(run: str) -> str:
+    """Build the key of the mark of a deleted run."""
+    return f"rb:{{{run}}}:deleted"
+
+
+def all_of(run: str, adapters: Iterable[str]) -> list[str]:
+    """List every key of a run, except the payloads and the mark of a deleted run."""
+    one_each = (index, group_ids, old_entries, snapshot, ledger, evaluations, tickets, counts, fence, lead)
+    return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 
 def payload(run: str, group_id: str) -> str:

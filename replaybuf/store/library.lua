@@ -123,6 +123,11 @@ local function append(keys, args, run)
   return 'ok', args[1]
 end
 
+-- Record that a run is to be deleted. keys: mark
+local function delete(keys)
+  redis.call('SET', keys[1], 'deleting')
+end
+
 -- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
 -- detail: 1, fencing token; or 0, holder, ms left
 -- A token is a growing number and its holder, so that an emptied Redis does not accept tokens from before.
@@ -247,3 +252,4 @@ register('rb_snapshot', guarded(snapshot))
 register('rb_drop', guarded(drop))
 register('rb_evaluate', guarded(evaluate))
 register('rb_resign', resign)
+register('rb_delete', guarded(delete))

@@ -1,13 +1,17 @@
-"""Names of runs, and the lease on each run with its fencing token."""
+"""Names of runs, the lease on each run with its fencing token, and marks of deleted runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from replaybuf.errors import Gone
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
+
+NAME_TAKEN_S = 86400
+"""How long the name of a deleted run is not free: clients that still use it must not reach another run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +55,44 @@ class RunStore:
         pipe = self._connection.pipeline()
         pipe.fcall("rb_resign", 1, keys.lead(run), holder)
         await self._connection.run(pipe.execute())
+
+    # ------------------------------------------------------------------ deleted runs
+
+    async def exists(self, run: str) -> bool:
+        """Return whether a run is listed. Raises `Gone` if it was deleted less than a day ago."""
+        pipe = self._connection.pipeline()
+        pipe.sismember(keys.RUNS, run)
+        pipe.ttl(keys.deleted(run))
+        listed, left_s = await self._connection.run(pipe.execute())
+        if left_s != -2:
+            free = "is being deleted" if left_s < 0 else f"was deleted; its name is free in {left_s / 3600:.1f} hours"
+            raise Gone(f"run {run} {free}; use another name", name="run", value=run)
+        return bool(listed)
+
+    async def is_deleted(self, run: str) -> bool:
+        """Return whether a run was deleted less than a day ago."""
+        return bool(await self._connection.run(self._connection.client.exists(keys.deleted(run))))
+
+    async def mark_deleted(self, run: str, token: str) -> None:
+        """Record durably that a run is to be deleted. Raises `NotLeader`."""
+        # First the list of work, which may name a run without a mark: a run with a mark must not be forgotten.
+        await self._connection.run(self._connection.client.sadd(keys.DELETING, run))
+        await self._connection.call(run, "rb_delete", [keys.deleted(run)], token=token, durably=True)
+
+    async def list_deleting(self) -> list[str]:
+        """List the deleted runs that still have keys."""
+        names = sorted(map(text, await self._connection.run(self._connection.client.smembers(keys.DELETING))))
+        return [name for name in names if await self.is_deleted(name)]
+
+    async def delete_keys(self, run: str, adapters: Iterable[str]) -> None:
+        """Delete the keys of a deleted run except its payloads, and start the day after which its name is free."""
+        pipe = self._connection.pipeline()
+        pipe.unlink(*keys.all_of(run, adapters))
+        pipe.set(keys.deleted(run), "deleted", ex=NAME_TAKEN_S)
+        pipe.srem(keys.RUNS, run)
+        pipe.srem(keys.DELETING, run)  # last: after a crash before it, all of this is done again
+        await self._connection.run_durably(pipe)
+        self._connection.known.forget(run)
 
 
 def _read_lease(reply: Sequence[Any], holder: str, ttl_s: float) -> Lease:

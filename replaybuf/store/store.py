@@ -10,6 +10,7 @@ and nothing by a leader that was suspended while another one took over. These wr
 
     SET, UNLINK of a payload   its key belongs to one append attempt; it has a TTL until it is published
     names of runs              they only grow; the name "" that tests writability never exists
+    keys of a deleted run      a fenced mark deleted them, and no later call restores the run
     `rb_resign`                it compares the holder
 """
 
@@ -26,6 +27,9 @@ from replaybuf.store.runs import RunStore
 from replaybuf.store.snapshots import SnapshotStore
 from replaybuf.store.streams import StreamEnds
 from replaybuf.store.tickets import CounterStore, TicketStore
+
+PAYLOADS_AT_ONCE = 250
+"""Payloads deleted by one call: Redis frees up to 64 MiB each, and other calls wait meanwhile."""
 
 
 class Store:
@@ -55,6 +59,23 @@ class Store:
             await connection.close()
             raise
         return cls(connection)
+
+    async def delete_run(self, run: str) -> int:
+        """Delete the keys of a deleted run, payloads first, in chunks; return the number of its groups.
+
+        A repetition continues after a crash: the index, which names the payloads, goes last.
+        """
+        groups = 0
+        for chunks in (self.groups.read_index(run, 0), self.snapshots.read_old_entries(run)):
+            async for chunk in chunks:
+                payloads = [strings.payload_key for strings in chunk.strings if strings.payload_key]
+                for start in range(0, len(payloads), PAYLOADS_AT_ONCE):
+                    await self.groups.delete_payloads(payloads[start : start + PAYLOADS_AT_ONCE])
+                groups += len(payloads)
+        counters = await self.counters.read(run)
+        adapters = [name.partition(":")[2] for name in counters if name.startswith("next:")]
+        await self.runs.delete_keys(run, adapters)
+        return groups
 
     async def close(self) -> None:
         """Close all connections."""

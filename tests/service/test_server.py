@@ -19,8 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import Invalid
-from replaybuf.service.host import cancel_all
 from replaybuf.service.http.auth import Tokens
+from replaybuf.service.tasks import cancel_all
 from tests.conftest import RunClient, ServeProcess, group
 
 ROLES = ("producer", "trainer", "reader", "operator")

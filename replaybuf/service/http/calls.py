@@ -76,6 +76,7 @@ _CHANGED = ("200", "409")
 # fmt: off
 RUN_CALLS = (
     Call("PUT", _R, handlers.put_run, _OPERATOR, RunConfig, RunStatus, ("200", "201", "409"), (IF_ABSENT,)),
+    Call("DELETE", _R, handlers.delete_run, _OPERATOR, answers=("204", "409", "410")),
     Call("GET", "/v1/runs", handlers.get_runs, _BOTH, result=RunList),
     Call("GET", _R, handlers.get_run, _ALL, result=RunStatus),
     Call("PATCH", _R, handlers.patch_run, _OPERATOR, ConfigPatch, RunStatus, _CHANGED),

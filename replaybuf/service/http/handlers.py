@@ -91,6 +91,12 @@ async def put_run(request: Request) -> Response:
     return json_response(run.describe(), 201 if created else 200)
 
 
+async def delete_run(request: Request) -> Response:
+    """Delete a finished run."""
+    await _service(request).delete(request.path_params["run"])
+    return Response(status_code=204)
+
+
 async def get_runs(request: Request) -> Response:
     """List the runs with their status."""
     service = _service(request)

@@ -37,6 +37,7 @@ _PROBLEM_CONTENT = {"application/problem+json": {"schema": {"$ref": f"{_SCHEMAS}
 _MEANING = {
     "200": "Done",
     "201": "Created",
+    "204": "Done, without content",
     "202": "Not yet; the answer gives the reason",
     "404": "Unknown",
     "304": "The caller has this body already (If-None-Match)",
@@ -100,7 +101,7 @@ def _operation(call: Call) -> dict[str, Any]:
 
 def _response(call: Call, status: str) -> dict[str, Any]:
     response: dict[str, Any] = {"description": _MEANING[status]}
-    if status == "304":
+    if status in ("204", "304"):
         return response
     if status == "202":
         return response | {"content": {_JSON: {"schema": _ref(WaitingAnswer)}}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.kernel.decide import decide_purge
-from replaybuf.kernel.decide_config import decide_create, decide_patch
+from replaybuf.kernel.decide_config import check_deletable, decide_create, decide_patch
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.selection import Selector
@@ -51,7 +51,7 @@ class Run:
         self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
         self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
         self.admission = AdmissionCheck(journal, self.book)
-        lock = HistoryLock()
+        self.history_lock = lock = HistoryLock()
         self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock)
         self.batches = Batches(journal, self.selector, self.eviction)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock)
@@ -147,6 +147,13 @@ class Run:
             await journal.append(record)
         await self.eviction.evict_all()
         await journal.notify()
+
+    async def delete(self) -> None:
+        """Record that the run is deleted, and stop deciding. Raises `Conflict` unless it is finished."""
+        async with self.journal.decision(), self.history_lock.exclusive():
+            check_deletable(self.state, self.name)
+            await self.journal.store.runs.mark_deleted(self.name, self.journal.check_leading())
+            self.journal.follow(None)
 
     async def purge(self) -> int:
         """Delete the bytes of dead letters, except those in batches that may be requested again; return how many."""

@@ -1,0 +1,23 @@
+"""Cancel background tasks and wait until they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CANCEL_AGAIN_S = 1.0
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks again and again until each has ended: a library may swallow a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        for task in left:
+            logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
