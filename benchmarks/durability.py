@@ -90,7 +90,9 @@ async def measure(folder: Path, rounds: int, seconds: float) -> dict[tuple[str, 
 @contextlib.contextmanager
 def serving(redis_url: str, wanted: Level, log: Path) -> Iterator[str]:
     """Run `replaybuf serve` on a Redis; yield its address."""
-    command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--redis-url", redis_url]
+    data_dir = str(log.with_suffix(".data"))
+    command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0"]
+    command += ["--redis-url", redis_url, "--data-dir", data_dir]
     with (
         log.open("w") as lines,
         subprocess.Popen(

@@ -211,6 +211,7 @@ class Service:
         with contextlib.suppress(ServiceUnavailable):
             for run in self.runs.values():
                 await self.store.runs.release_lease(run.name, self._holder)
+        self.store.connection.known.save()
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -318,6 +319,7 @@ class Service:
         books = await self.store.tickets.read([run.name for run, _ in followed])
         async for (run, term), book in in_turns(zip(followed, books, strict=True)):
             await self._work(run, functools.partial(run.restore_side_state, book, term))
+        await asyncio.to_thread(self.store.connection.known.save)
         await self._discover()
 
     async def _prepare(self) -> None:
@@ -326,7 +328,8 @@ class Service:
             await run.batches.next_batch.work()
 
     async def _discover(self) -> None:
-        for name in await self.store.runs.list_names():
+        # A run that Redis does not list, and that we know, was lost.
+        for name in {*await self.store.runs.list_names(), *self.store.connection.known.runs}:
             if name not in self.runs:
                 # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run.
                 with contextlib.suppress(DataLost, LedgerGap, Gone):
@@ -376,6 +379,8 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
             store = await Store.open(server.url, policy, explain_outage=lambda: server.outage)
         else:
             store = await Store.open(str(options.redis_url), policy)
+        if policy.level == "strict":
+            store.connection.known.load(options.data_dir / "acknowledged")
         service = Service(
             store,
             url=options.advertise_url or url,

@@ -28,7 +28,7 @@ class ServeOptions:
     uds: Path | None = None
     """Unix socket to listen on, for the current user only. Clients on this machine connect to unix:PATH."""
     data_dir: Path = Path(".replaybuf/data")
-    """Data folder of the private Valkey that starts when no Redis URL is set."""
+    """Data folder: how far each run was acknowledged and, if no Redis URL is set, the data of a private Valkey."""
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH."""
     tokens_file: Path | None = None

@@ -173,7 +173,7 @@ class Connection:
         outcome = text(reply[0])
         if outcome == "older":
             known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]))
-            raise older(run, known, found, relaxed=self.policy.level == "relaxed")
+            raise older(run, known, found, self.known.path_of(run), relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
             raise fenced(run, token, text(reply[1]))
         return outcome, reply[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -53,17 +54,19 @@ def lacks_functions(error: Exception) -> bool:
     return "Function not found" in str(error)
 
 
-def data_lost(run: str, cause: str) -> DataLost:
-    """Build the error of a Redis that lacks acknowledged data."""
+def data_lost(run: str, cause: str, file: Path | None = None) -> DataLost:
+    """Build the error of a Redis that lacks acknowledged data; `file` holds what this server knows of the run."""
+    accept = f", delete {file}" if file else ""
     return DataLost(
         f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
-        "this run. Restore Redis from its append-only file; the service then continues",
+        "this run. Restore Redis from its append-only file; the service then continues. To accept the loss, stop the "
+        f"service{accept} and start it again",
         name="redis",
         value=run,
     )
 
 
-def older(run: str, known: Ends, found: Ends, *, relaxed: bool) -> DataLost | LedgerGap:
+def older(run: str, known: Ends, found: Ends, file: Path | None, *, relaxed: bool) -> DataLost | LedgerGap:
     """Build the error of a Redis whose streams end at `found`, before what is `known`.
 
     A relaxed Redis may lose its last second; the run continues from what it has.
@@ -77,7 +80,7 @@ def older(run: str, known: Ends, found: Ends, *, relaxed: bool) -> DataLost | Le
     if relaxed and found.entry:
         return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
     seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"
-    return data_lost(run, f"{seen}; missing: {lacks}")
+    return data_lost(run, f"{seen}; missing: {lacks}", file)
 
 
 def fenced(run: str, token: str, newest: str) -> NotLeader:

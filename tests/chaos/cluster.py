@@ -162,7 +162,8 @@ class Cluster:
     def _server(self, number: int, url: str) -> Child:
         port = url.rpartition(":")[2]
         self.move_clock(url, 0.0)
-        options = ("serve", "--port", port, "--redis-url", self.redis_url, *SHORT_HISTORY)
+        data_dir = str(self.folder / f"data-{number}")
+        options = ("serve", "--port", port, "--redis-url", self.redis_url, "--data-dir", data_dir, *SHORT_HISTORY)
         command = python("tests.chaos.jumping_clock", str(self._clock_of(url)), *options)
         return Child(f"serve-{number}", "server", command, self.folder)
 

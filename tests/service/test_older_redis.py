@@ -200,3 +200,78 @@ def test_another_history_of_the_same_length_is_data_lost(
         eventually(lambda: httpx.get(f"{serving.url}/readyz").status_code == 503, WITHIN_S)
         answer = eventually(lambda: run.http.get(run.path), WITHIN_S, lambda a: a.status_code == 500)
         assert "group 5 as it was acknowledged" in answer.json()["detail"]
+
+
+# ---------------------------------------------------------------------- while the service was down
+
+
+def acknowledged(server: ServeProcess, run: str) -> Path:
+    """Return the file that says how far a run was acknowledged."""
+    return server.data_dir / "acknowledged" / f"{run}.json"
+
+
+def cut(server: ServeProcess, copy: Path) -> None:
+    """Put an older copy of the append-only files of the private Valkey in place."""
+    shutil.rmtree(server.data_dir / "appendonlydir")
+    shutil.copytree(copy, server.data_dir / "appendonlydir")
+
+
+@pytest.mark.parametrize("ending", ["stopped", "killed"])
+def test_a_file_that_was_cut_while_the_service_was_down_is_data_lost(
+    ending: str, own_service: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """The answer names what is missing and both ways out; each of them works."""
+    run, other = (connect(own_service.url, name) for name in ("r", "other"))
+    for one in (run, other):
+        one.put(batch={"groups_per_batch": 4})
+        one.append(*(group(f"g{n}") for n in range(6)))
+    own_service.stop()
+    shutil.copytree(own_service.data_dir / "appendonlydir", tmp_path / "before")
+    own_service.start()
+    store_five(connect(own_service.url, "r"))
+    if ending == "killed":
+        eventually(lambda: b'"group":11' in acknowledged(own_service, "r").read_bytes(), WITHIN_S)
+        own_service.kill()
+        with contextlib.closing(redis.Redis(unix_socket_path=own_service.valkey_socket)) as client:
+            client.shutdown(nosave=True)
+    own_service.stop()
+    shutil.copytree(own_service.data_dir / "appendonlydir", tmp_path / "whole")
+    cut(own_service, tmp_path / "before")
+
+    own_service.start()
+    run, other = (connect(own_service.url, name) for name in ("r", "other"))
+    assert list(httpx.get(f"{own_service.url}/readyz").json()["unreadable"]) == ["r"]
+    for answer in (run.http.get(run.path), run.post("groups", **group("new")), run.put(batch={"groups_per_batch": 4})):
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
+        assert "index at group 6; missing: groups 7 to 11" in answer.json()["detail"]
+        assert f"delete {acknowledged(own_service, 'r')}" in answer.json()["detail"]
+    assert other.append(group("new"))[0]["status"] == "stored"
+    own_service.stop()
+
+    kept = acknowledged(own_service, "r").read_bytes()
+    acknowledged(own_service, "r").unlink()
+    own_service.start()
+    run = connect(own_service.url, "r")
+    assert run.state()["groups"]["stored"] == 6
+    own_service.stop()
+
+    cut(own_service, tmp_path / "whole")
+    acknowledged(own_service, "r").write_bytes(kept)
+    acknowledged(own_service, "other").unlink()
+    own_service.start()
+    assert connect(own_service.url, "r").state()["groups"]["stored"] == 11
+
+
+def test_a_run_that_an_emptied_redis_does_not_list_is_data_lost_after_a_restart(
+    valkey: Valkey, serving: ServeProcess, connect: Connect
+) -> None:
+    """Creating it again would hide the loss."""
+    connect(serving.url, "r").put(batch={"groups_per_batch": 4})
+    serving.stop()
+    valkey.client.flushall()
+    serving.start()
+    run = connect(serving.url, "r")
+    assert list(httpx.get(f"{serving.url}/readyz").json()["unreadable"]) == ["r"]
+    for answer in (run.put(batch={"groups_per_batch": 4}), run.http.get(run.path)):
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
+    assert not [key for key in valkey.client.scan_iter("rb:{r}:*") if not key.endswith(b":lead")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import redis
@@ -112,3 +114,26 @@ def test_a_follower_behind_the_trimming_is_not_taken_for_a_loss(server: Embedded
             await follower.close()
 
     with_store(server, work)
+
+
+def test_ends_are_saved_and_forgotten_by_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that does not decode and a folder that cannot be written are logged and stop nothing."""
+    known = KnownEnds()
+    known.load(tmp_path / "ends")
+    for run in ("kept", "deleted", "torn"):
+        known.advance(run, Ends(1, 2, "key"))
+    known.save()
+    known.forget("deleted")
+    (tmp_path / "ends" / "torn.json").write_bytes(b"")
+    again = KnownEnds()
+    again.load(tmp_path / "ends")
+    assert (again.runs, again.of("kept")) == (["kept"], Ends(1, 2, "key"))
+    assert "torn.json" in caplog.text
+    shutil.rmtree(tmp_path / "ends")
+    again.advance("kept", Ends(5, 5))
+    again.save()
+    again.save()
+    assert caplog.text.count("cannot be saved") == 1
+    (tmp_path / "file").touch()
+    KnownEnds().load(tmp_path / "file" / "ends")
+    assert "are not kept" in caplog.text
