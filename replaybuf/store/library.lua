@@ -138,6 +138,9 @@ local function lead(keys, args, run)
     return 'ok', {1, newest_fence(run.fence)}
   end
   if holder and args[3] ~= '1' then
+    if redis.call('PTTL', keys[1]) > tonumber(args[2]) then -- the clock of Redis was set back
+      redis.call('PEXPIRE', keys[1], args[2])
+    end
     return 'ok', {0, holder, redis.call('PTTL', keys[1])}
   end
   redis.call('SET', keys[1], args[1], 'PX', args[2])

@@ -104,6 +104,20 @@ def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer
     with_store(server, work)
 
 
+def test_a_clock_of_redis_that_was_set_back_does_not_prolong_the_lease_of_a_dead_leader(
+    server: EmbeddedServer,
+) -> None:
+    """Redis stores when a key ends, so the lease of a leader that died before the change would last an hour more."""
+
+    async def work(store: Store) -> None:
+        assert (await store.runs.take_lease("back", "dead", 5.0)).token
+        await store.connection.client.pexpire(keys.lead("back"), 3_600_000)
+        refused = await store.runs.take_lease("back", "standby", 5.0)
+        assert refused.token is None and refused.left_s <= 5.0
+
+    with_store(server, work)
+
+
 def test_a_lease_has_one_holder_until_it_is_released(server: EmbeddedServer) -> None:
     """The second holder gets the lease after the first releases it."""
 
