@@ -384,7 +384,7 @@ class Daemon:
             self._report_once()
 
     def _report_once(self) -> None:
-        status = self.progress.status(time.time(), self.waiting, self.engines, self.stages)
+        status = self.progress.status(time.monotonic(), time.time(), self.waiting, self.engines, self.stages)
         log_status(status)
         if self._options.metrics_file is not None:
             append_status(self._options.metrics_file, status)

@@ -72,7 +72,7 @@ class InFlight:
 
     def __init__(self, client: AsyncClient, patience_s: float = PATIENCE_S) -> None:
         self.client = client
-        self.progress = Progress(time.time())
+        self.progress = Progress(time.monotonic())
         self.jobs: dict[str, Job] = {}
         self.stopping = False
         self.no_more_tickets = False

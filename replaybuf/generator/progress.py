@@ -65,7 +65,7 @@ class Durations:
 
 
 class Progress:
-    """Counts stored groups and returned tickets since the start.
+    """Counts stored groups and returned tickets since the start, at `now_s` of a clock that does not jump.
 
     `reward_s`: time to score a group; `group_s`: time from ticket to append; `sampled_version`: newest version in a
     stored group, None before the first one.
@@ -103,15 +103,16 @@ class Progress:
     def status(
         self,
         now_s: float,
+        wall_s: float,
         waiting: str | None,
         engines: tuple[ServerStatus, ...] = (),
         stages: dict[str, tuple[ServerStatus, ...]] | None = None,
     ) -> Status:
-        """Return the status, and start the next interval. `now_s` in seconds since the epoch."""
+        """Return the status, and start the next interval. `now_s`: as at the start; `wall_s`: since the epoch."""
         seconds = max(now_s - self._last_s, 1e-9)
         rollouts, tokens = self.rollouts - self._last_rollouts, self.generated_tokens - self._last_tokens
         status = Status(
-            time=now_s,
+            time=wall_s,
             groups=self.groups,
             rollouts=self.rollouts,
             generated_tokens=self.generated_tokens,
