@@ -13,18 +13,21 @@
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
 #                                    kill and stop real processes under load; a checker judges what everybody saw
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
-#   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .verifiers and .replaybuf stay
+#   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (75 MB)
+#   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .venv-schema, .verifiers and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PEERS ?= .venv-peers
+SCHEMA_VENV ?= .venv-schema
 VERIFIERS ?= .verifiers
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
+SCHEMA_STAMP := $(SCHEMA_VENV)/.installed
 EXTRAS := trainer,demo,generate,dev
 KERNEL_TESTS := tests/kernel tests/testing tests/lab/simulate tests/service/test_plugins.py
 KERNEL_FLOOR := 90
@@ -34,7 +37,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench peers chaos fuzz clean
+.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench peers chaos fuzz schema clean
 .DEFAULT_GOAL := help
 
 help:
@@ -98,6 +101,14 @@ fuzz: $(STAMP)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
+schema: $(STAMP) $(SCHEMA_STAMP)
+	$(BIN)/python -m tests.schema --environment $(SCHEMA_VENV) --seconds $(or $(SECONDS),60) $(ARGS)
+
+$(SCHEMA_STAMP): tests/schema/requirements.txt
+	$(PYTHON) -m venv $(SCHEMA_VENV)
+	$(SCHEMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 clean:
 	rm -rf dist build site .coverage .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(PEERS) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(PEERS) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Requests that Schemathesis derives from `/openapi.json`; `python -m tests.schema` (or `make schema`) sends them."""
