@@ -68,7 +68,6 @@ class Selector:
         self._state = state
         self._book = book
         self._clock = clock
-        self._lacks: dict[str, tuple[tuple[int, int, int], bool]] = {}
 
     @property
     def config(self) -> RunConfig:
@@ -102,6 +101,11 @@ class Selector:
             raise StrategyFault(f"{plugin} {why}", name=what, value=repr(error)) from error
         finally:
             self.slowest_call_s = max(self.slowest_call_s, time.monotonic() - started_s)
+
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """Ledger entries, groups stored and tickets out: what a strategy sees follows from them and from time."""
+        return self._state.entries, self._state.stored, self._book.out
 
     # ------------------------------------------------------------------ admission
 
@@ -164,16 +168,9 @@ class Selector:
         return waiting("rate_limited", have, self.config, blocked_on="producers", detail=detail)
 
     def _lacks_groups(self, adapter: str) -> bool:
-        """Return whether the next batch, or an adapter's part in it, waits for producers.
-
-        Cached per change, because every producer that waits for a ticket asks again after every change.
-        """
-        moment = self._state.entries, self._state.stored, self._book.out_of(adapter)
-        known = self._lacks.get(adapter)
-        if known is None or known[0] != moment:
-            waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
-            known = self._lacks[adapter] = moment, waits is not None and waits.blocked_on == "producers"
-        return known[1]
+        """Return whether the next batch, or an adapter's part in it, waits for producers."""
+        waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
+        return waits is not None and waits.blocked_on == "producers"
 
     # ------------------------------------------------------------------ selection
 

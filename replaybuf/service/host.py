@@ -195,7 +195,7 @@ class Service:
         """Stop serving a run, and wake its waiters."""
         if self.runs.get(run.name) is run:
             del self.runs[run.name]
-        await run.close()
+        run.close()
 
     # ------------------------------------------------------------------ life
 
@@ -207,7 +207,7 @@ class Service:
     async def stop(self) -> None:
         """Wake all waiters and release the leases."""
         for run in self.runs.values():
-            await run.close()
+            run.close()
         with contextlib.suppress(ServiceUnavailable):
             for run in self.runs.values():
                 await self.store.runs.release_lease(run.name, self._holder)
@@ -273,7 +273,7 @@ class Service:
                 return
             run.journal.lose(error)
             run.journal.follow(None)
-            await run.journal.notify()
+            run.journal.notify()
 
     async def _hold(self) -> None:
         """Renew our leases, take those that ended, then wait until the next one is due."""

@@ -64,7 +64,7 @@ class Leadership:
             if run.journal.leading:
                 logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
             run.journal.follow(lease.holder.partition("@")[2] or None)
-            await run.journal.notify()
+            run.journal.notify()
         run.lease.extend(lease.left_s, asked_s)
 
 

@@ -149,7 +149,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for run in self._service.runs.values():
-            await run.close()
+            run.close()
         await super().shutdown(sockets)
 
 

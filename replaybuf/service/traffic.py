@@ -5,10 +5,9 @@ Time that a call waits for a change on the caller's request (`wait_ms`) is not c
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from replaybuf.kernel.histograms import Histogram
@@ -21,26 +20,21 @@ REFUSALS = ("no_body_room", "foreign_host", "foreign_page")
 
 
 class Stopwatch:
-    """Measures time since its creation, except while `paused`."""
+    """Measures time since its creation, except what is excluded."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._begun_s = clock()
-        self._waited_s = 0.0
+        self._excluded_s = 0.0
 
     @property
     def seconds(self) -> float:
         """Measured seconds."""
-        return self._clock() - self._begun_s - self._waited_s
+        return self._clock() - self._begun_s - self._excluded_s
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of the body."""
-        paused_s = self._clock()
-        try:
-            yield
-        finally:
-            self._waited_s += self._clock() - paused_s
+    def exclude(self, seconds: float) -> None:
+        """Do not count these seconds."""
+        self._excluded_s += seconds
 
 
 _of_this_call: ContextVar[Stopwatch] = ContextVar("of_this_call")
@@ -53,12 +47,11 @@ def started() -> Stopwatch:
     return watch
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Exclude the time of the body from this call, if one is measured."""
+def exclude_wait(seconds: float) -> None:
+    """Do not count the seconds for which this call waited, if it is measured."""
     watch = _of_this_call.get(None)
-    with watch.paused() if watch else contextlib.nullcontext():
-        yield
+    if watch:
+        watch.exclude(seconds)
 
 
 class Traffic:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +13,6 @@ from starlette.requests import Request
 
 from replaybuf.errors import Fenced, InvalidGroups, NotLeader
 from replaybuf.service import host as service
-from replaybuf.service.bodies.bodies import Part
 from replaybuf.service.host import Service
 from replaybuf.service.http.requests import read_groups
 from replaybuf.service.run.admission import Incoming
@@ -26,38 +24,10 @@ from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group
+from tests.led_run import LEASE_S, append, on_a_run, train
+from tests.waiting import until
 
 _names = itertools.count()
-LEASE_S = 60.0
-
-
-def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None]]) -> None:
-    """Do `work` on a run of its own, of one group per batch, led here."""
-
-    async def main() -> None:
-        store, name = await Store.open(server.url), f"race-{next(_names)}"
-        try:
-            token = (await store.runs.take_lease(name, "here", LEASE_S)).token
-            config = RunConfig(batch=BatchSpec(groups_per_batch=1))
-            await work(store, await Run.create(name, store, str(token), config))
-        finally:
-            await store.close()
-
-    asyncio.run(main())
-
-
-async def append(run: Run, *group_ids: str, version: int = 0) -> None:
-    """Store small groups."""
-    wires = [wire_group(rollout(), group_id=name, policy_version=version) for name in group_ids]
-    await run.appends.append([Incoming(group_from_json(wire)) for wire in wires])
-
-
-async def train(run: Run, epoch: int, steps: range) -> None:
-    """Fetch, ack and publish."""
-    for step in steps:
-        assert isinstance(await run.batches.part(step, epoch, 0, 0.0), Part)
-        await run.session.ack(step, epoch, None)
-        await run.session.publish(step + 1, epoch, None, "")
 
 
 def test_a_fetch_overtaken_by_an_attach_assembles_nothing(server: EmbeddedServer) -> None:
@@ -157,7 +127,7 @@ def test_direct_appends_to_a_new_run_are_read_at_once(server: EmbeddedServer, mo
                     frame = encode_frame(group)
                     ready = PendingGroup(group, name, "", frame, stored_checksum(frame))
                     await store.groups.append(run.name, [ready], {"": 0}, time.time())
-                    await eventually_stored(run)
+                    await stored(run)
         finally:
             await followed.stop()
             await store.close()
@@ -165,13 +135,9 @@ def test_direct_appends_to_a_new_run_are_read_at_once(server: EmbeddedServer, mo
     asyncio.run(main())
 
 
-async def eventually_stored(run: Run) -> None:
+async def stored(run: Run) -> None:
     """Wait until a group is known."""
-
-    async def stored() -> bool | WaitingAnswer:
-        return True if run.state.stored else run.selector.explain("no_groups")
-
-    assert await run.journal.until(stored, 10.0) is True
+    await until(lambda: run.state.stored, poll_s=0.01)
 
 
 @pytest.mark.parametrize("on_resume", ["redeliver", "resample"])

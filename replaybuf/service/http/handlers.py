@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from importlib.resources import files
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
 from replaybuf.service.host import Service
@@ -126,25 +126,17 @@ async def post_tickets(request: Request) -> Response:
     run = await _led(request)
     body = await read_json(request, TicketRequest)
     run.journal.presence.record_producer(body.producer)
-    gone = functools.partial(_is_gone, request)
+    gone = functools.partial(_leaves, request)
     wait_s = body.wait_ms / 1000
     issued = await run.tickets.issue(body.producer, body.count, body.adapter, wait_s, gone, body.max_tokens)
     return json_response(issued)
 
 
-def _is_gone(request: Request) -> bool:
-    """Check whether the caller has disconnected, after the body was read.
-
-    As `Request.is_disconnected`, without its cancel scope: that takes 20 % of the time of a ticket call.
-    """
-    receiving = request.receive().__await__()
-    try:
-        next(receiving)  # ends at once if a message has arrived
-    except StopIteration as received:
-        return bool(received.value["type"] == "http.disconnect")
-    finally:
-        receiving.close()
-    return False
+async def _leaves(request: Request) -> NoReturn:
+    """Wait until the caller disconnects; then raise `ClientDisconnect`. For use after the body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
 
 
 async def delete_ticket(request: Request) -> Response:
@@ -176,7 +168,8 @@ async def get_policy(request: Request) -> Response:
     """Return the published policy."""
     run = await _run(request)
     after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
-    return json_response(await run.session.policy_after(after, wait_s(request), adapter))
+    gone = functools.partial(_leaves, request)
+    return json_response(await run.session.policy_after(after, wait_s(request), adapter, gone))
 
 
 async def post_policy(request: Request) -> Response:
@@ -197,7 +190,8 @@ async def get_batch(request: Request) -> Response:
     run = await _serving(request)
     step, epoch, rank = number(request, STEP), number(request, EPOCH), number(request, DP_RANK)
     as_body = not sending.wants_plan(request)
-    outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body)
+    gone = functools.partial(_leaves, request)
+    outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body, gone=gone)
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})
     return await sending.answer(request, outcome)

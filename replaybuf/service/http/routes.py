@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -21,6 +22,7 @@ from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.openapi import describe
 from replaybuf.service.http.problems import document_response, error_response
 from replaybuf.service.http.requests import check_query
+from replaybuf.service.http.start_gate import StartGate
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.traffic import started
 
@@ -35,6 +37,7 @@ def application(service: Service, tokens: Tokens, body_budget_bytes: int = BODY_
             *(Route(call.path, _guarded(call, tokens, bodies), methods=[call.method]) for call in CALLS),
             *(Route(call.path, call.handler, methods=[call.method]) for call in OPEN_CALLS),
         ],
+        middleware=[Middleware(StartGate)],
         exception_handlers={ReplaybufError: _problem, HTTPException: _http_problem, Exception: _fault},
     )
     app.state.service = service

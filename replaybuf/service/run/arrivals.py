@@ -40,7 +40,7 @@ class Arrivals:
         """Read what the leader wrote to both streams."""
         await self._journal.catch_up()
         await self.settle()
-        await self._journal.notify()
+        self._journal.notify()
 
     async def settle(self) -> None:
         """Settle all unsettled groups; groups that meet trouble with Redis stay for the next call."""
@@ -60,4 +60,4 @@ class Arrivals:
                     self._rates.record_stored(self._journal.clock.monotonic(), int(recent.sum()))
                     await self._eviction.of_arrivals(chunk.numbers)
                 unsettled.popleft()
-        await self._journal.notify()
+        self._journal.notify()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -20,7 +22,8 @@ from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, digest
 from replaybuf.service.bodies.bodies import Bodies, Part
 from replaybuf.service.bodies.record import describe_batch
 from replaybuf.service.run.eviction import Eviction
-from replaybuf.service.run.journal import LONGEST_WAIT_S, Journal
+from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.long_polls import LONGEST_WAIT_S, Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.next_batch import NextBatch
 from replaybuf.wire.contract import StepRecord, WaitingAnswer
 from replaybuf.wire.group import Group
@@ -32,6 +35,8 @@ KEPT_BATCHES = 3
 """Packed batches held in memory: the step in training, the prefetched one, one spare."""
 KEPT_BYTES = 2 << 30
 """Bound on their frames and bodies. The newest batch is held whatever its size."""
+
+_Answer = PackedBatch | WaitingAnswer
 
 
 class Batches:
@@ -48,15 +53,17 @@ class Batches:
         self.next_batch = NextBatch(journal, selector, self._bodies)
         self._packing = asyncio.Lock()
         self._last_wait: tuple[str, float] | None = None
+        self._polls = LongPolls(journal)
 
     # ------------------------------------------------------------------ serving
 
     async def part(
-        self, step: int, epoch: int, rank: int, wait_s: float, *, as_body: bool = True
+        self, step: int, epoch: int, rank: int, wait_s: float, *, as_body: bool = True, gone: Gone | None = None
     ) -> Part | WaitingAnswer:
-        """Return one rank's part of the batch of `step`, or why there is none yet.
+        """Return one rank's part of the batch of `step`, or after `wait_s` why there is none yet.
 
-        `as_body`: the caller wants the body, not only the plan, and will want the next one too.
+        `as_body`: the caller wants the body, not only the plan, and will want the next one too. All ranks share one
+        answer. `gone` raises when the caller leaves.
         Raises `Fenced`, `WrongStep`, `RunFinished`, `Gone`, and `Invalid` for a rank outside the world.
         """
         journal = self._journal
@@ -65,41 +72,52 @@ class Batches:
         if not 0 <= rank < ranks:
             raise Invalid(f"dp_rank is {rank}; dp_world_size is {ranks}", name="dp_rank", value=rank, bound=ranks)
 
-        async def attempt() -> PackedBatch | WaitingAnswer:
-            journal.check_epoch(epoch)
-            if not journal.leading and step in self._state.batches:
-                packed = await self._get_packed(step)  # a recorded batch is the same from any server
-                journal.check_epoch(epoch)
-                return packed
-            journal.check_leading()
-            self._check_requestable(step)
-            outcome = await self._batch(step, epoch)
-            journal.check_epoch(epoch)  # an attach during the read may have changed the layout
-            reason = outcome.reason if isinstance(outcome, WaitingAnswer) else None
-            if step == self._state.step or reason == "awaiting_ack":  # else it is a prefetch: the trainer is busy
-                self._account_wait(outcome)
-            return outcome
-
-        outcome = await journal.until(attempt, wait_s)
+        serve = functools.partial(self._serve, step, epoch)
+        question = self._polls.question((step, epoch), serve, lambda: (journal.changes, self._selector.moment))
+        outcome = await question.answer(rank, wait_s, gone)
+        self._account_wait(step, outcome)
         if isinstance(outcome, WaitingAnswer):
             return outcome
         self._bound_memory()
         self.next_batch.expect_request(as_body=as_body)
         return Part(outcome, rank, self._bodies)
 
+    async def _serve(self, step: int, epoch: int, ranks: Iterable[Waiter[int, _Answer]]) -> Round[int, _Answer]:
+        outcome = await self._answer(step, epoch)
+        if isinstance(outcome, WaitingAnswer):
+            return Round([], outcome)
+        return Round([(rank, outcome) for rank in ranks])
+
+    async def _answer(self, step: int, epoch: int) -> PackedBatch | WaitingAnswer:
+        """Return the batch of `step`, assembled if it can be, or why there is none."""
+        journal = self._journal
+        journal.check_epoch(epoch)
+        if not journal.leading and step in self._state.batches:
+            packed = await self._get_packed(step)  # a recorded batch is the same from any server
+            journal.check_epoch(epoch)
+            return packed
+        journal.check_leading()
+        self._check_requestable(step)
+        outcome = await self._batch(step, epoch)
+        journal.check_epoch(epoch)  # an attach during the read may have changed the layout
+        self._account_wait(step, outcome)
+        return outcome
+
     def _check_requestable(self, step: int) -> None:
         check_requestable(self._state, step, self._selector.bounds.look_ahead)
 
     async def _batch(self, step: int, epoch: int) -> PackedBatch | WaitingAnswer:
-        state = self._state
+        state, pace = self._state, self._polls.pace
         # A recorded batch may be further ahead: it was made before a live change of the strategy.
         if step not in state.batches and step > state.step + self._selector.bounds.look_ahead:
-            return self._selector.explain("awaiting_ack" if state.state == "running" else state.state)
+            with pace.work():
+                return self._selector.explain("awaiting_ack" if state.state == "running" else state.state)
         try:
             async with self._journal.decision():
                 self._journal.check_epoch(epoch)  # an attach may have rewound the history to before this step
                 while state.next_step <= step:
-                    waits = await self._assemble_next()
+                    with pace.work():
+                        waits = await self._assemble_next()
                     if waits:
                         await self._finish_if_ended(waits)
                         self._check_requestable(step)  # the run may be finished now
@@ -123,20 +141,26 @@ class Batches:
         if record:
             logger.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
             await self._journal.append(record)
-            await self._journal.notify()
+            self._journal.notify()
 
     @property
     def waited_for_others_s(self) -> float:
         """Seconds that trainers waited for anybody but themselves."""
         return sum(s for reason, s in self.waited_s.items() if BLOCKED_ON[reason] != "trainer")
 
-    def _account_wait(self, outcome: object) -> None:
-        """Count the time since the last waiting answer under the reason of that answer."""
+    def _account_wait(self, step: int, outcome: object) -> None:
+        """Count the time since the last waiting answer under the reason of that answer.
+
+        A step ahead is a prefetch, and the trainer is busy, unless the answer is to ack first.
+        """
+        reason = outcome.reason if isinstance(outcome, WaitingAnswer) else None
+        if step != self._state.step and reason != "awaiting_ack":
+            return
         now = self._journal.clock.monotonic()
         if self._last_wait:
-            reason, since_s = self._last_wait
-            self.waited_s[reason] += max(0.0, min(now - since_s, LONGEST_WAIT_S))
-        self._last_wait = (outcome.reason, now) if isinstance(outcome, WaitingAnswer) else None
+            last_reason, since_s = self._last_wait
+            self.waited_s[last_reason] += max(0.0, min(now - since_s, LONGEST_WAIT_S))
+        self._last_wait = (reason, now) if reason else None
 
     def forget(self) -> None:
         """Drop what was packed for the trainer before."""
@@ -226,7 +250,7 @@ class Batches:
             if new:
                 logger.error("batch cannot be served run=%s step=%d: resample to replace it", self._journal.name, step)
                 await self._dead_letter(new)
-        await self._journal.notify()
+        self._journal.notify()
 
     async def _pack(self, record: BatchRecord, fetched: FetchedGroups) -> PackedBatch:
         layout = self._state.attachment

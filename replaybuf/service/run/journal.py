@@ -5,7 +5,7 @@
 - A decision holds the lock of `decision()`, reads the state and appends ledger records. If the outcome of an append is
   unknown (connection lost), the next decision first reads the ledger's end: what was written counts, the rest did not
   happen.
-- Every waiter (a trainer for a batch, a producer for a ticket) waits in `until` on one condition. `close` wakes all.
+- After each change `notify` calls the listeners: the long polls of trainers and producers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from replaybuf.errors import (
     Conflict,
@@ -35,22 +34,16 @@ from replaybuf.kernel.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.kernel.state import RunState
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
-from replaybuf.service.traffic import waiting
 from replaybuf.store import AppendResult, Ends, IndexChunk, Store
 from replaybuf.store.entries import build_chunk
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import AnyRecord, BatchRecord
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-LONGEST_WAIT_S = 60.0
-
 
 class Journal:
-    """State, ledger and waiters of run `name`.
+    """State, ledger and listeners of run `name`.
 
     Roles: following -> `taking_over` -> leading -> `follow`, or an append that a newer leader fences -> following.
 
@@ -58,7 +51,8 @@ class Journal:
     - `terms`: how often this server started to lead
     - `lost`: set while Redis holds less than it acknowledged
     - `unsettled`: groups that are folded and not settled; the journal adds them, `Arrivals` removes them
-    - `changes`: how often waiters were notified
+    - `changes`: how often listeners were notified
+    - `listeners`: called after each change; they must be quick, and may start tasks
     - `presence`: when the clients of the run last called
     """
 
@@ -76,10 +70,10 @@ class Journal:
         self.unsettled: deque[IndexChunk] = deque()
         self.closed = False
         self.changes = 0
+        self.listeners: list[Callable[[], None]] = []
         self.snapshot: Snapshot | None = None
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
-        self._changed = asyncio.Condition()
         self._uncertain = False
         self._newest_key = ""
         self._to_free: deque[tuple[int, Numbers]] = deque()
@@ -333,33 +327,18 @@ class Journal:
         while self._to_free and self._to_free[0][0] <= through:
             self._to_free.popleft()
 
-    # ------------------------------------------------------------------ waiting
+    # ------------------------------------------------------------------ listeners
 
-    async def until(self, attempt: Callable[[], Awaitable[T | WaitingAnswer]], wait_s: float) -> T | WaitingAnswer:
-        """Repeat `attempt` after every change until its result is not a waiting answer, for at most `wait_s`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(max(wait_s, 0.0), LONGEST_WAIT_S)
-        while True:
-            seen = self.changes
-            outcome = await attempt()
-            left = deadline - loop.time()
-            if not isinstance(outcome, WaitingAnswer) or left <= 0 or self.closed:
-                return outcome
-            with waiting(), contextlib.suppress(TimeoutError):  # after the timeout, one last attempt
-                async with asyncio.timeout(left), self._changed:
-                    while self.changes == seen:
-                        await self._changed.wait()
+    def notify(self) -> None:
+        """Call every listener after a change."""
+        self.changes += 1
+        for listener in self.listeners:
+            listener()
 
-    async def notify(self) -> None:
-        """Wake every waiter after a change."""
-        async with self._changed:
-            self.changes += 1
-            self._changed.notify_all()
-
-    async def close(self) -> None:
-        """Wake every waiter for good."""
+    def close(self) -> None:
+        """Let nobody wait any more."""
         self.closed = True
-        await self.notify()
+        self.notify()
 
 
 @contextlib.contextmanager

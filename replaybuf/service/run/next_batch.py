@@ -26,6 +26,7 @@ from replaybuf.kernel.strategy import Selection
 from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
 from replaybuf.service.bodies.bodies import Bodies
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.long_polls import Pace
 from replaybuf.store import IndexEntry
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
@@ -79,6 +80,7 @@ class NextBatch:
         self._bodies = bodies
         self._served_epoch = 0
         self._bodies_epoch = 0
+        self._pace = Pace()
         self._seen: object = None
         self._prepared: _Prepared | None = None
 
@@ -131,6 +133,8 @@ class NextBatch:
         seen = (self._journal.changes, self._state.entries, self._journal.leading, self._served_epoch)
         if self._seen == seen:
             return  # the common case, twenty times a second per run
+        if self._pace.resting:
+            return
         self._seen = seen
         if not self._wanted():
             self.drop()
@@ -159,7 +163,9 @@ class NextBatch:
         return (self._state.generation, self._state.next_step, self._state.attachment)
 
     async def _prepare(self) -> None:
-        chosen = self._selector.choose()
+        with self._pace.work():
+            chosen = self._selector.choose()
+        self._pace.end(waits=isinstance(chosen, WaitingAnswer))
         if isinstance(chosen, Selection):
             numbers = chosen.rows.tolist()
         elif chosen.reason in ("too_few_groups", "too_few_tokens"):

@@ -103,11 +103,11 @@ class Run:
         async with self.journal.taking_over(token):
             await self.tickets.reload()
             await self.eviction.take_over()
-        await self.journal.notify()
+        self.journal.notify()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Wake every waiter; each gets its waiting answer."""
-        await self.journal.close()
+        self.journal.close()
 
     async def ingest(self) -> None:
         """Read what is new in the streams."""
@@ -146,7 +146,7 @@ class Run:
                 return
             await journal.append(record)
         await self.eviction.evict_all()
-        await journal.notify()
+        journal.notify()
 
     async def delete(self) -> None:
         """Record that the run is deleted, and stop deciding. Raises `Conflict` unless it is finished."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from replaybuf.errors import Conflict, StrategyFault
@@ -21,7 +23,8 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
-from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy, WaitingAnswer
+from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
+from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy
 from replaybuf.wire.metadata import check_metadata
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class Session:
         self._batches = batches
         self._rates = rates
         self._history_lock = history_lock
+        self._polls = LongPolls(journal)
 
     async def attach(self, request: AttachRequest) -> Attachment:
         """Give the run to a trainer, fence older epochs, restore history to its step.
@@ -67,7 +71,7 @@ class Session:
             self._batches.forget()
             self._rates.forget_steps()
         await self._eviction.evict_all()
-        await journal.notify()
+        journal.notify()
         logger.info("trainer attached run=%s epoch=%d step=%d", journal.name, attached.epoch, attached.step)
         return Attachment(
             epoch=attached.epoch,
@@ -115,7 +119,7 @@ class Session:
                 )
                 if feedback:
                     await self._observe()
-        await journal.notify()
+        journal.notify()
         return AckedStep(step=step)
 
     async def _observe(self) -> None:
@@ -133,7 +137,7 @@ class Session:
             record = decide_policy(self._state, version, epoch, weights_uri, adapter, journal.clock.wall())
             if record:
                 await journal.append(record)
-        await journal.notify()
+        journal.notify()
         return self.policy(adapter)
 
     def policy(self, adapter: str = "") -> Policy:
@@ -145,18 +149,26 @@ class Session:
             generation=self._state.generation,
         )
 
-    async def policy_after(self, after: int | None, wait_s: float, adapter: str = "") -> Policy:
-        """Return the policy once its version is above `after`, or after `wait_s`."""
+    async def policy_after(
+        self, after: int | None, wait_s: float, adapter: str = "", gone: Gone | None = None
+    ) -> Policy:
+        """Return the policy once its version is above `after`, or after `wait_s`.
+
+        `gone` raises when the caller leaves.
+        """
+        state = self._state
         if adapter:
             check_adapter(adapter, self._journal.config)
+        if after is None or state.published[adapter] > after:
+            return self.policy(adapter)
+        serve = functools.partial(self._serve_policy, adapter)
+        question = self._polls.question(adapter, serve, lambda: (state.generation, *state.published.items()))
+        return await question.answer(after, wait_s, gone)
 
-        async def attempt() -> Policy | WaitingAnswer:
-            if after is None or self._state.published[adapter] > after:
-                return self.policy(adapter)
-            return self._selector.explain("awaiting_publication", adapter=adapter)
-
-        outcome = await self._journal.until(attempt, wait_s)
-        return self.policy(adapter) if isinstance(outcome, WaitingAnswer) else outcome
+    async def _serve_policy(self, adapter: str, waiters: Iterable[Waiter[int, Policy]]) -> Round[int, Policy]:
+        policy = self.policy(adapter)
+        newer = [(waiter, policy) for waiter in waiters if self._state.published[adapter] > waiter.request]
+        return Round(newer, policy)
 
     async def checkpoint(self, step: int, epoch: int, keep: int) -> Checkpoints:
         """Keep what the newest `keep` checkpoints may need; older history may be deleted. Raises `WrongStep`."""
@@ -166,5 +178,5 @@ class Session:
             record = decide_checkpoint(state, step, keep, journal.clock.wall())
             if record:
                 await journal.append(record)
-        await journal.notify()
+        journal.notify()
         return Checkpoints(checkpoints=state.checkpoints, oldest_step=state.oldest_step)

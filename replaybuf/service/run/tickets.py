@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.kernel.decide import check_adapter, decide_failed, decide_tickets, held
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.tickets import TicketChange, parse_ticket, prompt_key
+from replaybuf.kernel.tickets import Ticket, TicketChange, parse_ticket, prompt_key
 from replaybuf.kernel.waiting import waiting
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import IndexChunk
 from replaybuf.wire import contract
@@ -21,8 +24,9 @@ from replaybuf.wire.contract import WaitingAnswer
 logger = logging.getLogger(__name__)
 
 
-def _never() -> bool:
-    return False
+_Issued = list[Ticket] | WaitingAnswer
+_Producer = Waiter[int, _Issued]
+"""A producer that waits for a number of tickets."""
 
 
 class Tickets:
@@ -34,6 +38,7 @@ class Tickets:
         self._book = side_state.book
         self._selector = selector
         self._rates = rates
+        self._polls = LongPolls(journal)
 
     async def issue(
         self,
@@ -41,26 +46,29 @@ class Tickets:
         count: int,
         adapter: str,
         wait_s: float,
-        gone: Callable[[], bool] = _never,
+        gone: Gone | None = None,
         max_tokens: int | None = None,
     ) -> contract.Tickets:
         """Issue up to `count` tickets; wait up to `wait_s` for the first one, then answer why there is none.
 
-        `gone` returns whether the caller has disconnected: its tickets would be out until they expire. `max_tokens`:
-        most tokens that the caller samples per rollout.
+        Producers are served in the order of their requests. `gone` raises when the caller leaves: its tickets would be
+        out until they expire. `max_tokens`: most tokens that the caller samples per rollout.
         """
-        journal = self._journal
+        journal, last_asked_s = self._journal, self._selector.last_asked_s
         if count < 1:
             raise Invalid(f"count is {count}; the minimum is 1", name="count", value=count, bound=1)
         check_adapter(adapter, journal.config)
         inputs = self._selector.inputs
         inputs.max_tokens = max(inputs.max_tokens, max_tokens or 0)
-        outcome = await journal.until(lambda: self._issue(adapter, count, gone), wait_s)
-        self._selector.last_asked_s[adapter] = journal.clock.monotonic()
+        last_asked_s[adapter] = journal.clock.monotonic()
+        serve = functools.partial(self._serve, adapter)
+        question = self._polls.question(adapter, serve, lambda: (journal.changes, self._selector.moment))
+        outcome = await question.answer(count, wait_s, gone)
+        last_asked_s[adapter] = journal.clock.monotonic()
         published = journal.state.published[adapter]
         if isinstance(outcome, WaitingAnswer):
             return contract.Tickets(tickets=[], published_version=published, waiting=outcome)
-        logger.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome.issued))
+        logger.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome))
         tickets = [
             contract.Ticket(
                 ticket=str(ticket),
@@ -68,25 +76,32 @@ class Tickets:
                 attempt=ticket.attempt,
                 expires_in_s=self._book.ttl_s,
             )
-            for ticket in outcome.issued
+            for ticket in outcome
         ]
         return contract.Tickets(tickets=tickets, published_version=published)
 
-    async def _issue(self, adapter: str, count: int, gone: Callable[[], bool]) -> TicketChange | WaitingAnswer:
+    async def _serve(self, adapter: str, producers: Iterable[_Producer]) -> Round[int, _Issued]:
+        """Issue tickets to as many of the waiting producers as possible, by one decision."""
         journal = self._journal
         self._selector.last_asked_s[adapter] = journal.clock.monotonic()
         try:
             async with self._deciding():
                 await self._expire()
-                if gone():
-                    return self._selector.rate_limited(adapter, held(journal.state, self._selector, adapter))
-                now_s = journal.clock.monotonic()
-                change = decide_tickets(journal.state, self._book, self._selector, adapter, count, now_s)
-                if isinstance(change, TicketChange):
-                    await self._save(change)
-                return change
+                with self._polls.pace.work():
+                    first = list(itertools.islice(producers, contract.TICKETS_AT_ONCE))
+                    wanted = sum(producer.request for producer in first)
+                    now_s = journal.clock.monotonic()
+                    change = decide_tickets(journal.state, self._book, self._selector, adapter, wanted, now_s)
+                if isinstance(change, WaitingAnswer):
+                    return Round([], change)
+                await self._save(change)
+                shares = _share(change.issued, first)
+                for ticket in [one for producer, share in shares if producer.answer.done() for one in share]:
+                    # The producer left meanwhile: nobody would use its ticket until that expires.
+                    await self._save(self._book.give_back(ticket, "shutdown"))
+                return Round(shares)
         except StrategyFault:  # `admit` failed: the decision has paused the run
-            return waiting("paused", held(journal.state, self._selector, adapter), journal.config)
+            return Round([], waiting("paused", held(journal.state, self._selector, adapter), journal.config))
 
     async def give_back(self, text: str, reason: str) -> None:
         """Take a ticket back; its prompt has failed after `max_attempts` failed tickets. Raises `NotFound`."""
@@ -95,14 +110,14 @@ class Tickets:
             change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._save(change, reason)
-        await self._journal.notify()
+        self._journal.notify()
 
     async def expire(self) -> None:
         """Take back tickets past their deadline."""
         if self._side_state.uncertain or self._book.may_expire(self._journal.clock.monotonic()):
             async with self._deciding():
                 await self._expire()
-            await self._journal.notify()
+            self._journal.notify()
 
     async def _expire(self) -> None:
         change = self._book.expire(self._journal.clock.monotonic())
@@ -152,6 +167,17 @@ class Tickets:
             while await self.complete(self._journal.unsettled):
                 pass
             yield
+
+
+def _share(tickets: list[Ticket], producers: Iterable[_Producer]) -> list[tuple[_Producer, list[Ticket]]]:
+    """Share tickets among producers: each gets what it asked for, until none is left."""
+    shares: list[tuple[_Producer, list[Ticket]]] = []
+    for producer in producers:
+        if not tickets:
+            break
+        shares.append((producer, tickets[: producer.request]))
+        tickets = tickets[producer.request :]
+    return shares
 
 
 def _prompts_of(chunk: IndexChunk) -> list[tuple[str, int]]:
