@@ -7,10 +7,12 @@ only applies it. None means that nothing changes, so there is no record. `decide
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, WrongStep
 from replaybuf.kernel.decide_config import config_of
@@ -161,64 +163,80 @@ class GroupLabel(NamedTuple):
     payload_key: str = ""
 
 
-def decide_batch(
-    state: RunState, selector: Selector, chosen: Selection, labels: Sequence[GroupLabel], digest: str, now_s: float
-) -> BatchRecord:
-    """Decide the batch of the next step. `labels`: of the chosen groups, in their order; `digest` of their content."""
+class BatchDraft(NamedTuple):
+    """A decided batch that lacks the strings of its groups. It does not change with the state, so a thread may use it.
+
+    `columns`: number, prompt index, policy version, uses so far and tokens of each group; `versions` by adapter;
+    `parts`: the part of an adapter with so many groups.
+    """
+
+    record: BatchRecord
+    columns: list[npt.NDArray[np.int64]]
+    weights: npt.NDArray[np.float32] | None
+    versions: dict[str, int]
+    parts: Callable[[str, int], AdapterStep]
+
+    def complete(self, labels: Sequence[GroupLabel], digest: str) -> BatchRecord:
+        """Return the record. `labels`: of the chosen groups, in their order; `digest` of their content."""
+        weights = [None] * len(labels) if self.weights is None else self.weights.astype(float).tolist()
+        columns = (column.tolist() for column in self.columns)
+        groups = [
+            BatchEntry(
+                number=number,
+                group_id=label.group_id,
+                prompt_id=label.prompt_id,
+                prompt_index=None if prompt_index < 0 else prompt_index,
+                adapter=label.adapter,
+                policy_version=version,
+                staleness=self.versions[label.adapter] - version,
+                times_sampled=times_sampled + 1,
+                tokens=tokens,
+                payload_key=label.payload_key,
+                weight=weight,
+            )
+            for number, prompt_index, version, times_sampled, tokens, label, weight in zip(
+                *columns, labels, weights, strict=True
+            )
+        ]
+        named = Counter(label.adapter for label in labels if label.adapter)
+        return msgspec.structs.replace(
+            self.record,
+            batch_id=f"{self.record.generation}-{self.record.step}-{digest[:8]}",
+            digest=digest,
+            groups=groups,
+            adapters={name: self.parts(name, count) for name, count in sorted(named.items())},
+        )
+
+
+def draft_batch(state: RunState, selector: Selector, chosen: Selection, now_s: float) -> BatchDraft:
+    """Decide the batch of the next step."""
     config, step, index = config_of(state), state.next_step, state.index
-    versions = {name: state.version_at(step, name) for name in config.adapter_names}
     rows = index.rows_of(chosen.rows)
-    weights = [None] * len(rows) if chosen.weights is None else chosen.weights.astype(float).tolist()
     names = ("number", "prompt_index", "policy_version", "times_sampled", "tokens")
-    columns = (index[name][rows].tolist() for name in names)
-    groups = [
-        BatchEntry(
-            number=number,
-            group_id=label.group_id,
-            prompt_id=label.prompt_id,
-            prompt_index=None if prompt_index < 0 else prompt_index,
-            adapter=label.adapter,
-            policy_version=version,
-            staleness=versions[label.adapter] - version,
-            times_sampled=times_sampled + 1,
-            tokens=tokens,
-            payload_key=label.payload_key,
-            weight=weight,
-        )
-        for number, prompt_index, version, times_sampled, tokens, label, weight in zip(
-            *columns, labels, weights, strict=True
-        )
-    ]
-    return BatchRecord(
+    columns = [index[name][rows] for name in names]
+    versions = {name: state.version_at(step, name) for name in config.adapter_names}
+    record = BatchRecord(
         step=step,
         generation=state.generation,
-        batch_id=f"{state.generation}-{step}-{digest[:8]}",
-        digest=digest,
+        batch_id="",
+        digest="",
         version=0 if config.adapters else config.version_of(step),
         strategy=config.strategy.name,
         options=config.strategy.options,
         seed=selector.inputs.seed(step),
-        tokens=sum(entry.tokens for entry in groups),
+        tokens=int(columns[-1].sum(dtype=np.int64)),
         rollouts=int(index["rollouts"][rows].sum(dtype=np.int64)),
-        groups=groups,
-        adapters=_adapter_steps(state, groups),
+        groups=[],
         turn=chosen.turn if isinstance(chosen, BatchSelection) else "",
         at_s=now_s,
     )
+    progress = {name: state.progress_at(step, name) for name in config.adapters}
 
+    def part(name: str, groups: int) -> AdapterStep:
+        completed = progress[name].groups + groups == config.groups_per_batch_of(name)
+        return AdapterStep(progress[name].steps, versions[name], groups, completed)
 
-def _adapter_steps(state: RunState, groups: Sequence[BatchEntry]) -> dict[str, AdapterStep]:
-    """Return the part of each adapter in the next batch."""
-    parts = {}
-    for name, count in sorted(Counter(entry.adapter for entry in groups if entry.adapter).items()):
-        progress = state.progress_at(state.next_step, name)
-        parts[name] = AdapterStep(
-            step=progress.steps,
-            version=state.version_at(state.next_step, name),
-            groups=count,
-            completed=progress.groups + count == config_of(state).groups_per_batch_of(name),
-        )
-    return parts
+    return BatchDraft(record, columns, chosen.weights, versions, part)
 
 
 # ---------------------------------------------------------------------- trainer

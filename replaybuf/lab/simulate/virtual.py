@@ -17,12 +17,12 @@ from replaybuf.kernel.decide import (
     GroupLabel,
     decide_ack,
     decide_attach,
-    decide_batch,
     decide_checkpoint,
     decide_failed,
     decide_policy,
     decide_room,
     decide_tickets,
+    draft_batch,
 )
 from replaybuf.kernel.decide_config import decide_create, decide_end
 from replaybuf.kernel.eviction import decide_removals
@@ -153,7 +153,7 @@ class VirtualRun:
         index = self.state.index
         prompts = index["prompt_index"][index.rows_of(chosen.rows)].tolist()
         labels = [GroupLabel(prompt_key("", prompt)) for prompt in prompts]
-        record = decide_batch(self.state, self.selector, chosen, labels, "", self.now_s)
+        record = draft_batch(self.state, self.selector, chosen, self.now_s).complete(labels, "")
         self._apply(record)
         self._evict()
         return record

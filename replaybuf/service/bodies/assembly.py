@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
-from replaybuf.kernel.decide import GroupLabel
+from replaybuf.kernel.decide import BatchDraft, GroupLabel
 from replaybuf.kernel.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state import Attachment
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
+from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.group import Group, hash_name
@@ -38,6 +39,10 @@ Form = Coding | Literal["plan"]
 """What a rank can request: the body in one of its codings, or its plan."""
 
 
+FETCHED_AT_ONCE = 2_000
+"""More groups at once hold the event loop: 100,000 held it for 0.3 s."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchedGroups:
     """Groups fetched for a batch; `broken` maps the number of an unusable group to the reason."""
@@ -51,9 +56,22 @@ class FetchedGroups:
         """Bytes of the frames."""
         return sum(int(entry.values["frame_bytes"]) for entry in self.entries)
 
+    def __del__(self) -> None:
+        release(self.entries, self.groups)
+
 
 async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
-    """Fetch index entries and frames of these groups; check each frame in a thread."""
+    """Fetch index entries and frames of these groups, `FETCHED_AT_ONCE` at once; check each frame in a thread."""
+    fetched = FetchedGroups([], {}, {})
+    for start in range(0, len(numbers), FETCHED_AT_ONCE):
+        piece = await _fetch_piece(store, run, numbers[start : start + FETCHED_AT_ONCE])
+        fetched.entries.extend(piece.entries)
+        fetched.groups.update(piece.groups)
+        fetched.broken.update(piece.broken)
+    return fetched
+
+
+async def _fetch_piece(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
     entries = await store.groups.read_entries(run, numbers)
     sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
     frames = dict(zip(sizes, await store.groups.read_frames(sizes), strict=True))
@@ -92,18 +110,25 @@ def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     return group
 
 
-def digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
+async def complete_record(draft: BatchDraft, entries: Sequence[IndexEntry]) -> BatchRecord:
+    """Return the record of a batch with the strings and the digest of its groups; a thread writes a large one."""
+    if len(entries) <= FETCHED_AT_ONCE:
+        return _complete(draft, entries)
+    return await asyncio.to_thread(_complete, draft, entries)
+
+
+def _complete(draft: BatchDraft, entries: Sequence[IndexEntry]) -> BatchRecord:
+    strings = (entry.strings for entry in entries)
+    labels = [GroupLabel(s.group_id, s.prompt_id, s.adapter, s.payload_key) for s in strings]
+    return draft.complete(labels, _digest_of(entries, draft.record.step, draft.record.generation))
+
+
+def _digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
     """Return the digest of a batch: its groups with their checksums, in order."""
     state = hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16)
     for entry in entries:
         state.update(f"/{entry.strings.group_id}:{int(entry.values['crc32c']):08x}".encode())
     return state.hexdigest()
-
-
-def labels_of(entries: Sequence[IndexEntry]) -> list[GroupLabel]:
-    """List the strings of groups that a batch record keeps."""
-    strings = (entry.strings for entry in entries)
-    return [GroupLabel(s.group_id, s.prompt_id, s.adapter, s.payload_key) for s in strings]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -126,6 +151,9 @@ class PackedBatch:
     nbytes: int
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
     _inputs_hash: bytes = b""
+
+    def __del__(self) -> None:
+        release(self.planned, self.groups, self.owners)
 
     @property
     def micro_batches(self) -> int:

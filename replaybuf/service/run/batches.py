@@ -12,13 +12,13 @@ from typing import Literal
 import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, NotFound, StrategyFault
-from replaybuf.kernel.decide import check_requestable, decide_batch, decide_dead_letters, decide_evict
+from replaybuf.kernel.decide import check_requestable, decide_dead_letters, decide_evict, draft_batch
 from replaybuf.kernel.decide_config import decide_end
 from replaybuf.kernel.history import BatchState
 from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.waiting import BLOCKED_ON
-from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
+from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, complete_record, fetch_groups, pack_batch
 from replaybuf.service.bodies.bodies import Bodies, Part
 from replaybuf.service.bodies.record import describe_batch
 from replaybuf.service.run.eviction import Eviction
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_BATCHES = 3
 """Packed batches held in memory: the step in training, the prefetched one, one spare."""
+LOGGED_GROUPS = 20
+"""Unusable groups named in one line of the log; `GET .../dead-letters` lists all."""
 KEPT_BYTES = 2 << 30
 """Bound on their frames and bodies. The newest batch is held whatever its size."""
 
@@ -189,9 +191,8 @@ class Batches:
                     decide_evict(self._state, {"overlong": overlong}, self._journal.clock.wall())
                 )
                 continue
-            digest = digest_of(fetched.entries, self._state.next_step, self._state.generation)
-            labels = labels_of(fetched.entries)
-            record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock.wall())
+            draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
+            record = await complete_record(draft, fetched.entries)
             await self._journal.append(record)
             packed = self.next_batch.take(record, len(prepared.groups))
             if packed:
@@ -221,7 +222,8 @@ class Batches:
         return sorted(number for number, group in fetched.groups.items() if _longest_prompt(group) >= seq_len)
 
     async def _dead_letter(self, broken: dict[int, str]) -> None:
-        logger.error("groups are unusable run=%s reasons=%s", self._journal.name, broken)
+        shown = dict(list(broken.items())[:LOGGED_GROUPS])
+        logger.error("groups are unusable run=%s count=%d reasons=%s", self._journal.name, len(broken), shown)
         await self._journal.append(decide_dead_letters(broken, self._journal.clock.wall()))
 
     async def _get_packed(self, step: int) -> PackedBatch:

@@ -18,13 +18,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.kernel.decide import decide_batch
+from replaybuf.kernel.decide import draft_batch
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
-from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, digest_of, fetch_groups, labels_of, pack_batch
+from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, complete_record, fetch_groups, pack_batch
 from replaybuf.service.bodies.bodies import Bodies
+from replaybuf.service.bodies.release import release
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Pace
 from replaybuf.store import IndexEntry
@@ -58,10 +60,13 @@ class _Prepared:
     fetching: asyncio.Task[bool] | None = None
     closed: bool = False
 
+    def __del__(self) -> None:
+        release(self.entries, self.groups)
+
     def keep(self, numbers: Sequence[int]) -> None:
         """Drop all other groups."""
-        self.entries = {number: self.entries[number] for number in numbers if number in self.entries}
-        self.groups = {number: self.groups[number] for number in numbers if number in self.groups}
+        for number in self.entries.keys() - set(numbers):
+            del self.entries[number], self.groups[number]
 
     def fetched(self, numbers: Sequence[int]) -> FetchedGroups:
         """Return those of these groups that are here."""
@@ -182,9 +187,8 @@ class NextBatch:
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
             return
         fetched = prepared.fetched(numbers)
-        digest = digest_of(fetched.entries, self._state.next_step, self._state.generation)
-        labels = labels_of(fetched.entries)
-        record = decide_batch(self._state, self._selector, chosen, labels, digest, self._journal.clock.wall())
+        draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
+        record = await complete_record(draft, fetched.entries)
         batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
         if prepared.closed:
             return
@@ -196,9 +200,11 @@ class NextBatch:
                 await self._bodies.body(batch, rank, "identity")
 
     async def _fetch(self, prepared: _Prepared, numbers: Sequence[int]) -> bool:
-        """Fetch the groups that are missing; return whether all are here and intact."""
+        """Fetch the groups that are missing, within `MOST_BYTES`; return whether all are here and intact."""
         prepared.keep(numbers)
-        missing = [number for number in numbers if number not in prepared.groups]
+        index = self._state.index
+        fitting = int(np.searchsorted(np.cumsum(index["frame_bytes"][index.rows_of(numbers)]), MOST_BYTES, "right"))
+        missing = [number for number in numbers[:fitting] if number not in prepared.groups]
         for start in range(0, len(missing), _FETCH_CHUNK):
             if prepared.closed:
                 return False
@@ -208,13 +214,13 @@ class NextBatch:
                     return False
             finally:
                 prepared.fetching = None
-        return not prepared.closed
+        return not prepared.closed and fitting == len(numbers)
 
     async def _fetch_chunk(self, prepared: _Prepared, numbers: Sequence[int]) -> bool:
-        """Fetch some groups; return whether they are intact and within `MOST_BYTES`."""
+        """Fetch some groups; return whether they are intact."""
         fetched = await fetch_groups(self._journal.store, self._journal.name, numbers)
         if fetched.broken:
             return False
         prepared.entries |= {entry.number: entry for entry in fetched.entries}
         prepared.groups |= fetched.groups
-        return sum(int(entry.values["frame_bytes"]) for entry in prepared.entries.values()) <= MOST_BYTES
+        return True
