@@ -15,10 +15,9 @@ import numpy.typing as npt
 import zstandard
 
 from replaybuf.errors import BrokenFrame
-from replaybuf.wire.group import OPTIONAL_PER_TOKEN, Group
+from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS, OPTIONAL_PER_TOKEN, Group
 
 ALIGNMENT_BYTES = 64
-LARGEST_ROLLOUTS = 1 << 20
 COMPRESSION_LEVEL = 1
 COMPRESSED_FROM_BYTES = 1024
 """Smaller columns stay raw."""
@@ -118,6 +117,13 @@ def read_columns(
     if not columns.keys() >= _REQUIRED:
         missing = sorted(_REQUIRED - columns.keys())
         raise BrokenFrame(f"frame lacks the columns {missing}", name="columns", value=sorted(columns))
+    if len(columns) > len(KINDS) + LARGEST_REWARD_PARTS:
+        raise BrokenFrame(
+            f"frame has {len(columns)} columns; the maximum is {len(KINDS) + LARGEST_REWARD_PARTS}",
+            name="columns",
+            value=len(columns),
+            bound=len(KINDS) + LARGEST_REWARD_PARTS,
+        )
     values = _count_values(buffer, columns, finish_reasons)
     arrays, parts, packed = _view_raw(buffer, start, columns, values)
     if packed or len(buffer) > max_bytes:

@@ -9,9 +9,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.columns import LARGEST_ROLLOUTS
 from replaybuf.wire.frame import smallest_frame_bytes
-from replaybuf.wire.group import hash_name
+from replaybuf.wire.group import LARGEST_ROLLOUTS, hash_name
 from replaybuf.wire.metadata import check_metadata
 from replaybuf.wire.names import Name
 

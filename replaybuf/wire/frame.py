@@ -18,6 +18,8 @@ the service slices, and readers get views into their buffer. A body may hold sev
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -44,10 +46,12 @@ MAGIC = b"RBF1"
 FORMAT_VERSION = 1
 LARGEST_FRAME_BYTES = 1 << 30
 """Bound of a frame with all columns raw."""
-LARGEST_HEADER_BYTES = 4 << 20
-"""Bounds the memory of metadata and finish reasons: up to 72 bytes per byte of msgpack."""
+LARGEST_HEADER_BYTES = 256 << 10
+"""Bounds the time and the memory of metadata: 20 ms and 18 MB for empty lists, 72 bytes per byte of msgpack."""
+_SMALL_HEADER_BYTES = 16 << 10
 
 _PREFIX = struct.Struct("<4sIQII")
+PREFIX_BYTES = _PREFIX.size
 _MAGIC_AND_CHECKSUM = struct.Struct("<4sI")
 _LENGTHS = struct.Struct("<QII")
 _CHECKED_FROM = _MAGIC_AND_CHECKSUM.size
@@ -64,7 +68,7 @@ _COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS.keys() - _LATER))
 _PADDING = [bytes(size) for size in range(ALIGNMENT_BYTES)]
 
 
-class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
+class FrameHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The header of a frame: the fields of the group, and where its columns are."""
 
     group_id: str | None
@@ -184,6 +188,19 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
         rest = rest[length:]
 
 
+def read_length(prefix: bytes) -> int:
+    """Read the length of a frame from its first `PREFIX_BYTES`. Raises `BrokenFrame` if they start no frame."""
+    magic, _, length, _, _ = _PREFIX.unpack(prefix)
+    if magic != MAGIC or length < PREFIX_BYTES:
+        raise BrokenFrame(
+            f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}",
+            name="length",
+            value=length,
+            bound=PREFIX_BYTES,
+        )
+    return int(length)
+
+
 def checksum(frame: bytes | bytearray | memoryview) -> int:
     """Compute the crc32c of `frame`, which belongs at offset 4."""
     return int(crc32c.crc32c(memoryview(frame)[_CHECKED_FROM:]))
@@ -266,8 +283,23 @@ def _check_checksum(buffer: memoryview) -> None:
         )
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, which takes two thirds of the time to decode 250,000 empty lists."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _read_header(raw: memoryview) -> FrameHeader:
     try:
-        return _decode_header(raw)
+        if len(raw) <= _SMALL_HEADER_BYTES:
+            return _decode_header(raw)
+        with _collector_paused():
+            return _decode_header(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error

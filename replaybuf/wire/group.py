@@ -28,6 +28,8 @@ LOGPROBS = ("inference_logprobs", *OPTIONAL_LOGPROBS)
 OPTIONAL_PER_TOKEN = (*OPTIONAL_LOGPROBS, "token_advantages")
 """Optional columns with a value per completion token."""
 
+LARGEST_ROLLOUTS = 1 << 15
+LARGEST_REWARD_PARTS = 256
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Rewards and advantages reach the trainer as float32; larger values would become infinity."""
 
@@ -150,12 +152,13 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def group_from_json(wire: GroupJson) -> Group:
-    """Convert the JSON form to columns.
+    """Convert the JSON form to columns; a rollout may have arrays instead of lists.
 
     Raises `GroupRejected` if the lists of a rollout differ in length or a number does not fit its column. All other
     checks are in `check_group`.
     """
     rollouts = wire.rollouts
+    check_rollouts(len(rollouts))
     for number, rollout in enumerate(rollouts):
         _check_lengths(number, rollout)
     has_advantage = [rollout.advantage is not None for rollout in rollouts]
@@ -165,6 +168,8 @@ def group_from_json(wire: GroupJson) -> Group:
         name: _optional(name, [getattr(rollout, name) for rollout in rollouts]) for name in OPTIONAL_PER_TOKEN
     }
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
+    if len(names) > LARGEST_REWARD_PARTS:
+        raise _rejected("too_large", "rewards", f"{len(names)} names", f"at most {LARGEST_REWARD_PARTS}")
     if any(len(rollout.rewards) != len(names) for rollout in rollouts):
         raise _rejected("length_mismatch", "rewards", "different names per rollout", "the same names in every rollout")
     return Group(
@@ -252,17 +257,31 @@ def _check_lengths(number: int, rollout: RolloutJson) -> None:
             )
 
 
-def _ids(name: str, lists: Sequence[list[int]]) -> Int32s:
-    flat = [token for ids in lists for token in ids]
+def check_rollouts(rollouts: int) -> None:
+    """Raise `GroupRejected` for more rollouts than a group may have."""
+    if rollouts > LARGEST_ROLLOUTS:
+        detail = f"the group has {rollouts} rollouts; the maximum is {LARGEST_ROLLOUTS}"
+        raise GroupRejected("too_large", detail, name="rollouts", value=rollouts, bound=LARGEST_ROLLOUTS)
+
+
+def _ids(name: str, lists: Sequence[TokenIds]) -> Int32s:
+    flat = _joined(lists)
     try:
-        return np.array(flat, np.int32)
+        return np.asarray(flat).astype(np.int32) if isinstance(flat, np.ndarray) else np.array(flat, np.int32)
     except OverflowError:
         raise _rejected("token_out_of_range", name, max(flat, key=abs), "a 32-bit token id") from None
 
 
+def _joined(lists: Sequence[Any]) -> Any:
+    """Join lists or arrays."""
+    if lists and isinstance(lists[0], np.ndarray):
+        return np.concatenate(lists)
+    return [value for values in lists for value in values]
+
+
 def _flat(lists: Sequence[list[float]]) -> Float32s:
     with np.errstate(over="ignore"):  # an overflow becomes infinity, which `check_group` rejects
-        return np.array([value for values in lists for value in values], np.float32)
+        return np.asarray(_joined(lists), np.float32)
 
 
 def _optional(name: str, lists: Sequence[list[float] | None]) -> Float32s | None:
@@ -276,10 +295,10 @@ def _optional(name: str, lists: Sequence[list[float] | None]) -> Float32s | None
 
 def _mask(rollouts: Sequence[RolloutJson]) -> Bools:
     masks = [r.completion_mask if r.completion_mask is not None else [1] * len(r.completion_ids) for r in rollouts]
-    flat = [bit for mask in masks for bit in mask]
-    if any(bit not in (0, 1) for bit in flat):
+    flat = _joined(masks)
+    if not (np.isin(flat, (0, 1)).all() if isinstance(flat, np.ndarray) else {0, 1}.issuperset(flat)):
         raise _rejected("bad_mask", "completion_mask", "a value other than 0 and 1", "0 or 1")
-    return np.array(flat, np.bool_)
+    return np.asarray(flat, np.bool_)
 
 
 def _spans(wire: GroupJson) -> Int32s:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from replaybuf.wire.columns import COMPRESSED_FROM_BYTES, KINDS, LARGEST_ROLLOUTS
+from replaybuf.wire.columns import COMPRESSED_FROM_BYTES, KINDS
 from replaybuf.wire.frame import LARGEST_HEADER_BYTES, FrameHeader, encode_frame
+from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS
 from tests.builders import group_of_lengths
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frames.md").read_text()
@@ -32,6 +33,6 @@ def test_every_column_field_and_limit_is_on_the_page() -> None:
         assert f"`{kind.dtype}`" in row.replace("\\|", "|")
         assert row.endswith("| raw, zstd |") == kind.per.endswith("token")
     assert " ".join(FrameHeader.__struct_fields__) in PAGE
-    for number in (COMPRESSED_FROM_BYTES, LARGEST_ROLLOUTS):
+    for number in (COMPRESSED_FROM_BYTES, LARGEST_ROLLOUTS, LARGEST_REWARD_PARTS):
         assert f"{number:,}" in PAGE
-    assert f"| header | {LARGEST_HEADER_BYTES >> 20} MiB |" in PAGE
+    assert f"| header, with metadata and finish reasons | {LARGEST_HEADER_BYTES >> 10} KiB |" in PAGE

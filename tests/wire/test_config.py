@@ -219,7 +219,7 @@ def test_a_value_of_the_wrong_type_is_malformed(body: object, name: str) -> None
         ({"batch": {"seq_len": 2**31}}, "batch.seq_len", 2**31, "<= 16777216"),
         ({"batch": {"tokens_per_batch": 0}}, "batch.tokens_per_batch", 0, ">= 1"),
         ({"batch": {"overlong": "cut"}}, "batch.overlong", "cut", "'cut'"),
-        ({"batch": {}, "group_size": 2**20 + 1}, "group_size", 2**20 + 1, "<= 1048576"),
+        ({"batch": {}, "group_size": 2**15 + 1}, "group_size", 2**15 + 1, "<= 32768"),
         ({"batch": {}, "seed": -1}, "seed", -1, ">= 0"),
         ({"batch": {}, "seed": 2**70}, "seed", 2**70, "<= 9007199254740991"),
         ({"batch": {}, "tickets": {"ttl_s": 0}}, "tickets.ttl_s", 0, "> 0"),
