@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,8 @@ from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, ConfigRecord
 from replaybuf.wire.run_status import RunStatus
+
+T = TypeVar("T")
 
 steady = settings(derandomize=True, deadline=None, max_examples=60)
 """Settings of a property test: the same examples on every machine, no deadline."""
@@ -362,3 +364,9 @@ RUN_STATUS: dict[str, Any] = {
 def run_status(**fields: Any) -> RunStatus:
     """Build the status of a new run, with `fields` replaced."""
     return msgspec.convert(RUN_STATUS | fields, RunStatus)
+
+
+async def arriving(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield items as an append reads them."""
+    for item in items:
+        yield item

@@ -13,7 +13,7 @@ from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.group import group_from_json
-from tests.builders import rollout, wire_group
+from tests.builders import arriving, rollout, wire_group
 
 _names = itertools.count()
 LEASE_S = 60.0
@@ -37,7 +37,7 @@ def on_a_run(server: EmbeddedServer, work: Callable[[Store, Run], Awaitable[None
 async def append(run: Run, *group_ids: str, version: int = 0) -> None:
     """Store small groups."""
     wires = [wire_group(rollout(), group_id=name, policy_version=version) for name in group_ids]
-    await run.appends.append([Incoming(group_from_json(wire)) for wire in wires])
+    await run.appends.append(arriving(Incoming(group_from_json(wire)) for wire in wires))
 
 
 async def train(run: Run, epoch: int, steps: range) -> None:

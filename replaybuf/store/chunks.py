@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -16,14 +16,46 @@ READ_BYTES = 1 << 20
 
 def split_chunks(items: Iterable[T], size: Callable[[T], int], max_items: int = sys.maxsize) -> Iterator[list[T]]:
     """Split items, in order, into chunks of at most `CHUNK_BYTES` and `max_items`; a larger item is its own chunk."""
-    chunk: list[T] = []
-    free_bytes = CHUNK_BYTES
+    chunk = _Chunk[T](max_items)
     for item in items:
-        needed = size(item)
-        if chunk and (needed > free_bytes or len(chunk) == max_items):
-            yield chunk
-            chunk, free_bytes = [], CHUNK_BYTES
-        chunk.append(item)
-        free_bytes -= needed
-    if chunk:
-        yield chunk
+        if not chunk.fits(size(item)):
+            yield chunk.take()
+        chunk.add(item, size(item))
+    if chunk.items:
+        yield chunk.items
+
+
+async def gather_chunks(
+    items: AsyncIterable[T], size: Callable[[T], int], max_items: int = sys.maxsize
+) -> AsyncIterator[list[T]]:
+    """Gather items that arrive one by one into chunks, as `split_chunks` does."""
+    chunk = _Chunk[T](max_items)
+    async for item in items:
+        if not chunk.fits(size(item)):
+            yield chunk.take()
+        chunk.add(item, size(item))
+    if chunk.items:
+        yield chunk.items
+
+
+class _Chunk(Generic[T]):
+    """A chunk that grows."""
+
+    def __init__(self, max_items: int) -> None:
+        self.items: list[T] = []
+        self._max_items = max_items
+        self._free_bytes = CHUNK_BYTES
+
+    def fits(self, needed: int) -> bool:
+        """Check whether the next item belongs into this chunk."""
+        return not self.items or (needed <= self._free_bytes and len(self.items) < self._max_items)
+
+    def add(self, item: T, needed: int) -> None:
+        """Add an item."""
+        self.items.append(item)
+        self._free_bytes -= needed
+
+    def take(self) -> list[T]:
+        """Return the items and begin the next chunk."""
+        items, self.items, self._free_bytes = self.items, [], CHUNK_BYTES
+        return items

@@ -18,12 +18,14 @@ import numpy as np
 from replaybuf.errors import Malformed, NotFound, ReplaybufError
 from replaybuf.kernel.index import ENTRY
 from replaybuf.kernel.tickets import parse_ticket
-from replaybuf.service.http.requests import decode_groups
+from replaybuf.service.http.append_bodies import decode_incoming
+from replaybuf.service.http.frame_stream import FrameStream
 from replaybuf.store.entries import EntryStrings, default_prompt, encode_strings, read_chunk, read_stored
 from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
-from replaybuf.wire.frame import MEDIA_TYPE, checksum, decode_frame, encode_frame, is_compressed, split_frames
+from replaybuf.wire.frame import checksum, decode_frame, encode_frame, is_compressed, split_frames
 from replaybuf.wire.group import Group, group_from_json, group_to_json
 from replaybuf.wire.group_check import GroupLimits, check_group, truncate
+from replaybuf.wire.group_json import decode_json_groups
 from tests.builders import batch_meta, group, rollout, wire_group
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -48,16 +50,20 @@ def body(data: bytes) -> None:
     with contextlib.suppress(Malformed):
         for one in split_frames(data):
             check_frame(bytes(one))
+    stream = FrameStream(LARGEST_BYTES)
     with contextlib.suppress(Malformed):
-        list(decode_groups(MEDIA_TYPE, data, LARGEST_BYTES))
+        for half in (data[: len(data) // 2], data[len(data) // 2 :]):
+            for found in stream.feed(half):
+                assert isinstance(found, int) or decode_incoming(found, LARGEST_BYTES)
+        stream.end()
 
 
 def json(data: bytes) -> None:
     """Decode groups as JSON."""
     with contextlib.suppress(ReplaybufError):
-        for incoming in decode_groups("application/json", data, LARGEST_BYTES):
-            if incoming.group is not None:
-                judge_group(incoming.group)
+        for decoded in decode_json_groups(data, LARGEST_BYTES):
+            if decoded.group is not None:
+                judge_group(decoded.group)
 
 
 def batch(data: bytes) -> None:

@@ -128,7 +128,7 @@ def held_bytes(http: httpx.Client) -> float:
 
 def test_a_body_waits_until_another_one_is_done(tight: ServeProcess) -> None:
     """A half body holds its declared size; what waits is stored as soon as it is gone, and small calls go on."""
-    append = {"groups": [group("a", metadata={"x": "y" * 600_000})]}
+    append = {"groups": [group(name, metadata={"x": "y" * 200_000}) for name in "abc"]}
     with httpx.Client(base_url=tight.url, timeout=20) as http:
         http.put("/v1/runs/r", json={"batch": {"groups_per_batch": 1}})
         host, port = tight.url.removeprefix("http://").split(":")

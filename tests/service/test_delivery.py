@@ -24,7 +24,7 @@ from replaybuf.wire.batch import read_batch
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.group import group_from_json
-from tests.builders import rollout, wire_group
+from tests.builders import arriving, rollout, wire_group
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_server import metric
 
@@ -203,7 +203,7 @@ class Here:
     async def append(self, *group_ids: str) -> None:
         """Store small groups."""
         made = [group_from_json(wire_group(rollout(), group_id=name)) for name in group_ids]
-        await self.run.appends.append([Incoming(one) for one in made])
+        await self.run.appends.append(arriving(Incoming(one) for one in made))
 
     async def bodies(self, step: int) -> list[bytes]:
         """Fetch the bodies of both ranks."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import Any, Literal
+from collections.abc import AsyncIterator
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import pytest
@@ -14,10 +15,13 @@ from starlette.requests import Request
 from replaybuf.errors import Fenced, InvalidGroups, NotLeader
 from replaybuf.service import host as service
 from replaybuf.service.host import Service
-from replaybuf.service.http.requests import read_groups
+from replaybuf.service.http.append_bodies import read_groups
+from replaybuf.service.http.body_budget import BodyBudget
+from replaybuf.service.http.decoders import DecoderPool
 from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.appends import APPEND_CHUNK
 from replaybuf.service.run.run import Run
+from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
@@ -27,7 +31,13 @@ from tests.builders import rollout, wire_group
 from tests.led_run import LEASE_S, append, on_a_run, train
 from tests.waiting import until
 
+T = TypeVar("T")
 _names = itertools.count()
+
+
+async def collected(items: AsyncIterator[T]) -> list[T]:
+    """Collect what arrives."""
+    return [item async for item in items]
 
 
 def test_a_fetch_overtaken_by_an_attach_assembles_nothing(server: EmbeddedServer) -> None:
@@ -250,7 +260,8 @@ def test_a_body_of_many_groups_is_decoded_one_by_one(kind: str) -> None:
 
     async def main() -> None:
         request = Request({"type": "http", "headers": [(b"content-type", kind.encode())]}, receive)
-        reading = asyncio.create_task(read_groups(request, 1 << 20))
+        request.state.body_share = BodyBudget(1 << 30, Traffic()).share()
+        reading = asyncio.create_task(collected(read_groups(request, 1 << 20, DecoderPool())))
         turns = 0
         while not reading.done():
             turns += 1

@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 from replaybuf.service.host import Service
 from replaybuf.service.http import sending
+from replaybuf.service.http.append_bodies import read_groups
 from replaybuf.service.http.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
 from replaybuf.service.http.metrics import exposition
 from replaybuf.service.http.requests import (
@@ -28,7 +29,6 @@ from replaybuf.service.http.requests import (
     number,
     optional_number,
     page,
-    read_groups,
     read_json,
     read_patch,
     text,
@@ -151,7 +151,7 @@ async def post_groups(request: Request) -> Response:
     """Append groups."""
     run = await _led(request)
     run.journal.presence.record_producer()
-    groups = await read_groups(request, run.journal.config.limits.max_group_bytes)
+    groups = read_groups(request, run.journal.config.limits.max_group_bytes, request.app.state.decoders)
     return json_response(AppendResults(results=await run.appends.append(groups)))
 
 

@@ -5,30 +5,24 @@ Raises `TooLarge`, `UnsupportedMedia`, `Malformed` for bytes that do not decode,
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from replaybuf.errors import BrokenFrame, GroupRejected, Invalid, Malformed, TooLarge, UnsupportedMedia
+from replaybuf.errors import Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.kernel.queries import GROUP_STATES
 from replaybuf.service.http.body_budget import BodyShare
-from replaybuf.service.run.admission import Incoming
 from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
-from replaybuf.wire.contract import GroupsRequest
 from replaybuf.wire.decoding import decode_json
-from replaybuf.wire.frame import MEDIA_TYPE, decode_frame, split_frames
-from replaybuf.wire.group import GroupJson, group_from_json
 from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_REASON_BYTES, check_string, check_strings
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_BODY_BYTES = 1 << 30
 MAX_CONTROL_BODY_BYTES = 1 << 20
 MAX_PAGE = 1000
 
@@ -73,23 +67,29 @@ STATE = Text("state", choices=tuple(GROUP_STATES))
 IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Read a body. Raises `TooLarge` as soon as it is known to exceed the limit, and what `BodyShare.hold` raises."""
+async def read_parts(request: Request, limit_bytes: int, held_bytes: int) -> AsyncIterator[bytes]:
+    """Read a body in parts, of which at most `held_bytes` stay in memory.
+
+    Raises `TooLarge` as soon as the body is known to exceed the limit, and what `BodyShare.hold` raises.
+    """
     share: BodyShare = request.state.body_share
     declared = request.headers.get("content-length", "")
     if declared.isdigit():
         if int(declared) > limit_bytes:
             raise _too_large(int(declared), limit_bytes)
-        await share.hold(int(declared))
-    parts: list[bytes] = []
+        await share.hold(min(int(declared), held_bytes))
     size_bytes = 0
     async for part in request.stream():
         size_bytes += len(part)
         if size_bytes > limit_bytes:
             raise _too_large(size_bytes, limit_bytes)
-        await share.hold(size_bytes)
-        parts.append(part)
-    return b"".join(parts)
+        await share.hold(min(size_bytes, held_bytes))
+        yield part
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Read a small body."""
+    return b"".join([part async for part in read_parts(request, limit_bytes, limit_bytes)])
 
 
 def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:
@@ -199,72 +199,3 @@ def wait_s(request: Request) -> float:
 def page(request: Request) -> tuple[int, int]:
     """Read the start and the maximum length of a page."""
     return number(request, AFTER), number(request, LIMIT)
-
-
-async def read_groups(request: Request, max_group_bytes: int) -> list[Incoming]:
-    """Read the groups of an append, as JSON or as frames; see `decode_groups` for the limits.
-
-    Yields to the event loop between two groups: a body of thousands of groups must not block other calls.
-    """
-    kind = media_type(request, {"application/json", MEDIA_TYPE})
-    incoming = []
-    for item in decode_groups(kind, await read_body(request, MAX_BODY_BYTES), max_group_bytes):
-        incoming.append(item)
-        await asyncio.sleep(0)
-    return incoming
-
-
-def decode_groups(kind: str, body: bytes, max_group_bytes: int) -> Iterator[Incoming]:
-    """Decode the groups in a body of media type `kind` one by one; an invalid group yields its rejection.
-
-    A frame is too large above `max_group_bytes` decompressed, and as soon as all frames together exceed
-    `MAX_BODY_BYTES` decompressed. Raises `Malformed` if the body as a whole does not decode.
-    """
-    if kind != MEDIA_TYPE:
-        yield from map(_from_json, _json_groups(body))
-        return
-    left_bytes = MAX_BODY_BYTES
-    for frame in list(split_frames(body)):
-        item = _from_frame(frame, min(max_group_bytes, left_bytes))
-        left_bytes -= item.group.nbytes if item.group else 0
-        yield item
-
-
-def _json_groups(body: bytes) -> Iterator[GroupJson]:
-    """Decode one group after the other: one call must not hold the event loop for all groups of a body.
-
-    If one does not decode, the body is decoded as a whole, for an error with the full path of the field.
-    """
-    done = 0
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        several = "groups" in fields
-        pieces = msgspec.json.decode(fields["groups"], type=list[msgspec.Raw]) if fields.keys() == {"groups"} else []
-        for piece in pieces:
-            yield msgspec.json.decode(piece, type=GroupJson)
-            done += 1
-        if fields.keys() == {"groups"}:
-            return
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        several = b'"groups"' in body  # perhaps not strict JSON (NaN)
-    if several:
-        yield from decode_json(body, GroupsRequest).groups[done:]
-    else:
-        yield decode_json(body, GroupJson)
-
-
-def _from_json(wire: GroupJson) -> Incoming:
-    try:
-        return Incoming(group_from_json(wire))
-    except GroupRejected as rejection:
-        return Incoming(None, rejection=rejection)
-
-
-def _from_frame(frame: memoryview, max_bytes: int) -> Incoming:
-    try:
-        return Incoming(decode_frame(frame, max_bytes=max_bytes), frame)
-    except BrokenFrame as error:
-        large = error.name == "max_bytes"
-        reason, name = ("too_large", "limits.max_group_bytes") if large else ("broken_frame", error.name)
-        rejection = GroupRejected(reason, error.detail, name=name, value=error.value, bound=error.bound)
-        return Incoming(None, rejection=rejection)

@@ -19,6 +19,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.body_budget import BodyBudget
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
+from replaybuf.service.http.decoders import DecoderPool
 from replaybuf.service.http.openapi import describe
 from replaybuf.service.http.problems import document_response, error_response
 from replaybuf.service.http.requests import check_query
@@ -41,6 +42,7 @@ def application(service: Service, tokens: Tokens, body_budget_bytes: int = BODY_
         exception_handlers={ReplaybufError: _problem, HTTPException: _http_problem, Exception: _fault},
     )
     app.state.service = service
+    app.state.decoders = DecoderPool()
     app.state.openapi = describe(CALLS, OPEN_CALLS)
     return app
 

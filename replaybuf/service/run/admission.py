@@ -16,13 +16,26 @@ from replaybuf.wire.frame import encode_frame, is_compressed, stored_checksum
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group, truncate
 
+LARGE_GROUP_BYTES = 1 << 20
+"""A larger group is decoded and checked in a thread: at 64 MiB that takes up to a second."""
+
 
 class Incoming(msgspec.Struct, frozen=True):
-    """One group of a request: its columns and its frame (None = sent as JSON), or why it does not decode."""
+    """One group of a request: its columns and its frame (None = sent as JSON), or why it does not decode.
+
+    `group_id`, `ticket`: of a group that does not decode, if they are known.
+    """
 
     group: Group | None
     frame: bytes | memoryview | None = None
     rejection: GroupRejected | None = None
+    group_id: str | None = None
+    ticket: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns."""
+        return self.group.nbytes if self.group else 0
 
 
 class AdmissionCheck:
@@ -35,14 +48,11 @@ class AdmissionCheck:
 
     def identity(self, item: Incoming) -> tuple[str, str]:
         """Return group id and prompt key, as Redis compares groups; "" for a missing one."""
-        group = item.group
-        if group is None:
-            return "", ""
-        key = ""
-        if group.ticket is not None:
+        named, key = item.group or item, ""
+        if named.ticket is not None:
             with contextlib.suppress(NotFound):
-                key = prompt_key(*parse_ticket(group.ticket).prompt)
-        return group.group_id or key, key
+                key = prompt_key(*parse_ticket(named.ticket).prompt)
+        return named.group_id or key, key
 
     def check(self, item: Incoming) -> PendingGroup:
         """Return the group with advantages, frame and checksum. Raises `GroupRejected`."""

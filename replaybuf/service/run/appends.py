@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from msgspec import UNSET
 
@@ -12,13 +12,13 @@ from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooL
 from replaybuf.kernel.decide import NO_LOAD, decide_room
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.selection import Selector
-from replaybuf.service.run.admission import AdmissionCheck, Incoming
+from replaybuf.service.run.admission import LARGE_GROUP_BYTES, AdmissionCheck, Incoming
 from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import AppendResult, PendingGroup
-from replaybuf.store.chunks import split_chunks
+from replaybuf.store.chunks import gather_chunks
 from replaybuf.wire import contract
 
 APPEND_CHUNK = 64
@@ -46,13 +46,14 @@ class Appends:
         self._history_lock = history_lock
         self._entering = Load()
 
-    async def append(self, incoming: Sequence[Incoming]) -> list[contract.AppendResult]:
-        """Store groups in chunks; return one result each.
+    async def append(self, incoming: AsyncIterator[Incoming]) -> list[contract.AppendResult]:
+        """Store groups in chunks, as they arrive; return one result each.
 
-        Raises `TooLarge` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be stored.
+        Raises `TooLarge` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be stored, and what
+        `incoming` raises.
         """
         results: list[contract.AppendResult] = []
-        for chunk in split_chunks(incoming, _nbytes, APPEND_CHUNK):
+        async for chunk in gather_chunks(incoming, lambda item: item.nbytes, APPEND_CHUNK):
             results += await self._append(chunk)
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
         reasons = Counter(result.reason or "" for result in results if result.status == "rejected")
@@ -92,13 +93,18 @@ class Appends:
         refused: dict[int, GroupRejected] = {}
         for position, item in enumerate(chunk):
             try:
-                ready.append((position, self._admission.check(item)))
+                ready.append((position, await self._check_one(item)))
             except GroupRejected as rejection:
                 refused[position] = rejection
             await asyncio.sleep(0)
         if refused:
             await self._answer_refused(chunk, refused, results)
         return ready
+
+    async def _check_one(self, item: Incoming) -> PendingGroup:
+        if item.nbytes <= LARGE_GROUP_BYTES:
+            return self._admission.check(item)
+        return await asyncio.to_thread(self._admission.check, item)
 
     async def _answer_refused(
         self,
@@ -113,8 +119,8 @@ class Appends:
             repeats = await journal.store.groups.find_repeats(journal.name, identities)
         for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
             self._side_state.duplicates += repeat is not None
-            group = chunk[position].group
-            results[position] = _result(repeat) if repeat else _rejected(group.group_id if group else None, rejection)
+            named = chunk[position].group or chunk[position]
+            results[position] = _result(repeat) if repeat else _rejected(named.group_id, rejection)
 
     async def _publish(self, items: list[PendingGroup], token: str) -> list[AppendResult]:
         """Store groups under the fencing token with which they were checked."""
@@ -182,10 +188,6 @@ def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.Append
         value=rejection.value if named else UNSET,
         bound=rejection.bound if named else UNSET,
     )
-
-
-def _nbytes(item: Incoming) -> int:
-    return item.group.nbytes if item.group else 0
 
 
 def _load(item: PendingGroup) -> Load:
