@@ -9,6 +9,7 @@ from typing import Any
 from replaybuf.errors import Gone
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
+from replaybuf.store.ends import NO_ENDS
 
 NAME_TAKEN_S = 86400
 """How long the name of a deleted run is not free: clients that still use it must not reach another run."""
@@ -59,7 +60,7 @@ class RunStore:
     # ------------------------------------------------------------------ deleted runs
 
     async def exists(self, run: str) -> bool:
-        """Return whether a run is listed. Raises `Gone` if it was deleted less than a day ago."""
+        """Return whether a run is listed, or was known. Raises `Gone` if it was deleted less than a day ago."""
         pipe = self._connection.pipeline()
         pipe.sismember(keys.RUNS, run)
         pipe.ttl(keys.deleted(run))
@@ -67,7 +68,7 @@ class RunStore:
         if left_s != -2:
             free = "is being deleted" if left_s < 0 else f"was deleted; its name is free in {left_s / 3600:.1f} hours"
             raise Gone(f"run {run} {free}; use another name", name="run", value=run)
-        return bool(listed)
+        return bool(listed) or self._connection.known.of(run) != NO_ENDS
 
     async def is_deleted(self, run: str) -> bool:
         """Return whether a run was deleted less than a day ago."""
