@@ -170,14 +170,16 @@ class GroupStore:
             pipe.unlink(key)
         await self._connection.run(pipe.execute())
 
-    async def read_index(self, run: str, after: int, through: int | None = None) -> AsyncIterator[IndexChunk]:
-        """Read the index stream after number `after`, up to number `through`, in chunks.
+    async def read_index(
+        self, run: str, after: int, through: int | None = None, count: int = READ_CHUNK_ENTRIES
+    ) -> AsyncIterator[IndexChunk]:
+        """Read the index stream after number `after`, up to number `through`, in chunks of `count` entries.
 
         On a connection of its own, without redis-py's conversions. While one chunk is parsed Redis prepares the next.
         """
         guard, pool = self._connection.run, self._connection.client.connection_pool
         connection: Any = await guard(pool.get_connection())  # type: ignore[no-untyped-call]
-        last, count = "+" if through is None else f"{through}-0", READ_CHUNK_ENTRIES
+        last = "+" if through is None else f"{through}-0"
         command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
         pending = True
         try:

@@ -16,6 +16,7 @@ and nothing by a leader that was suspended while another one took over. These wr
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from replaybuf.store.connection import Connection
@@ -29,7 +30,8 @@ from replaybuf.store.streams import StreamEnds
 from replaybuf.store.tickets import CounterStore, TicketStore
 
 PAYLOADS_AT_ONCE = 250
-"""Payloads deleted by one call: Redis frees up to 64 MiB each, and other calls wait meanwhile."""
+PAUSE_S = 0.005
+"""Payloads of a deleted run that one call deletes, and the pause after it: nobody waits for this work."""
 
 
 class Store:
@@ -66,11 +68,13 @@ class Store:
         A repetition continues after a crash: the index, which names the payloads, goes last.
         """
         groups = 0
-        for chunks in (self.groups.read_index(run, 0), self.snapshots.read_old_entries(run)):
+        index = self.groups.read_index(run, 0, count=PAYLOADS_AT_ONCE)
+        for chunks in (index, self.snapshots.read_old_entries(run)):
             async for chunk in chunks:
                 payloads = [strings.payload_key for strings in chunk.strings if strings.payload_key]
                 for start in range(0, len(payloads), PAYLOADS_AT_ONCE):
                     await self.groups.delete_payloads(payloads[start : start + PAYLOADS_AT_ONCE])
+                    await asyncio.sleep(PAUSE_S)
                 groups += len(payloads)
         counters = await self.counters.read(run)
         adapters = [name.partition(":")[2] for name in counters if name.startswith("next:")]
