@@ -48,7 +48,7 @@ EXAMPLES: dict[str, Any] = {
         "limits": LIMITS,
         "state": "running",
     },
-    "TicketRequest": {"producer": "p", "count": 1, "adapter": "", "wait_ms": 0},
+    "TicketRequest": {"producer": "p", "count": 1, "adapter": "", "wait_ms": 0, "max_tokens": 1},
     "EvaluationRequest": {
         "name": "x",
         "adapter": "",

@@ -29,6 +29,7 @@ MAX_PAGE = 1000
 _PATCH_FIELDS = ConfigPatch.__struct_fields__
 _FIXED_FIELDS = set(RunConfig.__struct_fields__) - set(_PATCH_FIELDS)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+_SHOWN_DIGITS = 500
 _MAX_DIGITS = len(str(LARGEST_INTEGER))
 
 
@@ -168,7 +169,8 @@ def optional_number(request: Request, parameter: Number) -> int | None:
         return parameter.default
     if not _WHOLE_NUMBER.fullmatch(raw):
         raise Malformed(f"{name} is {raw!r}; it must be a whole number", name=name, value=raw, bound="integer")
-    value = int(raw) if len(raw.lstrip("-")) <= _MAX_DIGITS else raw  # Python raises for thousands of digits
+    digits = len(raw.lstrip("-"))  # Python raises for thousands of digits
+    value = int(raw) if digits <= _MAX_DIGITS else raw if digits < _SHOWN_DIGITS else f"a number of {digits} digits"
     if isinstance(value, str) or not parameter.low <= value <= parameter.high:
         raise Invalid(
             f"{name} is {value}; it must be in {parameter.low}..{parameter.high}",
