@@ -13,6 +13,9 @@ from replaybuf.store.faults import data_lost
 from replaybuf.wire.ledger import AnyRecord, decode_record, encode_record
 
 READ_CHUNK_ENTRIES = 1_000
+FIRST_CHUNK_ENTRIES = 16
+READ_CHUNK_BYTES = 1 << 20
+"""Entries are read in chunks of about this size, as long as the entries before; a batch record may have 130 MB."""
 
 
 class LedgerStore:
@@ -42,9 +45,9 @@ class LedgerStore:
 
     async def read(self, run: str, after: int, count: int | None = None) -> AsyncIterator[list[tuple[int, AnyRecord]]]:
         """Read the entries after number `after`, in chunks; at most `count` in all. Raises `Unreadable`."""
-        left = count
+        left, chunk = count, FIRST_CHUNK_ENTRIES
         while left is None or left > 0:
-            chunk = READ_CHUNK_ENTRIES if left is None else min(left, READ_CHUNK_ENTRIES)
+            chunk = chunk if left is None else min(left, chunk)
             command = self._connection.client.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk)
             raw = await self._connection.run(command)
             if not raw:
@@ -53,6 +56,8 @@ class LedgerStore:
             yield records
             after = records[-1][0]
             left = None if left is None else left - len(records)
+            entry_bytes = sum(len(fields.get(b"r", b"")) for _, fields in raw) // len(raw)
+            chunk = min(max(1, READ_CHUNK_BYTES // (entry_bytes + 1)), 8 * chunk, READ_CHUNK_ENTRIES)
 
 
 def _read(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, AnyRecord]:

@@ -286,3 +286,24 @@ def test_a_group_with_long_ids_written_past_the_service_becomes_a_dead_letter(
     assert run.batch(0, run.attach()).status_code == 200
     state = run.state()["groups"]
     assert (state["dead_lettered"], state["in_batches"]) == (1, 1)
+
+
+def test_a_page_of_the_ledger_ends_after_8_mib(run: RunClient) -> None:
+    """Acks with large feedback would make a page of 1 GB; `next` continues where the page ended."""
+    run.put(batch={"groups_per_batch": 1}, steps_per_publish=1000)
+    epoch = run.attach()
+    for step in range(11):
+        run.append(group(f"g{step}"))
+        assert run.batch(step, epoch).status_code == 200
+        assert run.ack(step, epoch, feedback={"notes": "x" * 1_000_000}).status_code == 200
+    pages: list[dict[str, Any]] = []
+    after = 0
+    while not pages or pages[-1]["next"]:
+        answer = run.get("ledger", after=after, limit=1000)
+        assert len(answer.content) < 10 << 20
+        pages.append(answer.json())
+        after = pages[-1]["next"]
+    assert len(pages) == 2
+    entries = [record["entry"] for page in pages for record in page["records"]]
+    assert entries == list(range(1, len(entries) + 1))
+    assert sum(record["type"] == "ACK" for page in pages for record in page["records"]) == 11

@@ -55,6 +55,8 @@ from replaybuf.wire.contract import (
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.run_status import RunList
 
+LARGEST_PAGE_BYTES = 8 << 20
+"""A page of the ledger ends with the record that exceeds it; 1,000 acks with feedback may have 1 GB."""
 CONSOLE = files("replaybuf.service.http").joinpath("console.html").read_text()
 """A page that shows every run of this server and loads nothing from other servers."""
 
@@ -245,8 +247,15 @@ async def get_ledger(request: Request) -> Response:
     """List ledger records."""
     run = await _run(request)
     after, limit = page(request)
-    records = [{"entry": n} | msgspec.to_builtins(record) async for n, record in run.journal.records(after, limit)]
-    return json_response(LedgerPage(records=records, next=records[-1]["entry"] if len(records) == limit else None))
+    records: list[Any] = []
+    size, last = 0, after
+    async for entry, record in run.journal.records(after, limit):
+        records.append(msgspec.Raw(b'{"entry":%d,' % entry + msgspec.json.encode(record)[1:]))
+        size, last = size + len(records[-1]), entry
+        if size > LARGEST_PAGE_BYTES:
+            break
+    more = len(records) == limit or size > LARGEST_PAGE_BYTES
+    return json_response(LedgerPage(records=records, next=last if more else None))
 
 
 async def get_failed_prompts(request: Request) -> Response:
