@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, UnsupportedServer
-from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys
+from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
+from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys, pipeline
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import AckRecord
@@ -114,6 +114,23 @@ def test_a_clock_of_redis_that_was_set_back_does_not_prolong_the_lease_of_a_dead
         await store.connection.client.pexpire(keys.lead("back"), 3_600_000)
         refused = await store.runs.take_lease("back", "standby", 5.0)
         assert refused.token is None and refused.left_s <= 5.0
+
+    with_store(server, work)
+
+
+def test_a_command_larger_than_redis_accepts_is_refused_with_its_size(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis would close the connection, which looks like an outage; the connection is still good."""
+    monkeypatch.setattr(pipeline, "LARGEST_STORED_BYTES", 10_000)
+
+    async def work(store: Store) -> None:
+        lease = await store.runs.take_lease("large", "one", 5.0)
+        assert lease.token is not None
+        record = AckRecord(step=0, epoch=1, feedback={"notes": "x" * 10_000})
+        with pytest.raises(TooLarge, match=r"argument of 100\d\d bytes; Redis accepts at most 10000"):
+            await store.ledger.append("large", lease.token, 1, record)
+        await store.ledger.append("large", lease.token, 1, AckRecord(step=0, epoch=1))
 
     with_store(server, work)
 
