@@ -18,7 +18,7 @@ NEEDY = {
     "contained": ("needs a container", "class T(WordTask):\n    NEEDS_CONTAINER = True"),
     "worthless": ("has no reward", "class T(vf.Task[WordData]): ..."),
     "hidden": (
-        "leaves secret out of the data",
+        "excludes secret from the data",
         "from pydantic import Field\nclass D(WordData):\n    secret: str = Field('', exclude=True)\n"
         "class T(WordTask, vf.Task[D]):\n    pass",
     ),
