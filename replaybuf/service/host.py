@@ -168,7 +168,7 @@ class Service:
         """
         if name in self.runs:
             return self.runs[name]
-        if not await self.store.runs.exists(name):
+        if not await self._exists(name):
             return None
         self.unreadable.check(name)
         started = time.monotonic()
@@ -184,6 +184,15 @@ class Service:
         logger.info("run loaded run=%s groups=%d step=%d seconds=%.2f", name, state.stored, state.step, seconds)
         await self._leadership.seek(run, force=self._embedded)
         return run
+
+    async def _exists(self, name: str) -> bool:
+        """Return whether Redis lists a run, or must have lost it. Raises `Gone` if it is deleted."""
+        known = self.store.connection.known
+        try:
+            return await self.store.runs.exists(name) or name in known.runs
+        except Gone:
+            known.forget(name)
+            raise
 
     def _add(self, run: Run) -> None:
         run.durability = self.report.durability if self.report else "relaxed"

@@ -77,12 +77,13 @@ def test_every_key_and_payload_of_a_deleted_run_goes(run: RunClient, valkey: red
     finished(run)
     other = connect(str(run.http.base_url), f"{run.run}-other")
     finished(other)
-    kept = keys_of(valkey, other)
+    # Freed payloads and tickets of stored groups go by themselves.
+    kept = {key for key in keys_of(valkey, other) if not key.startswith(b"rb:p:") and not key.endswith(b":tickets")}
     assert len(keys_of(valkey, run)) > 10
     answer = run.http.delete(run.path)
     assert (answer.status_code, answer.content) == (204, b"")
     wait_until_gone(valkey, run)
-    assert keys_of(valkey, other) >= {key for key in kept if not key.startswith(b"rb:p:")}
+    assert keys_of(valkey, other) >= kept
     assert other.state()["state"] == "finished"
     assert f'run="{run.run}"' not in run.http.get("/metrics").text
 

@@ -48,10 +48,14 @@ class Forwarder:
         while True:
             try:
                 client, _ = self._listening.accept()
-                server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self.target))
             except OSError:
                 return
+            server = socket.socket(socket.AF_UNIX)
+            try:
+                server.connect(str(self.target))
+            except OSError:  # the server is down
+                client.close()
+                continue
             self._open += [client, server]
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()

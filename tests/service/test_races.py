@@ -19,7 +19,7 @@ from replaybuf.service.http.append_bodies import read_groups
 from replaybuf.service.http.body_budget import BodyBudget
 from replaybuf.service.http.decoders import DecoderPool
 from replaybuf.service.run.admission import Incoming
-from replaybuf.service.run.appends import APPEND_CHUNK
+from replaybuf.service.run.group_commit import APPEND_CHUNK
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, PendingGroup, Store

@@ -14,16 +14,13 @@ from replaybuf.kernel.limits import Load
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.admission import LARGE_GROUP_BYTES, AdmissionCheck, Incoming
 from replaybuf.service.run.arrivals import Arrivals
+from replaybuf.service.run.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import AppendResult, PendingGroup
 from replaybuf.store.chunks import gather_chunks
 from replaybuf.wire import contract
-
-APPEND_CHUNK = 64
-"""Groups stored at once. The event loop is free between two chunks and between two checks: a body of thousands of
-groups must not make a trainer wait, nor let the lease expire."""
 
 
 class Appends:
@@ -45,6 +42,7 @@ class Appends:
         self._arrivals = arrivals
         self._history_lock = history_lock
         self._entering = Load()
+        self._commit = GroupCommit(self._publish)
 
     async def append(self, incoming: AsyncIterator[Incoming]) -> list[contract.AppendResult]:
         """Store groups in chunks, as they arrive; return one result each.
@@ -74,9 +72,9 @@ class Appends:
                 # Reserve what they take until they are in the index.
                 taken = sum(map(_load, entering), Load())
                 self._entering += taken
-                appended = await self._publish(entering, token)
+                appended = await self._commit.append(entering, token)
             if appended:
-                await self._arrivals.take(appended)
+                await self._arrivals.settle()
         finally:
             self._entering -= taken
         for (position, _), outcome in zip(ready, appended, strict=False):
@@ -123,15 +121,14 @@ class Appends:
             results[position] = _result(repeat) if repeat else _rejected(named.group_id, rejection)
 
     async def _publish(self, items: list[PendingGroup], token: str) -> list[AppendResult]:
-        """Store groups under the fencing token with which they were checked."""
+        """Store and fold groups under the fencing token with which they were checked."""
         journal = self._journal
-        if not items:
-            return []
         with journal.recording_loss():
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), token
             )
         self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
+        await journal.ingest(appended)
         return appended
 
     async def _fitting(self, items: Sequence[PendingGroup]) -> tuple[int, NoRoom | None]:

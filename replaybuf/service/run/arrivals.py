@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from replaybuf.kernel.rates import Rates
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.tickets import Tickets
-from replaybuf.store import AppendResult
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +23,6 @@ class Arrivals:
         self._rates = rates
         self._settling = asyncio.Lock()
         self._measured_after = journal.state.stored
-
-    async def take(self, published: Sequence[AppendResult]) -> None:
-        """Fold and settle groups that an append of this server published."""
-        await self._journal.ingest(published)
-        await self.settle()
 
     async def pull(self) -> None:
         """Read new groups that others published."""

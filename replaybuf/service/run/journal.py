@@ -152,10 +152,8 @@ class Journal:
             raise
 
     def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
-        """Record or clear a loss by what the check of the ends returned, and raise it."""
+        """Raise the loss that a check of the ends returned; clear the last one if there is none."""
         if isinstance(found, Exception):
-            if isinstance(found, DataLost):
-                self.lose(found)
             raise found
         self.lost = None
 

@@ -129,6 +129,7 @@ class Run:
         if not self.journal.leading:
             return
         await self.arrivals.settle()
+        await self.side_state.write_removed()
         await self.tickets.expire()
         if all(self.book.used_up(name) for name in self.journal.config.adapter_names):
             await self.batches.end_if_used_up()

@@ -26,6 +26,7 @@ class SideState:
         self.rejected: Counter[str] = Counter()
         self.duplicates = 0
         self.uncertain = False
+        self._to_drop: dict[str, None] = {}
         self._journal = journal
 
     async def reload(self) -> None:
@@ -53,16 +54,27 @@ class SideState:
             self.rejected.update(reasons)
 
     async def save(self, change: TicketChange, *, durably: bool = True) -> None:
-        """Write a change of the book to Redis. Raises `NotLeader` if a newer leader has fenced this server."""
-        if not change:
-            return
-        journal = self._journal
+        """Write a change of the book to Redis. Raises `NotLeader` if a newer leader has fenced this server.
+
+        Removed tickets need no write of their own with `durably=False`: the next change or tick writes them.
+        """
+        self._to_drop |= dict.fromkeys(map(str, change.drop))
+        if change.counts or change.issued or change.due or (durably and change.drop):
+            await self._write(change, durably=durably)
+
+    async def write_removed(self) -> None:
+        """Write the removed tickets that no change has written yet."""
+        if self._to_drop:
+            await self._write(TicketChange(), durably=False)
+
+    async def _write(self, change: TicketChange, *, durably: bool) -> None:
+        journal, drop = self._journal, tuple(self._to_drop)
         try:
             with journal.recording_loss():
                 await journal.store.tickets.change(
                     journal.name,
                     journal.token or "",
-                    drop=[str(ticket) for ticket in change.drop],
+                    drop=drop,
                     deadlines_s=dict.fromkeys(map(str, change.issued), journal.clock.wall() + self.book.ttl_s)
                     | dict.fromkeys(map(str, change.due), 0.0),
                     counts=change.counts,
@@ -71,6 +83,8 @@ class SideState:
         except NotLeader:
             journal.follow(None)
             raise
+        for ticket in drop:  # some were added, or written by another task, meanwhile
+            self._to_drop.pop(ticket, None)
 
     @contextlib.contextmanager
     def uncertain_on_failure(self) -> Iterator[None]:

@@ -1,0 +1,105 @@
+"""Group commit: appends that arrive while one is being written are written together after it.
+
+A caller alone is written at once. With many callers, one round trip and one wait for the disk serve all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from replaybuf.errors import NoRoom
+from replaybuf.store import AppendResult, PendingGroup
+from replaybuf.store.chunks import CHUNK_BYTES
+
+APPEND_CHUNK = 64
+"""Groups stored at once: the event loop is free between two writes."""
+
+Write: TypeAlias = Callable[[list[PendingGroup], str], Awaitable[list[AppendResult]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Caller:
+    """The groups of one caller, the fencing token with which they were checked, and what will answer it."""
+
+    items: Sequence[PendingGroup]
+    token: str
+    results: asyncio.Future[list[AppendResult]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(item.frame) for item in self.items)
+
+
+class GroupCommit:
+    """Calls `write` for the groups of all waiting callers, one call at a time; each caller gets its own results.
+
+    A write has at most `APPEND_CHUNK` groups and `CHUNK_BYTES`, or one caller. Callers are not dropped: the server
+    bounds how many requests, and bytes of them, it takes.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._waiting: deque[_Caller] = deque()
+        self._writing: asyncio.Task[None] | None = None
+
+    async def append(self, items: Sequence[PendingGroup], token: str) -> list[AppendResult]:
+        """Store groups; return one result each. Raises what `write` raises."""
+        if not items:
+            return []
+        caller = _Caller(items, token, asyncio.get_running_loop().create_future())
+        self._waiting.append(caller)
+        if self._writing is None:
+            # A task of its own: a caller that is cancelled must not take the others with it.
+            self._writing = asyncio.create_task(self._write_waiting())
+        return await caller.results
+
+    async def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                await self._write_together(self._take())
+        finally:
+            self._writing = None
+            for one in self._waiting:  # only if this task was cancelled
+                one.results.cancel()
+
+    def _take(self) -> list[_Caller]:
+        """Remove the next callers that fit into one write and have the same token."""
+        callers = [self._waiting.popleft()]
+        groups, nbytes = len(callers[0].items), callers[0].nbytes
+        while self._waiting and self._waiting[0].token == callers[0].token:
+            groups, nbytes = groups + len(self._waiting[0].items), nbytes + self._waiting[0].nbytes
+            if groups > APPEND_CHUNK or nbytes > CHUNK_BYTES:
+                break
+            callers.append(self._waiting.popleft())
+        return callers
+
+    async def _write_together(self, callers: Sequence[_Caller]) -> None:
+        try:
+            results = iter(await self._write([item for one in callers for item in one.items], callers[0].token))
+        except NoRoom as error:
+            if len(callers) > 1:  # a full server still answers those who repeat what is stored
+                for one in callers:
+                    await self._write_together([one])
+            else:
+                _fail(callers, error)
+        except Exception as error:  # noqa: BLE001 - each caller raises it
+            _fail(callers, error)
+        except asyncio.CancelledError:
+            for one in callers:
+                one.results.cancel()
+            raise
+        else:
+            for one in callers:
+                own = [next(results) for _ in one.items]
+                if not one.results.done():  # else its request was cancelled
+                    one.results.set_result(own)
+
+
+def _fail(callers: Sequence[_Caller], error: Exception) -> None:
+    for one in callers:
+        if not one.results.done():
+            one.results.set_exception(error)
