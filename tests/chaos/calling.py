@@ -31,14 +31,13 @@ class Outcome(Generic[T]):
 
 def observed(run: str, client: Client, call: Callable[[], T]) -> Outcome[T]:
     """Make a call; return its result, both times, the server and the outcome."""
-    sent_s, outcome, result = now_s(), OK, None
+    sent_s, outcome, detail, result = now_s(), OK, "", None
     try:
         result = call()
     except ReplaybufError as error:
-        outcome = error.slug
-    return Outcome(
-        {"run": run, "sent_s": sent_s, "at_s": now_s(), "server": client.address, "outcome": outcome}, result
-    )
+        outcome, detail = error.slug, error.detail
+    seen = {"run": run, "sent_s": sent_s, "at_s": now_s(), "server": client.address, "outcome": outcome}
+    return Outcome(seen | {"detail": detail}, result)
 
 
 def load_options() -> argparse.Namespace:

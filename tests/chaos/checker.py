@@ -337,7 +337,7 @@ def no_silent_wait(run: RunHistory) -> Iterator[str]:
             yield f"the state does not explain its wait: {seen.state['waiting']}"
     for call in run.calls:
         if call.outcome in ("internal", "strategy-fault", "malformed"):
-            yield f"a call was answered {call.outcome} by {call.server}"
+            yield f"a call was answered {call.outcome} by {call.server}: {call.detail}"
     for drained in run.drained:
         if not drained.drained:
             yield f"the load did not come to rest after the faults: {drained.stood}"

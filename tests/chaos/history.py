@@ -32,11 +32,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Call(Event, frozen=True, kw_only=True):
-    """A call that was answered by `server`: `outcome` is `ok` or the slug of the error."""
+    """A call that was answered by `server`: `outcome` is `ok` or the slug of the error, `detail` the error's text."""
 
     sent_s: float
     server: str = ""
     outcome: str = OK
+    detail: str = ""
 
 
 class TicketsTaken(Call, frozen=True):

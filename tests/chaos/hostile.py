@@ -30,22 +30,22 @@ BODY_BYTES = 60 << 20
 OPEN, ENDED = -1, 0
 
 
-def endless_header(run: str) -> Iterator[bytes]:
+def endless_header(host: str, run: str) -> Iterator[bytes]:
     """Begin a request with one header that has no end."""
-    yield b"GET /healthz HTTP/1.1\r\nhost: h\r\nx-long: "
+    yield b"GET /healthz HTTP/1.1\r\nhost: " + host.encode() + b"\r\nx-long: "
     yield from itertools.repeat(b"a" * CHUNK, HEAD_BYTES // CHUNK)
 
 
-def many_headers(run: str) -> Iterator[bytes]:
+def many_headers(host: str, run: str) -> Iterator[bytes]:
     """Begin a request with short headers that have no end."""
-    yield b"GET /healthz HTTP/1.1\r\nhost: h\r\n"
+    yield b"GET /healthz HTTP/1.1\r\nhost: " + host.encode() + b"\r\n"
     yield from itertools.repeat(b"x: y\r\n" * (CHUNK // 6), HEAD_BYTES // CHUNK)
 
 
-def refused_json(run: str) -> Iterator[bytes]:
+def refused_json(host: str, run: str) -> Iterator[bytes]:
     """Post 60 MiB of JSON that is no group: one rollout of numbers, without an end."""
     begin = b'{"group_id": "hostile", "prompt_id": "h", "policy_version": 0, "rollouts": [{"prompt_ids": [1'
-    yield _post(run, BODY_BYTES) + begin
+    yield _post(host, run, BODY_BYTES) + begin
     left = BODY_BYTES - len(begin)
     chunk = b",1" * (CHUNK // 2)
     while left:
@@ -53,23 +53,23 @@ def refused_json(run: str) -> Iterator[bytes]:
         left -= min(left, CHUNK)
 
 
-def cut_body(run: str) -> Iterator[bytes]:
+def cut_body(host: str, run: str) -> Iterator[bytes]:
     """Post half of a body and end the connection."""
-    yield _post(run, 1 << 20) + b'{"groups": [' + b" " * (1 << 19)
+    yield _post(host, run, 1 << 20) + b'{"groups": [' + b" " * (1 << 19)
 
 
-def oversized_body(run: str) -> Iterator[bytes]:
+def oversized_body(host: str, run: str) -> Iterator[bytes]:
     """Announce 4 GiB of JSON and begin to send it."""
-    yield _post(run, 4 << 30)
+    yield _post(host, run, 4 << 30)
     yield from itertools.repeat(b"[" * CHUNK, BODY_BYTES // CHUNK)
 
 
-def _post(run: str, length: int) -> bytes:
-    head = f"POST /v1/runs/{run}/groups HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+def _post(host: str, run: str, length: int) -> bytes:
+    head = f"POST /v1/runs/{run}/groups HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {length}\r\n\r\n".encode()
 
 
-ATTACKS: dict[str, Callable[[str], Iterator[bytes]]] = {
+ATTACKS: dict[str, Callable[[str, str], Iterator[bytes]]] = {
     "endless header": endless_header,
     "many headers": many_headers,
     "refused JSON": refused_json,
@@ -83,10 +83,11 @@ NAMES = (*ATTACKS, HALF)
 class Attack:
     """One attack on one server."""
 
-    def __init__(self, url: str, run: str, name: str, recorder: Recorder) -> None:
-        self._url, self._run, self._name, self._recorder = url, run, name, recorder
-        host, _, port = url.removeprefix("http://").rpartition(":")
-        self._address = host, int(port)
+    def __init__(self, url: str, run: str, attack: str, recorder: Recorder) -> None:
+        self._url, self._run, self._name, self._recorder = url, run, attack, recorder
+        self._host = url.removeprefix("http://")
+        name, _, port = self._host.rpartition(":")
+        self._address = name, int(port)
         self._over = threading.Event()
         self._beside: Counter[str] = Counter()
         self._sent_bytes = 0
@@ -120,7 +121,7 @@ class Attack:
         try:
             with socket.create_connection(self._address, BESIDE_TIMEOUT_S) as connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
-                for piece in ATTACKS[self._name](self._run):
+                for piece in ATTACKS[self._name](self._host, self._run):
                     if now_s() > ends_s or not self._send_piece(connection, piece, ends_s):
                         break
                 if self._name == "cut body":

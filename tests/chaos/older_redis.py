@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 import msgspec
@@ -19,19 +20,12 @@ from tests.waiting import eventually
 
 KINDS = ("older", "lagging")
 LAG_TIMEOUT_S = 4.0
-"""How long the load may take to make the copy lack something of every run; else the fault does not happen."""
+"""How long the load may take until every server knows what the copy lacks; else the fault does not happen."""
 REPORT_TIMEOUT_S = 15.0
 LOAD_S = (0.2, 0.8)
 """How long the load goes on after every server has reported the loss."""
 SYNC_TIMEOUT_S = 10.0
 _DATA = "appendonlydir"
-
-
-class Ends(NamedTuple):
-    """Last ledger entry and last group of a run in Redis."""
-
-    entry: int
-    group: int
 
 
 class Substitution:
@@ -54,7 +48,7 @@ class Substitution:
         try:
             self._start_copy(kind, older)
             before = {run: fingerprint(older, run) for run in cluster.runs}
-            copied = {run: ends_of(older, run) for run in cluster.runs}
+            copied = {run: newest_group(older, run) for run in cluster.runs}
             if not self._lacks_something(copied):
                 return False
             self._serve_older(kind, older, before)
@@ -101,14 +95,20 @@ class Substitution:
             eventually(lambda: replica.info("replication")["master_link_status"], SYNC_TIMEOUT_S, lambda up: up == "up")
             replica.replicaof("NO", "ONE")  # from here on it lags
 
-    def _lacks_something(self, copied: dict[str, Ends]) -> bool:
-        """Wait until every run has a group or a ledger entry that the copy lacks."""
+    def _lacks_something(self, copied: Mapping[str, int]) -> bool:
+        """Wait until every server knows a group of every run that the copy lacks: nobody notices the loss of others."""
         ends_s = now_s() + LAG_TIMEOUT_S
 
         def lag() -> bool:
-            return all(_is_ahead(ends_of(self._cluster.valkey, run), copied[run]) for run in copied)
+            return all(self._stored(url, run) > copied[run] for url in self._cluster.urls for run in copied)
 
-        return eventually(lambda: (lag(), now_s() > ends_s), 2 * LAG_TIMEOUT_S, any)[0]
+        return eventually(lambda: (lag(), now_s() > ends_s), 10 * LAG_TIMEOUT_S, any)[0]
+
+    def _stored(self, url: str, run: str) -> int:
+        try:
+            return int(_get(f"{url}/v1/runs/{run}")["groups"]["stored"])
+        except (httpx.TransportError, KeyError):
+            return 0
 
     # ------------------------------------------------------------------ the servers
 
@@ -155,25 +155,24 @@ def _published_payloads(client: redis.Redis, run: str) -> list[bytes]:
     return [key for key, left_ms in zip(found, pipeline.execute(), strict=True) if left_ms == -1]
 
 
-def ends_of(valkey: Valkey, run: str) -> Ends:
-    """Read the ends of both streams of a run."""
+def newest_group(valkey: Valkey, run: str) -> int:
+    """Read the number of the newest group of a run."""
     with valkey.connect() as client:
-        read = [client.xinfo_stream(key)["last-generated-id"] for key in (keys.ledger(run), keys.index(run))]
-    entry, group = (int(bytes(last).partition(b"-")[0]) for last in read)
-    return Ends(entry, group)
+        last: bytes = client.xinfo_stream(keys.index(run))["last-generated-id"]
+    return int(last.partition(b"-")[0])
 
 
-def _is_ahead(now: Ends, copied: Ends) -> bool:
-    return now.entry > copied.entry or now.group > copied.group
+def _get(url: str) -> dict[str, Any]:
+    answer: dict[str, Any] = msgspec.json.decode(httpx.get(url, timeout=REPORT_TIMEOUT_S).content)
+    return answer
 
 
 def _slug(url: str) -> str:
+    """Return the type of the error that a call gets; "" for none."""
     try:
-        reply = httpx.get(url, timeout=REPORT_TIMEOUT_S)
-        kind = msgspec.json.decode(reply.content).get("type", "")
-    except (httpx.TransportError, msgspec.DecodeError, AttributeError):
+        return str(_get(url).get("type", "")).rpartition(":")[2]
+    except httpx.TransportError:
         return ""
-    return str(kind).rpartition(":")[2]
 
 
 def _let_load_go_on(seconds: float) -> None:
