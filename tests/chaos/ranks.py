@@ -7,6 +7,7 @@ counted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 
@@ -22,6 +23,8 @@ RANKS = 512
 RECORDED = 8
 """Ranks whose waits and bodies are recorded in full."""
 WORK_S = 3.0
+START_S = 30.0
+"""How long the first answer may take on a busy machine."""
 WAIT_MS = 2000
 CALL_TIMEOUT_S = 10.0
 PAUSE_S = 0.2
@@ -34,13 +37,16 @@ class Ranks:
         self._urls, self._run, self._recorder = urls, run, recorder
         self._url, self._epoch, self._step = urls[0], 0, 0
         self.outcomes: Counter[str] = Counter()
+        self._served = asyncio.Event()
 
     async def wait(self) -> None:
-        """Let all ranks wait for `WORK_S`, then end every connection in the middle of its wait."""
+        """Let all ranks wait, for `WORK_S` from the first answer on, then cut all connections."""
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
             ranks = [asyncio.create_task(self._rank(http, number)) for number in range(RANKS)]
-            ranks.append(asyncio.create_task(self._follow(http)))
+            ranks += [asyncio.create_task(self._follow(http, url)) for url in self._urls]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._served.wait(), START_S)
             await asyncio.sleep(WORK_S)
             for rank in ranks:
                 rank.cancel()
@@ -49,17 +55,14 @@ class Ranks:
                 if not rank.cancelled():
                     rank.result()
 
-    async def _follow(self, http: aiohttp.ClientSession) -> None:
-        """Keep server, epoch and step of the run up to date."""
+    async def _follow(self, http: aiohttp.ClientSession, url: str) -> None:
+        """Keep epoch and step of the run up to date; one server may be away."""
         while True:
-            for url in self._urls:
-                try:
-                    async with http.get(f"{url}/v1/runs/{self._run}") as reply:
-                        state = await reply.json()
-                    if reply.status == 200:
-                        self._epoch, self._step = state["epoch"], state["step"]
-                except (aiohttp.ClientError, TimeoutError, ValueError):
-                    continue
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+                async with http.get(f"{url}/v1/runs/{self._run}") as reply:
+                    state = await reply.json()
+                if reply.status == 200 and state["epoch"] >= self._epoch:
+                    self._epoch, self._step = state["epoch"], state["step"]
             await asyncio.sleep(PAUSE_S)
 
     async def _rank(self, http: aiohttp.ClientSession, number: int) -> None:
@@ -81,8 +84,10 @@ class Ranks:
             self.outcomes[outcome] += 1
             if outcome not in ("body", "waiting"):
                 self._url = random.choice(self._urls)
-            elif number < RECORDED:
-                self._record(url, sent_s, epoch, step, outcome, content)
+            else:
+                self._served.set()
+                if number < RECORDED:
+                    self._record(url, sent_s, epoch, step, outcome, content)
             if outcome != "waiting":
                 await asyncio.sleep(PAUSE_S)
 
