@@ -25,6 +25,7 @@ SHORT = {
     "direct": ["--tokens", "200000", "--ranks", "4", "--steps", "2", "--settle-s", "1"],
     "path": ["--rounds", "2", "--steps", "2"],
     "peers": ["--rounds", "1", "--groups", "160"],
+    "waiting": ["--rounds", "1", "--seconds", "1"],
     "growth": ["--sizes", "2", "--repeats", "2"],
     "bodies": ["--rounds", "5"],
     "file_queue": ["--steps", "25"],
