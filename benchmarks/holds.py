@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import uvloop
 from groups import random_group
@@ -59,15 +60,24 @@ class Watch:
 
     def __init__(self, *, where: bool) -> None:
         self.wall_s = self.processor_s = 0.0
+        self.collection_s = 0.0
         self.stacks: dict[str, float] = {}
+        self._collecting_s = 0.0
+        gc.callbacks.append(self._note_collection)
         self._turn = (time.perf_counter(), 0)
         self._thread = threading.get_ident()
         self._where = where
 
     def restart(self) -> None:
         """Forget all holds."""
-        self.wall_s = self.processor_s = 0.0
+        self.wall_s = self.processor_s = self.collection_s = 0.0
         self.stacks = {}
+
+    def _note_collection(self, phase: str, _: object) -> None:
+        now = time.perf_counter()
+        if phase == "stop":
+            self.collection_s = max(self.collection_s, now - self._collecting_s)
+        self._collecting_s = now
 
     async def run(self) -> None:
         """Measure until it is cancelled."""
@@ -109,7 +119,9 @@ class Trial:
 
     async def call(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """Send a request of the run; raise if it fails."""
-        reply = await self.http.request(method, f"/v1/runs/{RUN}{path}", json=body)
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"}
+        reply = await self.http.request(method, f"/v1/runs/{RUN}{path}", content=content, headers=headers)
         if reply.status_code >= 400:
             raise RuntimeError(f"{method} {path}: {reply.status_code} {reply.text[:500]}")
         return reply
@@ -130,7 +142,8 @@ class Trial:
             unit="ms",
             targets={"processor": [Target("median", "at most", BOUND_MS)]},
         )
-        print(f"    {took_s:.1f} s in all", flush=True)
+        collection_ms = self._watch.collection_s * 1e3
+        print(f"    {took_s:.1f} s in all; longest garbage collection {collection_ms:.0f} ms", flush=True)
         for stack, held_s in sorted(self._watch.stacks.items(), key=lambda found: -found[1])[:6]:
             print(f"    {held_s * 1e3:6.0f} ms  {stack}", flush=True)
 
@@ -185,9 +198,10 @@ async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> No
         async with trial.measured(f"batch {step}"):
             await trial.batch(step)
         async with trial.measured(f"ack {step}, with priorities"):
-            record = (await trial.call("GET", f"/batches/{step}/record")).json()
-            names = [group["group_id"] for group in record["groups"][:MOST_PRIORITIES]]
-            await trial.ack(step, {"priorities": dict.fromkeys(names, 1.0)})
+            numbers = trial.service.runs[RUN].state.batches[step].numbers[:MOST_PRIORITIES]
+            await trial.ack(step, {"priorities": {f"p{number - 1}": 1.0 for number in numbers.tolist()}})
+        async with trial.measured(f"record {step}"):
+            await trial.call("GET", f"/batches/{step}/record")
     async with trial.measured("checkpoint of half the steps"):
         await trial.call("POST", "/checkpoints", {"epoch": trial.epoch, "step": steps // 2, "keep": 2})
     async with trial.measured("rewind, redelivered"):

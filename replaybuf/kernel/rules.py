@@ -90,7 +90,8 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     yield "selects a group once", len(distinct) == len(numbers), len(numbers)
     rows = index.rows_of(distinct)
     stored = index["number"][rows]
-    yield "selects only groups that are stored", len(rows) == len(distinct), np.setdiff1d(distinct, stored)[:8].tolist()
+    unknown = [] if len(rows) == len(distinct) else np.setdiff1d(distinct, stored)[:8].tolist()
+    yield "selects only groups that are stored", not unknown, unknown
     for rule in usable_by:
         kept = rule.kept(index[rule.column][rows])
         yield rule.rule, bool(kept.all()), stored[~kept][:8].tolist()

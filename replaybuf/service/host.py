@@ -34,6 +34,7 @@ from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
+from replaybuf.service.garbage import collect_garbage
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.options import ServeOptions
@@ -235,6 +236,7 @@ class Service:
                 "measure": self._repeat(self._measure, REPORT_PERIOD_S),
                 "delete": self._repeat(self._delete, DELETE_PERIOD_S),
                 "watch_loop": self.loop_watch.run(),
+                "collect_garbage": collect_garbage(),
             }
             running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
             try:

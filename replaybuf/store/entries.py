@@ -50,9 +50,11 @@ class NewEntry(NamedTuple):
     strings: EntryStrings
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """One group of the index stream: its number, its numeric part (`ENTRY` scalar) and its strings."""
+class IndexEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One group of the index stream: its number, its numeric part (`ENTRY` scalar) and its strings.
+
+    Not seen by the garbage collector: a batch may have 100,000 of them.
+    """
 
     number: int
     values: np.void

@@ -78,7 +78,7 @@ class GroupJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """One group as columns.
 
     - `prompt_ids` int32 [P], `prompt_lengths` int32 [n]

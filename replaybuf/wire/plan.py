@@ -19,7 +19,7 @@ from replaybuf.wire.group_check import truncate
 MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
 
 
-class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group of a batch: key, checksum and size of its frame, and the ledger's facts about this use.
 
     `sampling_weight` comes from the strategy; null if it gave none.

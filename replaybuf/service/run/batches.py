@@ -179,8 +179,10 @@ class Batches:
             chosen = self._selector.choose()
             if isinstance(chosen, WaitingAnswer):
                 return chosen
+            await asyncio.sleep(0)  # choosing among a million groups takes a while
             numbers = chosen.rows.tolist()
             prepared = await self.next_batch.fetched(numbers)
+            await asyncio.sleep(0)
             fetched = await self._fetch_rest(numbers, prepared)
             if fetched.broken:
                 await self._dead_letter(fetched.broken)
@@ -288,7 +290,7 @@ class Batches:
         else:
             status = "assembled" if step in state.batches and not state.batches[step].acked else "acked"
         packed = await self._get_packed(step) if status != "voided" and step in state.batches else None
-        return describe_batch(self._journal.name, record, status, packed)
+        return await asyncio.to_thread(describe_batch, self._journal.name, record, status, packed)
 
     def longest_rollout(self, step: int) -> int:
         """Return the tokens of the longest rollout in the batch of `step`."""

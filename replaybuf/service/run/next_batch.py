@@ -168,6 +168,7 @@ class NextBatch:
         return (self._state.generation, self._state.next_step, self._state.attachment)
 
     async def _prepare(self) -> None:
+        key, layout = self._key(), self._state.attachment
         with self._pace.work():
             chosen = self._selector.choose()
         self._pace.end(waits=isinstance(chosen, WaitingAnswer))
@@ -177,7 +178,9 @@ class NextBatch:
             numbers = self._selector.candidates()
         else:
             return
-        key, layout = self._key(), self._state.attachment
+        await asyncio.sleep(0)  # choosing among a million groups takes a while
+        if self._key() != key:
+            return
         if self._prepared is None or self._prepared.key != key:
             self._prepared = _Prepared(key)
         elif self._prepared.closed:
@@ -190,12 +193,13 @@ class NextBatch:
         draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
         record = await complete_record(draft, fetched.entries)
         batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
-        if prepared.closed:
-            return
-        prepared.batch = batch
-        if self._bodies_epoch != self._state.epoch:
-            return
-        for rank in range(layout.dp_world_size):
+        if not prepared.closed:
+            prepared.batch = batch
+            await self._write_bodies(prepared, batch)
+
+    async def _write_bodies(self, prepared: _Prepared, batch: PackedBatch) -> None:
+        """Write the bodies of all ranks, if the attached trainer takes bodies."""
+        for rank in range(batch.layout.dp_world_size if self._bodies_epoch == self._state.epoch else 0):
             if not prepared.closed:
                 await self._bodies.body(batch, rank, "identity")
 
