@@ -8,7 +8,7 @@ total; `completion_ids` [C] holds all completions in order, `completion_lengths`
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -198,29 +198,11 @@ def group_from_json(wire: GroupJson) -> Group:
 
 def group_to_json(group: Group) -> GroupJson:
     """Convert columns to the JSON form (Python lists)."""
-    prompt_ends = np.cumsum(group.prompt_lengths).tolist()
-    ends = np.cumsum(group.completion_lengths).tolist()
     rollouts = []
-    for number in range(group.rollouts):
-        prompt = slice(prompt_ends[number] - int(group.prompt_lengths[number]), prompt_ends[number])
-        completion = slice(ends[number] - int(group.completion_lengths[number]), ends[number])
-        spans = group.version_spans[group.version_spans[:, 0] == number, 1:].tolist()
-        optional: dict[str, Any] = {name: _to_list(getattr(group, name), completion) for name in OPTIONAL_PER_TOKEN}
-        rollouts.append(
-            RolloutJson(
-                prompt_ids=group.prompt_ids[prompt].tolist(),
-                completion_ids=group.completion_ids[completion].tolist(),
-                completion_mask=group.completion_mask[completion].astype(np.int32).tolist(),
-                inference_logprobs=group.inference_logprobs[completion].tolist(),
-                reward=float(group.rewards[number]),
-                rewards={name: float(part[number]) for name, part in group.reward_parts.items()},
-                advantage=None if group.advantages is None else float(group.advantages[number]),
-                version_spans=[(span[0], span[1], span[2]) for span in spans],
-                finish_reason=group.finish_reasons[number],
-                temperature=float(group.temperatures[number]),
-                **optional,
-            )
-        )
+    for fields in split_rollouts(group):
+        lists = {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in fields.items()}
+        lists["version_spans"] = [tuple(span) for span in lists["version_spans"]]
+        rollouts.append(RolloutJson(**lists))
     return GroupJson(
         group_id=group.group_id,
         ticket=group.ticket,
@@ -233,8 +215,30 @@ def group_to_json(group: Group) -> GroupJson:
     )
 
 
-def _to_list(column: Float32s | None, completion: slice) -> list[float] | None:
-    return None if column is None else column[completion].tolist()
+def split_rollouts(group: Group) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each rollout, as `RolloutJson` has them, but arrays instead of lists of numbers."""
+    prompt_ends = np.cumsum(group.prompt_lengths).tolist()
+    ends = np.cumsum(group.completion_lengths).tolist()
+    spans = group.version_spans[np.argsort(group.version_spans[:, 0], kind="stable")]
+    span_ends = np.searchsorted(spans[:, 0], np.arange(group.rollouts + 1)).tolist()
+    mask = group.completion_mask.view(np.int8)
+    for number in range(group.rollouts):
+        prompt = slice(prompt_ends[number] - int(group.prompt_lengths[number]), prompt_ends[number])
+        completion = slice(ends[number] - int(group.completion_lengths[number]), ends[number])
+        optional = {name: getattr(group, name) for name in OPTIONAL_PER_TOKEN}
+        yield {
+            "prompt_ids": group.prompt_ids[prompt],
+            "completion_ids": group.completion_ids[completion],
+            "inference_logprobs": group.inference_logprobs[completion],
+            "reward": float(group.rewards[number]),
+            "completion_mask": mask[completion],
+            **{name: None if column is None else column[completion] for name, column in optional.items()},
+            "rewards": {name: float(part[number]) for name, part in group.reward_parts.items()},
+            "advantage": None if group.advantages is None else float(group.advantages[number]),
+            "version_spans": spans[span_ends[number] : span_ends[number + 1], 1:],
+            "finish_reason": group.finish_reasons[number],
+            "temperature": float(group.temperatures[number]),
+        }
 
 
 _SOME, _ALL_OR_NONE = "missing for some rollouts", "given for all rollouts or none"

@@ -18,16 +18,17 @@ from replaybuf.wire.contract import (
     FailedPrompts,
     GroupPage,
     GroupSummary,
-    StoredGroup,
-    StoredRollout,
 )
 from replaybuf.wire.frame import decode_frame
-from replaybuf.wire.group import group_to_json
+from replaybuf.wire.group import split_rollouts
 from replaybuf.wire.tokenizer import Tokenizer
 
+LONGEST_TEXT_TOKENS = 1 << 17
+"""Longer sequences have no text: the tokenizer would hold the event loop."""
 
-async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> StoredGroup:
-    """Return one group with its rollouts, also as text if there is a tokenizer.
+
+async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return one group with its rollouts, also as text if there is a tokenizer: the fields of `StoredGroup`.
 
     Raises `NotFound`, and `Gone` once its history is trimmed.
     """
@@ -51,17 +52,19 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
             content |= await asyncio.to_thread(_content, frame, tokenizer)
         except BrokenFrame as error:
             content["detail"] = error.detail
-    return StoredGroup(**summary, **content)
+    return summary | content
 
 
 def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the rollouts and metadata of a frame. Raises `BrokenFrame`."""
-    group = msgspec.to_builtins(group_to_json(decode_frame(frame)))
-    if tokenizer is not None:
-        for rollout in group["rollouts"]:
-            ids = (rollout["prompt_ids"], rollout["completion_ids"])
+    """Return the rollouts and metadata of a frame, with arrays instead of lists. Raises `BrokenFrame`."""
+    group = decode_frame(frame)
+    rollouts = list(split_rollouts(group))
+    for rollout in rollouts:
+        ids = (rollout["prompt_ids"], rollout["completion_ids"])
+        if tokenizer is not None and max(map(len, ids)) <= LONGEST_TEXT_TOKENS:
             rollout["prompt_text"], rollout["completion_text"] = tokenizer.decode(ids, special_tokens=True)
-    return {"rollouts": msgspec.convert(group["rollouts"], list[StoredRollout]), "metadata": group["metadata"]}
+    # Raw: users may nest it in any way, and it is small.
+    return {"rollouts": rollouts, "metadata": msgspec.Raw(msgspec.json.encode(group.metadata))}
 
 
 async def list_groups(run: Run, state: str | None, after: int, limit: int) -> GroupPage:

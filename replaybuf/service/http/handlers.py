@@ -14,6 +14,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.http import sending
 from replaybuf.service.http.append_bodies import read_groups
 from replaybuf.service.http.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
+from replaybuf.service.http.json_pieces import json_in_pieces
 from replaybuf.service.http.metrics import exposition
 from replaybuf.service.http.requests import (
     ADAPTER,
@@ -227,14 +228,17 @@ async def get_groups(request: Request) -> Response:
 async def get_group(request: Request) -> Response:
     """Return one group with its rollouts."""
     run = await _run(request)
-    return json_response(await describe_group(run, request.path_params["group_id"], _service(request).tokenizer))
+    described = await describe_group(run, request.path_params["group_id"], _service(request).tokenizer)
+    return await json_in_pieces(described)
 
 
 async def get_record(request: Request) -> Response:
     """Return the groups and the packing of a batch."""
     run = await _run(request)
     generation = optional_number(request, GENERATION)
-    return json_response(await run.batches.record(number(request, STEP), generation))
+    record = await run.batches.record(number(request, STEP), generation)
+    fields = msgspec.to_builtins(msgspec.structs.replace(record, groups=[]))
+    return await json_in_pieces(fields | {"groups": record.groups})
 
 
 async def get_evaluations(request: Request) -> Response:

@@ -1,0 +1,83 @@
+"""Answers in JSON that are encoded and sent in pieces, so that a large one does not hold the event loop.
+
+A call to the encoder takes 5 ms per MB: 0.3 s for a group of 60 MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.responses import Response, StreamingResponse
+
+PIECE_ITEMS = 4096
+"""Items of a list that are encoded at once."""
+PIECE_BYTES = 64 << 10
+"""Bytes that are sent at once; other calls are served between two pieces."""
+
+
+async def json_in_pieces(value: dict[str, Any]) -> Response:
+    """Encode an answer; one of more than `PIECE_BYTES` is encoded while it is sent."""
+    pieces = _joined(encode_pieces(value))
+    first = next(pieces)
+    second = next(pieces, None)
+    if second is None:
+        return Response(first, media_type="application/json")
+    return StreamingResponse(_unhurried(first, second, pieces), media_type="application/json")
+
+
+async def _unhurried(first: bytes, second: bytes, rest: Iterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    yield second
+    for piece in rest:
+        yield piece
+        await asyncio.sleep(0)
+
+
+def encode_pieces(value: Any) -> Iterator[bytes]:
+    """Encode a value in small pieces: it opens dicts, lists and arrays, but no structs and no lists of numbers."""
+    match value:
+        case dict() if value:
+            start = b"{"
+            for name, inner in value.items():
+                yield start + msgspec.json.encode(name) + b":"
+                yield from encode_pieces(inner)
+                start = b","
+            yield b"}"
+        case np.ndarray():
+            yield from _list_pieces(value)
+        case list() if value and isinstance(value[0], dict):
+            start = b"["
+            for inner in value:
+                yield start
+                yield from encode_pieces(inner)
+                start = b","
+            yield b"]"
+        case list() if len(value) > PIECE_ITEMS:
+            yield from _list_pieces(value)
+        case _:
+            yield msgspec.json.encode(value)
+
+
+def _list_pieces(values: Sequence[Any] | np.ndarray[Any, Any]) -> Iterator[bytes]:
+    start = b"["
+    for place in range(0, len(values), PIECE_ITEMS):
+        items = values[place : place + PIECE_ITEMS]
+        listed = items.tolist() if isinstance(items, np.ndarray) else items
+        yield start + msgspec.json.encode(listed)[1:-1]
+        start = b","
+    yield b"]" if len(values) else b"[]"
+
+
+def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Join pieces to parts of about `PIECE_BYTES`."""
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) >= PIECE_BYTES:
+            yield bytes(part)
+            part.clear()
+    yield bytes(part)
