@@ -82,9 +82,9 @@ class Rest:
         client = self._client
         taken = observed(self._run, client, lambda: client.take_tickets("rest", 4, adapter, wait_ms=500))
         tickets = taken.result.tickets if taken.result else []
-        told = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
+        named = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
         waiting = msgspec.to_builtins(taken.result.waiting) if taken.result else None
-        self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter, tickets=told, waiting=waiting))
+        self._recorder.write(TicketsTaken(**taken.seen, adapter=adapter, tickets=named, waiting=waiting))
         for ticket in tickets:
             name = prompt_key(adapter, ticket.prompt_index)
             version = taken.result.published_version if taken.result else 0

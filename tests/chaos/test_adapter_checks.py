@@ -91,10 +91,10 @@ def history() -> list[AnyEvent]:
         )
         for number, name in GROUPS
     ]
-    return [asked(), *listed, *(told(entry, record) for entry, record in enumerate(LEDGER, 1))]
+    return [asked(), *listed, *(seen_at(entry, record) for entry, record in enumerate(LEDGER, 1))]
 
 
-def told(entry: int, record: AnyRecord) -> LedgerSeen:
+def seen_at(entry: int, record: AnyRecord) -> LedgerSeen:
     """A ledger entry as a server gave it."""
     return LedgerSeen(at_s=3.0, run=RUN, server="", entry=entry, record=msgspec.to_builtins(record))
 
@@ -115,7 +115,7 @@ def rewritten(entry: int, **fields: object) -> Callable[[list[AnyEvent]], None]:
 
     def change(events: list[AnyEvent]) -> None:
         place = next(n for n, event in enumerate(events) if isinstance(event, LedgerSeen) and event.entry == entry)
-        events[place] = told(entry, msgspec.structs.replace(LEDGER[entry - 1], **fields))
+        events[place] = seen_at(entry, msgspec.structs.replace(LEDGER[entry - 1], **fields))
 
     return change
 

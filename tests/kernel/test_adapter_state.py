@@ -169,20 +169,20 @@ class Run:
             places += sum(counts.evicted.values()) + sum(counts.dead_lettered.values())
             assert counts.stored == places == sum(adapter == name for adapter, _ in self.groups)
         for field in ("stored", "retired"):
-            assert getattr(state.totals, field) == sum(getattr(one, field) for one in state.pool.counts.values())
+            assert getattr(state.totals, field) == sum(getattr(own, field) for own in state.pool.counts.values())
         assert state.totals.stored == state.stored
         assert state.totals.groups_used == sum(len(group) for batch in self.made for group in batch.values())
         all_counts = state.pool.counts.values()
-        assert sum((Counter(one.used_staleness) for one in all_counts), Counter()) == state.totals.used_staleness
+        assert sum((Counter(own.used_staleness) for own in all_counts), Counter()) == state.totals.used_staleness
         for kind, lengths in state.totals.histograms.lengths.items():
-            each = [one.histograms.lengths[kind].mean.counts for one in all_counts]
+            each = [own.histograms.lengths[kind].mean.counts for own in all_counts]
             assert [sum(counts) for counts in zip(*each, strict=True)] == (lengths.mean.counts if each else [])
         drops = {reason: total.versions.counts for reason, total in state.totals.histograms.drop_ages.items()}
         for reason, ages in drops.items():
             each = [
-                one.histograms.drop_ages[reason].versions.counts
-                for one in all_counts
-                if reason in one.histograms.drop_ages
+                own.histograms.drop_ages[reason].versions.counts
+                for own in all_counts
+                if reason in own.histograms.drop_ages
             ]
             assert ages == [sum(some) for some in zip(*each, strict=True)]
 

@@ -124,19 +124,19 @@ def test_the_built_ins_come_through_the_same_door() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("raise SystemExit('gone')", r"plug-in 'own' \(own_import:X\) does not import: SystemExit\('gone'\)"),
         ("import time; time.sleep(5)", r"import of strategy 'own' did not return within 0.2 s"),
     ],
 )
 def test_an_import_that_ends_the_process_or_does_not_end_is_refused(
-    source: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_import.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = EntryPoints([EntryPoint("own", "own_import:X", STRATEGIES)])
     monkeypatch.setattr(plugins, "installed", lambda group: found.select(group=group))
     monkeypatch.setattr(plugin_set, "IMPORT_LIMIT_S", 0.2)
-    with pytest.raises(Invalid, match=told):
+    with pytest.raises(Invalid, match=message):
         build_strategy("own", {})

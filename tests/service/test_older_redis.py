@@ -98,7 +98,7 @@ def serving(forwarder: Forwarder, tmp_path: Path) -> Iterator[ServeProcess]:
 
 
 def store_five(run: RunClient) -> None:
-    """Store five groups, and be told so."""
+    """Store five groups; every answer is `stored`."""
     assert [result["status"] for result in run.append(*(group(f"late-{n}") for n in range(5)))] == ["stored"] * 5
 
 

@@ -147,7 +147,7 @@ def test_trimmed_groups_are_gone_and_recently_freed_ones_are_reported(server: Em
         first = (await trial.http.get("ledger", params={"limit": 1})).json()["records"][0]["entry"]
         assert first == trial.run.state.trimmed_entries + 1 > 1
         page = (await trial.http.get("groups", params={"limit": 5})).json()
-        assert [one["number"] for one in page["groups"]] == [trial.run.state.trimmed + k for k in range(1, 6)]
+        assert [item["number"] for item in page["groups"]] == [trial.run.state.trimmed + k for k in range(1, 6)]
 
     attempt(server, "failed-prompt", work)
 
@@ -163,8 +163,8 @@ def test_a_failed_prompt_is_reported_after_its_record_is_trimmed(server: Embedde
         await trial.steps(0, 50, named=True)
         records = (await trial.http.get("ledger", params={"limit": 1000})).json()["records"]
         assert records and "TICKET" not in {record["type"] for record in records}
-        for one in (trial, await trial.restarted()):
-            reported = (await one.http.get("failed-prompts")).json()
+        for item in (trial, await trial.restarted()):
+            reported = (await item.http.get("failed-prompts")).json()
             assert reported["failed"] == 1
             (failed,) = reported["failed_prompts"]
             assert (failed["prompt_index"], failed["attempts"], failed["reason"]) == (0, 1, "reward_failed: boom")
@@ -351,7 +351,7 @@ def test_an_overtaken_trimming_deletes_no_entry_kept_since(
             while not overtaken.is_set():
                 await trial.steps(trial.run.state.step, 1, named=True)
         again = await trial.restarted()
-        assert [(await again.http.get(f"groups/{one}")).json()["state"] for one in ("first", "second")] == [
+        assert [(await again.http.get(f"groups/{item}")).json()["state"] for item in ("first", "second")] == [
             "dead_lettered"
         ] * 2
 
@@ -409,7 +409,7 @@ def test_a_malformed_index_entry_is_a_dead_letter(server: EmbeddedServer) -> Non
         groups = (await trial.http.get("")).json()["groups"]
         assert (groups["stored"], groups["dead_lettered"], groups["retired"]) == (9, 5, 4)
         letters = (await trial.http.get("dead-letters")).json()["dead_letters"]
-        assert [(one["number"], one["reason"]) for one in letters] == [(n, "bad_index_entry") for n in range(1, 6)]
+        assert [(item["number"], item["reason"]) for item in letters] == [(n, "bad_index_entry") for n in range(1, 6)]
         again = await trial.restarted()
         assert (await again.http.get("")).json()["groups"] == groups
         await again.steps(2, 40)

@@ -55,15 +55,15 @@ def group_of(members: Sequence[Rollout], *, with_ref: bool = True, **fields: Any
     return builders.group(
         *(
             RolloutJson(
-                prompt_ids=one.prompt_ids,
-                completion_ids=one.completion_ids,
-                completion_mask=one.completion_mask,
-                inference_logprobs=one.inference_logprobs,
-                ref_logprobs=one.ref_logprobs if with_ref else None,
-                advantage=one.advantage,
+                prompt_ids=rollout.prompt_ids,
+                completion_ids=rollout.completion_ids,
+                completion_mask=rollout.completion_mask,
+                inference_logprobs=rollout.inference_logprobs,
+                ref_logprobs=rollout.ref_logprobs if with_ref else None,
+                advantage=rollout.advantage,
                 reward=float(number % 2),
             )
-            for number, one in enumerate(members)
+            for number, rollout in enumerate(members)
         ),
         **fields,
     )
@@ -93,8 +93,8 @@ def packed_body(
         adapters=[""] * len(rows),
         rollouts=len(members),
         batch_rollouts=len(members),
-        tokens=sum(len(one.prompt_ids) + len(one.completion_ids) for one in members),
-        batch_loss_tokens=sum(sum(one.completion_mask) for one in members),
+        tokens=sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in members),
+        batch_loss_tokens=sum(sum(rollout.completion_mask) for rollout in members),
     )
     segments = [[Segment(entry, number) for number in row] for row in rows]
     return bytes(encode_batch(meta, segments, pad_to_multiple_of=pad_to_multiple_of))
@@ -105,10 +105,10 @@ def packed(members: Sequence[Rollout], rows: Sequence[Sequence[int]], **fields: 
     return read_tensors(packed_body(members, rows, **fields))
 
 
-def logprobs_alone(model: Any, one: Rollout) -> torch.Tensor:
+def logprobs_alone(model: Any, rollout: Rollout) -> torch.Tensor:
     """Return the log-softmax [C, V] at every completion token, from a forward pass of this rollout alone."""
-    ids = torch.tensor([one.prompt_ids + one.completion_ids])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1]
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1]
     return torch.log_softmax(logits.float(), -1)
 
 

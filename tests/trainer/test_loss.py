@@ -31,27 +31,29 @@ def members() -> list[Rollout]:
     return rollouts(6, seed=0)
 
 
-def naive_losses(model: Any, one: Rollout, objective: Objective) -> list[torch.Tensor]:
+def naive_losses(model: Any, rollout: Rollout, objective: Objective) -> list[torch.Tensor]:
     """Losses of one rollout's loss tokens, one scalar formula per token."""
-    every = logprobs_alone(model, one)
+    every = logprobs_alone(model, rollout)
     losses = []
-    for t, token in enumerate(one.completion_ids):
-        if not one.completion_mask[t]:
+    for t, token in enumerate(rollout.completion_ids):
+        if not rollout.completion_mask[t]:
             continue
         logprob = every[t, token]
-        ratio = (logprob - one.inference_logprobs[t]).exp()
+        ratio = (logprob - rollout.inference_logprobs[t]).exp()
         lowest, highest = torch.tensor(1 - objective.clip_low), torch.tensor(1 + objective.clip_high)
         bounded = lowest if ratio < lowest else highest if ratio > highest else ratio
-        loss = -min(ratio * one.advantage, bounded * one.advantage)
+        loss = -min(ratio * rollout.advantage, bounded * rollout.advantage)
         if objective.kl:
-            loss = loss + objective.kl * ((one.ref_logprobs[t] - logprob).exp() - (one.ref_logprobs[t] - logprob) - 1)
+            loss = loss + objective.kl * (
+                (rollout.ref_logprobs[t] - logprob).exp() - (rollout.ref_logprobs[t] - logprob) - 1
+            )
         losses.append(loss)
     return losses
 
 
 def naive_loss(model: Any, members: Sequence[Rollout], objective: Objective) -> torch.Tensor:
     """Mean over all loss tokens of all rollouts."""
-    losses = [loss for one in members for loss in naive_losses(model, one, objective)]
+    losses = [loss for rollout in members for loss in naive_losses(model, rollout, objective)]
     return torch.stack(losses).mean()
 
 
@@ -83,8 +85,8 @@ def test_the_loss_is_that_of_each_rollout_computed_alone(
     naive = naive_loss(model, members, objective)
     expected = torch.autograd.grad(naive, list(model.parameters()))
     assert packed_loss.item() == pytest.approx(naive.item(), abs=1e-6)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-3)
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-6, rtol=1e-3)
 
 
 def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_whole(model: Any, members: list[Rollout]) -> None:
@@ -119,11 +121,11 @@ def test_sampling_weights_multiply_the_loss(model: Any, members: list[Rollout]) 
 
 def test_a_ratio_beyond_the_clip_has_no_gradient(model: Any) -> None:
     """The policy has moved far enough: an advantage that pulls on pulls no more, one that pulls back does."""
-    one = rollouts(1, seed=3)[0]
-    ones = [1] * len(one.completion_ids)
+    rollout = rollouts(1, seed=3)[0]
+    ones = [1] * len(rollout.completion_ids)
     for behaviour, advantage, moves in ((-9.0, 1.0, False), (-9.0, -1.0, True), (-1.0, -1.0, False), (-1.0, 1.0, True)):
         recorded = Rollout(
-            one.prompt_ids, one.completion_ids, ones, [behaviour] * len(ones), one.ref_logprobs, advantage
+            rollout.prompt_ids, rollout.completion_ids, ones, [behaviour] * len(ones), rollout.ref_logprobs, advantage
         )
         batch = packed([recorded], [[0]])
         loss = rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, Objective(), Tally())
@@ -135,12 +137,21 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(model: Any, members: 
     """With the policy's own logprobs as inference logprobs; the entropy is that of the distributions."""
     recorded, entropies = [], []
     with torch.no_grad():
-        for one in members:
-            every = logprobs_alone(model, one)
-            own = [float(every[t, token]) for t, token in enumerate(one.completion_ids)]
-            entropies += [-float((e.exp() * e).sum()) for e, bit in zip(every, one.completion_mask, strict=True) if bit]
+        for rollout in members:
+            every = logprobs_alone(model, rollout)
+            own = [float(every[t, token]) for t, token in enumerate(rollout.completion_ids)]
+            entropies += [
+                -float((e.exp() * e).sum()) for e, bit in zip(every, rollout.completion_mask, strict=True) if bit
+            ]
             recorded.append(
-                Rollout(one.prompt_ids, one.completion_ids, one.completion_mask, own, one.ref_logprobs, one.advantage)
+                Rollout(
+                    rollout.prompt_ids,
+                    rollout.completion_ids,
+                    rollout.completion_mask,
+                    own,
+                    rollout.ref_logprobs,
+                    rollout.advantage,
+                )
             )
         batch, tally = packed(recorded, ROWS), Tally()
         rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, CLIPPED, tally)

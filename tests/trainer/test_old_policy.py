@@ -21,5 +21,5 @@ def test_stored_old_logprobs_match_only_the_recorded_version(run: RunClient, tmp
         groups = generated(tmp_path, run, sampler.url, versions, "abort-and-resume", urls, **options)
     assert any(len(rollout["version_spans"]) > 1 for group in groups for rollout in group["rollouts"])
     check_old_logprobs(groups, oracle_of(versions))
-    told = {tuple(group["metadata"]["old_logprobs"]["engines"]) for group in groups}
-    assert told == {urls}
+    engines = {tuple(group["metadata"]["old_logprobs"]["engines"]) for group in groups}
+    assert engines == {urls}

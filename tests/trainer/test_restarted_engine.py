@@ -76,7 +76,7 @@ async def generate(run: RunClient, engine: str, model: Path, held: threading.Eve
         daemon = Daemon(client, fleet, scorer, Prompts(prompts, shuffle=False), tokenizer, options)
         stop = asyncio.Event()
         running = asyncio.create_task(daemon.run(stop))
-        while fleet.waiting is None:  # noqa: ASYNC110 - nobody is told of it
+        while fleet.waiting is None:  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
         waiting = daemon.waiting
         held.set()

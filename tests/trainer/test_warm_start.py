@@ -122,9 +122,9 @@ def test_the_same_seed_creates_the_same_folder(made: Path, tmp_path: Path, capsy
     names = sorted(path.name for path in made.iterdir())
     assert sorted(path.name for path in again.iterdir()) == names
     assert [name for name in names if (made / name).read_bytes() != (again / name).read_bytes()] == []
-    told = capsys.readouterr().out
-    assert "not reinforcement learning" in told
-    assert "sampled accuracy" in told
+    output = capsys.readouterr().out
+    assert "not reinforcement learning" in output
+    assert "sampled accuracy" in output
 
 
 def test_a_target_that_is_not_reached_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

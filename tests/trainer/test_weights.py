@@ -95,11 +95,11 @@ def test_only_the_newest_folders_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [(b'{"model_type": "llama"}', "model_type 'llama'; .* need 'qwen3'"), (b"{}", "model_type None"), (b"x", "decode")],
 )
-def test_a_folder_with_another_model_is_rejected(tmp_path: Path, config: bytes, told: str) -> None:
+def test_a_folder_with_another_model_is_rejected(tmp_path: Path, config: bytes, message: str) -> None:
     """Otherwise only the weights with equal names would be loaded, and the others would stay random."""
     (tmp_path / "config.json").write_bytes(config)
-    with pytest.raises(Invalid, match=told):
+    with pytest.raises(Invalid, match=message):
         load_model(tmp_path)

@@ -165,8 +165,8 @@ def _spoilt(made: list[Made], fault: Fault | None) -> list[Made]:
     if fault is Fault.BACKWARDS:
         return made[::-1]
     if fault is Fault.SAME_INDEX:
-        for one in made:
-            one.index = 0
+        for completion in made:
+            completion.index = 0
     if fault is Fault.NO_LOGPROBS:
         made[-1].logprobs = []
     if fault is Fault.FEWER_LOGPROBS:
@@ -197,21 +197,21 @@ class VllmCompletions(ShapedEngine):
         prompt = [0] if fault is Fault.OTHER_PROMPT else asked.prompt
         choices = [
             {
-                "index": one.index,
+                "index": completion.index,
                 "text": "",
                 "logprobs": {
                     "text_offset": [],
-                    "token_logprobs": one.logprobs,
-                    "tokens": [f"token_id:{token}" for token in one.ids],
+                    "token_logprobs": completion.logprobs,
+                    "tokens": [f"token_id:{token}" for token in completion.ids],
                     "top_logprobs": [],
                 },
-                "finish_reason": one.finish_reason,
+                "finish_reason": completion.finish_reason,
                 "stop_reason": None,
-                "token_ids": one.ids,
+                "token_ids": completion.ids,
                 "prompt_logprobs": None,
                 "prompt_token_ids": prompt,
             }
-            for one in made
+            for completion in made
         ]
         return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": NAME, "choices": choices}
 
@@ -240,18 +240,20 @@ class VllmTokens031(VllmCompletions):
             "request_id": "1",
             "model": NAME,
             "created": 1,
-            "choices": [self.choice(one) for one in made],
+            "choices": [self.choice(completion) for completion in made],
             "prompt_logprobs": None,
             "prompt_token_ids": [0] if fault is Fault.OTHER_PROMPT else asked.prompt,
         }
 
-    def choice(self, one: Made) -> dict[str, Any]:
+    def choice(self, completion: Made) -> dict[str, Any]:
         """Shape one choice."""
         return {
-            "index": one.index,
-            "logprobs": {"content": [self.item(*pair) for pair in zip(one.ids, one.logprobs, strict=False)]},
-            "finish_reason": one.finish_reason,
-            "token_ids": one.ids,
+            "index": completion.index,
+            "logprobs": {
+                "content": [self.item(*pair) for pair in zip(completion.ids, completion.logprobs, strict=False)]
+            },
+            "finish_reason": completion.finish_reason,
+            "token_ids": completion.ids,
             "routed_experts": None,
         }
 
@@ -264,9 +266,9 @@ class VllmTokens031(VllmCompletions):
 class VllmTokens032(VllmTokens031):
     """vLLM 0.32: version spans, token ids beside logprobs."""
 
-    def choice(self, one: Made) -> dict[str, Any]:
+    def choice(self, completion: Made) -> dict[str, Any]:
         """Shape one choice."""
-        return super().choice(one) | {"weight_versions": self.spans(one)}
+        return super().choice(completion) | {"weight_versions": self.spans(completion)}
 
     def item(self, token: int, logprob: float) -> dict[str, Any]:
         """Shape one logprob."""
@@ -287,27 +289,35 @@ class Sglang(ShapedEngine):
         """Read a request: one prompt for n completions, or a batch with parameters for each."""
         parameters = body["sampling_params"]
         if isinstance(parameters, list):
-            return Asked(body["input_ids"][0], [one["sampling_seed"] for one in parameters], parameters[0])
+            return Asked(
+                body["input_ids"][0], [completion["sampling_seed"] for completion in parameters], parameters[0]
+            )
         return Asked(body["input_ids"], [None] * parameters["n"], parameters)
 
     def answer(self, asked: Asked, made: Sequence[Made], fault: Fault | None) -> Any:
         """Shape an answer: a list, except for one completion of one prompt."""
         prompt_tokens = 99 if fault is Fault.OTHER_PROMPT else len(asked.prompt)
         outputs = [
-            {"text": "", "output_ids": one.ids, "meta_info": self.meta(one) | {"prompt_tokens": prompt_tokens}}
-            for one in made
+            {
+                "text": "",
+                "output_ids": completion.ids,
+                "meta_info": self.meta(completion) | {"prompt_tokens": prompt_tokens},
+            }
+            for completion in made
         ]
         return outputs[0] if len(outputs) == 1 and asked.seeds == [None] else outputs
 
-    def meta(self, one: Made) -> dict[str, Any]:
+    def meta(self, completion: Made) -> dict[str, Any]:
         """Shape the meta information of one completion."""
         return {
             "id": "1",
-            "finish_reason": {"type": one.finish_reason},
-            "completion_tokens": len(one.ids),
-            "output_token_logprobs": [[pair[1], pair[0], None] for pair in zip(one.ids, one.logprobs, strict=False)],
+            "finish_reason": {"type": completion.finish_reason},
+            "completion_tokens": len(completion.ids),
+            "output_token_logprobs": [
+                [pair[1], pair[0], None] for pair in zip(completion.ids, completion.logprobs, strict=False)
+            ],
             "weight_version": self.version,
-            "weight_versions": self.spans(one),
+            "weight_versions": self.spans(completion),
         }
 
     async def _model_info(self, request: Request) -> Response:
@@ -319,9 +329,9 @@ class SglangWithoutSpans(Sglang):
 
     info = "/get_model_info"
 
-    def meta(self, one: Made) -> dict[str, Any]:
+    def meta(self, completion: Made) -> dict[str, Any]:
         """Shape the meta information of one completion."""
-        reported = super().meta(one)
+        reported = super().meta(completion)
         del reported["weight_versions"]
         return reported
 
