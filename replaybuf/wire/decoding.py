@@ -58,7 +58,10 @@ def _opened(value: Any) -> Any:
     if not isinstance(value, msgspec.Raw):
         return value
     kind = _type_of(value)
-    return msgspec.json.decode(value, type=_CONTAINERS[kind]) if kind in _CONTAINERS else _loads(value)
+    if kind in _CONTAINERS:
+        with contextlib.suppress(ValueError):  # a key that is not UTF-8; `Raw` does not read it
+            return msgspec.json.decode(value, type=_CONTAINERS[kind])
+    return _loads(value)
 
 
 def _type_of(value: Any) -> str:
