@@ -113,8 +113,11 @@ def _ask_plugins(
     state: RunState, selector: Selector, adapter: str, rows: Rows, filtered: bool, unusable: ByReason
 ) -> None:
     """Add what the plug-ins drop to `unusable`, in their order: the first one that drops a group gives the reason."""
+    plugins = list(_plugins(selector, filtered))
+    if not plugins:
+        return  # the view sums up all live groups
     view = selector.inputs.view(state.next_step, adapter=adapter)
-    for plugin, call in _plugins(selector, filtered):
+    for plugin, call in plugins:
         if not len(rows):
             return
         ask = functools.partial(_checked, plugin, call, state.index, rows, view)
