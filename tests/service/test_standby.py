@@ -31,17 +31,21 @@ def start_valkey(folder: Path) -> Iterator[EmbeddedServer]:
     """Run a Valkey that no server owns."""
     embedded = EmbeddedServer(folder / "valkey")
     asyncio.run(embedded.start())
-    yield embedded
-    asyncio.run(embedded.stop())
+    try:
+        yield embedded
+    finally:
+        asyncio.run(embedded.stop())
 
 
 @contextlib.contextmanager
 def start_pair(folder: Path, url: str) -> Iterator[tuple[ServeProcess, ServeProcess]]:
     """Run two servers on one Redis."""
     servers = [ServeProcess(folder / name, "--redis-url", url).start() for name in ("first", "second")]
-    yield servers[0], servers[1]
-    for server in servers:
-        server.end()
+    try:
+        yield servers[0], servers[1]
+    finally:
+        for server in servers:
+            server.end()
 
 
 @pytest.fixture
