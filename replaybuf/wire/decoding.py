@@ -12,6 +12,7 @@ import msgspec
 import msgspec.inspect as inspect
 
 from replaybuf.errors import Invalid, Malformed
+from replaybuf.wire.collector import collector_paused
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ _STEP = re.compile(r"\[\.{3}\]|\[\d+\]|[^.\[\]]+")
 """One step of msgspec's path to a value."""
 _ANY_KEY = "[...]"
 """msgspec's step for any key of a map; only in a map with one entry is the key known."""
+_SMALL_BYTES = 16 << 10
 _CONTAINERS: dict[str, Any] = {"dict": dict[str, msgspec.Raw], "list": list[msgspec.Raw]}
 
 
@@ -34,7 +36,10 @@ def decode_json(body: bytes | memoryview | msgspec.Raw, shape: type[T], at: str 
     Accepts NaN and infinities, which Python's encoder writes, so that a later check can name them.
     """
     try:
-        return msgspec.json.decode(body, type=shape)
+        if memoryview(body).nbytes <= _SMALL_BYTES:
+            return msgspec.json.decode(body, type=shape)
+        with collector_paused():
+            return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
         raise _explain(error, _unopened(body), shape, at) from None  # the rest of the body may not even be JSON
     except (msgspec.DecodeError, ValueError, RecursionError):

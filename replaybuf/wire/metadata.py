@@ -14,6 +14,8 @@ from replaybuf.errors import Invalid
 
 DEEPEST = 64
 """Nested levels of objects and lists; the object itself is the first."""
+MOST_NESTED = 1 << 14
+"""Objects and lists on one level, for each of which the check takes a turn of a Python loop."""
 SMALLEST_INTEGER, LARGEST_INTEGER = -(2**63), 2**64 - 1
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -25,7 +27,7 @@ _SHOWN_BITS = 128
 
 def check_metadata(name: str, given: Any) -> None:
     """Raise `Invalid` if `given` is nested too deeply, has an integer beyond 64 bits, or is not JSON."""
-    depth = _depth(given)
+    depth = _depth(name, given)
     if depth > DEEPEST:
         raise Invalid(f"{name} is nested {depth} deep; the maximum is {DEEPEST}", name=name, value=depth, bound=DEEPEST)
     try:
@@ -36,11 +38,18 @@ def check_metadata(name: str, given: Any) -> None:
         raise Invalid(f"{name} does not encode: {error}", name=name) from None
 
 
-def _depth(given: Any) -> int:
+def _depth(name: str, given: Any) -> int:
     depth, level = 0, [given]
     while level and depth < _MAX_COUNTED:
         depth += 1
         level = [inner for outer in level for inner in _nested_in(outer)]
+        if len(level) > MOST_NESTED:
+            raise Invalid(
+                f"{name} has {len(level)} objects and lists {depth + 1} deep; the maximum is {MOST_NESTED}",
+                name=name,
+                value=len(level),
+                bound=MOST_NESTED,
+            )
     return depth
 
 

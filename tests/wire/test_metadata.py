@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.metadata import DEEPEST, LARGEST_INTEGER, SMALLEST_INTEGER, check_metadata
+from replaybuf.wire.metadata import DEEPEST, LARGEST_INTEGER, MOST_NESTED, SMALLEST_INTEGER, check_metadata
 from tests.builders import steady
 
 anything = st.recursive(
@@ -80,3 +80,12 @@ def test_values_that_are_not_json_are_rejected_by_type() -> None:
     with pytest.raises(Invalid, match=r"^metadata does not encode: Encoding objects of type object") as caught:
         check_metadata("metadata", {"source": object()})
     assert caught.value.name == "metadata"
+
+
+@pytest.mark.parametrize("inner", [[], {}, [[]], {"a": {}}], ids=str)
+def test_too_many_objects_and_lists_are_rejected(inner: Any) -> None:
+    """The check takes a turn of a loop for each of them, while other calls wait."""
+    check_metadata("x", {"a": [inner] * MOST_NESTED, "b": ["text"] * 2 * MOST_NESTED})
+    with pytest.raises(Invalid, match=f"objects and lists . deep; the maximum is {MOST_NESTED}") as caught:
+        check_metadata("x", {"a": [inner] * (MOST_NESTED + 1)})
+    assert (caught.value.name, caught.value.bound) == ("x", MOST_NESTED)

@@ -23,6 +23,7 @@ from replaybuf.service.http.requests import (
     GENERATION,
     IF_ABSENT,
     LIMIT,
+    MAX_FEEDBACK_BODY_BYTES,
     NEWER_THAN,
     REASON,
     STATE,
@@ -203,7 +204,7 @@ async def get_batch(request: Request) -> Response:
 async def post_ack(request: Request) -> Response:
     """Count a step as trained."""
     run = await _led(request)
-    body = await read_json(request, AckRequest)
+    body = await read_json(request, AckRequest, MAX_FEEDBACK_BODY_BYTES)
     return json_response(await run.session.ack(number(request, STEP), body.epoch, body.feedback))
 
 

@@ -23,7 +23,10 @@ from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_REASON_BYTES, check
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_CONTROL_BODY_BYTES = 1 << 20
+MAX_CONTROL_BODY_BYTES = 256 << 10
+"""Decoding so much holds the event loop for at most 20 ms, whatever it is."""
+MAX_FEEDBACK_BODY_BYTES = 1 << 20
+"""An ack brings feedback for each group of a batch."""
 MAX_PAGE = 1000
 
 _PATCH_FIELDS = ConfigPatch.__struct_fields__
@@ -98,10 +101,10 @@ def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:
     return TooLarge(detail, name="body", value=size_bytes, bound=limit_bytes)
 
 
-async def read_json(request: Request, shape: type[T]) -> T:
+async def read_json(request: Request, shape: type[T], limit_bytes: int = MAX_CONTROL_BODY_BYTES) -> T:
     """Read a JSON body of a declared shape."""
     media_type(request, {"application/json"})
-    decoded = decode_json(await read_body(request, MAX_CONTROL_BODY_BYTES), shape)
+    decoded = decode_json(await read_body(request, limit_bytes), shape)
     check_strings(decoded)
     return decoded
 
