@@ -207,7 +207,8 @@ class Question(Generic[R, T]):
         await self._pace.rest()
         self._asked_s = asyncio.get_running_loop().time()
         moment, at_s = self._moment(), self._journal.clock.monotonic()
-        served, waits = await self._serve(waiter for waiter in self._waiters if not waiter.answer.done())
+        # A copy: requests join and leave while the answer is made.
+        served, waits = await self._serve(waiter for waiter in list(self._waiters) if not waiter.answer.done())
         self._pace.end(waits=waits is not None)
         await self._answer(served)
         self._kept = None if waits is None else (moment, at_s, waits)
