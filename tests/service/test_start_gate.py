@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
 
@@ -12,8 +13,8 @@ from replaybuf.service.http.start_gate import STARTED_AT_ONCE, StartGate
 CALLS = 500
 
 
-def burst(gate: StartGate) -> list[asyncio.Task[None]]:
-    """Make all calls in one turn; each is known by its number."""
+def burst(gate: StartGate, numbers: Iterable[int] = range(CALLS), path: str = "/batch") -> list[asyncio.Task[None]]:
+    """Make calls of one path in one turn; each is known by its number."""
 
     async def receive() -> dict[str, object]:
         return {"type": "http.disconnect"}
@@ -21,7 +22,7 @@ def burst(gate: StartGate) -> list[asyncio.Task[None]]:
     async def send(message: object) -> None:
         del message
 
-    return [asyncio.create_task(gate({"number": number}, receive, send)) for number in range(CALLS)]
+    return [asyncio.create_task(gate({"number": number, "path": path}, receive, send)) for number in numbers]
 
 
 def numbered(begun: list[int]) -> StartGate:
@@ -58,6 +59,19 @@ def test_a_call_that_is_cancelled_before_its_start_holds_up_nobody() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert begun == [*range(100), *range(300, CALLS)]
+
+    asyncio.run(main())
+
+
+def test_a_call_of_another_path_does_not_wait_for_the_burst() -> None:
+    """It starts in the next turn: a probe took a second while the ranks of a trainer arrived."""
+
+    async def main() -> None:
+        begun: list[int] = []
+        gate = numbered(begun)
+        tasks = [*burst(gate), *burst(gate, [-1], "/healthz")]
+        await asyncio.gather(*tasks)
+        assert begun.index(-1) <= 2 * STARTED_AT_ONCE
 
     asyncio.run(main())
 

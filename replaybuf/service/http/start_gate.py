@@ -12,30 +12,39 @@ STARTED_AT_ONCE = 32
 
 
 class StartGate:
-    """ASGI middleware: calls start in the order of their arrival, `STARTED_AT_ONCE` per turn of the event loop."""
+    """ASGI middleware: `STARTED_AT_ONCE` calls start per turn of the event loop, one of each path in rotation.
+
+    Calls of one path start in the order of their arrival. Without the rotation an append would wait until thousands of
+    ranks, which ask for one batch, have started.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._started = 0
-        self._held: deque[asyncio.Future[None]] = deque()
+        self._held: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a call on in this turn or in a later one."""
+        loop = asyncio.get_running_loop()
         if not self._started and not self._held:
-            asyncio.get_running_loop().call_soon(self._next_turn)
+            loop.call_soon(self._next_turn)
         if self._started < STARTED_AT_ONCE and not self._held:
             self._started += 1
         else:
-            held = asyncio.get_running_loop().create_future()
-            self._held.append(held)
+            held = loop.create_future()
+            self._held.setdefault(scope["path"], deque()).append(held)
             await held
         await self._app(scope, receive, send)
 
     def _next_turn(self) -> None:
-        """Start the calls that are held longest."""
+        """Start calls that are held: of each path the one that is held longest."""
         self._started = 0
         while self._held and self._started < STARTED_AT_ONCE:
-            held = self._held.popleft()
+            path = next(iter(self._held))
+            waiting = self._held.pop(path)
+            held = waiting.popleft()
+            if waiting:
+                self._held[path] = waiting  # behind all other paths
             if not held.done():
                 held.set_result(None)
                 self._started += 1
