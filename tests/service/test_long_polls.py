@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
 import socket
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn, cast
@@ -17,7 +20,7 @@ from replaybuf.service.bodies.bodies import Part
 from replaybuf.service.clock import Clock
 from replaybuf.service.run import long_polls
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE, LongPolls, Round, Waiter
+from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE, Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdapterSpec, BatchSpec, ConfigPatch, StrategyChange, TicketSpec
@@ -344,9 +347,9 @@ class Asked:
         with self.polls.pace.work():
             time.sleep(self.took_s)
 
-    async def answer(self, wait_s: float = WAIT_S) -> str:
+    async def answer(self, wait_s: float = WAIT_S, gone: Gone | None = None) -> str:
         """Ask."""
-        return await self.polls.question("key", self.serve, lambda: self.journal.changes).answer(0, wait_s)
+        return await self.polls.question("key", self.serve, lambda: self.journal.changes).answer(0, wait_s, gone)
 
 
 @pytest.mark.parametrize("ends", ["served", "wait"])
@@ -409,6 +412,37 @@ def test_a_fault_reaches_all_that_wait_and_the_next_request_asks_again() -> None
         assert await asked.answer(0.0) == "wait"
 
     asyncio.run(main())
+
+
+class Left(Exception):
+    """The caller has left."""
+
+
+def test_a_caller_that_left_leaves_nothing_to_the_garbage_collector() -> None:
+    """2,048 left 40,000 objects that referred to each other: a collection of such a number holds the event loop."""
+
+    async def main() -> None:
+        asked = Asked()
+        left: list[weakref.ref[Left]] = []
+
+        async def leaves() -> NoReturn:
+            error = Left()
+            left.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+        with contextlib.suppress(Left):
+            await asked.answer(WAIT_S, leaves)
+        await until(lambda: asked.polls.question("key", asked.serve, lambda: 0).idle)
+        assert [error() for error in left] == [None]
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("call", ["batches/0?epoch=1", "policy?after=0", "tickets"])

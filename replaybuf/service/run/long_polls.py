@@ -148,16 +148,18 @@ class Question(Generic[R, T]):
             self._task = asyncio.create_task(self._work())
         try:
             answer, asked_s = await waiter.answer
+            if waiter.parked_s is not None:
+                exclude_wait(max(0.0, asked_s - waiter.parked_s))
+            return answer
         finally:
             self._waiters.pop(waiter, None)
-            for watch in (timer, leaving):
-                if watch:
-                    watch.cancel()
+            if timer:
+                timer.cancel()
+            if leaving:
+                leaving.cancel()
             if not self._waiters:
                 self._awake.set()
-        if waiter.parked_s is not None:
-            exclude_wait(max(0.0, asked_s - waiter.parked_s))
-        return answer
+            del waiter, leaving  # else an exception and this frame would refer to each other
 
     def _expire(self, waiter: Waiter[R, T]) -> None:
         """Let the next round answer a request whose time is over."""
