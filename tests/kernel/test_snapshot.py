@@ -19,7 +19,7 @@ from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, r
 from replaybuf.kernel.state import RunState
 from replaybuf.wire.ledger import TrimRecord, decode_record
 from tests.builders import entries
-from tests.kernel.test_state import PLACES, Run
+from tests.kernel.test_state import Run
 from tests.kernel.test_state_model import RunStateMachine, story_of
 
 HEADER_BYTES = len(MAGIC) + 20
@@ -135,10 +135,9 @@ class SnapshotMachine(RunStateMachine):
         findable = [g for g in self.model.groups.values() if g.number > self.state.trimmed or not g.freed]
         assert list_numbers(self.state, None, 0, 1000) == [g.number for g in findable]
         assert list_numbers(self.state, None, 2, 3) == [g.number for g in findable if g.number > 2][:3]
-        for place in PLACES:
-            numbers = [g.number for g in findable if g.place(self.model.max_uses)[0] == place]
-            assert list_numbers(self.state, place, 0, 1000) == numbers
-            assert list_numbers(self.state, place, 2, 3) == [n for n in numbers if n > 2][:3]
+        numbers = [g.number for g in findable if g.place(self.model.max_uses)[0] == self.place]
+        assert list_numbers(self.state, self.place, 0, 1000) == numbers
+        assert list_numbers(self.state, self.place, 2, 3) == [n for n in numbers if n > 2][:3]
 
 
 TestSnapshotAgainstTheWholeHistory = SnapshotMachine.TestCase
