@@ -18,7 +18,9 @@ import httpx
 import msgspec
 import pytest
 import redis
+from rich.console import Console
 
+from replaybuf.cli.status import show
 from replaybuf.client.client import Client
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.group import GroupJson, group_from_json
@@ -74,6 +76,7 @@ def test_the_durability_level_is_reported_everywhere(
     level: str,
     met_by: str,
     warning: str | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`/readyz` (always 200), run state, metric, `status`, and a warning in the log where it is less than wanted."""
     with Valkey(tmp_path / "v", **config) as server:
@@ -86,10 +89,8 @@ def test_the_durability_level_is_reported_everywhere(
         assert run.append(group("a"))[0]["status"] == "stored"
         assert run.state()["durability"] == level
         assert metric(run.http.get("/metrics").text, "replaybuf_durability_strict") == (level == "strict")
-        shown = subprocess.run(
-            [sys.executable, "-m", "replaybuf", "status", "--url", service.url], capture_output=True, text=True
-        ).stdout
-        assert f"durability {level} ({met_by})" in shown.replace("\n", " ")
+        show(service.url, None, None, Console())
+        assert f"durability {level} ({met_by})" in capsys.readouterr().out.replace("\n", " ")
         warnings = re.findall(r"WARNING .*durability is (.*)", service.log())
         assert bool(warnings) == (warning is not None)
         if warning:
