@@ -292,7 +292,7 @@ class Connection:
 
     async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
-            reply = await command
+            reply = await _with_known_errors(command)
         except (RedisError, OSError) as error:
             if isinstance(error, RedisTimeoutError):
                 self._start_stall()
@@ -320,6 +320,16 @@ class Connection:
             raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
         if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
+
+
+async def _with_known_errors(command: Awaitable[Any]) -> Any:
+    """Await a command. uvloop raises RuntimeError for a write on a connection that the other side has just closed."""
+    try:
+        return await command
+    except RuntimeError as error:
+        if "handler is closed" in str(error):
+            raise RedisConnectionError("the connection was closed") from error
+        raise
 
 
 async def _execute(pipe: FastPipeline, first: int, last: int) -> list[Any]:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+import uvloop
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.store import EmbeddedServer, Ends, Store, connection, groups
+from replaybuf.store import EmbeddedServer, Ends, Store, connection
 from replaybuf.wire.ledger import AckRecord
 from tests.faults import FaultyProxy
 from tests.store.test_store import to_append
@@ -87,14 +88,13 @@ def test_a_connection_with_an_unread_reply_is_not_used_again(
     with_store(proxy, work, timeout_s)
 
 
-def test_a_reader_that_stops_early_leaves_no_reply_behind(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stops_early_leaves_no_reply_behind(proxy: FaultyProxy) -> None:
     """The next chunk of the index is on its way when the reader stops."""
-    monkeypatch.setattr(groups, "READ_CHUNK_ENTRIES", 1)
 
     async def work(store: Store) -> None:
         await append(store, "early", "a", "b", "c")
         for _ in range(3):
-            chunks = store.groups.read_index("early", 0)
+            chunks = store.groups.read_index("early", 0, count=1)
             assert (await anext(chunks)).numbers.tolist() == [1]
             await chunks.aclose()  # type: ignore[attr-defined]
             assert (await store.counters.read("early"))["stored"] == 3
@@ -184,3 +184,27 @@ def test_slow_answers_are_correct(proxy: FaultyProxy) -> None:
         assert await append(store, "slow", "b", "c") == [False, True]
 
     with_store(proxy, work)
+
+
+def test_a_write_on_a_connection_that_was_just_closed_is_a_lost_connection(proxy: FaultyProxy) -> None:
+    """uvloop reports it as RuntimeError, which would end the service."""
+
+    async def main() -> None:
+        store = await Store.open(proxy.url)
+        try:
+            _, writer = await asyncio.open_unix_connection(str(proxy.target))
+            writer.transport.abort()
+            await asyncio.sleep(0)  # the transport is closed in the next turn
+
+            async def write() -> None:
+                writer.writelines([b"PING"])
+
+            with pytest.raises(RuntimeError, match="handler is closed"):
+                await write()
+            with pytest.raises(ServiceUnavailable, match="the connection was closed"):
+                await store.connection.run(write())
+            assert (await store.streams.read_end("closed")).group == 0
+        finally:
+            await store.close()
+
+    uvloop.run(main())
