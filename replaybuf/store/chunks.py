@@ -18,9 +18,9 @@ def split_chunks(items: Iterable[T], size: Callable[[T], int], max_items: int = 
     """Split items, in order, into chunks of at most `CHUNK_BYTES` and `max_items`; a larger item is its own chunk."""
     chunk = _Chunk[T](max_items)
     for item in items:
-        if not chunk.fits(size(item)):
+        if not chunk.fits(needed := size(item)):
             yield chunk.take()
-        chunk.add(item, size(item))
+        chunk.add(item, needed)
     if chunk.items:
         yield chunk.items
 
@@ -31,9 +31,9 @@ async def gather_chunks(
     """Gather items that arrive one by one into chunks, as `split_chunks` does."""
     chunk = _Chunk[T](max_items)
     async for item in items:
-        if not chunk.fits(size(item)):
+        if not chunk.fits(needed := size(item)):
             yield chunk.take()
-        chunk.add(item, size(item))
+        chunk.add(item, needed)
     if chunk.items:
         yield chunk.items
 
