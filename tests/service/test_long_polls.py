@@ -334,10 +334,13 @@ class Asked:
         self.count = 0
         self.took_s = 0.0
         self.fault: Exception | None = None
+        self.decided = asyncio.Event()
+        self.decided.set()
 
     async def serve(self, waiters: Iterable[Waiter[int, str]]) -> Round[int, str]:
         """Answer all or none."""
         self._decide()
+        await self.decided.wait()
         return Round([] if self.waits else [(waiter, "served") for waiter in waiters], self.waits)
 
     def _decide(self) -> None:
@@ -395,6 +398,22 @@ def test_changes_without_end_leave_most_of_the_time_to_others() -> None:
         asked.waits = None
         asked.journal.notify()
         assert await poll == "served"
+
+    asyncio.run(main())
+
+
+def test_a_request_that_comes_during_a_decision_is_served_by_it() -> None:
+    async def main() -> None:
+        asked = Asked()
+        asked.waits = None
+        asked.decided.clear()
+        polls = [asyncio.create_task(asked.answer())]
+        await until(lambda: asked.count)
+        polls.append(asyncio.create_task(asked.answer()))
+        await all_wait(polls)
+        asked.decided.set()
+        assert await asyncio.gather(*polls) == ["served", "served"]
+        assert asked.count == 1
 
     asyncio.run(main())
 

@@ -209,12 +209,17 @@ class Question(Generic[R, T]):
         await self._pace.rest()
         self._asked_s = asyncio.get_running_loop().time()
         moment, at_s = self._moment(), self._journal.clock.monotonic()
-        # A copy: requests join and leave while the answer is made.
-        served, waits = await self._serve(waiter for waiter in list(self._waiters) if not waiter.answer.done())
+        served, waits = await self._serve(self._unanswered())
         self._pace.end(waits=waits is not None)
         await self._answer(served)
         self._kept = None if waits is None else (moment, at_s, waits)
         return self._kept
+
+    def _unanswered(self) -> Iterator[Waiter[R, T]]:
+        # Not a generator expression: that begins to iterate at once, and requests come and go during the decision.
+        for waiter in self._waiters:
+            if not waiter.answer.done():
+                yield waiter
 
     async def _answer(self, answers: Sequence[tuple[Waiter[R, T], T | Exception]]) -> None:
         """Answer requests, a few per turn of the event loop; skip those that have left."""
