@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from replaybuf.client.client import Client
-from replaybuf.errors import Fenced, RunFinished, ServiceUnavailable, WrongStep
+from replaybuf.errors import Fenced, Invalid, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.lab.demo.progress import LineReader, TrainerLine
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import group_to_json
@@ -327,16 +327,18 @@ def test_a_real_run_is_trained_to_its_end(
     assert [line.step for line in lines(tmp_path / "train.jsonl")] == list(range(STEPS))
 
 
-def test_the_command_rejects_a_run_with_adapters_before_it_attaches(
+def test_a_run_with_adapters_is_rejected_before_the_trainer_attaches(
     run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
 ) -> None:
-    """The exit code is 1 and the message names the adapters. The epoch of the run does not change."""
+    """The message names the adapters. The epoch of the run does not change."""
     adapters = {name: {"groups_per_batch": 1} for name in ("math", "code")}
     assert run.put(batch={"tokens_per_batch": 512, "seq_len": 64}, adapters=adapters).status_code == 201
-    with train_command(run, engine, tmp_path, models) as process:
-        assert process.wait(TIMEOUT_S) == 1
-    last = (tmp_path / "train.log").read_text().splitlines()[-1]
-    assert last.startswith("replaybuf: ") and "has adapters ['code', 'math']" in last and "without LoRA" in last
+    made = options(tmp_path, models, engines=(engine.url,))
+    with (
+        Client(str(run.http.base_url), run.run) as client,
+        pytest.raises(Invalid, match=r"has adapters \['code', 'math'\].*without LoRA"),
+    ):
+        Trainer(made, client).train()
     assert run.state()["epoch"] == 0
     assert latest_checkpoint(tmp_path / "checkpoints") is None
 
@@ -347,18 +349,6 @@ def trainer_process(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run `replaybuf train` on a run without groups, wait until it logs that it waits, and kill it at the end."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64})
-    with train_command(run, engine, tmp_path, models) as process:
-        log = tmp_path / "train.log"
-        eventually(lambda: "reason=" in log.read_text() or process.poll() is not None, TIMEOUT_S)
-        assert process.poll() is None, log.read_text()
-        yield process
-
-
-@contextlib.contextmanager
-def train_command(
-    run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
-) -> Iterator[subprocess.Popen[str]]:
-    """Run `replaybuf train` with its output in `train.log`, and kill it at the end."""
     given = {
         "--url": str(run.http.base_url),
         "--run": run.run,
@@ -371,6 +361,8 @@ def train_command(
     log = tmp_path / "train.log"
     with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, text=True) as process:
         try:
+            eventually(lambda: "reason=" in log.read_text() or process.poll() is not None, TIMEOUT_S)
+            assert process.poll() is None, log.read_text()
             yield process
         finally:
             process.kill()
