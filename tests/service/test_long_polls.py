@@ -384,7 +384,7 @@ def test_thousands_of_answers_leave_the_loop_to_others_in_between(ends: str) -> 
 
 
 def test_changes_without_end_leave_most_of_the_time_to_others() -> None:
-    """A question of 2 ms rests for 38 ms: it is asked 25 times a second at most, not once per change."""
+    """A question of 2 ms rests for 98 ms: it is asked 10 times a second at most, not once per change."""
 
     async def main() -> None:
         asked = Asked()

@@ -26,8 +26,8 @@ ANSWERED_AT_ONCE = 32
 """Requests answered in one turn of the event loop: 2,048 that time out together would hold it for 0.2 s."""
 ANSWER_KEPT_S = 0.25
 """An answer to wait is shared for so long while nothing changes: a strategy may go by measured rates."""
-REST = 19
-"""A question that took t and found no answer rests the run's questions for 19 t: 5 % of the time at most."""
+REST = 49
+"""A question that took t and found no answer rests questions of its kind for 49 t: 2 % of the time at most."""
 LONGEST_REST_S = 0.25
 KEPT_QUESTIONS = 64
 """Questions kept with the answer that callers without `wait_ms` share."""
