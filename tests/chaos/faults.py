@@ -68,6 +68,7 @@ class Faults:
         self._order = itertools.count()
         self._down: set[str] = set()
         self._valkey_back_s = 0.0
+        self._postponed = ""
         self._older = Substitution(cluster, recorder, rng)
         self._clocks: dict[str, float] = defaultdict(float)
 
@@ -106,10 +107,12 @@ class Faults:
 
     def _inject_one(self) -> bool:
         """Inject one fault; return False if what was drawn is not possible now."""
-        kind = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
+        kind = self._postponed or self._rng.choices(list(self._weights), list(self._weights.values()))[0]
+        self._postponed = ""
         match kind:
             case "older" | "lagging":
-                if self._due:  # other processes are hurt
+                if self._due or not self._older.possible:
+                    self._postponed = kind  # until every process works again
                     return False
                 injected = self._older.inject(kind)
                 self._valkey_back_s = now_s()

@@ -38,11 +38,14 @@ class Substitution:
         self._cluster, self._recorder, self._rng = cluster, recorder, rng
         self._made = 0
 
+    @property
+    def possible(self) -> bool:
+        """Whether all servers are ready."""
+        return all(self._is_ready(url) for url in self._cluster.urls)
+
     def inject(self, kind: str) -> bool:
         """Let the servers find an older Redis; return False if no copy came to lack something of every run."""
         cluster = self._cluster
-        if not all(self._is_ready(url) for url in cluster.urls):
-            return False
         self._made += 1
         older = Valkey(f"{kind}-{self._made}", cluster.folder / f"{kind}-{self._made}")
         try:
