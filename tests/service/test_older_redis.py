@@ -182,6 +182,26 @@ def test_ledger_entries_that_an_older_redis_lacks_stop_appends_too(
         assert not older.client.hexists("rb:{r}:gid", "new")
 
 
+def test_a_record_that_an_older_redis_lacks_is_data_lost(
+    valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """It was a fault of the service until the next comparison of the ends."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 2})
+    epoch = run.attach()
+    run.append(*(group(f"g{n}") for n in range(2)))
+    with Valkey(tmp_path / "older") as older:
+        older.kill()
+        shutil.rmtree(older.folder)
+        shutil.copytree(valkey.folder, older.folder)
+        assert run.batch(0, epoch).status_code == 200
+        older.start()
+        forwarder.switch(older.socket_path)
+        record = f"{run.path}/batches/0/record"
+        answer = eventually(lambda: run.http.get(record), WITHIN_S, lambda answer: answer.status_code != 503)
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
+
+
 def test_another_history_of_the_same_length_is_data_lost(
     valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
 ) -> None:
