@@ -19,8 +19,10 @@
     │   └── RunFinished     410  no further batch will come
     ├── TooLarge            413  body or group above its limit
     ├── UnsupportedMedia    415  unknown media type
+    ├── HeadTooLarge        431  request line and headers above their limits
     ├── NoRoom              429  capacity or memory is used up; retry later
     ├── ServiceUnavailable  503  service or Redis is unreachable; retry later
+    │   ├── RequestTimeout  408  a request that arrives too slowly; send it again
     │   ├── NotDurable      503  written, but not confirmed in time; send it again
     │   ├── NotLeader       503  another server leads; ask that server, or retry after its lease
     │   ├── LedgerGap       503  entries of a stream are missing; the service reads the run again
@@ -200,6 +202,12 @@ class UnsupportedMedia(ReplaybufError):
     status, slug, title = 415, "unsupported-media-type", "Unsupported media type"
 
 
+class HeadTooLarge(ReplaybufError):
+    """A request line and headers above their limits."""
+
+    status, slug, title = 431, "head-too-large", "Request head too large"
+
+
 class NoRoom(ReplaybufError):
     """Capacity or memory is used up; retry after `retry_after_s`."""
 
@@ -212,6 +220,12 @@ class ServiceUnavailable(ReplaybufError):
 
     status, slug, title = 503, "unavailable", "Service unavailable"
     default_retry_after_s = 1.0
+
+
+class RequestTimeout(ServiceUnavailable):
+    """A request whose head or body arrived too slowly; the service did nothing."""
+
+    status, slug, title = 408, "request-timeout", "Request timeout"
 
 
 class NotDurable(ServiceUnavailable):

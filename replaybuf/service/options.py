@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.types import NonNegativeInt, Port, PositiveInt
+from cyclopts.types import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.store.durability import Level
@@ -40,6 +40,20 @@ class ServeOptions:
     Needed for names of a proxy or of a container."""
     history_groups: NonNegativeInt = KEPT_GROUPS
     """Number of freed groups per run that the service still reports, with the records of their batches."""
+    max_connections: PositiveInt = 8192
+    """Maximum number of open connections. A new one takes the place of one without a complete request, or else of an
+    idle one. The limit of open files may lower it."""
+    max_half_heads: NonNegativeInt = 64
+    """Maximum number of connections of one address that have sent no complete request head for half a second; 0 = no
+    maximum, for a proxy that forwards incomplete requests."""
+    max_head_bytes: PositiveInt = 1 << 16
+    """Maximum bytes of a request line with its headers; above it the server answers 431."""
+    head_timeout_s: PositiveFloat = 10.0
+    """Maximum time until a request head is complete, in seconds; after that the server answers 408."""
+    body_timeout_s: PositiveFloat = 30.0
+    """Time over which a request body must bring its minimum of bytes, in seconds; otherwise the server answers 408."""
+    min_body_bytes_per_s: PositiveInt = 1024
+    """Minimum rate of a request body, over --body-timeout-s, in bytes per second."""
     body_budget_bytes: PositiveInt = BODY_BUDGET_BYTES
     """Maximum bytes of request bodies in memory, over all connections. A call without room waits up to 5 s, then it
     is answered 503."""

@@ -15,7 +15,18 @@ from replaybuf.kernel.histograms import Histogram
 TOOK_US = tuple(round(1e6 * s) for s in (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10))
 """Upper edges of the duration buckets, in microseconds."""
 
-REFUSALS = ("no_body_room", "foreign_host", "foreign_page")
+REFUSALS = (
+    "head_too_large",
+    "head_timeout",
+    "body_timeout",
+    "malformed",
+    "pipelined",
+    "too_many_connections",
+    "too_many_half_heads",
+    "no_body_room",
+    "foreign_host",
+    "foreign_page",
+)
 """Reasons to refuse a request or a connection before any call."""
 
 
@@ -59,7 +70,7 @@ class Traffic:
 
     `answered`: count by status; `took`: histogram of the time until the answer began, in microseconds.
     `refused`: requests and connections that were refused before any call, by reason. `body_bytes`: bytes of request
-    bodies in memory, without small ones.
+    bodies in memory, without small ones. `connections`: open connections.
     """
 
     def __init__(self) -> None:
@@ -67,6 +78,7 @@ class Traffic:
         self.took: dict[tuple[str, str], Histogram] = {}
         self.refused: Counter[str] = Counter()
         self.body_bytes = 0
+        self.connections = 0
 
     def count(self, run: str, call: str, status: int, seconds: float) -> None:
         """Count an answered call."""

@@ -1,20 +1,17 @@
-"""Where a service listens: TCP, a unix socket, both; what it refuses, and what it lets go."""
+"""Where a service listens: TCP, a unix socket, both; what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import select
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,9 +20,8 @@ from replaybuf.cli.status import show
 from replaybuf.client.addresses import addresses_of
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.errors import Invalid, ServiceUnavailable
-from replaybuf.service import server
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.server import _Connection, _sockets
+from replaybuf.service.sockets import open_sockets
 from tests.conftest import STOP_TIMEOUT_S
 
 
@@ -108,7 +104,7 @@ def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "rb.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-    (listening,) = _sockets(options(path)).values()
+    (listening,) = open_sockets(options(path)).values()
     with listening, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.connect(str(path))
 
@@ -118,52 +114,16 @@ def test_a_socket_in_use_and_another_file_are_left_alone(tmp_path: Path) -> None
     path, plain = tmp_path / "rb.sock", tmp_path / "precious"
     plain.write_text("precious")
     with pytest.raises(ServiceUnavailable, match=r"precious.*not a socket"):
-        _sockets(options(plain))
+        open_sockets(options(plain))
     assert plain.read_text() == "precious"
-    (first,) = _sockets(options(path)).values()
+    (first,) = open_sockets(options(path)).values()
     with first, pytest.raises(ServiceUnavailable, match=r"another process listens.*--uds"):
-        _sockets(options(path))
+        open_sockets(options(path))
     too_long = tmp_path / ("x" * 120)
     with pytest.raises(ServiceUnavailable, match="too long"):
-        _sockets(options(too_long))
+        open_sockets(options(too_long))
 
 
 def test_a_service_without_address_is_rejected() -> None:
     with pytest.raises(Invalid, match="set one of them"):
-        _sockets(ServeOptions(tcp=False))
-
-
-def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection would hold a body in memory for as long as it likes."""
-    import uvicorn
-
-    monkeypatch.setattr(server, "STALL_TIMEOUT_S", 0.1)
-    size, gone = 64 << 20, asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
-        for _ in range(64):
-            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
-        gone.set()
-
-    async def main() -> None:
-        config = uvicorn.Config(app, http=_Connection, lifespan="off", log_config=None, ws="none")
-        config.load()
-        from uvicorn.server import ServerState
-
-        loop, state = asyncio.get_running_loop(), ServerState()
-        made = await loop.create_server(
-            lambda: _Connection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-        )
-        async with made:
-            reader = socket.create_connection(made.sockets[0].getsockname())
-            with reader:
-                reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-                begun = time.monotonic()
-                async with asyncio.timeout(20):
-                    await gone.wait()
-                assert time.monotonic() - begun < 10
-                assert select.select([reader], [], [], 0)[0]
-            await asyncio.gather(*state.tasks)
-
-    asyncio.run(main())
+        open_sockets(ServeOptions(tcp=False))

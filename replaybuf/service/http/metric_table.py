@@ -87,6 +87,7 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "requests": (COUNTER, "run call status", "Calls answered"),
     "request_seconds": (HISTOGRAM, "run call", "Calls by time to the start of the answer, without requested waits"),
     "requests_refused": (COUNTER, "reason", "Requests and connections refused before any call"),
+    "connections": (GAUGE, "", "Open connections"),
     "body_bytes": (GAUGE, "", "Bytes of request bodies in memory, without bodies up to 64 KiB"),
     # the server and its Redis
     "durability_strict": (GAUGE, "", "1 if an acknowledged write is on disk"),

@@ -165,6 +165,7 @@ def _read_adapter(scrape: _Scrape, name: str, run: Run, adapter: str) -> None:
 def _read_server(scrape: _Scrape, service: Service) -> None:
     for reason in REFUSALS:
         scrape.add("requests_refused", service.traffic.refused[reason], reason)
+    scrape.add("connections", service.traffic.connections)
     scrape.add("body_bytes", service.traffic.body_bytes)
     report, connection = service.report, service.store.connection
     scrape.add("durability_strict", report is not None and report.durability == "strict")

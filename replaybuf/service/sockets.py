@@ -1,0 +1,96 @@
+"""Listening sockets of a server: TCP, a unix socket, or both."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
+from replaybuf.service.options import ServeOptions
+
+SOCKET_MODE = 0o600
+"""Only this user can connect to a unix socket."""
+BACKLOG = 2048
+"""Connections that the system keeps until the server accepts them."""
+
+
+def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
+    """Open the listening sockets, by the address for clients.
+
+    Raises `Invalid` if the options name none, `ServiceUnavailable` if one is in use.
+    """
+    if not options.tcp and not options.uds:
+        raise Invalid(
+            "tcp is off and uds is not set; set one of them", name="uds", value=None, bound="a path, or --tcp"
+        )
+    listening = {}
+    if options.tcp:
+        tcp = _listen(options.host, options.port)
+        host, port = tcp.getsockname()[:2]
+        listening[f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"] = tcp
+    if options.uds:
+        try:
+            path = options.uds.absolute()
+            listening[f"unix:{path}"] = _listen_unix(path)
+        except ReplaybufError:
+            for one in listening.values():
+                one.close()
+            raise
+    return listening
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """Listen at `path`. Replace the socket of a dead process; raise `ServiceUnavailable` for anything else there."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and not stat.S_ISSOCK(path.lstat().st_mode):
+            raise OSError(errno.EEXIST, "the file is not a socket")
+        if path.exists() and _in_use(path):
+            raise OSError(errno.EADDRINUSE, "another process listens on it")
+        path.unlink(missing_ok=True)
+        before = os.umask(0o777 & ~SOCKET_MODE)  # before bind: the socket must never be open to others
+        try:
+            listening.bind(str(path))
+        finally:
+            os.umask(before)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ServiceUnavailable(
+            f"cannot listen on unix:{path}: {error.strerror or error}; choose another --uds",
+            name="uds",
+            value=str(path),
+            bound="a free path of at most 107 bytes, or a socket without a listener",
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _in_use(path: Path) -> bool:
+    """Return whether a process listens, also a busy or stopped one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol set: asyncio sets TCP_NODELAY only on sockets that report TCP.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ServiceUnavailable(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)",
+            name="port",
+            value=port,
+            bound="a free port",
+        ) from None
+    listening.setblocking(False)
+    return listening
