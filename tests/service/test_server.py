@@ -188,7 +188,7 @@ def test_a_job_that_swallows_its_cancellation_is_cancelled_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is cancelled again, and named in the log."""
-    monkeypatch.setattr("replaybuf.service.host.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("replaybuf.service.tasks.CANCEL_AGAIN_S", 0.01)
 
     async def end() -> bool:
         async with asyncio.timeout(10):
