@@ -14,14 +14,16 @@ from pathlib import Path
 
 KEPT = Path(".fuzz")
 CORPUS = Path(__file__).parent / "corpus"
-NAMES = ("frame", "raw_frame", "body", "json", "batch", "entries", "ticket")
+NAMES = ("head", "frame", "raw_frame", "body", "json", "batch", "entries", "ticket")
 DECODERS = [
     "replaybuf.wire.batch",
     "replaybuf.wire.columns",
     "replaybuf.kernel.tickets",
     "replaybuf.wire.frame",
     "replaybuf.wire.group",
+    "replaybuf.service.http.connection",
     "replaybuf.service.http.requests",
+    "replaybuf.wire.decoding",
     "replaybuf.store.entries",
 ]
 LARGEST_INPUT_BYTES = 8192

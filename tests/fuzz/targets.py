@@ -27,6 +27,7 @@ from replaybuf.wire.group import Group, group_from_json, group_to_json
 from replaybuf.wire.group_check import GroupLimits, check_group, truncate
 from replaybuf.wire.group_json import decode_json_groups
 from tests.builders import batch_meta, group, rollout, wire_group
+from tests.fuzz import heads
 
 CORPUS = Path(__file__).parent / "corpus"
 LARGEST_BYTES = 1 << 20
@@ -189,6 +190,7 @@ class Target(NamedTuple):
 
 
 TARGETS = {
+    "head": Target(heads.head, heads.SEEDS),
     "frame": Target(frame, _seed_frames()),
     "raw_frame": Target(raw_frame, _seed_frames()),
     "body": Target(body, [b"".join(_seed_frames()[:2])]),
