@@ -156,13 +156,19 @@ class Connection:
         arguments: Sequence[Any] = (),
         token: str = "",
     ) -> None:
-        """Add a call of a function for a run; `check_reply` checks its reply.
+        """Add a call of a function for a run; `check_reply` checks its reply."""
+        pipe.execute_command(*self.words_of(run, function, names, arguments, token))
+
+    def words_of(
+        self, run: str, function: str, names: Sequence[str] = (), arguments: Sequence[Any] = (), token: str = ""
+    ) -> list[Any]:
+        """Return the command that calls a function for a run.
 
         The function does nothing unless Redis holds all that is known of the run, and `token` (if given) is the newest.
         """
         known, first = self.known.of(run), keys.guarded(run)
         guard = [token, known.entry, known.group, known.payload_key]
-        pipe.execute_command("FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments)
+        return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
 
     def check_reply(self, run: str, token: str, reply: Sequence[Any]) -> tuple[str, Any]:
         """Return outcome and detail of a function.
@@ -193,6 +199,16 @@ class Connection:
         self.add_call(pipe, run, function, names, arguments, token)
         (reply,) = await (self.run_durably(pipe) if durably else self.run(pipe.execute()))
         return self.check_reply(run, token, reply)
+
+    async def read(self, run: str, pipe: FastPipeline) -> list[Any]:
+        """Execute a pipeline of reads of a run. Raises what `check_reply` raises.
+
+        What an older Redis lacks must not look like what was never stored: groups would become dead letters.
+        """
+        self.add_call(pipe, run, "rb_ends")  # on the same connection, so by the same server
+        replies: list[Any] = await self.run(pipe.execute())
+        self.check_reply(run, "", replies.pop())
+        return replies
 
     def explain(self, error: RedisError | OSError) -> ReplaybufError:
         """Translate an error of the Redis client."""

@@ -181,15 +181,18 @@ class GroupStore:
         connection: Any = await guard(pool.get_connection())  # type: ignore[no-untyped-call]
         last = "+" if through is None else f"{through}-0"
         command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
+        ends = self._connection.words_of(run, "rb_ends")
         pending = True
         try:
-            await guard(send(connection, [command]))
+            await guard(send(connection, [command, ends]))
             while pending:
-                (raw,) = await guard(receive(connection, 1))
-                pending = len(raw) == count
-                if pending:
+                raw, found = await guard(receive(connection, 2))
+                pending = False
+                self._connection.check_reply(run, "", found)
+                if len(raw) == count:
+                    pending = True
                     command[2] = b"(" + raw[-1][0]
-                    await guard(send(connection, [command]))
+                    await guard(send(connection, [command, ends]))
                 if raw:
                     yield read_chunk(raw)
         finally:
@@ -207,12 +210,14 @@ class GroupStore:
         pipe.response_callbacks = {}  # `read_chunk` takes the parser's form
         for first, last in _ranges(numbers):
             pipe.execute_command("XRANGE", keys.index(run), f"{first}-0", f"{last}-0")
-        replies = await self._connection.run(pipe.execute())
+        replies = await self._connection.read(run, pipe)
         found = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply).entries()}
         missing = [number for number in numbers if number not in found]
         if missing:
-            old = self._connection.client.hmget(keys.old_entries(run), [str(number) for number in missing])
-            for number, raw in zip(missing, await self._connection.run(old), strict=True):
+            pipe = self._connection.pipeline()
+            pipe.hmget(keys.old_entries(run), [str(number) for number in missing])
+            (old,) = await self._connection.read(run, pipe)
+            for number, raw in zip(missing, old, strict=True):
                 if raw is not None:
                     (found[number],) = read_stored(np.array([number]), [raw]).entries()
         return [found[number] for number in numbers if number in found]
@@ -221,7 +226,9 @@ class GroupStore:
         """Look up the numbers stored under these ids; 0 = the group was stored, and its history is trimmed."""
         if not group_ids:
             return []
-        found = await self._connection.run(self._connection.client.hmget(keys.group_ids(run), list(group_ids)))
+        pipe = self._connection.pipeline()
+        pipe.hmget(keys.group_ids(run), list(group_ids))
+        (found,) = await self._connection.read(run, pipe)
         numbers = [None if number is None else int(number) for number in found]
         pipe = self._connection.pipeline()
         asked: list[int] = []
@@ -229,21 +236,24 @@ class GroupStore:
             if numbers[position] is None and (prompt := default_prompt(group_id)):
                 pipe.getbit(keys.prompts_done(run, prompt[0]), prompt[1])
                 asked.append(position)
-        for position, bit in zip(asked, await self._connection.run(pipe.execute()), strict=True):
+        for position, bit in zip(asked, await self._connection.read(run, pipe) if asked else [], strict=True):
             numbers[position] = 0 if bit else None
         return numbers
 
-    async def read_frames(self, sizes: Mapping[str, int]) -> list[bytes | None]:
-        """Read payloads by key, given their sizes in bytes; None = the payload is missing.
+    async def read_frames(self, run: str, sizes: Mapping[str, int]) -> list[bytes | None]:
+        """Read payloads of a run by key, given their sizes in bytes; None = the payload is missing.
 
         Replies stay below `CHUNK_BYTES`.
         """
+        frames: list[bytes | None] = []
         # GET and not MGET: in a cluster the payloads have different slots.
-        chunks = [
-            await self._connection.run(asyncio.to_thread(read_values, self._connection.payload_client, chunk))
-            for chunk in split_chunks(sizes, sizes.__getitem__)
-        ]
-        return [frame for chunk in chunks for frame in chunk]
+        for chunk in split_chunks(sizes, sizes.__getitem__):
+            ends = self._connection.words_of(run, "rb_ends")
+            reading = asyncio.to_thread(read_values, self._connection.payload_client, chunk, ends)
+            values, found = await self._connection.run(reading)
+            self._connection.check_reply(run, "", found)
+            frames += values
+        return frames
 
 
 def _entry_of(item: PendingGroup, payload_key: str, published_version: int, now_s: float) -> NewEntry:

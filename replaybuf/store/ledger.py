@@ -48,8 +48,9 @@ class LedgerStore:
         left, chunk = count, FIRST_CHUNK_ENTRIES
         while left is None or left > 0:
             chunk = chunk if left is None else min(left, chunk)
-            command = self._connection.client.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk)
-            raw = await self._connection.run(command)
+            pipe = self._connection.pipeline()
+            pipe.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk)
+            (raw,) = await self._connection.read(run, pipe)
             if not raw:
                 return
             records = [_read(*entry) for entry in raw]

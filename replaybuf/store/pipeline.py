@@ -83,12 +83,18 @@ async def receive(connection: Any, count: int, *, raise_on_error: bool = True) -
     return _raise_first(replies) if raise_on_error else replies
 
 
-def read_values(client: redis.Redis, names: Iterable[str]) -> list[bytes | None]:
-    """Read string keys with a blocking client; None = the key is missing or not a string."""
+def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) -> tuple[list[bytes | None], Any]:
+    """Read string keys with a blocking client; None = the key is missing or not a string.
+
+    Also returns the reply to the command `last`, of the same server.
+    """
     pipe = client.pipeline(transaction=False)
     for name in names:
         pipe.get(name)
-    return _raise_first([None if _is_wrong_type(reply) else reply for reply in pipe.execute(raise_on_error=False)])
+    pipe.execute_command(*last)  # type: ignore[no-untyped-call]
+    replies = [None if _is_wrong_type(reply) else reply for reply in pipe.execute(raise_on_error=False)]
+    *values, reply = _raise_first(replies)
+    return values, reply
 
 
 def _raise_first(replies: list[Any]) -> list[Any]:

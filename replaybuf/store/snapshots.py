@@ -27,7 +27,9 @@ class SnapshotStore:
 
     async def read(self, run: str) -> bytes | None:
         """Read the snapshot; None = none was written yet."""
-        raw: bytes | None = await self._connection.run(self._connection.client.get(keys.snapshot(run)))
+        pipe = self._connection.pipeline()
+        pipe.get(keys.snapshot(run))
+        raw: bytes | None = (await self._connection.read(run, pipe))[0]
         return raw
 
     async def write(
@@ -44,11 +46,14 @@ class SnapshotStore:
 
     async def read_old_entries(self, run: str) -> AsyncIterator[IndexChunk]:
         """Read the entries that trimming kept, in the order of their numbers, in chunks."""
-        key, client = keys.old_entries(run), self._connection.client
-        numbers = np.sort(np.array(await self._connection.run(client.hkeys(key)), np.int64))
+        key, pipe = keys.old_entries(run), self._connection.pipeline()
+        pipe.hkeys(key)
+        numbers = np.sort(np.array((await self._connection.read(run, pipe))[0], np.int64))
         for start in range(0, len(numbers), READ_CHUNK_ENTRIES):
             chunk = numbers[start : start + READ_CHUNK_ENTRIES]
-            raw = await self._connection.run(client.hmget(key, [str(number) for number in chunk.tolist()]))
+            pipe = self._connection.pipeline()
+            pipe.hmget(key, [str(number) for number in chunk.tolist()])
+            (raw,) = await self._connection.read(run, pipe)
             yield read_stored(chunk, raw)
 
     async def delete_old_entries(self, run: str, token: str, numbers: Sequence[int]) -> None:

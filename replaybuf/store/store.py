@@ -67,6 +67,7 @@ class Store:
 
         A repetition continues after a crash: the index, which names the payloads, goes last.
         """
+        self.connection.known.forget(run)
         groups = 0
         index = self.groups.read_index(run, 0, count=PAYLOADS_AT_ONCE)
         for chunks in (index, self.snapshots.read_old_entries(run)):

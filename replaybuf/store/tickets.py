@@ -31,10 +31,14 @@ class TicketStore:
             pipe.hgetall(keys.counts(run))
             pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
         replies = await self._connection.run(pipe.execute())
-        return [
-            RunTickets(_integers(counts), [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets])
-            for counts, tickets in zip(replies[::2], replies[1::2], strict=True)
-        ]
+        return list(map(_read_tickets, replies[::2], replies[1::2]))
+
+    async def read_one(self, run: str) -> RunTickets:
+        """Read counters and tickets of a run to decide with them. Raises `DataLost` if Redis is older than known."""
+        pipe = self._connection.pipeline()
+        pipe.hgetall(keys.counts(run))
+        pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
+        return _read_tickets(*await self._connection.read(run, pipe))
 
     async def change(
         self,
@@ -68,6 +72,10 @@ class CounterStore:
     async def add(self, run: str, increments: Mapping[str, int]) -> None:
         """Raise counters."""
         await self._connection.call(run, "rb_count", (), _flat(increments))
+
+
+def _read_tickets(counts: Any, tickets: Any) -> RunTickets:
+    return RunTickets(_integers(counts), [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets])
 
 
 def _flat(counts: Mapping[str, int]) -> list[str | int]:

@@ -184,10 +184,10 @@ class Here:
         self.written: list[int] = []
         frames, write_body = store.groups.read_frames, assembly.write_body
 
-        async def counted_frames(sizes: Any) -> Any:
+        async def counted_frames(name: str, sizes: Any) -> Any:
             self.frames_fetched += len(sizes)
             self.fetching.set()
-            return await frames(sizes)
+            return await frames(name, sizes)
 
         def counted_write(run_name: str, batch: Any, rank: int) -> memoryview:
             self.written.append(rank)

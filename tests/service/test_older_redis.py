@@ -43,6 +43,8 @@ class Forwarder:
         """Close the port and all connections."""
         self._listening.close()
         self.switch(self.target)
+        for one in self._open:
+            one.close()
 
     def _accept(self) -> None:
         while True:
@@ -55,6 +57,7 @@ class Forwarder:
                 server.connect(str(self.target))
             except OSError:  # the server is down
                 client.close()
+                server.close()
                 continue
             self._open += [client, server]
             for source, sink in ((client, server), (server, client)):

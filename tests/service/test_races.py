@@ -72,12 +72,12 @@ def test_a_fetch_overtaken_by_an_attach_during_its_read_is_fenced(server: Embedd
         reading = asyncio.Event()
         frames = store.groups.read_frames
 
-        async def slow_frames(sizes: Any) -> Any:
+        async def slow_frames(*arguments: Any) -> Any:
             reading.set()
             await run.session.attach(AttachRequest(dp_world_size=1))
-            return await frames(sizes)
+            return await frames(*arguments)
 
-        store.groups.read_frames = slow_frames  # type: ignore[method-assign]
+        store.groups.read_frames = slow_frames  # type: ignore[method-assign, assignment]
         with pytest.raises(Fenced):
             await fetching
         assert reading.is_set()

@@ -181,7 +181,7 @@ def test_kills_of_an_everysec_server_with_waitaof_lose_no_acknowledged_write(eve
         numbers = await store.groups.find_numbers("r", acknowledged)
         assert [name for name, number in zip(acknowledged, numbers, strict=True) if number is None] == []
         entries = await store.groups.read_entries("r", [int(number or 0) for number in numbers])
-        frames = await store.groups.read_frames({entry.strings.payload_key: 1000 for entry in entries})
+        frames = await store.groups.read_frames("r", {entry.strings.payload_key: 1000 for entry in entries})
         assert len(frames) == len(acknowledged) and None not in frames
 
     for _ in range(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,25 @@ def writes(store: Store, run: str, token: str) -> dict[str, Callable[[], Awaitab
     }
 
 
+async def read_all(chunks: AsyncIterator[object]) -> list[object]:
+    """Read all chunks."""
+    return [chunk async for chunk in chunks]
+
+
+def reads(store: Store, run: str) -> dict[str, Callable[[], Awaitable[object]]]:
+    """List all reads of a run on which a decision or an answer depends."""
+    return {
+        "index": lambda: read_all(store.groups.read_index(run, 0)),
+        "index entries": lambda: store.groups.read_entries(run, [1, 2]),
+        "numbers": lambda: store.groups.find_numbers(run, ["a", "p0"]),
+        "frames": lambda: store.groups.read_frames(run, {"other": 1}),
+        "ledger": lambda: read_all(store.ledger.read(run, 0)),
+        "snapshot": lambda: store.snapshots.read(run),
+        "old entries": lambda: read_all(store.snapshots.read_old_entries(run)),
+        "tickets": lambda: store.tickets.read_one(run),
+    }
+
+
 @pytest.mark.parametrize("missing", ["entry", "group", "other group"])
 def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: EmbeddedServer, missing: str) -> None:
     """Ledger entries or groups are missing, or another group has the number of a known one."""
@@ -62,6 +81,9 @@ def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: Embed
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             client.set("other", 1)
             before = {key: client.dump(key) for key in client.scan_iter(f"*{run}*")}
+            for read in reads(store, run).values():  # what is missing would look as if it was never stored
+                with pytest.raises(DataLost, match="missing: "):
+                    await read()
             for name, write in writes(store, run, token).items():
                 with pytest.raises(DataLost, match="missing: "):
                     await write()

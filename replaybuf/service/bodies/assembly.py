@@ -74,7 +74,7 @@ async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> Fetche
 async def _fetch_piece(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
     entries = await store.groups.read_entries(run, numbers)
     sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
-    frames = dict(zip(sizes, await store.groups.read_frames(sizes), strict=True))
+    frames = dict(zip(sizes, await store.groups.read_frames(run, sizes), strict=True))
     return await asyncio.to_thread(_open_frames, numbers, entries, frames)
 
 

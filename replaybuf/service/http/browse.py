@@ -44,7 +44,7 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     summary = _summary(run, entries[0], steps_by_group(run.state, [number])[number])
-    frame = (await run.journal.store.groups.read_frames({entries[0].strings.payload_key: 0}))[0]
+    frame = (await run.journal.store.groups.read_frames(run.name, {entries[0].strings.payload_key: 0}))[0]
     content: dict[str, Any] = {"rollouts": None, "metadata": None}
     if frame is not None:
         try:

@@ -31,7 +31,7 @@ class SideState:
 
     async def reload(self) -> None:
         """Replace tickets and counters with those in Redis."""
-        self.restore((await self._journal.store.tickets.read([self._journal.name]))[0])
+        self.restore(await self._journal.store.tickets.read_one(self._journal.name))
 
     def restore(self, stored: RunTickets) -> None:
         """Replace tickets and counters with those that were read from Redis."""
