@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import socket
 import threading
 from collections import Counter
@@ -123,7 +124,7 @@ class Attack:
             with socket.create_connection(self._address, BESIDE_TIMEOUT_S) as connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
                 for piece in ATTACKS[self._name](self._host, self._run):
-                    if now_s() > ends_s or not self._send_piece(connection, piece, ends_s):
+                    if now_s() > ends_s or _has_answer(connection) or not self._send_piece(connection, piece, ends_s):
                         break
                 if self._name == "cut body":
                     return ENDED
@@ -171,6 +172,11 @@ class Attack:
                 self._beside[outcome] += 1
                 if self._over.wait(BESIDE_PAUSE_S):
                     return
+
+
+def _has_answer(connection: socket.socket) -> bool:
+    """Return whether the server has answered already, or ended the connection."""
+    return bool(select.select([connection], [], [], 0)[0])
 
 
 def _read_status(connection: socket.socket, ends_s: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -41,6 +42,8 @@ RETRY_FOR_S = 30.0
 PAYLOADS_READ = 200
 SENT_AGAIN = 50
 WORLD = 2
+PAUSE_S = 0.2
+"""Between two takes of tickets: the tickets of stored groups leave Redis a little later."""
 
 
 class Rest:
@@ -51,6 +54,7 @@ class Rest:
         self._run, self._recorder, self._redis_url = run, recorder, redis_url
         self._client = Client(url, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._epoch = 0
+        self._pausing = threading.Event()
 
     def close(self) -> None:
         """Close the connection."""
@@ -68,6 +72,7 @@ class Rest:
             if left := self._tickets_left():
                 for adapter in self._policies:
                     self._append_due(adapter)
+                self._pausing.wait(PAUSE_S)
             return left
 
         left = eventually(append_due, 2 * DRAIN_TIMEOUT_S, lambda left: not left or now_s() > ends_s)

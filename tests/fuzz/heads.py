@@ -35,7 +35,8 @@ SEEDS = [
     b"\x40" + HEAD + b"transfer-encoding: chunked\r\n\r\n2;x=y\r\n[]\r\n0\r\nt: 1\r\n\r\n",
     b"\xff" + HEAD + b"expect: 100-continue\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}",
     b"\x10GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\nmore",
-    b"\x80GET / HTTP/1.1\r\nx-long: " + b"a" * 600,
+    b"\x80GET / HTTP/1.1\r\nx-long: " + b"a" * 2000,
+    b"\x80GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200 + b"\r\n",
 ]
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
@@ -97,9 +98,12 @@ async def _feed(data: bytes, length: int) -> None:
     state, transport = ServerState(), Transport()
     connection = Connection(table, config=_config, server_state=state, app_state={})
     connection.connection_made(transport)
+    fed = 0
     for piece in _pieces(data, length):
         if transport.closed:
             break
+        if not statuses_of(transport):
+            fed += len(piece)
         connection.data_received(piece)
         assert sum(len(name) + len(value) for name, value in connection.headers or []) <= MAX_HEAD_BYTES
         await asyncio.sleep(0)
@@ -113,8 +117,15 @@ async def _feed(data: bytes, length: int) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*state.tasks)
     assert table.traffic.connections == 0
-    statuses = {int(status) for status in _STATUS.findall(transport.written)}
+    statuses = statuses_of(transport)
     assert statuses <= {100, 200, 400, 408, 431}, transport.written
+    if b"\n\r\n" not in data and b"\n\n" not in data:  # no head ended
+        assert fed <= MAX_HEAD_BYTES + length, f"{fed} bytes of one head were taken"
+
+
+def statuses_of(transport: Transport) -> set[int]:
+    """Return the status of each answer so far."""
+    return {int(status) for status in _STATUS.findall(transport.written)}
 
 
 def _pieces(data: bytes, length: int) -> Iterator[bytes]:
