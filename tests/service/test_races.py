@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from replaybuf.errors import Fenced, InvalidGroups, NotLeader
+from replaybuf.errors import Fenced, InvalidGroups, NotLeader, ServiceUnavailable
 from replaybuf.service import host as service
 from replaybuf.service.host import Service
 from replaybuf.service.http.append_bodies import read_groups
@@ -270,3 +270,31 @@ def test_a_body_of_many_groups_is_decoded_one_by_one(kind: str) -> None:
         assert turns >= len(wires)
 
     asyncio.run(main())
+
+
+def test_a_failed_return_of_a_ticket_does_not_lose_its_prompt(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ticket that the failed change was to remove must not be removed by a later one."""
+
+    async def work(store: Store, run: Run) -> None:
+        (ticket,) = (await run.tickets.issue("me", 1, "", 0.0)).tickets
+        change, failing = store.tickets.change, True
+
+        async def fail_once(*arguments: Any, **options: Any) -> None:
+            nonlocal failing
+            if failing:
+                failing = False
+                raise ServiceUnavailable("redis is away", name="redis")
+            await change(*arguments, **options)
+
+        monkeypatch.setattr(store.tickets, "change", fail_once)
+        with pytest.raises(ServiceUnavailable):
+            await run.tickets.give_back(ticket.ticket, "too late")
+        await run.tick()
+        await run.tickets.issue("me", 1, "", 0.0)
+        assert not failing
+        again = await Run.load(run.name, store)
+        assert again is not None and again.book.awaits(("", ticket.prompt_index))
+
+    on_a_run(server, work)

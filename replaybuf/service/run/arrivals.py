@@ -47,7 +47,7 @@ class Arrivals:
                     bad = chunk.numbers[chunk.malformed].tolist()
                     logger.error("malformed index entries run=%s numbers=%s", self._journal.name, bad)
                 if self._journal.leading:
-                    await self._tickets.complete([chunk])
+                    self._tickets.complete([chunk])
                     # Groups stored before this server measured are history, not speed.
                     recent = chunk.numbers > self._measured_after
                     self._rates.record_stored(self._journal.clock.monotonic(), int(recent.sum()))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from replaybuf.errors import NotLeader
-from replaybuf.kernel.tickets import TicketBook, TicketChange
+from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import RunTickets
 
@@ -26,7 +26,7 @@ class SideState:
         self.rejected: Counter[str] = Counter()
         self.duplicates = 0
         self.uncertain = False
-        self._to_drop: dict[str, None] = {}
+        self._to_remove: dict[str, None] = {}
         self._journal = journal
 
     async def reload(self) -> None:
@@ -53,28 +53,28 @@ class SideState:
                 await self._journal.store.counters.add(self._journal.name, counts)
             self.rejected.update(reasons)
 
-    async def save(self, change: TicketChange, *, durably: bool = True) -> None:
-        """Write a change of the book to Redis. Raises `NotLeader` if a newer leader has fenced this server.
-
-        Removed tickets need no write of their own with `durably=False`: the next change or tick writes them.
-        """
-        self._to_drop |= dict.fromkeys(map(str, change.drop))
-        if change.counts or change.issued or change.due or (durably and change.drop):
-            await self._write(change, durably=durably)
+    def remove_later(self, stored: Iterable[Ticket]) -> None:
+        """Remove the tickets of stored prompts with the next change or tick; the next leader removes them again."""
+        self._to_remove |= dict.fromkeys(map(str, stored))
 
     async def write_removed(self) -> None:
-        """Write the removed tickets that no change has written yet."""
-        if self._to_drop:
+        """Remove the tickets of stored prompts that no change has removed yet."""
+        if self._to_remove:
             await self._write(TicketChange(), durably=False)
 
+    async def save(self, change: TicketChange) -> None:
+        """Write a change of the book to Redis, durably. Raises `NotLeader` if a newer leader has fenced this server."""
+        if change:
+            await self._write(change, durably=True)
+
     async def _write(self, change: TicketChange, *, durably: bool) -> None:
-        journal, drop = self._journal, tuple(self._to_drop)
+        journal, removed = self._journal, tuple(self._to_remove)
         try:
             with journal.recording_loss():
                 await journal.store.tickets.change(
                     journal.name,
                     journal.token or "",
-                    drop=drop,
+                    drop=[*removed, *map(str, change.drop)],
                     deadlines_s=dict.fromkeys(map(str, change.issued), journal.clock.wall() + self.book.ttl_s)
                     | dict.fromkeys(map(str, change.due), 0.0),
                     counts=change.counts,
@@ -83,8 +83,8 @@ class SideState:
         except NotLeader:
             journal.follow(None)
             raise
-        for ticket in drop:  # some were added, or written by another task, meanwhile
-            self._to_drop.pop(ticket, None)
+        for ticket in removed:  # some were added, or written by another task, meanwhile
+            self._to_remove.pop(ticket, None)
 
     @contextlib.contextmanager
     def uncertain_on_failure(self) -> Iterator[None]:

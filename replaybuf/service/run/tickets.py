@@ -133,18 +133,15 @@ class Tickets:
                 await journal.append(decide_failed(ticket, reason, journal.clock.wall()))
             await self._side_state.save(change)
 
-    async def complete(self, chunks: Iterable[IndexChunk]) -> bool:
-        """Remove the tickets of stored groups and measure how long they took; return whether there were any."""
-        change = await self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
+    def complete(self, chunks: Iterable[IndexChunk]) -> None:
+        """Remove the tickets of stored groups and measure how long they took."""
+        change = self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
         now_s = self._journal.clock.monotonic()
         self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)
-        return bool(change)
 
-    async def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
+    def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
         change = self._book.complete(prompts)
-        with self._side_state.uncertain_on_failure():
-            # Not durably: the next leader removes tickets of stored prompts again.
-            await self._side_state.save(change, durably=False)
+        self._side_state.remove_later(change.drop)
         return change
 
     async def reload(self) -> None:
@@ -155,7 +152,7 @@ class Tickets:
             journal, prompts = self._journal, self._book.pending_prompts()
             numbers = await journal.store.groups.find_numbers(journal.name, [prompt_key(*prompt) for prompt in prompts])
             failed = journal.state.failed_prompts
-            await self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+            self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
 
     @contextlib.asynccontextmanager
     async def _deciding(self) -> AsyncIterator[None]:
@@ -163,9 +160,8 @@ class Tickets:
         async with self._journal.decision():
             if self._side_state.uncertain:
                 await self.reload()
-            # Prompts of stored but unsettled groups must neither fail nor be issued again. More may come meanwhile.
-            while await self.complete(self._journal.unsettled):
-                pass
+            # Prompts of stored but unsettled groups must neither fail nor be issued again.
+            self.complete(self._journal.unsettled)
             yield
 
 
