@@ -93,15 +93,21 @@ class Connection(HttpToolsProtocol):
         if self._ended:
             return
         self._unset_keepalive_if_required()
+        if self._room(len(data)) >= len(data):  # almost always
+            self._parse(data)
+            return
         left = memoryview(data)
         while left and not self._ended:
-            room = len(left)
-            if self._phase is not Phase.BODY:
-                room = max(1, self._limits.max_head_bytes - self._head_bytes)
+            room = self._room(len(left))
             self._parse(left[:room])
             left = left[room:]
 
-    def _parse(self, piece: memoryview) -> None:
+    def _room(self, size_bytes: int) -> int:
+        if self._phase is Phase.BODY:
+            return size_bytes
+        return max(1, self._limits.max_head_bytes - self._head_bytes)
+
+    def _parse(self, piece: bytes | memoryview) -> None:
         self._read_bytes = self._chunks = 0
         was_body, was_idle = self._phase is Phase.BODY, self._is_idle()
         try:

@@ -20,6 +20,7 @@ from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?", re.IGNORECASE)
+_MARKS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"})
 _OWN_SITES = ("same-origin", "none")
 _CONSOLE = "/"
 
@@ -91,7 +92,7 @@ class OwnPagesOnly:
         for name, value in scope["headers"]:
             if name == b"host":
                 hosts.append(value.decode("latin-1"))
-            elif name == b"origin" or name.startswith(b"sec-fetch-"):
+            elif name in _MARKS:
                 marks[name] = value.decode("latin-1")
         host = self._check_host(hosts, scope)
         if marks:
