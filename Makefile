@@ -10,8 +10,8 @@
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make peers                       Reverb and TransferQueue for `make bench ONLY=peers`, in .venv-peers (3.2 GB)
-#   make chaos [KILLS=20] [SEED=0] [ARGS="--strategy replay"]
-#                                    kill and stop real processes under load; a checker judges what everybody saw
+#   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
+#                                    hurt real processes under load (--fault KIND ... for some kinds); a checker judges it
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (75 MB)
 #   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .venv-schema, .verifiers and .replaybuf stay
