@@ -22,7 +22,6 @@ from replaybuf.errors import (
     Conflict,
     DataLost,
     Gone,
-    Invalid,
     LedgerGap,
     NoRoom,
     NotFound,
@@ -37,14 +36,13 @@ from replaybuf.service.durability import log_durability
 from replaybuf.service.garbage import collect_garbage
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
-from replaybuf.service.options import ServeOptions
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
 from replaybuf.service.tasks import cancel_all
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.turns import in_turns
 from replaybuf.service.unreadable_runs import UnreadableRuns
-from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
+from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
 from replaybuf.wire.tokenizer import Tokenizer
 
@@ -297,9 +295,9 @@ class Service:
         await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
 
     async def _follow(self) -> None:
-        """Read the new groups and ledger records of leaders. `_watch` finds what else was written to runs led here."""
+        """Read what leaders write, and the groups that producers write directly to runs led here."""
         self._added.clear()
-        known = {name: run.journal.ends for name, run in self.runs.items() if not run.journal.leading}
+        known = {name: run.journal.ends for name, run in self.runs.items() if run.written_by_others}
         if not known:
             with contextlib.suppress(TimeoutError):  # we may lose the lead of a run meanwhile
                 await asyncio.wait_for(self._added.wait(), FOLLOW_TIMEOUT_S)
@@ -363,54 +361,3 @@ class Service:
         log_durability(before, self.report)
         for run in self.runs.values():
             run.durability = self.report.durability
-
-
-@contextlib.asynccontextmanager
-async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]:
-    """Start a service that answers at `url`, with its Redis and its background work; stop all of it in order.
-
-    Raises `ServiceUnavailable`, `UnsupportedServer` or `Conflict` if Redis or the data folder cannot be used, `Invalid`
-    for impossible options, `MissingExtra` for a tokenizer without its library.
-    """
-    policy = WritePolicy(options.durability, options.wait_replicas, options.wait_timeout_s)
-    if not options.redis_url and policy.replicas:
-        raise Invalid(
-            f"wait_replicas is {policy.replicas}; the embedded Valkey has no replicas; set --redis-url",
-            name="wait_replicas",
-            value=policy.replicas,
-            bound=0,
-        )
-    tokenizer = await asyncio.to_thread(Tokenizer, options.tokenizer) if options.tokenizer else None
-    server = None if options.redis_url else EmbeddedServer(options.data_dir, options.durability)
-    if server:
-        await server.start()
-    store = None
-    try:
-        if server:
-            store = await Store.open(server.url, policy, explain_outage=lambda: server.outage)
-        else:
-            store = await Store.open(str(options.redis_url), policy)
-        if policy.level == "strict":
-            store.connection.known.load(options.data_dir / "acknowledged")
-        service = Service(
-            store,
-            url=options.advertise_url or url,
-            embedded=server is not None,
-            history_groups=options.history_groups,
-            tokenizer=tokenizer,
-        )
-        await service.start()
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(server.watch()) if server else None
-            try:
-                async with service.working():
-                    yield service
-            finally:
-                await service.stop()
-                if watching:
-                    await cancel_all([watching])
-    finally:
-        if store:
-            await store.close()
-        if server:
-            await server.stop()

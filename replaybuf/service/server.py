@@ -19,12 +19,13 @@ import uvicorn
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid
 from replaybuf.program import command_line
-from replaybuf.service.host import Service, run_service
+from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.connection import Connection
 from replaybuf.service.http.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
 from replaybuf.service.http.origins import HostNames, OwnPagesOnly
 from replaybuf.service.http.routes import application
+from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.sockets import BACKLOG, open_sockets
 

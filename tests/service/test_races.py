@@ -26,13 +26,20 @@ from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
-from replaybuf.wire.group import group_from_json
+from replaybuf.wire.group import Group, group_from_json
 from tests.builders import rollout, wire_group
 from tests.led_run import LEASE_S, append, on_a_run, train
 from tests.waiting import until
 
 T = TypeVar("T")
 _names = itertools.count()
+
+
+async def write_directly(store: Store, run: str, group: Group) -> None:
+    """Append a group as a producer that writes to Redis itself does."""
+    frame = encode_frame(group)
+    ready = PendingGroup(group, str(group.group_id), "", frame, stored_checksum(frame))
+    await store.groups.append(run, [ready], {"": 0}, time.time())
 
 
 async def collected(items: AsyncIterator[T]) -> list[T]:
@@ -195,15 +202,36 @@ def test_a_direct_append_above_the_published_version_is_lost_lineage(
         mixed = rollout(completion_ids=[1, 2], inference_logprobs=[-0.5, -0.5], version_spans=[(0, 0, 1), (3, 1, 2)])
         group = group_from_json(wire_group(mixed, group_id="early"))
         assert (group.policy_version, group.policy_version_max) == (0, 3)
-        frame = encode_frame(group)
         epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
-        ready = PendingGroup(group, "early", "", frame, stored_checksum(frame))
-        await store.groups.append(run.name, [ready], {"": 0}, time.time())
+        await write_directly(store, run.name, group)
         await run.journal.pull()
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), WaitingAnswer)
         assert run.state.totals.evicted == {"lost_lineage": 1}
 
     on_a_run(server, work)
+
+
+def test_direct_appends_are_found_as_they_come(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the ends, once a second, finds the first one; a trainer does not wait for it again."""
+
+    async def main() -> None:
+        store, producer = await Store.open(server.url), await Store.open(server.url)
+        host = Service(store, url="http://t", embedded=True)
+        await host.start()
+        run, _ = await host.create("direct", RunConfig(batch=BatchSpec(groups_per_batch=1)))
+        async with host.working():
+            await write_directly(producer, "direct", group_from_json(wire_group(rollout(), group_id="first")))
+            await until(lambda: run.state.stored == 1, poll_s=0.01)
+            monkeypatch.setattr(run, "check_ends", stopped)
+            await write_directly(producer, "direct", group_from_json(wire_group(rollout(), group_id="second")))
+            await until(lambda: run.state.stored == 2, poll_s=0.01)
+        await host.stop()
+        await store.close()
+        await producer.close()
+
+    async def stopped(_: object) -> None: ...
+
+    asyncio.run(main())
 
 
 def test_a_server_that_loses_its_lease_during_the_check_stores_nothing(

@@ -44,6 +44,11 @@ class Appends:
         self._entering = Load()
         self._commit = GroupCommit(self._publish)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no group is being stored."""
+        return not self._entering.groups
+
     async def append(self, incoming: AsyncIterator[Incoming]) -> list[contract.AppendResult]:
         """Store groups in chunks, as they arrive; return one result each.
 

@@ -7,6 +7,8 @@ Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journa
 
 from __future__ import annotations
 
+import math
+
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.kernel.decide import decide_purge
 from replaybuf.kernel.decide_config import check_deletable, decide_create, decide_patch
@@ -32,6 +34,9 @@ from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
 from replaybuf.wire.config import ConfigPatch, RunConfig, differing_fields
 from replaybuf.wire.run_status import RunStatus
+
+DIRECT_WRITES_S = 60.0
+"""For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
 
 
 class Run:
@@ -59,6 +64,7 @@ class Run:
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock.monotonic)
         self.lease = LeaseTimer()
         self.durability = "strict"
+        self._direct_writes_until_s = -math.inf
 
     @property
     def name(self) -> str:
@@ -109,6 +115,11 @@ class Run:
         """Wake every waiter; each gets its waiting answer."""
         self.journal.close()
 
+    @property
+    def written_by_others(self) -> bool:
+        """Whether another server leads, or producers write groups directly to Redis."""
+        return not self.journal.leading or self.journal.clock.monotonic() < self._direct_writes_until_s
+
     async def ingest(self) -> None:
         """Read what is new in the streams."""
         await (self.arrivals.pull() if self.journal.leading else self.arrivals.follow())
@@ -117,6 +128,8 @@ class Run:
         """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
         self.journal.check_ends(found)
         if self.journal.leading and isinstance(found, Ends) and found.group > self.state.stored:
+            if self.appends.idle:  # else they may be our own, on their way
+                self._direct_writes_until_s = self.journal.clock.monotonic() + DIRECT_WRITES_S
             await self.arrivals.pull()
 
     def restore_side_state(self, stored: RunTickets, term: int) -> None:
