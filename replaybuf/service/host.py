@@ -351,10 +351,11 @@ class Service:
         for run in [self.runs[name] for name in names if name in self.runs]:
             await self._drop(run)
         for name in names:
-            groups = await self.store.delete_run(name)
+            with contextlib.suppress(DataLost, LedgerGap):  # another server has just deleted the keys
+                groups = await self.store.delete_run(name)
+                logger.info("run deleted run=%s groups=%d", name, groups)
             self.traffic.forget(name)
             self.unreadable.record_success(name)
-            logger.info("run deleted run=%s groups=%d", name, groups)
 
     async def _measure(self) -> None:
         before, self.report = self.report, await self.store.connection.report()

@@ -65,9 +65,9 @@ class Store:
     async def delete_run(self, run: str) -> int:
         """Delete the keys of a deleted run, payloads first, in chunks; return the number of its groups.
 
-        A repetition continues after a crash: the index, which names the payloads, goes last.
+        A repetition continues after a crash: the index, which names the payloads, goes last. Raises `DataLost` if
+        another server has just deleted them.
         """
-        self.connection.known.forget(run)
         groups = 0
         index = self.groups.read_index(run, 0, count=PAYLOADS_AT_ONCE)
         for chunks in (index, self.snapshots.read_old_entries(run)):
