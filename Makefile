@@ -13,7 +13,7 @@
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
 #                                    hurt real processes under load (--fault KIND ... for some kinds); a checker judges it
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
-#   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (75 MB)
+#   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
 #   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .venv-schema, .verifiers and .replaybuf stay
 
 PYTHON ?= python3
