@@ -56,7 +56,7 @@ FOLLOW_TIMEOUT_S = 1.0
 FOLLOW_PERIOD_S = 0.01
 """A burst of entries is read at once: at most 100 reads per second."""
 REPORT_PERIOD_S = 10.0
-DELETE_PERIOD_S = 0.25
+DELETE_PERIOD_S = 1.0
 OUTAGE_PAUSE_S = 0.5
 
 
