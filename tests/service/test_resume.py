@@ -160,7 +160,7 @@ def test_evictions_after_the_step_are_undone_by_a_resample(run: RunClient) -> No
         ({"dp_world_size": 1, "on_resume": "skip"}, "on_resume"),
         ({"dp_world_size": 1, "seq_len": 64, "pad_to_multiple_of": 7}, "pad_to_multiple_of"),
         ({"dp_world_size": 1, "cost": {"linear": 0.0, "quadratic": 0.0}}, "cost"),
-        ({"dp_world_size": 1, "cost": {"linear": 1.0, "quadratic": -1.0}}, "cost"),
+        ({"dp_world_size": 1, "cost": {"linear": 1.0, "quadratic": -1.0}}, "cost.quadratic"),
     ],
 )
 def test_a_layout_out_of_bounds_is_refused(run: RunClient, body: dict[str, object], name: str) -> None:

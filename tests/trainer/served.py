@@ -48,7 +48,8 @@ class ServedEngine:
         self.url = url
         self.worker = worker
         self.model = model
-        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+        # The server closes an idle connection after 5 s; a request at that moment would fail.
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits(keepalive_expiry=2.0))
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
         """POST a JSON body."""
