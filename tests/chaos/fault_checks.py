@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -64,7 +65,12 @@ def _attempts(tickets: Sequence[TicketsTaken]) -> dict[Prompt, list[tuple[int, s
     for taken in tickets:
         for ticket, prompt_index, attempt in taken.tickets:
             found[taken.adapter, prompt_index].append((attempt, ticket, taken.sent_s, taken.at_s))
-    return {prompt: sorted(attempts) for prompt, attempts in found.items()}
+    return {prompt: sorted(attempts, key=_order_of_issue) for prompt, attempts in found.items()}
+
+
+def _order_of_issue(entry: tuple[int, str, float, float]) -> tuple[int, list[int]]:
+    attempt, ticket, _, _ = entry
+    return attempt, [int(digits) for digits in re.findall(r"\d+", ticket)]  # t10 comes after t8
 
 
 def reports_beside_older(run: RunHistory) -> Iterator[str]:

@@ -753,6 +753,16 @@ def test_a_ticket_that_was_given_up_may_be_issued_again_at_once(freed: str) -> N
     assert not [violation for violation in found if "followed after" in violation.what]
 
 
+def test_tickets_of_the_tenth_generation_follow_those_of_the_eighth() -> None:
+    """The text of a ticket sorts otherwise."""
+    taken = [
+        TicketsTaken(**answered(at_s), adapter="", tickets=[(ticket, 99, 1)])
+        for ticket, at_s in (("t8-99-1-1", 2.0), ("t10-99-1-2", 700.0))
+    ]
+    found = check(sorted([*correct(), *taken], key=lambda event: event.at_s))
+    assert not [violation for violation in found if "followed after" in violation.what]
+
+
 def test_every_guarantee_is_broken_at_least_once() -> None:
     """No check passes whatever the history is."""
     assert {guarantee for guarantee, _, _ in FAULTS} == set(GUARANTEES)
