@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from replaybuf.errors import DataLost
 from replaybuf.wire.ledger import ConfigRecord
 from tests.chaos.history import (
     OK,
@@ -76,9 +77,12 @@ def _order_of_issue(entry: tuple[int, str, float, float]) -> tuple[int, list[int
 def reports_beside_older(run: RunHistory) -> Iterator[str]:
     """Find reports of lost data while Redis had all of it."""
     for call in run.calls:
-        allowed = any(older.from_s <= call.at_s <= older.at_s + REPORT_S for older in run.older)
-        if call.outcome == "data-lost" and not allowed:
+        if call.outcome == "data-lost" and not _may_report_loss(run, call.at_s):
             yield f"{call.server} reported acknowledged data as lost at {call.at_s:.3f}"
+
+
+def _may_report_loss(run: RunHistory, at_s: float) -> bool:
+    return any(older.from_s <= at_s <= older.at_s + REPORT_S for older in run.older)
 
 
 def lost_writes_are_noticed(run: RunHistory) -> Iterator[str]:
@@ -124,7 +128,10 @@ def nobody_pays_for_others(run: RunHistory) -> Iterator[str]:
 def _answered_wrongly(run: RunHistory, attacked: Attacked) -> Iterator[str]:
     hurt = run.hurt(attacked.from_s, attacked.at_s)
     where = f"{attacked.attack} at {attacked.server}"
-    if attacked.status > 0 and attacked.status not in (*ANSWERS[attacked.attack], BUSY):
+    allowed = {*ANSWERS[attacked.attack], BUSY}
+    if _may_report_loss(run, attacked.at_s):
+        allowed.add(DataLost.status)  # a request of a run is refused before its body is read
+    if attacked.status > 0 and attacked.status not in allowed:
         yield f"{where} was answered {attacked.status}"
     if attacked.status < 0 and not hurt:
         yield f"{where} was still open after {attacked.at_s - attacked.from_s:.1f} s"

@@ -724,6 +724,11 @@ def test_an_older_redis_may_be_reported_while_it_serves_and_shortly_after() -> N
     assert is_correct(older(), *refused)
 
 
+def test_an_attack_on_a_run_whose_data_are_lost_may_be_answered_500() -> None:
+    assert is_correct(older(), attacked("refused JSON", status=500))
+    assert not is_correct(attacked("refused JSON", status=500))
+
+
 def test_attacks_may_be_refused_or_cut() -> None:
     """A server under an attack may also answer that it is busy."""
     refused = [attacked("many headers"), attacked("refused JSON", status=413), attacked("refused JSON", status=503)]
