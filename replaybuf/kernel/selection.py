@@ -87,7 +87,7 @@ class Selector:
     def ask(self, what: str, call: Callable[[], T], plugin: str | None = None) -> T:
         """Call a plug-in, by default the strategy, within the time limit; the call changes nothing in it.
 
-        Raises `StrategyFault` for whatever it raises, and if it is too slow twice.
+        Raises `StrategyFault` if it raises an error, or is too slow twice.
         """
         started_s = time.monotonic()
         try:

@@ -129,7 +129,7 @@ class TicketBook:
     def restore(self, tickets: Iterable[tuple[str, float | None]], counts: dict[str, int], now_s: float) -> None:
         """Replace the content with that of storage: counters, tickets with the seconds they have left (None = due).
 
-        A ticket that was known keeps its deadline. Any other has between 0 and `ttl_s` left, whatever storage says.
+        A ticket that was known keeps its deadline. Any other gets the time left in storage, from 0 to `ttl_s`.
         """
         known, out = dict(self._out), []
         for table in (self._out, self._out_of, self._due, self.next_index, self.counts):

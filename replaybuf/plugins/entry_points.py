@@ -98,7 +98,7 @@ def option_pairs(texts: Iterable[str]) -> dict[str, Any]:
 def configured(name: str, call: Callable[[], T]) -> T:
     """Return the result of a call to a plug-in while a run is configured; the call changes nothing.
 
-    Raises `Invalid` naming the plug-in for whatever it raises, and if it is too slow twice.
+    Raises `Invalid`, which names the plug-in, if it raises an error or is too slow twice.
     """
     with reported(name):
         try:
@@ -111,7 +111,7 @@ def configured(name: str, call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def reported(name: str) -> Iterator[None]:
-    """Turn whatever a plug-in raises while it is configured into `Invalid` with its name."""
+    """Turn an error of a plug-in during its configuration into `Invalid` with its name."""
     try:
         yield
     except Invalid:

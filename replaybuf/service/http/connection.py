@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's protocol, with bounds on whatever a client sends before a handler reads it.
+"""One HTTP connection: uvicorn's protocol, with bounds on all bytes that no handler has read yet.
 
 Phases: HEAD (also before the first byte) -> BODY -> DONE -> HEAD of the next request. A request that breaks a bound is
 answered with a problem document, and the connection closes.

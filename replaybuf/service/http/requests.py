@@ -24,7 +24,7 @@ from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_REASON_BYTES, check
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CONTROL_BODY_BYTES = 256 << 10
-"""Decoding so much holds the event loop for at most 20 ms, whatever it is."""
+"""Decoding any body of this size holds the event loop for at most 20 ms."""
 MAX_FEEDBACK_BODY_BYTES = 1 << 20
 """An ack brings feedback for each group of a batch."""
 MAX_PAGE = 1000

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
 from replaybuf.store import AppendResult, Ends, IndexChunk, Store
 from replaybuf.store.entries import build_chunk
+from replaybuf.wire.collector import collector_paused
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.ledger import AnyRecord, BatchRecord
 
@@ -184,7 +184,7 @@ class Journal:
         state.index.reserve((await store.counters.read(run)).get("stored", 0) - state.trimmed)
         if through is not None and snapshot:
             through = max(through, snapshot.stored)  # groups in a snapshot were confirmed before it
-        with _no_collection():
+        with collector_paused():
             if snapshot:
                 async for chunk in store.snapshots.read_old_entries(run):
                     state.store(chunk.numbers, chunk.values, chunk.malformed)
@@ -340,15 +340,3 @@ class Journal:
         """Let nobody wait any more."""
         self.closed = True
         self.notify()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switch the garbage collector off: it would walk the lists of every chunk (1.6x slower) and find no garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
