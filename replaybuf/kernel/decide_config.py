@@ -10,7 +10,7 @@ from replaybuf.errors import Conflict, NotFound
 from replaybuf.kernel.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
-from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec
+from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec, recorded
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import ConfigRecord
 
@@ -27,12 +27,12 @@ def config_of(state: RunState) -> RunConfig:
 def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
     """Decide the first record of a run. Raises `Invalid` for a configuration that cannot work."""
     resolved, bounds = resolve_config(config)
-    return ConfigRecord(config=msgspec.to_builtins(resolved), max_uses=bounds.max_uses, at_s=now_s)
+    return ConfigRecord(config=recorded(resolved), max_uses=bounds.max_uses, at_s=now_s)
 
 
 def decide_status(state: RunState, status: RunStatus, reason: str | None, now_s: float) -> ConfigRecord:
     """Decide that the run is running, paused or finished from here on."""
-    config = msgspec.to_builtins(config_of(state))
+    config = recorded(config_of(state))
     return ConfigRecord(config=config, max_uses=state.max_uses, state=status, reason=reason, at_s=now_s)
 
 
@@ -64,7 +64,7 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
     reason = None if status == "running" else reason
     if (changed, max_uses, status, reason) == (config, state.max_uses, state.config_state, state.config_reason):
         return None
-    return ConfigRecord(config=msgspec.to_builtins(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
+    return ConfigRecord(config=recorded(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
 
 
 def check_deletable(state: RunState, run: str) -> None:

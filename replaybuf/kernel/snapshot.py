@@ -25,7 +25,7 @@ from replaybuf.kernel.pool import BAD_INDEX_ENTRY, AdapterCounts
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import Rotation
 from replaybuf.kernel.state import Attachment, RunPhase, RunState
-from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config import read_config, recorded
 from replaybuf.wire.ledger import TicketRecord
 
 MAGIC = b"RBS4"
@@ -37,13 +37,13 @@ _FASTEST = 1
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `RunState` and its pool under their names, and what else a reader needs.
 
-    `failed`: the values of `failures`; `rows`: `STATE_ROW` of changed groups; `set_aside`: int64, numbers up to
-    `trimmed` of groups that are not freed.
+    `config`: as the ledger has it; `failed`: the values of `failures`; `rows`: `STATE_ROW` of changed groups;
+    `set_aside`: int64, numbers up to `trimmed` of groups that are not freed.
     """
 
     entries: int
     trimmed_entries: int
-    config: RunConfig | None
+    config: dict[str, Any] | None
     config_state: RunPhase
     config_reason: str | None
     attachment: Attachment | None
@@ -74,7 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
-_OTHERS = ("failed", "stored", "trimmed", "groups_used", "set_aside", "rows")
+_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows")
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
 
 
@@ -105,6 +105,7 @@ def freeze(state: RunState) -> bytes:
     snapshot = Snapshot(
         **{name: getattr(state, name) for name in _OF_STATE},
         **{name: getattr(pool, name) for name in _OF_POOL},
+        config=None if state.config is None else recorded(state.config),
         failed=list(state.failures.values()),
         stored=state.stored,
         trimmed=state.trimmed,
@@ -134,6 +135,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
         )
     for name in _OF_STATE:
         setattr(state, name, getattr(snapshot, name))
+    state.config = None if snapshot.config is None else read_config(snapshot.config, "the snapshot")
     state.failures = {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failed}
     _restore_pool(state, snapshot)
 

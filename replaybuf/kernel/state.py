@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import LedgerGap, Unreadable
+from replaybuf.errors import LedgerGap
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import AdapterCounts, GroupPool
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
-from replaybuf.wire.config import Cost, RunConfig
+from replaybuf.wire.config import Cost, RunConfig, read_config
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
     AckRecord,
@@ -256,10 +256,7 @@ class RunState:
         return self.pool.free(self.index.rows_of(record.numbers), purged=True)
 
     def _configure(self, record: ConfigRecord) -> None:
-        try:
-            self.config = msgspec.convert(record.config, RunConfig)
-        except msgspec.ValidationError as error:
-            raise Unreadable(f"the configuration in ledger entry {self.entries} does not decode: {error}") from error
+        self.config = read_config(record.config, f"ledger entry {self.entries}")
         for name in self.config.adapter_names:
             self.published.setdefault(name, 0)
             self.weights_uri.setdefault(name, None)

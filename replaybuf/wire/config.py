@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, Unreadable
 from replaybuf.wire.frame import smallest_frame_bytes
 from replaybuf.wire.group import LARGEST_ROLLOUTS, hash_name
 from replaybuf.wire.metadata import check_metadata
@@ -36,6 +36,8 @@ LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
+LATER_FIELDS = ("tickets.heartbeat_s",)
+"""Fields added since format 1. The ledger has them only where they differ from their default."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
@@ -93,11 +95,15 @@ class BatchSpec(Spec, frozen=True):
 
 
 class TicketSpec(Spec, frozen=True):
-    """Tickets: lifetime, tries per prompt, number of prompts (None = endless)."""
+    """Tickets: lifetime, tries per prompt, number of prompts (None = endless).
+
+    A producer that sends heartbeats and is silent for `heartbeat_s` loses its tickets.
+    """
 
     ttl_s: Seconds = 600
     max_attempts: Positive = 3
     prompts: Positive | None = None
+    heartbeat_s: Seconds = 15
 
 
 class Limits(Spec, frozen=True):
@@ -282,6 +288,25 @@ def _check_adapters(config: RunConfig) -> None:
     ):
         if value is not None:
             raise _invalid(field, value, f"in a run with adapters each has its own: set adapters.NAME.{instead}", None)
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """Render a configuration for the ledger: without the fields of `LATER_FIELDS` that have their default."""
+    fields, defaults = msgspec.to_builtins(config), msgspec.to_builtins(RunConfig(batch=BatchSpec()))
+    for path in LATER_FIELDS:
+        section, _, name = path.rpartition(".")
+        part, default = (fields[section], defaults[section]) if section else (fields, defaults)
+        if part[name] == default[name]:
+            del part[name]
+    return dict(fields)
+
+
+def read_config(fields: dict[str, Any], where: str) -> RunConfig:
+    """Read what `recorded` rendered; `where` names its place. Raises `Unreadable`."""
+    try:
+        return msgspec.convert(fields, RunConfig)
+    except msgspec.ValidationError as error:
+        raise Unreadable(f"the configuration in {where} does not decode: {error}") from error
 
 
 def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:

@@ -22,6 +22,8 @@ from replaybuf.wire.config import (
     check_run_config,
     check_run_name,
     differing_fields,
+    read_config,
+    recorded,
 )
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import smallest_frame_bytes
@@ -43,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "max_steps": None,
     "seed": 0,
     "advantage": "grpo",
-    "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None},
+    "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None, "heartbeat_s": 15.0},
     "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
     "adapters": {},
 }
@@ -82,6 +84,17 @@ def test_a_configuration_round_trips_through_json() -> None:
 def test_the_version_of_a_step_is_the_number_of_publications(steps_per_publish: int, versions: list[int]) -> None:
     config = run_config(steps_per_publish=steps_per_publish)
     assert [config.version_of(step) for step in range(5)] == versions
+
+
+def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
+    """A record of a run that uses none of them has the bytes that older releases wrote, and both are read."""
+    older = {name: dict(part) if isinstance(part, dict) else part for name, part in DEFAULTS.items()}
+    del older["tickets"]["heartbeat_s"]
+    assert recorded(run_config()) == older
+    assert read_config(older, "the ledger") == run_config()
+    changed = run_config(tickets=TicketSpec(heartbeat_s=5))
+    assert recorded(changed)["tickets"]["heartbeat_s"] == 5
+    assert read_config(recorded(changed), "the ledger") == changed
 
 
 # ---------------------------------------------------------------------- rejections
