@@ -226,9 +226,34 @@ class RunCalls:
         """Return the state and content of a group. Raises `NotFound`, `Gone`."""
         return answer_of((yield HttpRequest(path=f"/groups/{_segment(group_id)}")), StoredGroup)
 
-    def list_groups(self, state: str | None = None, limit: int = 100, after: int | None = None) -> Exchange[GroupPage]:
-        """List up to `limit` groups, of one state or of all, after the `next` of an earlier page."""
-        params = {"limit": limit} | _given(state=state, after=after)
+    def list_groups(
+        self,
+        state: str | None = None,
+        limit: int = 100,
+        after: int | None = None,
+        *,
+        step: int | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        min_staleness: int | None = None,
+        max_staleness: int | None = None,
+        version: int | None = None,
+        prompt_id: str | None = None,
+        source: str | None = None,
+        adapter: str | None = None,
+        order: Literal["arrival", "reward", "staleness"] = "arrival",
+        desc: bool = False,
+    ) -> Exchange[GroupPage]:
+        """List up to `limit` groups that meet all conditions, after the `next` of an earlier page; None = any.
+
+        A page may be short and have a `next`. `step`: whose batch used the group; staleness: at the next step to
+        assemble; `source`: in the metadata, "" = none. Only groups that are not freed are sorted by reward or
+        staleness. Raises `Invalid`.
+        """
+        params: dict[str, str | int] = {"limit": limit, "order": order} | ({"desc": "true"} if desc else {})
+        params |= _given(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
+        params |= _given(min_reward=min_reward, max_reward=max_reward, after=after)
+        params |= _given(min_staleness=min_staleness, max_staleness=max_staleness)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
 
     # ------------------------------------------------------------------

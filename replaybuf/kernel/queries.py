@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from replaybuf.errors import Gone
-from replaybuf.kernel.index import DEAD, EVICTED, FREED
+from replaybuf.kernel.index import DEAD, EVICTED
 from replaybuf.kernel.pool import PURGED, RETIRED
 from replaybuf.kernel.state import RunState
 
@@ -39,26 +39,6 @@ def find_group_state(state: RunState, number: int) -> tuple[str, str | None]:
     if reason == RETIRED:
         return RETIRED, None
     return ("dead_lettered" if code & PURGED else "evicted"), reason
-
-
-def list_numbers(state: RunState, group_state: str | None, after: int, limit: int) -> list[int]:
-    """List up to `limit` numbers above `after` of groups in a state (None = any), ascending."""
-    index = state.index
-    start = max(after, state.trimmed)
-    if group_state is None:
-        old = index["number"][: np.searchsorted(index["number"], state.trimmed, "right")]
-        kept = old[(old > after) & (index["state"][: len(old)] != FREED)][:limit].tolist()
-        return [*kept, *range(start + 1, min(state.stored, start + limit - len(kept)) + 1)]
-    matches = (index["state"] == GROUP_STATES.index(group_state)) & (index["state"] != FREED)
-    found = index["number"][matches & (index["number"] > after)]
-    codes = np.frombuffer(state.pool.freed_as, np.uint8)[start - state.trimmed + 1 :]
-    retired = codes == state.pool.reasons.index(RETIRED)
-    purged = (codes & PURGED) > 0
-    freed = {RETIRED: retired, "dead_lettered": purged, "evicted": (codes > 0) & ~retired & ~purged}
-    if group_state in freed:
-        found = np.union1d(found, np.flatnonzero(freed[group_state]) + start + 1)
-    numbers: list[int] = found[:limit].tolist()
-    return numbers
 
 
 def list_purgeable(state: RunState) -> list[int]:

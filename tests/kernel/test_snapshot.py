@@ -13,12 +13,13 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from replaybuf.errors import Gone, ReplaybufError
 from replaybuf.kernel.index import ENTRY, FREED
-from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state, list_numbers
+from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.retention import trim_point
 from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
 from replaybuf.kernel.state import RunState
 from replaybuf.wire.ledger import TrimRecord, decode_record
 from tests.builders import entries
+from tests.kernel.listing import list_numbers
 from tests.kernel.test_state import Run
 from tests.kernel.test_state_model import RunStateMachine, story_of
 

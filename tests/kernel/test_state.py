@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replaybuf.errors import LedgerGap, ReplaybufError
 from replaybuf.kernel.history import add_rewind, lost_version_since
 from replaybuf.kernel.pool import COUNTED_LATE
-from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_numbers, list_purgeable
+from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_purgeable
 from replaybuf.kernel.snapshot import encode_snapshot, take
 from replaybuf.kernel.state import FEEDBACK_STEPS, LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
@@ -31,6 +31,7 @@ from replaybuf.wire.ledger import (
     TrimRecord,
 )
 from tests.builders import batch_entry, batch_record, config_record, entries
+from tests.kernel.listing import list_numbers
 
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 OnResume = Literal["redeliver", "resample"]

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaybuf.kernel.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES, LIVE
-from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_numbers, list_purgeable, steps_by_group
+from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
     AckRecord,
@@ -36,6 +36,7 @@ from replaybuf.wire.ledger import (
     encode_record,
 )
 from tests.builders import batch_entry, batch_record, config_record, entries
+from tests.kernel.listing import list_numbers
 
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 OnResume = Literal["redeliver", "resample"]

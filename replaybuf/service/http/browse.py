@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
 
 from replaybuf.errors import BrokenFrame, Gone, NotFound
+from replaybuf.kernel.group_query import GroupQuery
 from replaybuf.kernel.index import DEAD
-from replaybuf.kernel.queries import find_group_state, list_numbers, steps_by_group
+from replaybuf.kernel.queries import find_group_state, steps_by_group
+from replaybuf.service.http.group_pages import find_page
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.wire.contract import (
@@ -67,10 +70,10 @@ def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"rollouts": rollouts, "metadata": msgspec.Raw(msgspec.json.encode(group.metadata))}
 
 
-async def list_groups(run: Run, state: str | None, after: int, limit: int) -> GroupPage:
-    """Return a page of groups in the order of storing."""
-    numbers = list_numbers(run.state, state, after, limit)
-    return GroupPage(groups=await _summaries(run, numbers), next=numbers[-1] if len(numbers) == limit else None)
+async def list_groups(run: Run, query: GroupQuery, after: int | None, limit: int) -> GroupPage:
+    """Return a page of groups that match a query."""
+    numbers, following = await find_page(run, query, after, limit)
+    return GroupPage(groups=await _summaries(run, numbers), next=following)
 
 
 async def describe_dead_letters(run: Run) -> DeadLetters:
@@ -88,7 +91,11 @@ def list_failed_prompts(run: Run, limit: int) -> FailedPrompts:
 
 async def _summaries(run: Run, numbers: list[int]) -> list[GroupSummary]:
     entries, steps = await run.journal.store.groups.read_entries(run.name, numbers), steps_by_group(run.state, numbers)
-    return [GroupSummary(**_summary(run, entry, steps[entry.number])) for entry in entries]
+    summaries: list[GroupSummary] = []
+    for entry in entries:
+        with contextlib.suppress(Gone):  # trimmed after its number was found
+            summaries.append(GroupSummary(**_summary(run, entry, steps[entry.number])))
+    return summaries
 
 
 def _summary(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.service.http import handlers, sending
+from replaybuf.service.http import group_pages, handlers, sending
 from replaybuf.service.http.requests import (
     ADAPTER,
     AFTER,
@@ -20,9 +20,9 @@ from replaybuf.service.http.requests import (
     LIMIT,
     NEWER_THAN,
     REASON,
-    STATE,
     WAIT_MS,
     Number,
+    Real,
     Text,
 )
 from replaybuf.wire import contract, evaluations
@@ -49,7 +49,7 @@ class Call:
     body: Any = None
     result: Any = None
     answers: tuple[str, ...] = ("200",)
-    query: tuple[Number | Text, ...] | None = ()
+    query: tuple[Number | Real | Text, ...] | None = ()
     media_types: tuple[str, ...] = ("application/json",)
 
     @property
@@ -105,7 +105,8 @@ TRAINER_CALLS = (
          contract.CheckpointRequest, contract.Checkpoints, _CHANGED),
 )
 BROWSE_CALLS = (
-    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, result=contract.GroupPage, query=(STATE, LIMIT, AFTER)),
+    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, result=contract.GroupPage,
+         query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER,
          None, contract.StoredGroup, ("200", "404", "410")),
     Call("GET", f"{_R}/batches/{{step}}/record", handlers.get_record, _BOTH,

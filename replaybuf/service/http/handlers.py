@@ -14,6 +14,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.http import sending
 from replaybuf.service.http.append_bodies import read_groups
 from replaybuf.service.http.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
+from replaybuf.service.http.group_pages import read_query
 from replaybuf.service.http.json_pieces import json_in_pieces
 from replaybuf.service.http.metrics import exposition
 from replaybuf.service.http.requests import (
@@ -26,7 +27,6 @@ from replaybuf.service.http.requests import (
     MAX_FEEDBACK_BODY_BYTES,
     NEWER_THAN,
     REASON,
-    STATE,
     STEP,
     number,
     optional_number,
@@ -222,8 +222,7 @@ async def post_checkpoint(request: Request) -> Response:
 async def get_groups(request: Request) -> Response:
     """List groups."""
     run = await _run(request)
-    after, limit = page(request)
-    return json_response(await list_groups(run, text(request, STATE), after, limit))
+    return json_response(await list_groups(run, *read_query(request, run)))
 
 
 async def get_group(request: Request) -> Response:

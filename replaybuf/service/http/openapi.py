@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from replaybuf.service.http.calls import Call
-from replaybuf.service.http.requests import STEP, Number, Text
+from replaybuf.service.http.requests import STEP, Number, Real, Text
 from replaybuf.wire.config import RUN_NAME
 from replaybuf.wire.contract import Answer, GroupsRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE as FRAMES_TYPE
@@ -120,16 +120,18 @@ def _ref(shape: type) -> dict[str, Any]:
     return {"$ref": _SCHEMAS + shape.__name__}
 
 
-def _query_parameter(parameter: Number | Text) -> dict[str, Any]:
+def _query_parameter(parameter: Number | Real | Text) -> dict[str, Any]:
     required = isinstance(parameter, Number) and parameter.required
     return {"name": parameter.name, "in": "query", "required": required, "schema": _parameter_schema(parameter)}
 
 
-def _parameter_schema(parameter: Number | Text) -> dict[str, Any]:
+def _parameter_schema(parameter: Number | Real | Text) -> dict[str, Any]:
     if isinstance(parameter, Text):
         if parameter.choices:
             return {"type": "string", "enum": list(parameter.choices)}
         return {"type": "string", "maxLength": parameter.most_bytes}
+    if isinstance(parameter, Real):
+        return {"type": "number", "minimum": -parameter.high, "maximum": parameter.high}
     schema: dict[str, Any] = {"type": "integer", "minimum": parameter.low, "maximum": parameter.high}
     return schema if parameter.default is None else schema | {"default": parameter.default}
 

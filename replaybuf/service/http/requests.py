@@ -15,7 +15,6 @@ import msgspec
 from starlette.requests import Request
 
 from replaybuf.errors import Invalid, Malformed, TooLarge, UnsupportedMedia
-from replaybuf.kernel.queries import GROUP_STATES
 from replaybuf.service.http.body_budget import BodyShare
 from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
 from replaybuf.wire.decoding import decode_json
@@ -32,6 +31,7 @@ MAX_PAGE = 1000
 _PATCH_FIELDS = ConfigPatch.__struct_fields__
 _FIXED_FIELDS = set(RunConfig.__struct_fields__) - set(_PATCH_FIELDS)
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+")
+_REAL_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SHOWN_DIGITS = 500
 _MAX_DIGITS = len(str(LARGEST_INTEGER))
 
@@ -45,6 +45,14 @@ class Number:
     low: int = 0
     high: int = LARGEST_INTEGER
     required: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Real:
+    """A finite number in a query, between the bounds of a 32-bit float."""
+
+    name: str
+    high: float = 3.4e38
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +75,6 @@ LIMIT = Number("limit", 100, 1, MAX_PAGE)
 GENERATION = Number("generation")
 ADAPTER = Text("adapter", "")
 REASON = Text("reason", "returned", most_bytes=LONGEST_REASON_BYTES)
-STATE = Text("state", choices=tuple(GROUP_STATES))
 IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
 
@@ -138,7 +145,7 @@ def media_type(request: Request, accepted: set[str]) -> str:
     return given
 
 
-def check_query(request: Request, accepted: Sequence[Number | Text]) -> None:
+def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> None:
     """Raise `Malformed` for an unknown query parameter: a misspelled one would have no effect."""
     if not request.scope["query_string"]:
         return
@@ -180,6 +187,24 @@ def optional_number(request: Request, parameter: Number) -> int | None:
             name=name,
             value=value,
             bound=[parameter.low, parameter.high],
+        )
+    return value
+
+
+def real(request: Request, parameter: Real) -> float | None:
+    """Read a finite number; None without one."""
+    name, raw = parameter.name, request.query_params.get(parameter.name)
+    if raw is None:
+        return None
+    if not _REAL_NUMBER.fullmatch(raw):
+        raise Malformed(f"{name} is {raw!r}; it must be a finite number", name=name, value=raw, bound="number")
+    value = float(raw)
+    if not abs(value) <= parameter.high:
+        raise Invalid(
+            f"{name} is {raw}; it must be in {-parameter.high}..{parameter.high}",
+            name=name,
+            value=raw,
+            bound=[-parameter.high, parameter.high],
         )
     return value
 
