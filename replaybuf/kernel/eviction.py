@@ -7,11 +7,11 @@ for the groups that are left.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from replaybuf.kernel.index import LIVE, Index, Numbers
 from replaybuf.kernel.rules import check_evictions
@@ -76,35 +76,36 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
 
 def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows, ByReason]:
     """Return the rows that a batch can hold, and by reason the others, stored without an admission check."""
-    config, groups = selector.config, state.index.groups(rows)
-    budget = config.batch.tokens_per_batch or LARGEST_INTEGER
+    # Columns of the index, not `Groups`: building those takes longer than all checks of one arrival.
+    config, index = selector.config, state.index
+    adapters = index["adapter"][rows]
     if config.adapters:
-        strange = ~np.isin(groups.adapter, [hash_name(name) for name in config.adapters])
+        strange = ~np.isin(adapters, [hash_name(name) for name in config.adapters])
     else:
-        strange = groups.adapter != 0
-    over = ~strange & (groups.tokens > budget)
-    found = {"over_budget": groups.row[over], "unknown_adapter": groups.row[strange]}
-    unfit = {reason: numbers.tolist() for reason, numbers in found.items() if len(numbers)}
-    return (rows[~(strange | over)], unfit) if unfit else (rows, unfit)
+        strange = adapters != 0
+    over = ~strange & (index["tokens"][rows] > (config.batch.tokens_per_batch or LARGEST_INTEGER))
+    if not np.count_nonzero(strange | over):
+        return rows, {}
+    found = {"over_budget": rows[over], "unknown_adapter": rows[strange]}
+    unfit = {reason: index["number"][its].tolist() for reason, its in found.items() if len(its)}
+    return rows[~(strange | over)], unfit
 
 
 def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
     """Add the groups beyond a declared bound to `unusable`; return the other rows."""
-    max_staleness = selector.bounds.max_staleness
+    index, max_staleness = state.index, selector.bounds.max_staleness
     oldest = 0 if max_staleness is None else state.version_at(state.next_step, adapter) - max_staleness
-    # Above the published version: checked before a rewind, stored after it by a direct writer or a leader that died.
-    published = state.published[adapter]
     longest = selector.inputs.seq_len if selector.config.batch.overlong == "reject" else LARGEST_INTEGER
-    rules: tuple[tuple[str, Callable[[Groups], npt.NDArray[np.bool_]]], ...] = (
-        ("too_stale", lambda groups: groups.policy_version < oldest),
-        (LOST_LINEAGE, lambda groups: groups.policy_version_max > published),
-        ("overlong", lambda groups: groups.longest_tokens > longest),
+    # Above the published version: checked before a rewind, stored after it by a direct writer or a leader that died.
+    rules: tuple[tuple[str, str, Callable[[Any, int], Any], int], ...] = (
+        ("too_stale", "policy_version", operator.lt, oldest),
+        (LOST_LINEAGE, "policy_version_max", operator.gt, state.published[adapter]),
+        ("overlong", "longest_tokens", operator.gt, longest),
     )
-    for reason, breaks in rules:
-        groups = state.index.groups(rows)
-        gone = breaks(groups)
-        if gone.any():
-            unusable.setdefault(reason, []).extend(groups.row[gone].tolist())
+    for reason, column, breaks, bound in rules:
+        gone = breaks(index[column][rows], bound)
+        if np.count_nonzero(gone):
+            unusable.setdefault(reason, []).extend(index["number"][rows[gone]].tolist())
             rows = rows[~gone]
     return rows
 

@@ -31,7 +31,7 @@ from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
 from replaybuf.store.ends import Ends, KnownEnds
 from replaybuf.store.faults import fenced, lacks_functions, older, translate, unavailable, without_password
-from replaybuf.store.pipeline import FastPipeline
+from replaybuf.store.pipeline import FastPipeline, IdleConnections
 from replaybuf.store.server import (
     CONFIG_NAMES,
     LIBRARY,
@@ -96,6 +96,7 @@ class Connection:
         except ValueError:  # its message may hold a part of the password
             message = f"redis_url is {self.url!r}; use {_URL_FORMS}"
             raise Invalid(message, name="redis_url", value=self.url, bound=_URL_FORMS) from None
+        self._idle = IdleConnections(self.client.connection_pool)
         self._blocking = aioredis.Redis.from_url(url, socket_timeout=None, retry=retry, **common)
         self.payload_client = redis.Redis.from_url(
             url, socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
@@ -111,7 +112,7 @@ class Connection:
 
     def pipeline(self) -> FastPipeline:
         """Start a pipeline; it is not a transaction."""
-        return FastPipeline(self.client)
+        return FastPipeline(self.client, self._idle)
 
     async def run(self, command: Awaitable[Any]) -> Any:
         """Await a command on a prepared server, and translate its errors."""

@@ -3,14 +3,13 @@
 A batch takes hundreds of commands. redis-py runs hooks for scripts, transactions, retries and metrics around each of
 them, which takes three times as long. `FastPipeline` packs its commands and reads their replies itself.
 
-Replies have no names: an unread reply would answer the next command. So redis-py closes a connection when a write or a
-read on it fails, times out or is cancelled, and `send` and `receive` use it for every write and read.
+Replies have no names: an unread reply would answer the next command. So a connection is closed when a write or a read
+on it fails, times out or is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import hiredis
 import redis
 import redis.asyncio as aioredis
 from redis.asyncio.client import Pipeline
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -29,23 +29,52 @@ _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
 
 
+class IdleConnections:
+    """Connections of a pool that pipelines use again without the pool: its locks and metrics cost more than a command.
+
+    The pool counts them as in use, so closing the pool closes them.
+    """
+
+    def __init__(self, pool: aioredis.ConnectionPool) -> None:
+        self._pool = pool
+        self._idle: list[Any] = []
+
+    async def take(self) -> Any:
+        """Return a connection that is open and has no unread reply."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_connected and not await connection.can_read():
+                return connection
+            await connection.disconnect()
+            await self._pool.release(connection)
+        return await self._pool.get_connection()  # type: ignore[no-untyped-call]
+
+    async def give_back(self, connection: Any) -> None:
+        """Keep a connection for the next pipeline, unless it is closed."""
+        if connection.is_connected:
+            self._idle.append(connection)
+        else:
+            await self._pool.release(connection)
+
+
 class FastPipeline(Pipeline):
     """A pipeline that is never a transaction."""
 
-    def __init__(self, client: aioredis.Redis) -> None:
+    def __init__(self, client: aioredis.Redis, idle: IdleConnections) -> None:
         super().__init__(client.connection_pool, client.response_callbacks, transaction=False, shard_hint=None)
+        self._idle = idle
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Send the commands and return their replies. Raises the first error among the replies."""
         commands, self.command_stack = self.command_stack, []
         if not commands:
             return []
-        connection = await self.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        connection = await self._idle.take()
         try:
             await send(connection, [words for words, _ in commands])
             replies = await receive(connection, len(commands), raise_on_error=raise_on_error)
         finally:
-            await self.connection_pool.release(connection)
+            await self._idle.give_back(connection)
         return [self._convert(reply, *command) for reply, command in zip(replies, commands, strict=True)]
 
     def _convert(self, reply: Any, words: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -57,8 +86,13 @@ class FastPipeline(Pipeline):
 
 
 async def send(connection: Any, commands: Iterable[Sequence[Any]]) -> None:
-    """Send commands on a connection taken from the pool."""
-    await connection.send_packed_command([piece for command in commands for piece in _pack(connection, command)])
+    """Send commands on an open connection."""
+    pieces = [piece for command in commands for piece in _pack(connection, command)]
+    try:
+        async with asyncio.timeout(connection.socket_timeout):
+            await connection._send_packed_command(pieces)
+    except BaseException as error:
+        raise await _close(connection, error) from error
 
 
 async def receive(connection: Any, count: int, *, raise_on_error: bool = True) -> list[Any]:
@@ -67,20 +101,25 @@ async def receive(connection: Any, count: int, *, raise_on_error: bool = True) -
     Raises the first error among the replies, or returns errors in their place.
     """
     replies: list[Any] = []
-    timeout_s, now_s = connection.socket_timeout, asyncio.get_running_loop().time
+    timeout_s, now_s, parser = connection.socket_timeout, asyncio.get_running_loop().time, connection._parser
     try:
         # One timer, set again for each reply: redis-py makes a new one each, which takes longer than the reply.
-        async with asyncio.timeout(None) as timer:
+        async with asyncio.timeout(timeout_s) as timer:
             for _ in range(count):
-                if timeout_s is not None:
+                if replies and timeout_s is not None:
                     timer.reschedule(now_s() + timeout_s)
-                try:
-                    replies.append(await connection.read_response(timeout=math.inf))
-                except ResponseError as error:
-                    replies.append(error)
-    except TimeoutError:
-        raise RedisTimeoutError(f"no reply within {timeout_s} s") from None
+                replies.append(await parser.read_response())
+    except BaseException as error:
+        raise await _close(connection, error) from error
     return _raise_first(replies) if raise_on_error else replies
+
+
+async def _close(connection: Any, error: BaseException) -> BaseException:
+    """Close a connection whose next reply may answer another command; return the error to raise."""
+    await connection.disconnect(nowait=True)
+    if isinstance(error, TimeoutError):
+        return RedisTimeoutError(f"no answer within {connection.socket_timeout} s")
+    return RedisConnectionError(str(error)) if isinstance(error, OSError) else error
 
 
 def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) -> tuple[list[bytes | None], Any]:
