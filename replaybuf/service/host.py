@@ -219,7 +219,7 @@ class Service:
         with contextlib.suppress(ServiceUnavailable):
             for run in self.runs.values():
                 await self.store.runs.release_lease(run.name, self._holder)
-        self.store.connection.known.save()
+        self.store.connection.known.sync()
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -328,7 +328,7 @@ class Service:
         books = await self.store.tickets.read([run.name for run, _ in followed])
         async for (run, term), book in in_turns(zip(followed, books, strict=True)):
             await self._work(run, functools.partial(run.restore_side_state, book, term))
-        await asyncio.to_thread(self.store.connection.known.save)
+        await asyncio.to_thread(self.store.connection.known.sync)
         await self._discover()
 
     async def _prepare(self) -> None:

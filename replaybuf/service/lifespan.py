@@ -36,7 +36,7 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
     store = None
     try:
         if server:
-            store = await Store.open(server.url, policy, explain_outage=lambda: server.outage)
+            store = await Store.open(server.url, policy, private=True, explain_outage=lambda: server.outage)
         else:
             store = await Store.open(str(options.redis_url), policy)
         if policy.level == "strict":

@@ -29,8 +29,9 @@ from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavail
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
-from replaybuf.store.ends import Ends, KnownEnds
+from replaybuf.store.ends import Ends
 from replaybuf.store.faults import fenced, lacks_functions, older, translate, unavailable, without_password
+from replaybuf.store.known_ends import KnownEnds
 from replaybuf.store.pipeline import FastPipeline, IdleConnections
 from replaybuf.store.server import (
     CONFIG_NAMES,
@@ -54,6 +55,7 @@ class Connection:
 
     - `url`: the address without its password, for messages
     - `policy`: what every acknowledged write must reach
+    - `private`: no other service uses this server, so known ends are not shown to others
     - `known`: ends of each run's streams; functions change nothing on a server that holds less
     - `unconfirmed`: writes that were not confirmed in time
     - `replicas_confirmed`: replicas that confirmed the last write that waited for any
@@ -67,12 +69,14 @@ class Connection:
         *,
         command_timeout_s: float | None = None,
         connect_timeout_s: float | None = None,
+        private: bool = False,
         explain_outage: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = without_password(url)
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
         self.policy = policy
         self.known = KnownEnds()
+        self._shown = "" if private or policy.level == "relaxed" else "1"
         self.unconfirmed = 0
         self.replicas_confirmed = 0
         self._explain_outage = explain_outage
@@ -165,10 +169,11 @@ class Connection:
     ) -> list[Any]:
         """Return the command that calls a function for a run.
 
-        The function does nothing unless Redis holds all that is known of the run, and `token` (if given) is the newest.
+        The function does nothing unless Redis holds all that this process knows of the run, and on a shared strict
+        server all that others know, and unless `token` (if given) is the newest.
         """
         known, first = self.known.of(run), keys.guarded(run)
-        guard = [token, known.entry, known.group, known.payload_key]
+        guard = [token, known.entry, known.group, known.payload_key, self._shown]
         return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
 
     def check_reply(self, run: str, token: str, reply: Sequence[Any]) -> tuple[str, Any]:
@@ -179,6 +184,8 @@ class Connection:
         """
         outcome = text(reply[0])
         if outcome == "older":
+            # Another server may know more than we do. It may end; we go on.
+            self.known.advance(run, Ends(int(reply[3]), int(reply[4]), text(reply[5])))
             known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]))
             raise older(run, known, found, self.known.path_of(run), relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":

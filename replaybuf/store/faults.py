@@ -56,11 +56,11 @@ def lacks_functions(error: Exception) -> bool:
 
 def data_lost(run: str, cause: str, file: Path | None = None) -> DataLost:
     """Build the error of a Redis that lacks acknowledged data; `file` holds what this server knows of the run."""
-    accept = f", delete {file}" if file else ""
+    accept = f", delete {file} on each" if file else ""
     return DataLost(
         f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
-        "this run. Restore Redis from its append-only file; the service then continues. To accept the loss, stop the "
-        f"service{accept} and start it again",
+        "this run. Restore Redis from its append-only file; the service then continues. To accept the loss, stop every "
+        f"server{accept}, and start them after 30 s",
         name="redis",
         value=run,
     )

@@ -116,9 +116,9 @@ class GroupStore:
             if outcome < 0:
                 raise unavailable(self._connection.url, "dropped a payload; set maxmemory-policy noeviction")
             results.append(AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None))
-        for result in results:
-            if result.entry:
-                self._connection.known.advance(run, Ends(0, result.number, result.entry.strings.payload_key))
+        newest = max((r for r in results if r.entry), key=lambda result: result.number, default=None)
+        if newest and newest.entry:  # before anything is answered `stored`
+            self._connection.known.advance(run, Ends(0, newest.number, newest.entry.strings.payload_key))
         repeated = [position for position, result in enumerate(results) if not result.stored]
         if repeated:
             outcomes = [(groups[position].names, results[position].number) for position in repeated]

@@ -15,6 +15,7 @@
 | `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
+| `rb:{run}:lost`              | string | 30 s, then shown again     | known ends that this Redis lacks               |
 | `rb:{run}:deleted`           | string | a day after its keys went  | the run is deleted, the name is not free yet   |
 | `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group                             |
 
@@ -88,9 +89,14 @@ def lead(run: str) -> str:
     return f"rb:{{{run}}}:lead"
 
 
+def lost(run: str) -> str:
+    """Build the key of the ends that a server knows and Redis lacks."""
+    return f"rb:{{{run}}}:lost"
+
+
 def guarded(run: str) -> list[str]:
     """List the first keys of each function that works on one run, in the order of `library.lua`."""
-    return [fence(run), ledger(run), index(run), group_ids(run), counts(run)]
+    return [fence(run), ledger(run), index(run), group_ids(run), counts(run), lost(run)]
 
 
 def deleted(run: str) -> str:
@@ -100,7 +106,7 @@ def deleted(run: str) -> str:
 
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
     """List every key of a run, except the payloads and the mark of a deleted run."""
-    one_each = (index, group_ids, old_entries, snapshot, ledger, evaluations, tickets, counts, fence, lead)
+    one_each = (index, group_ids, old_entries, snapshot, ledger, evaluations, tickets, counts, fence, lead, lost)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 

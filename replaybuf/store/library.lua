@@ -29,24 +29,64 @@ local function holds_group(run, known, key)
   return string.find(entry[2][4] or '', key, 1, true) ~= nil
 end
 
--- Wrap a function of one run: it changes nothing if Redis holds less than the caller knows to be stored (an older
+-- How long a caller's ends are kept that Redis lacks. Living servers show theirs at least once a second.
+local LOST_MS = 30000
+
+-- Return the furthest ends known of a run: those of the caller, or those that another caller has shown.
+local function furthest_known(run)
+  local entry, group, payload_key = tonumber(run.entry), tonumber(run.group), run.payload_key
+  local shown = run.shown ~= '' and redis.call('GET', run.lost)
+  if shown then
+    local its_entry, its_group, its_key = string.match(shown, '^(%d+) (%d+) (.*)$')
+    entry = math.max(entry, tonumber(its_entry))
+    if tonumber(its_group) >= group then
+      group, payload_key = tonumber(its_group), its_key
+    end
+  end
+  return entry, group, payload_key
+end
+
+-- When this process of Redis began to run functions; 0 if it had no data. It is not stored: a restart and a promotion
+-- begin anew.
+local serving_since_ms
+-- Time that every living server has to show what it knows, before the lead changes.
+local SETTLE_MS = 2000
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return 1000 * time[1] + math.floor(time[2] / 1000)
+end
+
+-- Return for how long nobody may take the lead, because this Redis may be an older one.
+local function settles_in_ms()
+  serving_since_ms = math.min(serving_since_ms, now_ms()) -- the clock of Redis was set back
+  return serving_since_ms + SETTLE_MS - now_ms()
+end
+
+-- Wrap a function of one run: it changes nothing if Redis holds less than any caller knows to be stored (an older
 -- copy, an emptied Redis, another history), or if a newer leader exists.
--- first keys: fence, ledger, index, group ids, counts
--- first args: fencing token ('' = not a leader), ledger entry, group and its payload key that the caller knows
--- returns {'older', newest entry, newest group}, {'fenced', newest token}, or the callback's {outcome, detail}
+-- first keys: fence, ledger, index, group ids, counts, lost
+-- first args: fencing token ('' = not a leader), ledger entry, group and its payload key that the caller knows, '1' to
+-- show these ends to other callers ('' if Redis is private or may lose its last second)
+-- returns {'older', newest entry, newest group, known entry, known group, its payload key}, {'fenced', newest token},
+-- or the callback's {outcome, detail}
 local function guarded(callback)
   return function(keys, args)
+    serving_since_ms = serving_since_ms or redis.call('DBSIZE') > 0 and now_ms() or 0
     local run = {}
-    for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts'}) do
+    for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts', 'lost'}) do
       run[name] = table.remove(keys, 1)
     end
-    for _, name in ipairs({'token', 'entry', 'group', 'payload_key'}) do
+    for _, name in ipairs({'token', 'entry', 'group', 'payload_key', 'shown'}) do
       run[name] = table.remove(args, 1)
     end
     local entries, stored = read_ends(run)
-    local known = tonumber(run.group)
-    if entries < tonumber(run.entry) or stored < known or known > 0 and not holds_group(run, known, run.payload_key) then
-      return {'older', entries, stored}
+    local entry, group, payload_key = furthest_known(run)
+    if entries < entry or stored < group or group > 0 and not holds_group(run, group, payload_key) then
+      if run.shown ~= '' and entries > 0 then -- for callers that know less; a deleted run has no entries
+        redis.call('SET', run.lost, string.format('%d %d %s', entry, group, payload_key), 'PX', LOST_MS)
+      end
+      return {'older', entries, stored, entry, group, payload_key}
     end
     local newest = run.token ~= '' and newest_fence(run.fence) or ''
     if newest ~= run.token then
@@ -142,6 +182,10 @@ local function lead(keys, args, run)
       redis.call('PEXPIRE', keys[1], args[2])
     end
     return 'ok', {0, holder, redis.call('PTTL', keys[1])}
+  end
+  local left_ms = args[3] ~= '1' and read_ends(run) > 0 and settles_in_ms() or 0
+  if left_ms > 0 then
+    return 'ok', {0, '', left_ms}
   end
   redis.call('SET', keys[1], args[1], 'PX', args[2])
   local before = tonumber(string.match(newest_fence(run.fence), '^%d+') or '0')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,9 +14,12 @@ import redis
 
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.store import EmbeddedServer, Ends, Store, WritePolicy, keys
-from replaybuf.store.ends import KnownEnds
+from replaybuf.store.known_ends import KnownEnds
+from replaybuf.store.saved_ends import LINE_BYTES
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append, with_store
+from tests.valkeys import Valkey
+from tests.waiting import eventually
 
 
 def test_known_ends_never_move_back_until_they_are_forgotten() -> None:
@@ -44,6 +48,11 @@ def writes(store: Store, run: str, token: str) -> dict[str, Callable[[], Awaitab
         "ends": lambda: store.streams.read_end(run),
         "confirmed ends": lambda: store.streams.read_confirmed_end(run),
     }
+
+
+def dump(client: redis.Redis, run: str) -> dict[bytes, object]:
+    """Return what Redis holds of a run, but for the ends that it lacks."""
+    return {key: client.dump(key) for key in client.scan_iter(f"*{run}*") if not key.endswith(b":lost")}
 
 
 async def read_all(chunks: AsyncIterator[object]) -> list[object]:
@@ -80,14 +89,14 @@ def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: Embed
         store.connection.known.advance(run, known)
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             client.set("other", 1)
-            before = {key: client.dump(key) for key in client.scan_iter(f"*{run}*")}
+            before = dump(client, run)
             for read in reads(store, run).values():  # what is missing would look as if it was never stored
                 with pytest.raises(DataLost, match="missing: "):
                     await read()
             for name, write in writes(store, run, token).items():
                 with pytest.raises(DataLost, match="missing: "):
                     await write()
-                assert {key: client.dump(key) for key in client.scan_iter(f"*{run}*")} == before, name
+                assert dump(client, run) == before, name
             assert client.exists("other")
             lease = await store.runs.take_lease(run, "one", 5.0)
             assert lease.token is None, "nobody leads on such a Redis"
@@ -138,24 +147,105 @@ def test_a_follower_behind_the_trimming_is_not_taken_for_a_loss(server: Embedded
     with_store(server, work)
 
 
-def test_ends_are_saved_and_forgotten_by_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file that does not decode and a folder that cannot be written are logged and stop nothing."""
+def load_ends(folder: Path) -> KnownEnds:
+    """Read what an earlier process saved, as a restart does."""
     known = KnownEnds()
-    known.load(tmp_path / "ends")
-    for run in ("kept", "deleted", "torn"):
+    known.load(folder)
+    return known
+
+
+def test_ends_are_saved_and_forgotten_by_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that cannot be written is logged and stops nothing."""
+    known = load_ends(tmp_path / "ends")
+    for run in ("kept", "deleted"):
         known.advance(run, Ends(1, 2, "key"))
-    known.save()
     known.forget("deleted")
-    (tmp_path / "ends" / "torn.json").write_bytes(b"")
-    again = KnownEnds()
-    again.load(tmp_path / "ends")
+    known.sync()
+    again = load_ends(tmp_path / "ends")
     assert (again.runs, again.of("kept")) == (["kept"], Ends(1, 2, "key"))
-    assert "torn.json" in caplog.text
     shutil.rmtree(tmp_path / "ends")
     again.advance("kept", Ends(5, 5))
-    again.save()
-    again.save()
+    again.advance("kept", Ends(6, 6))
+    again.sync()
     assert caplog.text.count("cannot be saved") == 1
     (tmp_path / "file").touch()
-    KnownEnds().load(tmp_path / "file" / "ends")
+    load_ends(tmp_path / "file" / "ends")
     assert "are not kept" in caplog.text
+
+
+def test_a_line_of_saved_ends_that_was_cut_is_never_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever part of the newest line reached the disk, the file gives the newest ends or those before."""
+    known = load_ends(tmp_path)
+    longest = f"rb:p:{{{'r' * 63}:{chr(34) * 256}}}:0123456789abcdef"
+    steps = [Ends(number, 10 * number, longest) for number in range(1, 5)]
+    file, versions = tmp_path / "r.ends", [bytes(2 * LINE_BYTES)]
+    for ends in steps:
+        known.advance("r", ends)
+        assert load_ends(tmp_path).of("r") == ends
+        versions.append(file.read_bytes().ljust(2 * LINE_BYTES, b"\0"))
+    for number, (before, after) in enumerate(itertools.pairwise(versions)):
+        start = number % 2 * LINE_BYTES
+        for cut in range(start, start + LINE_BYTES, 7):
+            file.write_bytes(after[:cut] + before[cut:])
+            seen = load_ends(tmp_path).of("r")
+            assert seen in (steps[number], steps[number - 1] if number else Ends(0, 0))
+    assert "no line has its checksum" in caplog.text
+    file.write_bytes(versions[-2])
+    known = load_ends(tmp_path)
+    known.advance("r", Ends(9, 9))
+    file.write_bytes(file.read_bytes()[:LINE_BYTES] + bytes(LINE_BYTES))
+    assert load_ends(tmp_path).of("r") == steps[2], "a restart overwrites the older line first"
+
+
+def test_an_end_that_one_process_knows_stops_the_others(server: EmbeddedServer) -> None:
+    """Redis went back: who knows less changes nothing either, and remembers the ends after the other is gone."""
+
+    async def work(store: Store) -> None:
+        token = str((await store.runs.take_lease("shown", "one", 5.0)).token)
+        await store.groups.append("shown", [to_append("a")], {"": 0}, time.time(), token)
+        await store.ledger.append("shown", token, 1, AckRecord(step=0, epoch=1))
+        other = await Store.open(server.url)
+        try:
+            assert (await other.streams.read_end("shown")).group == 1
+            store.connection.known.advance("shown", Ends(4, 3, "lost"))
+            with pytest.raises(DataLost):
+                await store.streams.read_end("shown")
+            for write in writes(other, "shown", token).values():
+                with pytest.raises(DataLost, match="missing: ledger entries 2 to 4 and groups 2 to 3"):
+                    await write()
+            assert (await other.runs.take_lease("shown", "two", 5.0, force=True)).token is None
+            assert other.connection.known.of("shown") == Ends(4, 3, "lost")
+        finally:
+            await other.close()
+
+    with_store(server, work)
+
+
+def test_nobody_takes_the_lead_on_a_redis_that_has_just_started(tmp_path: Path) -> None:
+    """Servers that know more need time to show it. A new run, a private Valkey and a holder wait for nothing."""
+
+    async def lead(url: str, holder: str, *, force: bool = False) -> str | None:
+        store = await Store.open(url)
+        try:
+            return (await store.runs.take_lease("r", holder, 60.0, force=force)).token
+        finally:
+            await store.close()
+
+    async def create(url: str) -> None:
+        store = await Store.open(url)
+        try:
+            token = str((await store.runs.take_lease("r", "one", 60.0)).token)
+            await store.ledger.append("r", token, 1, AckRecord(step=0, epoch=1))
+        finally:
+            await store.close()
+
+    with Valkey(tmp_path / "valkey") as valkey:
+        asyncio.run(create(valkey.url))
+        valkey.kill()
+        valkey.start()
+        assert asyncio.run(lead(valkey.url, "one")), "it holds the lease"
+        valkey.client.delete(keys.lead("r"))
+        assert asyncio.run(lead(valkey.url, "two")) is None
+        assert asyncio.run(lead(valkey.url, "two", force=True))
+        valkey.client.delete(keys.lead("r"))
+        eventually(lambda: asyncio.run(lead(valkey.url, "three")), within_s=20.0)
