@@ -20,9 +20,11 @@ from replaybuf.wire.contract import (
     AppendResult,
     AppendResults,
     Attachment,
+    DeadLetters,
     GroupPage,
     LedgerPage,
     Policy,
+    PurgedDeadLetters,
     StepRecord,
     StoredGroup,
     Tickets,
@@ -255,6 +257,16 @@ class RunCalls:
         params |= _given(min_reward=min_reward, max_reward=max_reward, after=after)
         params |= _given(min_staleness=min_staleness, max_staleness=max_staleness)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
+
+    def list_dead_letters(self, limit: int = 100, after: int = 0) -> Exchange[DeadLetters]:
+        """List up to `limit` stored groups that turned out unusable, after the `next` of an earlier page."""
+        request = HttpRequest(path="/dead-letters", params={"limit": limit, "after": after})
+        return answer_of((yield request), DeadLetters)
+
+    def purge_dead_letters(self) -> Exchange[int]:
+        """Delete the bytes of dead letters that no resume needs; return how many. Needs the role operator."""
+        request = HttpRequest(method="DELETE", path="/dead-letters")
+        return answer_of((yield request), PurgedDeadLetters).purged
 
     # ------------------------------------------------------------------
 

@@ -253,6 +253,8 @@ class Client:
     get_ledger = _blocking(RunCalls.get_ledger)
     get_group = _blocking(RunCalls.get_group)
     list_groups = _blocking(RunCalls.list_groups)
+    list_dead_letters = _blocking(RunCalls.list_dead_letters)
+    purge_dead_letters = _blocking(RunCalls.purge_dead_letters)
 
     def _drive(self, exchange: Exchange[T]) -> T:
         try:
@@ -338,6 +340,8 @@ class AsyncClient:
     get_ledger = _awaiting(RunCalls.get_ledger)
     get_group = _awaiting(RunCalls.get_group)
     list_groups = _awaiting(RunCalls.list_groups)
+    list_dead_letters = _awaiting(RunCalls.list_dead_letters)
+    purge_dead_letters = _awaiting(RunCalls.purge_dead_letters)
 
     async def _drive(self, exchange: Exchange[T]) -> T:
         try:

@@ -42,6 +42,8 @@ from replaybuf.wire.ledger import (
 
 LARGEST_PRIORITY = 1e30
 """Sums of a million priorities, and their powers, stay within 32-bit floats."""
+PURGED_AT_ONCE = 8192
+"""Dead letters in one record: the fold of a record holds the event loop."""
 NO_LOAD = Load()
 
 OnResume = Literal["redeliver", "resample"]
@@ -121,8 +123,8 @@ def decide_dead_letters(broken: dict[int, str], now_s: float) -> DeadLetterRecor
 
 
 def decide_purge(state: RunState, now_s: float) -> PurgeRecord | None:
-    """Decide to delete the bytes of dead letters, except those in batches that may be requested again."""
-    numbers = list_purgeable(state)
+    """Decide to delete the bytes of the first `PURGED_AT_ONCE` dead letters that no batch needs again."""
+    numbers = list_purgeable(state, PURGED_AT_ONCE)
     return PurgeRecord(numbers=numbers, at_s=now_s) if numbers else None
 
 

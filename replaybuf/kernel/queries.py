@@ -41,11 +41,18 @@ def find_group_state(state: RunState, number: int) -> tuple[str, str | None]:
     return ("dead_lettered" if code & PURGED else "evicted"), reason
 
 
-def list_purgeable(state: RunState) -> list[int]:
-    """List the dead letters whose bytes no batch needs that a trainer may ask for again."""
+def list_dead_letters(state: RunState, after: int, limit: int) -> list[int]:
+    """List up to `limit` numbers above `after` of dead letters that were not purged, ascending."""
+    index = state.index
+    numbers: list[int] = index["number"][(index["state"] == DEAD) & (index["number"] > after)][:limit].tolist()
+    return numbers
+
+
+def list_purgeable(state: RunState, limit: int | None = None) -> list[int]:
+    """List the first dead letters whose bytes no batch needs that a trainer may ask for again."""
     index = state.index
     purgeable = (index["state"] == DEAD) & (index["last_step"] < state.oldest_step)
-    numbers: list[int] = index["number"][purgeable].tolist()
+    numbers: list[int] = index["number"][purgeable][:limit].tolist()
     return numbers
 
 

@@ -337,9 +337,10 @@ class FailedPrompts(Answer, frozen=True, kw_only=True):
 
 
 class DeadLetters(Answer, frozen=True, kw_only=True):
-    """Stored groups that turned out unusable."""
+    """A page of stored groups that turned out unusable. `next`: the `after` of the next page, None on the last one."""
 
     dead_letters: list[GroupSummary]
+    next: int | None = None
 
 
 class PurgedDeadLetters(Answer, frozen=True, kw_only=True):

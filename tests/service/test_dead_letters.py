@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 import redis
 
+from replaybuf.client import AsyncClient, Client
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 
@@ -43,9 +45,39 @@ def test_a_corrupt_payload_is_a_dead_letter_and_the_batch_does_without_it(
     (letter,) = run.get("dead-letters").json()["dead_letters"]
     assert (letter["group_id"], letter["state"], letter["reason"]) == ("bad", "dead_lettered", reason)
     assert run.http.delete(f"{run.path}/dead-letters").json() == {"purged": 1}
-    assert run.get("dead-letters").json() == {"dead_letters": []}
+    assert run.get("dead-letters").json() == {"dead_letters": [], "next": None}
     assert run.get("groups/bad").json()["state"] == "dead_lettered"
     assert run.state()["groups"]["dead_lettered"] == 1
+
+
+def test_dead_letters_come_in_pages_and_both_clients_read_and_purge_them(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """A direct writer with a fault can leave a million of them."""
+    run = connect(own_service.url, "r")
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(*(group(name) for name in ("a", "b", "c", "good")))
+    for name in "abc":
+        spoil(own_service, name, None)
+    assert run.batch(0, epoch).status_code == 200
+    found, after = [], 0
+    with Client(own_service.url, "r") as client:
+        for _ in range(2):
+            listed = client.list_dead_letters(limit=2, after=after)
+            found.append([letter.group_id for letter in listed.dead_letters])
+            after = listed.next or 0
+    assert found == [["a", "b"], ["c"]] and after == 0
+
+    async def purge() -> int:
+        async with AsyncClient(own_service.url, "r") as client:
+            assert len((await client.list_dead_letters()).dead_letters) == 3
+            return await client.purge_dead_letters()
+
+    assert asyncio.run(purge()) == 3
+    assert run.get("dead-letters").json() == {"dead_letters": [], "next": None}
+    refused = run.get("dead-letters", limit=0)
+    assert (refused.status_code, refused.json()["name"]) == (422, "limit")
 
 
 def test_a_flipped_bit_in_redis_is_found_by_its_checksum(

@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from replaybuf.errors import NotLeader
+from replaybuf.kernel import decide
 from replaybuf.kernel.index import DEAD, ENTRY
 from replaybuf.kernel.snapshot import encode_snapshot, take
 from replaybuf.service.host import Service
@@ -419,6 +420,22 @@ def test_a_malformed_index_entry_is_a_dead_letter(server: EmbeddedServer) -> Non
         assert (groups["stored"], groups["dead_lettered"], groups["retired"]) == (89, 5, 84)
 
     attempt(server, "garbage", work)
+
+
+def test_many_dead_letters_are_purged_in_pieces(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fold of one record for all of them would hold the event loop."""
+    monkeypatch.setattr(decide, "PURGED_AT_ONCE", 2)
+
+    async def work(trial: Trial) -> None:
+        await trial.create()
+        for _ in range(5):
+            publish_raw(server, "pieces", b"short", b"x")
+        await trial.steps(0, 1)
+        assert (await trial.http.delete("dead-letters")).json() == {"purged": 5}
+        records = (await trial.http.get("ledger")).json()["records"]
+        assert [len(record["numbers"]) for record in records if record["type"] == "PURGE"] == [2, 2, 1]
+
+    attempt(server, "pieces", work)
 
 
 @pytest.mark.parametrize("restart", [False, True])

@@ -10,8 +10,7 @@ import msgspec
 
 from replaybuf.errors import BrokenFrame, Gone, NotFound
 from replaybuf.kernel.group_query import GroupQuery
-from replaybuf.kernel.index import DEAD
-from replaybuf.kernel.queries import find_group_state, steps_by_group
+from replaybuf.kernel.queries import find_group_state, list_dead_letters, steps_by_group
 from replaybuf.service.http.group_pages import find_page
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
@@ -76,10 +75,10 @@ async def list_groups(run: Run, query: GroupQuery, after: int | None, limit: int
     return GroupPage(groups=await _summaries(run, numbers), next=following)
 
 
-async def describe_dead_letters(run: Run) -> DeadLetters:
-    """Return every dead letter that was not purged, with its reason."""
-    index = run.state.index
-    return DeadLetters(dead_letters=await _summaries(run, index["number"][index["state"] == DEAD].tolist()))
+async def describe_dead_letters(run: Run, after: int, limit: int) -> DeadLetters:
+    """Return a page of the dead letters that were not purged, with their reasons."""
+    numbers = list_dead_letters(run.state, after, limit)
+    return DeadLetters(dead_letters=await _summaries(run, numbers), next=numbers[-1] if len(numbers) == limit else None)
 
 
 def list_failed_prompts(run: Run, limit: int) -> FailedPrompts:

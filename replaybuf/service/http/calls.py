@@ -115,7 +115,8 @@ BROWSE_CALLS = (
     Call("GET", f"{_R}/evaluations", handlers.get_evaluations, _ALL, result=evaluations.Evaluations, query=(LIMIT,)),
     Call("GET", f"{_R}/failed-prompts", handlers.get_failed_prompts, _ALL,
          result=contract.FailedPrompts, query=(LIMIT,)),
-    Call("GET", f"{_R}/dead-letters", handlers.get_dead_letters, _READER, result=contract.DeadLetters),
+    Call("GET", f"{_R}/dead-letters", handlers.get_dead_letters, _READER,
+         result=contract.DeadLetters, query=(LIMIT, AFTER)),
     Call("DELETE", f"{_R}/dead-letters", handlers.delete_dead_letters, _OPERATOR, result=contract.PurgedDeadLetters),
     Call("GET", "/metrics", handlers.get_metrics, _READER, query=None, media_types=("text/plain",)),
 )

@@ -271,7 +271,8 @@ async def get_failed_prompts(request: Request) -> Response:
 async def get_dead_letters(request: Request) -> Response:
     """List stored groups that turned out unusable."""
     run = await _run(request)
-    return json_response(await describe_dead_letters(run))
+    after, limit = page(request)
+    return json_response(await describe_dead_letters(run, after, limit))
 
 
 async def delete_dead_letters(request: Request) -> Response:

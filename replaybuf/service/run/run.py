@@ -171,11 +171,14 @@ class Run:
 
     async def purge(self) -> int:
         """Delete the bytes of dead letters, except those in batches that may be requested again; return how many."""
-        async with self.journal.decision():
-            record = decide_purge(self.state, self.journal.clock.wall())
-            if record:
+        purged = 0
+        while True:
+            async with self.journal.decision():
+                record = decide_purge(self.state, self.journal.clock.wall())
+                if record is None:
+                    return purged
                 await self.journal.append(record)
-        return len(record.numbers) if record else 0
+            purged += len(record.numbers)
 
     def list_differences(self, config: RunConfig) -> list[str]:
         """List the fields in which `config` differs from the run's, which may be older than some options."""
