@@ -38,10 +38,12 @@ from replaybuf.kernel.snapshot import take
 from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.routes import application
+from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE
 from replaybuf.service.server import SWITCH_INTERVAL_S, keep_freed_memory
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.store.durability import WritePolicy
 from replaybuf.store.entries import EntryStrings, encode_strings
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.frame import encode_frame, stored_checksum
 
 RUN = "holds"
@@ -52,7 +54,7 @@ MOST_PRIORITIES = 20_000
 """More do not fit into the body of an ack."""
 TIMEOUT_S = 600.0
 MEAN_TOKENS, LONGEST, DISTINCT = 160, 160, 64
-PUBLISHED_AT_ONCE = 5_000
+PUBLISHED_AT_ONCE = 1_000
 
 
 class Watch:
@@ -158,6 +160,24 @@ class Trial:
         if reply.status_code != 200:
             raise RuntimeError(f"no batch: {reply.text}")
 
+    async def all_ranks(self, step: int, ranks: int) -> None:
+        """Let all ranks wait for a batch, then fetch their bodies, without HTTP: its client would hold the loop too."""
+        batches = self.service.runs[RUN].batches
+
+        async def one(rank: int) -> None:
+            part = await batches.part(step, self.epoch, rank, TIMEOUT_S)
+            if isinstance(part, WaitingAnswer):
+                raise TypeError(f"no batch: {part}")
+            part.etag("identity")
+            await part.body()
+
+        tasks = []
+        for rank in range(ranks):
+            tasks.append(asyncio.create_task(one(rank)))
+            if rank % ANSWERED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+
     async def ack(self, step: int, feedback: Any = None) -> None:
         """Ack a step and publish the next version."""
         await self.call("POST", f"/batches/{step}/ack", {"epoch": self.epoch, "feedback": feedback})
@@ -197,6 +217,8 @@ async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> No
     for step in range(steps):
         async with trial.measured(f"batch {step}"):
             await trial.batch(step)
+        async with trial.measured(f"batch {step}, all ranks"):
+            await trial.all_ranks(step, ranks)
         async with trial.measured(f"ack {step}, with priorities"):
             numbers = trial.service.runs[RUN].state.batches[step].numbers[:MOST_PRIORITIES]
             await trial.ack(step, {"priorities": {f"p{number - 1}": 1.0 for number in numbers.tolist()}})
@@ -270,19 +292,23 @@ async def publish(store: Store, count: int) -> None:
     templates = np.frombuffer(b"".join(own), ENTRY)
     lengths = [group.lengths.astype("<i4").tobytes() for group in made]
     done = keys.prompts_done(RUN, "")
-    run_keys = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
     for start in range(0, count, PUBLISHED_AT_ONCE):
         numbers = np.arange(start, min(start + PUBLISHED_AT_ONCE, count))
         entries = templates[numbers % DISTINCT]
         entries["prompt_index"] = numbers
-        pipe = store.connection.client.pipeline(transaction=False)
+        pipe = store.connection.pipeline()
+        names: list[str] = []
+        arguments: list[Any] = []
         for n, entry in zip(numbers.tolist(), entries, strict=True):
             k, name = n % DISTINCT, f"p{n}"
             payload = keys.payload(RUN, name)
-            pipe.set(payload, frames[k])
+            pipe.execute_command("SET", payload, frames[k], "EX", keys.ORPHAN_TTL_S)
             strings = encode_strings(EntryStrings(name, f"task/{n}", "", payload, f"t0-{n}-1", lengths[k]))
-            pipe.fcall("rb_publish", len(run_keys), *run_keys, "", name, name, entry.tobytes(), strings, n, n)
-        await pipe.execute()
+            names += [done, done, payload]
+            arguments += [name, name, entry.tobytes(), strings, n, n]
+        store.connection.add_call(pipe, RUN, "rb_publish", names, arguments)
+        *_, reply = await store.connection.run(pipe.execute())
+        store.connection.check_reply(RUN, "", reply)
 
 
 def main() -> None:

@@ -255,7 +255,7 @@ class GroupPool:
         for counts, its in self._split(rows):
             counts.tokens_used += int(index["tokens"][rows[its]].sum(dtype=np.int64))
             counts.histograms.use(index, rows[its], record.at_s)
-        staleness = Counter((group.adapter, group.staleness) for group in record.groups)
+        staleness = Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
         for (adapter, age), uses in staleness.items():
             self._counts(hash_name(adapter)).used_staleness[age] += uses
         self.settle(rows)

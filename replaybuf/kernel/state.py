@@ -268,7 +268,7 @@ class RunState:
 
     def _add_batch(self, record: BatchRecord) -> None:
         entry = self.entries
-        numbers = np.array([group.number for group in record.groups], np.int64)
+        numbers = record.numbers
         earlier = self.pool.use(numbers, record)
         self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier, self.rotation)
         self.records[record.step] = RecordedBatch(entry, record.generation, numbers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
@@ -10,7 +11,7 @@ from replaybuf.errors import Conflict, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.faults import data_lost
-from replaybuf.wire.ledger import AnyRecord, decode_record, encode_record
+from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, decode_record, encode_record
 
 READ_CHUNK_ENTRIES = 1_000
 FIRST_CHUNK_ENTRIES = 16
@@ -30,7 +31,9 @@ class LedgerStore:
         Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, `Conflict` if
         another record has the number.
         """
-        arguments = [number, encode_record(record)]
+        groups = len(record.groups) if isinstance(record, BatchRecord) else 0
+        raw = encode_record(record) if groups <= PIECE else await asyncio.to_thread(encode_record, record)
+        arguments = [number, raw]
         outcome, detail = await self._connection.call(run, "rb_append", (), arguments, token, durably=True)
         newest = text(detail)
         if outcome == "gap":
@@ -53,15 +56,19 @@ class LedgerStore:
             (raw,) = await self._connection.read(run, pipe)
             if not raw:
                 return
-            records = [_read(*entry) for entry in raw]
+            size = sum(len(fields.get(b"r", b"")) for _, fields in raw)
+            records = _read(raw) if size < READ_CHUNK_BYTES else await asyncio.to_thread(_read, raw)
             yield records
             after = records[-1][0]
             left = None if left is None else left - len(records)
-            entry_bytes = sum(len(fields.get(b"r", b"")) for _, fields in raw) // len(raw)
-            chunk = min(max(1, READ_CHUNK_BYTES // (entry_bytes + 1)), 8 * chunk, READ_CHUNK_ENTRIES)
+            chunk = min(max(1, READ_CHUNK_BYTES // (size // len(raw) + 1)), 8 * chunk, READ_CHUNK_ENTRIES)
 
 
-def _read(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, AnyRecord]:
+def _read(raw: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[tuple[int, AnyRecord]]:
+    return [_read_one(*entry) for entry in raw]
+
+
+def _read_one(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, AnyRecord]:
     number = int(entry_id.partition(b"-")[0])
     try:
         return number, decode_record(fields[b"r"])

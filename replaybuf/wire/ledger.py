@@ -6,11 +6,17 @@ A record is one entry of the ledger stream, msgpack with its type in the field `
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from replaybuf.wire.config import Cost
+
+T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -108,6 +114,11 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     turn: str = ""
 
     @property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Numbers of the groups, in order."""
+        return np.fromiter(map(operator.attrgetter("number"), self.groups), np.int64, len(self.groups))
+
+    @property
     def parts(self) -> dict[str, AdapterStep]:
         """Part of each adapter in the batch; without adapters, every batch completes a step of the adapter `""`."""
         return self.adapters or {"": AdapterStep(self.step, self.version, len(self.groups), True)}
@@ -194,9 +205,9 @@ def newest_group(record: AnyRecord) -> int:
     """Return the highest group number in a record, 0 if it has none. These groups were stored before it."""
     match record:
         case BatchRecord():
-            return max((group.number for group in record.groups), default=0)
+            return int(record.numbers.max(initial=0))
         case EvictRecord() | DeadLetterRecord():
-            return max((number for numbers in record.numbers.values() for number in numbers), default=0)
+            return max(map(max, filter(None, record.numbers.values())), default=0)
         case PurgeRecord():
             return max(record.numbers, default=0)
         case RewindRecord():
@@ -206,5 +217,47 @@ def newest_group(record: AnyRecord) -> int:
     return 0
 
 
-encode_record = msgspec.msgpack.Encoder().encode
-decode_record = msgspec.msgpack.Decoder(AnyRecord).decode
+PIECE = 1_000
+"""Groups of a batch that are encoded or decoded at once: msgspec keeps Python's lock meanwhile, about 1 ms."""
+_FEW_BYTES = 128 << 10
+"""A shorter record is decoded at once."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[bytes], AnyRecord] = msgspec.msgpack.Decoder(AnyRecord).decode
+_decode_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+_decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_entries = msgspec.msgpack.Decoder(list[BatchEntry]).decode
+
+
+def encode_record(record: AnyRecord) -> bytes:
+    """Encode a record. A thread can encode a large batch: other threads run between its pieces."""
+    if not isinstance(record, BatchRecord) or len(record.groups) <= PIECE:
+        return _encode(record)
+    fields = msgspec.to_builtins(msgspec.structs.replace(record, groups=[]))
+    # Each piece is encoded as an array of its own: keep its items, without the header.
+    items = (_encode(piece)[len(_array_header(len(piece))) :] for piece in _pieces(record.groups))
+    return _encode(fields | {"groups": msgspec.Raw(b"".join((_array_header(len(record.groups)), *items)))})
+
+
+def decode_record(raw: bytes) -> AnyRecord:
+    """Decode a record, a large batch in pieces. Raises `msgspec.DecodeError`, `UnicodeDecodeError`."""
+    if len(raw) <= _FEW_BYTES:
+        return _decode(raw)
+    fields = _decode_fields(raw)
+    record = _decode(_encode(fields | {"groups": []})) if "groups" in fields else _decode(raw)
+    if not isinstance(record, BatchRecord):
+        return record
+    groups: list[BatchEntry] = []
+    for piece in _pieces(_decode_items(fields["groups"])):
+        groups += _decode_entries(_array_header(len(piece)) + b"".join(map(bytes, piece)))
+    return msgspec.structs.replace(record, groups=groups)
+
+
+def _pieces(items: list[T]) -> Iterator[list[T]]:
+    return (items[start : start + PIECE] for start in range(0, len(items), PIECE))
+
+
+def _array_header(size: int) -> bytes:
+    """Return the bytes before the items of an array in msgpack."""
+    if size < 16:
+        return bytes((0x90 | size,))
+    return b"\xdc" + size.to_bytes(2, "big") if size < 1 << 16 else b"\xdd" + size.to_bytes(4, "big")
