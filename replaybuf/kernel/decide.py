@@ -302,12 +302,12 @@ def decide_ack(
     step: int,
     epoch: int,
     feedback: dict[str, Any] | None,
-    batch: BatchRecord | None,
+    priorities: dict[int, float],
     now_s: float,
 ) -> AckRecord | None:
-    """Decide that a step is trained; None if it was acked before. `batch`: its record, to read priorities by.
+    """Decide that a step is trained; None if it was acked before. `priorities` by group number.
 
-    Raises `WrongStep` out of order or for a batch that was never served, `Invalid` for malformed priorities.
+    Raises `WrongStep` out of order or for a batch that was never served.
     """
     unserved = step == state.step and step not in state.batches
     if step < 0 or step > state.step or unserved:
@@ -315,11 +315,10 @@ def decide_ack(
         raise WrongStep(f"step is {step}; {why}", name="step", value=step, bound=state.step)
     if step < state.step:
         return None
-    priorities = _priorities((feedback or {}).get("priorities"), batch) if batch else {}
     return AckRecord(step=step, epoch=epoch, feedback=feedback, priorities=priorities, at_s=now_s)
 
 
-def _priorities(given: Any, batch: BatchRecord) -> dict[int, float]:
+def read_priorities(given: Any, batch: BatchRecord) -> dict[int, float]:
     """Turn `feedback["priorities"]` (group id -> number >= 0) into priorities by group number. Raises `Invalid`."""
     if given is None:
         return {}

@@ -86,11 +86,11 @@ def are_rows(rows: npt.NDArray[Any]) -> bool:
 
 
 def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityRule], budget: Budget) -> Iterable[Rule]:
-    distinct = np.unique(numbers)
-    yield "selects a group once", len(distinct) == len(numbers), len(numbers)
-    rows = index.rows_of(distinct)
+    ascending = np.sort(numbers)  # not `unique`, which takes eight times as long for 100,000 groups
+    yield "selects a group once", bool((ascending[1:] > ascending[:-1]).all()), len(numbers)
+    rows = index.rows_of(ascending)
     stored = index["number"][rows]
-    unknown = [] if len(rows) == len(distinct) else np.setdiff1d(distinct, stored)[:8].tolist()
+    unknown = [] if len(rows) == len(ascending) else np.setdiff1d(ascending, stored)[:8].tolist()
     yield "selects only groups that are stored", not unknown, unknown
     for rule in usable_by:
         kept = rule.kept(index[rule.column][rows])

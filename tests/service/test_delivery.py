@@ -292,7 +292,7 @@ def test_no_body_is_written_for_a_trainer_that_takes_plans(here: OnARun) -> None
         await made.append("a", "b", "c", "d", "e", "f")
         for step in (0, 1):
             part = await made.run.batches.part(step, made.epoch, 0, 0.0, as_body=False)
-            assert isinstance(part, Part) and b'"rows"' in part.plan()
+            assert isinstance(part, Part) and b'"rows"' in await part.plan()
             await made.run.session.ack(step, made.epoch, None)
             await made.prepare()
         assert (made.written, made.outcomes) == ([], {"miss": 1, "hit": 1})

@@ -171,7 +171,7 @@ class VirtualRun:
         The strategy observes `feedback`. The priorities in it are not applied: recorded ones name other groups.
         """
         state = self.state
-        self._apply(decide_ack(state, state.step, EPOCH, feedback, None, self.now_s))
+        self._apply(decide_ack(state, state.step, EPOCH, feedback, {}, self.now_s))
         self.rates.record_ack(
             self.now_s, waited_s=waited_s, stored=state.stored, too_stale=state.totals.evicted["too_stale"]
         )

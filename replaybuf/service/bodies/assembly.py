@@ -28,7 +28,7 @@ from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.group_check import truncate
-from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.ledger import BatchRecord, encode_record
 from replaybuf.wire.names import LONGEST_NAME_BYTES
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
 
@@ -58,6 +58,13 @@ class FetchedGroups:
 
     def __del__(self) -> None:
         release(self.entries, self.groups)
+
+
+def join_fetched(numbers: Sequence[int], one: FetchedGroups, other: FetchedGroups) -> FetchedGroups:
+    """Return the groups of both that have one of these numbers, in their order."""
+    entries = {entry.number: entry for entry in (*one.entries, *other.entries)}
+    ordered = [entries[number] for number in numbers if number in entries]
+    return FetchedGroups(ordered, one.groups | other.groups, one.broken | other.broken)
 
 
 async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
@@ -110,14 +117,8 @@ def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     return group
 
 
-async def complete_record(draft: BatchDraft, entries: Sequence[IndexEntry]) -> BatchRecord:
-    """Return the record of a batch with the strings and the digest of its groups; a thread writes a large one."""
-    if len(entries) <= FETCHED_AT_ONCE:
-        return _complete(draft, entries)
-    return await asyncio.to_thread(_complete, draft, entries)
-
-
-def _complete(draft: BatchDraft, entries: Sequence[IndexEntry]) -> BatchRecord:
+def complete_record(draft: BatchDraft, entries: Sequence[IndexEntry]) -> BatchRecord:
+    """Return the record of a batch with the strings and the digest of its groups."""
     strings = (entry.strings for entry in entries)
     labels = [GroupLabel(s.group_id, s.prompt_id, s.adapter, s.payload_key) for s in strings]
     return draft.complete(labels, _digest_of(entries, draft.record.step, draft.record.generation))
@@ -137,6 +138,8 @@ class PackedBatch:
 
     - `planned`, `groups`: each group as in a plan, and its columns, cut to the layout
     - `owners`: (group, rollout in it) of each rollout; `loss_tokens`: sampled tokens of each rollout
+    - `tokens`, `all_loss_tokens`: tokens of all ranks without padding, and how many of them were sampled
+    - `content`: hash of all that the bodies are made from
     - `nbytes`: bytes of frames and written bodies
     """
 
@@ -147,10 +150,12 @@ class PackedBatch:
     loss_tokens: list[int]
     grid: list[list[Row]]
     row_tokens: list[list[int]]
+    tokens: int
+    all_loss_tokens: int
     layout: Attachment
+    content: bytes
     nbytes: int
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
-    _inputs_hash: bytes = b""
 
     def __del__(self) -> None:
         release(self.planned, self.groups, self.owners)
@@ -159,11 +164,6 @@ class PackedBatch:
     def micro_batches(self) -> int:
         """Micro-batches per rank."""
         return len(self.grid[0])
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all ranks without padding."""
-        return sum(sum(rank) for rank in self.row_tokens)
 
     @property
     def fillers(self) -> int:
@@ -176,17 +176,20 @@ class PackedBatch:
 
     def etag(self, rank: int, form: Form) -> str:
         """Return the ETag of one rank's answer, a hash of all inputs: equal tags, equal bytes."""
-        if not self._inputs_hash:
-            layout = self.layout
-            inputs = (layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
-            self._inputs_hash = hashlib.blake2b(msgspec.msgpack.encode((__version__, self.record, inputs))).digest()
-        name = hashlib.blake2b(self._inputs_hash + f"{rank}/{form}".encode(), digest_size=16)
+        name = hashlib.blake2b(self.content + f"{rank}/{form}".encode(), digest_size=16)
         return f'"{name.hexdigest()}"'
 
     def padded_rows(self) -> list[int]:
         """List the tokens of every row with its padding."""
         multiple = self.layout.pad_to_multiple_of
         return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
+
+
+def hash_content(record: BatchRecord, layout: Attachment) -> bytes:
+    """Return a hash of what bodies are made from, besides frames. No byte of a body depends on `at_s`."""
+    inputs = (__version__, layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
+    timeless = encode_record(msgspec.structs.replace(record, at_s=0.0))
+    return hashlib.blake2b(msgspec.msgpack.encode(inputs) + timeless).digest()
 
 
 def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) -> PackedBatch:
@@ -218,15 +221,19 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) 
         )
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
     grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
+    loss_tokens = [tokens for group in groups for tokens in group.sampled_lengths.tolist()]
     return PackedBatch(
         record=record,
         planned=planned,
         groups=groups,
         owners=[(position, k) for position, group in enumerate(groups) for k in range(group.rollouts)],
-        loss_tokens=[tokens for group in groups for tokens in group.sampled_lengths.tolist()],
+        loss_tokens=loss_tokens,
         grid=grid,
         row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
+        tokens=int(lengths.sum(dtype=np.int64)),
+        all_loss_tokens=sum(loss_tokens),
         layout=layout,
+        content=hash_content(record, layout),
         nbytes=fetched.frame_bytes,
     )
 
@@ -267,7 +274,7 @@ def plan_of(run: str, batch: PackedBatch, rank: int) -> Plan:
         loss_tokens=sum(batch.loss_tokens[item] for item in items),
         rollouts=len(items),
         batch_tokens=batch.tokens,
-        batch_loss_tokens=sum(batch.loss_tokens),
+        batch_loss_tokens=batch.all_loss_tokens,
         batch_rollouts=len(batch.owners),
         batch_groups=len(batch.groups),
         adapters_completed=completed(record) if record.adapters else msgspec.UNSET,

@@ -9,6 +9,7 @@ import msgspec
 import zstandard
 
 from replaybuf.service.bodies.assembly import Coding, Form, PackedBatch, plan_of, write_body
+from replaybuf.service.turns import call_beside
 
 WRITERS = 2
 """Bodies of a run written at the same time: memory bandwidth is the bound, and writers hold the GIL at times."""
@@ -29,9 +30,11 @@ class Bodies:
             task = batch.bodies[rank, coding] = asyncio.create_task(self._write(batch, rank, coding))
         return await asyncio.shield(task)
 
-    def plan(self, batch: PackedBatch, rank: int) -> bytes:
+    async def plan(self, batch: PackedBatch, rank: int) -> bytes:
         """Return the plan of one rank's body as JSON, without writing the body."""
-        return msgspec.json.encode(plan_of(self._run, batch, rank))
+        rollouts = len(batch.owners) // batch.layout.dp_world_size
+        plan = await call_beside(rollouts, plan_of, self._run, batch, rank)
+        return await call_beside(rollouts, msgspec.json.encode, plan)
 
     async def _write(self, batch: PackedBatch, rank: int, coding: Coding) -> memoryview:
         if coding == "zstd":
@@ -65,6 +68,6 @@ class Part:
         """Return the body."""
         return await self.bodies.body(self.batch, self.rank, coding)
 
-    def plan(self) -> bytes:
+    async def plan(self) -> bytes:
         """Return the plan as JSON."""
-        return self.bodies.plan(self.batch, self.rank)
+        return await self.bodies.plan(self.batch, self.rank)

@@ -33,7 +33,7 @@ async def answer(request: Request, part: Part) -> Response:
     if matches(request.headers.getlist("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
     if form == "plan":
-        return Response(part.plan(), headers=headers, media_type=plan.MEDIA_TYPE)
+        return Response(await part.plan(), headers=headers, media_type=plan.MEDIA_TYPE)
     if form != "identity":
         headers["content-encoding"] = form
     return BodyResponse(await part.body(form), headers)

@@ -18,15 +18,22 @@ from replaybuf.kernel.history import BatchState
 from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.waiting import BLOCKED_ON
-from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, complete_record, fetch_groups, pack_batch
+from replaybuf.service.bodies.assembly import (
+    FetchedGroups,
+    PackedBatch,
+    complete_record,
+    fetch_groups,
+    join_fetched,
+    pack_batch,
+)
 from replaybuf.service.bodies.bodies import Bodies, Part
 from replaybuf.service.bodies.record import describe_batch
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import LONGEST_WAIT_S, Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.next_batch import NextBatch
+from replaybuf.service.turns import call_beside
 from replaybuf.wire.contract import StepRecord, WaitingAnswer
-from replaybuf.wire.group import Group
 from replaybuf.wire.ledger import BatchRecord
 
 logger = logging.getLogger(__name__)
@@ -187,16 +194,16 @@ class Batches:
             if fetched.broken:
                 await self._dead_letter(fetched.broken)
                 continue
-            overlong = self._overlong(fetched)
+            overlong = await self._overlong(fetched)
             if overlong:
                 await self._journal.append(
                     decide_evict(self._state, {"overlong": overlong}, self._journal.clock.wall())
                 )
                 continue
             draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
-            record = await complete_record(draft, fetched.entries)
+            record = await call_beside(len(numbers), complete_record, draft, fetched.entries)
             await self._journal.append(record)
-            packed = self.next_batch.take(record, len(prepared.groups))
+            packed = await self.next_batch.take(record, len(prepared.groups))
             if packed:
                 self._keep(packed)
             else:
@@ -209,11 +216,9 @@ class Batches:
         if not missing:
             return fetched
         rest = await fetch_groups(self._journal.store, self._journal.name, missing)
-        entries = {entry.number: entry for entry in (*fetched.entries, *rest.entries)}
-        ordered = [entries[number] for number in numbers if number in entries]
-        return FetchedGroups(ordered, fetched.groups | rest.groups, rest.broken)
+        return await call_beside(len(numbers), join_fetched, numbers, fetched, rest)
 
-    def _overlong(self, fetched: FetchedGroups) -> list[int]:
+    async def _overlong(self, fetched: FetchedGroups) -> list[int]:
         """List groups whose prompt leaves no completion token in the trainer's rows.
 
         The index has the lengths of whole rollouts. Where completions are truncated, only the frames have the prompt's.
@@ -221,7 +226,8 @@ class Batches:
         if self._journal.config.batch.overlong != "truncate":
             return []
         seq_len = self._selector.inputs.seq_len
-        return sorted(number for number, group in fetched.groups.items() if _longest_prompt(group) >= seq_len)
+        prompts = await call_beside(len(fetched.groups), _longest_prompts, fetched)
+        return sorted(number for number, longest in prompts.items() if longest >= seq_len)
 
     async def _dead_letter(self, broken: dict[int, str]) -> None:
         shown = dict(list(broken.items())[:LOGGED_GROUPS])
@@ -301,8 +307,10 @@ class Batches:
         """Return the tokens of the longest prompt in the batch of `step`, read from its frames."""
         numbers = self._state.batches[step].numbers.tolist()
         fetched = await fetch_groups(self._journal.store, self._journal.name, numbers)
-        return max(map(_longest_prompt, fetched.groups.values()), default=0)
+        prompts = await call_beside(len(numbers), _longest_prompts, fetched)
+        return max(prompts.values(), default=0)
 
 
-def _longest_prompt(group: Group) -> int:
-    return int(np.max(group.prompt_lengths, initial=0))
+def _longest_prompts(fetched: FetchedGroups) -> dict[int, int]:
+    """Return the tokens of the longest prompt of each group, by number."""
+    return {number: int(np.max(group.prompt_lengths, initial=0)) for number, group in fetched.groups.items()}

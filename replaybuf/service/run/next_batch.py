@@ -17,18 +17,25 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.decide import draft_batch
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
-from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, complete_record, fetch_groups, pack_batch
+from replaybuf.service.bodies.assembly import (
+    FetchedGroups,
+    PackedBatch,
+    complete_record,
+    fetch_groups,
+    hash_content,
+    pack_batch,
+)
 from replaybuf.service.bodies.bodies import Bodies
 from replaybuf.service.bodies.release import release
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Pace
+from replaybuf.service.turns import call_beside
 from replaybuf.store import IndexEntry
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
@@ -103,19 +110,16 @@ class NextBatch:
         prepared.closed = prepared.batch is None
         if prepared.fetching:
             await asyncio.wait([prepared.fetching])  # if it fails, the decision fetches itself
-        return prepared.fetched(numbers)
+        return await call_beside(len(numbers), prepared.fetched, numbers)
 
-    def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
-        """Return the prepared batch if it has this record, and drop the rest; `used`: prepared groups in the record.
-
-        The records may differ in `at_s` alone: no byte of a body depends on it.
-        """
+    async def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
+        """Return the prepared batch if it has this record; drop the rest. `used`: prepared groups in the record."""
         prepared, self._prepared = self._prepared, None
         batch = prepared.batch if prepared else None
         if (
             batch is not None
             and batch.layout is self._state.attachment
-            and msgspec.structs.replace(batch.record, at_s=record.at_s) == record
+            and batch.content == await call_beside(len(record.groups), hash_content, record, batch.layout)
         ):
             self.outcomes["hit"] += 1
             batch.record = record
@@ -189,9 +193,9 @@ class NextBatch:
         whole = await self._fetch(prepared, numbers)
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
             return
-        fetched = prepared.fetched(numbers)
+        fetched = await call_beside(len(numbers), prepared.fetched, numbers)
         draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
-        record = await complete_record(draft, fetched.entries)
+        record = await call_beside(len(numbers), complete_record, draft, fetched.entries)
         batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
         if not prepared.closed:
             prepared.batch = batch

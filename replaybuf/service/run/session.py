@@ -16,6 +16,7 @@ from replaybuf.kernel.decide import (
     decide_policy,
     decide_rewind,
     needs_rewind,
+    read_priorities,
 )
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
@@ -24,6 +25,7 @@ from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
+from replaybuf.service.turns import call_beside
 from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy
 from replaybuf.wire.metadata import check_metadata
 
@@ -105,10 +107,11 @@ class Session:
         journal, state = self._journal, self._state
         async with journal.decision():
             journal.check_epoch(epoch)
-            batch = None
+            priorities: dict[int, float] = {}
             if feedback and "priorities" in feedback and step == state.step and step in state.batches:
                 batch = await journal.batch_record(state.batches[step].entry)
-            record = decide_ack(state, step, epoch, feedback, batch, journal.clock.wall())
+                priorities = await call_beside(len(batch.groups), read_priorities, feedback["priorities"], batch)
+            record = decide_ack(state, step, epoch, feedback, priorities, journal.clock.wall())
             if record:
                 await journal.append(record)
                 self._rates.record_ack(
