@@ -20,7 +20,6 @@ from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.queries import list_purgeable
 from replaybuf.kernel.selection import BatchSelection, Selector
 from replaybuf.kernel.state import RunState
-from replaybuf.kernel.strategy import Selection
 from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange
 from replaybuf.kernel.waiting import waiting
 from replaybuf.wire.config import RunConfig
@@ -210,7 +209,7 @@ class BatchDraft(NamedTuple):
         )
 
 
-def draft_batch(state: RunState, selector: Selector, chosen: Selection, now_s: float) -> BatchDraft:
+def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now_s: float) -> BatchDraft:
     """Decide the batch of the next step."""
     config, step, index = config_of(state), state.next_step, state.index
     rows = index.rows_of(chosen.rows)
@@ -229,16 +228,26 @@ def draft_batch(state: RunState, selector: Selector, chosen: Selection, now_s: f
         tokens=int(columns[-1].sum(dtype=np.int64)),
         rollouts=int(index["rollouts"][rows].sum(dtype=np.int64)),
         groups=[],
-        turn=chosen.turn if isinstance(chosen, BatchSelection) else "",
+        turn=chosen.turn,
+        short=chosen.short,
+        fill=_fill_of(chosen, int(columns[-1].sum(dtype=np.int64)), config) if chosen.short else None,
         at_s=now_s,
     )
     progress = {name: state.progress_at(step, name) for name in config.adapters}
 
     def part(name: str, groups: int) -> AdapterStep:
-        completed = progress[name].groups + groups == config.groups_per_batch_of(name)
+        completed = name in chosen.ending or progress[name].groups + groups == config.groups_per_batch_of(name)
         return AdapterStep(progress[name].steps, versions[name], groups, completed)
 
     return BatchDraft(record, columns, chosen.weights, versions, part)
+
+
+def _fill_of(chosen: BatchSelection, tokens: int, config: RunConfig) -> float:
+    """Return how full a batch is: the larger of its shares of the bounds in groups and in tokens."""
+    sizes = [config.groups_per_batch_of(name) for name in config.adapter_names]
+    groups = sum(size for size in sizes if size)
+    budget = config.batch.tokens_per_batch
+    return max(len(chosen.rows) / groups if groups else 0.0, tokens / budget if budget else 0.0)
 
 
 # ---------------------------------------------------------------------- trainer

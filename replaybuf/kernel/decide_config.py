@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 
 from replaybuf.errors import Conflict, NotFound
+from replaybuf.kernel.eviction import PIECE
 from replaybuf.kernel.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
 from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec, recorded
-from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.ledger import ConfigRecord
+from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 RunStatus = Literal["running", "paused", "finished"]
+TAIL = "tail"
+"""Reason of groups that are left when no prompt is: too few for a batch, or not to be trained."""
 
 
 def config_of(state: RunState) -> RunConfig:
@@ -36,11 +39,18 @@ def decide_status(state: RunState, status: RunStatus, reason: str | None, now_s:
     return ConfigRecord(config=config, max_uses=state.max_uses, state=status, reason=reason, at_s=now_s)
 
 
-def decide_end(state: RunState, selector: Selector, waits: WaitingAnswer, now_s: float) -> ConfigRecord | None:
-    """Finish a run that waits for groups when no prompt is left, no ticket is out and no batch is in training."""
+def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[AnyRecord]:
+    """Yield the records that finish a run which waits for groups, if no more can come and no batch is in training.
+
+    The groups that are left are evicted first. A crash in between leaves fewer of them, and the run ends all the same.
+    """
     if state.next_step > state.step or not selector.supply_ended():
-        return None
-    return decide_status(state, "finished", "prompts", now_s)
+        return
+    live = state.index["number"][state.index.live()]
+    for start in range(0, len(live), PIECE):
+        numbers = live[start : start + PIECE].tolist()
+        yield EvictRecord(step=state.next_step, numbers={TAIL: numbers}, at_s=now_s)
+    yield decide_status(state, "finished", "prompts", now_s)
 
 
 def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -37,11 +37,20 @@ T = TypeVar("T")
 PRODUCER_SILENCE_S = 60.0
 
 
+SHORT_TRIES = 4
+"""Calls of a strategy for one short share: its rules may leave fewer groups than it reported as usable."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSelection(Selection):
-    """Groups of a batch, those of one adapter after those of another; `turn`: the adapter with the next turn."""
+    """Groups of a batch, those of one adapter after those of another; `turn`: the adapter with the next turn.
+
+    `short`: why the batch is not full; `ending`: the adapters whose last groups complete their step.
+    """
 
     turn: str = ""
+    short: Literal["", "tail", "timeout"] = ""
+    ending: frozenset[str] = frozenset()
 
 
 class Selector:
@@ -174,31 +183,82 @@ class Selector:
 
     # ------------------------------------------------------------------ selection
 
-    def choose(self) -> BatchSelection | WaitingAnswer:
-        """Choose the groups of the next step: of one adapter after another. Raises `StrategyFault`."""
+    def choose(self, *, overdue: bool = False) -> BatchSelection | WaitingAnswer:
+        """Choose the groups of the next step: of one adapter after another. Raises `StrategyFault`.
+
+        The last groups of an adapter without prompts make a short share, if the run trains its tail. `overdue`: the
+        trainer has waited for `batch.timeout_s`, so any groups may make a short batch.
+        """
         if self._state.state != "running":
             return self.explain(self._state.state)
         waits: dict[str, WaitingAnswer] = {}
+        ending: set[str] = set()
 
-        def offer(adapter: str, tokens: int | None, missing: int | None) -> AdapterShare | None:
-            outcome = self._choose(adapter, Budget(tokens, missing, self.inputs.seq_len))
-            if isinstance(outcome, WaitingAnswer):
-                waits[adapter] = outcome
-                return None
-            taken = self._state.index["tokens"][self._state.index.rows_of(outcome.rows)]
-            return AdapterShare(outcome.rows, outcome.weights, int(taken.sum(dtype=np.int64)))
+        def offer(adapter: str, budget: Budget) -> Selection | None:
+            outcome = self._choose(adapter, budget)
+            if not isinstance(outcome, WaitingAnswer):
+                return outcome
+            waits[adapter] = outcome
+            tail = self._choose_tail(adapter, budget, outcome)
+            if tail:
+                ending.add(adapter)
+            return tail
 
-        config = self.config
-        sizes = {name: config.groups_per_batch_of(name) for name in config.adapter_names}
-        shares, following = share_batch(self._state.rotation, sizes, config.batch.tokens_per_batch, offer)
-        if not shares:
-            return nearest(waits)
+        shares, following = self._share(offer)
+        short: Literal["", "tail", "timeout"] = "tail" if shares.keys() & ending else ""
+        if not shares and overdue:
+            shares, following = self._share(lambda adapter, budget: self._choose_fewer(adapter, budget, waits[adapter]))
+            short = "timeout"
+        if not shares or (short == "timeout" and _count(shares) < self.config.batch.min_groups):
+            ended = self._state.next_step > self._state.step and self.supply_ended()
+            return self.explain("awaiting_ack") if ended else nearest(waits)
         given = list(shares.values())
         weights = None
         if any(share.weights is not None for share in given):
             weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in given])
         rows = np.concatenate([share.rows for share in given])[:MOST_GROUPS]
-        return BatchSelection(rows, None if weights is None else weights[:MOST_GROUPS], turn=following)
+        weights = None if weights is None else weights[:MOST_GROUPS]
+        return BatchSelection(rows, weights, following, short, frozenset(ending & shares.keys()))
+
+    def _share(self, offer: Callable[[str, Budget], Selection | None]) -> tuple[dict[str, AdapterShare], str]:
+        """Take the shares of the next batch from the offers of its adapters; return the adapter with the next turn."""
+
+        def take(adapter: str, tokens: int | None, missing: int | None) -> AdapterShare | None:
+            chosen = offer(adapter, Budget(tokens, missing, self.inputs.seq_len))
+            if chosen is None:
+                return None
+            taken = self._state.index["tokens"][self._state.index.rows_of(chosen.rows)]
+            return AdapterShare(chosen.rows, chosen.weights, int(taken.sum(dtype=np.int64)))
+
+        config = self.config
+        sizes = {name: config.groups_per_batch_of(name) for name in config.adapter_names}
+        return share_batch(self._state.rotation, sizes, config.batch.tokens_per_batch, take)
+
+    def _choose_tail(self, adapter: str, budget: Budget, waits: WaitingAnswer) -> Selection | None:
+        """Choose the last groups of an adapter that will get no more; None if there are none to train.
+
+        At least one of them was never used, so the tail of a strategy that uses groups again comes to an end.
+        """
+        if self.config.batch.tail != "train" or not self._ended(adapter):
+            return None
+        chosen = self._choose_fewer(adapter, budget, waits)
+        if chosen is None:
+            return None
+        uses = self._state.index["times_sampled"][self._state.index.rows_of(chosen.rows)]
+        return chosen if (uses == 0).any() else None
+
+    def _choose_fewer(self, adapter: str, budget: Budget, waits: WaitingAnswer) -> Selection | None:
+        """Choose the groups of an adapter that do not fill `budget`: ask for as many as the strategy can use now."""
+        most = waits.have.groups
+        for _ in range(SHORT_TRIES):
+            if waits.blocked_on != "producers" or most < 1:
+                return None
+            fewer = most if budget.groups is None else min(most, budget.groups)
+            outcome = self._choose(adapter, dataclasses.replace(budget, groups=fewer))
+            if not isinstance(outcome, WaitingAnswer):
+                return outcome
+            waits, most = outcome, min(most - 1, outcome.have.groups)
+        return None
 
     def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
         """Ask the strategy for groups of one adapter, by default for the rest of its own batch."""
@@ -259,10 +319,13 @@ class Selector:
         """Return whether no producer has asked for a ticket of an adapter for `PRODUCER_SILENCE_S`."""
         return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
 
+    def _ended(self, adapter: str) -> bool:
+        """Return whether no prompt of an adapter is left and none of its tickets is out."""
+        return not self._book.out_of(adapter) and self._book.used_up(adapter)
+
     def supply_ended(self) -> bool:
         """Return whether no batch can come any more: no prompt left, no ticket out, too few groups everywhere."""
-        book = self._book
-        if book.out or not all(book.used_up(name) for name in self.config.adapter_names):
+        if not all(self._ended(name) for name in self.config.adapter_names):
             return False
         waits = (self.why_adapter_waits(name) for name in self.config.adapter_names)
         return all(one is not None and one.blocked_on == "producers" for one in waits)
@@ -312,3 +375,7 @@ class Selector:
 
 def _least(limit: int | None, given: int) -> int:
     return given if limit is None else min(int(limit), given)
+
+
+def _count(shares: dict[str, AdapterShare]) -> int:
+    return sum(len(share.rows) for share in shares.values())

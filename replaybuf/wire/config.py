@@ -36,7 +36,7 @@ LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
-LATER_FIELDS = ("tickets.heartbeat_s",)
+LATER_FIELDS = ("tickets.heartbeat_s", "batch.tail", "batch.timeout_s", "batch.min_groups")
 """Fields added since format 1. The ledger has them only where they differ from their default."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
@@ -84,7 +84,8 @@ Filters = Annotated[list[StrategySpec], Meta(max_length=MOST_FILTERS)]
 class BatchSpec(Spec, frozen=True):
     """Bounds of a batch, which never exceeds `tokens_per_batch` and never splits a group.
 
-    `seq_len`: tokens of one micro-batch; `overlong`: what happens to a longer rollout.
+    `seq_len`: tokens of one micro-batch; `overlong`: what happens to a longer rollout. `tail`: what happens to groups
+    that fill no batch when no prompt is left. After `timeout_s` at least `min_groups` make a short batch.
     """
 
     tokens_per_batch: Positive | None = 65536
@@ -92,6 +93,9 @@ class BatchSpec(Spec, frozen=True):
     seq_len: RowTokens = 4096
     pad_to_multiple_of: RowMultiple = 1
     overlong: Literal["reject", "truncate"] = "reject"
+    tail: Literal["train", "drop"] = "train"
+    timeout_s: Seconds | None = None
+    min_groups: GroupCount = 1
 
 
 class TicketSpec(Spec, frozen=True):
@@ -216,6 +220,7 @@ def check_run_config(config: RunConfig) -> None:
             bound="one of the two set",
         )
     _check_sizes(config)
+    _check_short_batches(config)
     if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
         why = f"it must divide batch.seq_len, {batch.seq_len}"
         raise _invalid("batch.pad_to_multiple_of", batch.pad_to_multiple_of, why, batch.seq_len)
@@ -250,6 +255,24 @@ def _check_sizes(config: RunConfig) -> None:
             why = f"one batch {owner}needs {smallest_batch} tokens live, so no batch would ever be full"
             raise _invalid("limits.max_tokens_live", most, why, smallest_batch)
     _check_bytes(config.limits, config.group_size or 1)
+
+
+def _check_short_batches(config: RunConfig) -> None:
+    """Reject rules for short batches that contradict each other, or that no batch could meet."""
+    batch = config.batch
+    if batch.timeout_s is not None and batch.tail == "drop":
+        raise Invalid(
+            f"batch.tail is 'drop' and batch.timeout_s is {batch.timeout_s:g}; the time-out trains short batches and "
+            "the tail drops them: set tail to 'train', or timeout_s to null",
+            name="batch.tail",
+            value="drop",
+            bound="train",
+        )
+    sizes = [config.groups_per_batch_of(adapter) for adapter in config.adapter_names]
+    most = sum(size for size in sizes if size) if all(sizes) else None
+    if most is not None and batch.min_groups > most:
+        why = f"a full batch has at most {most} groups, so the time-out would never make one"
+        raise _invalid("batch.min_groups", batch.min_groups, why, most)
 
 
 def _check_bytes(limits: Limits, rollouts: int) -> None:

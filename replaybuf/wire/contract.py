@@ -113,7 +113,8 @@ class WaitingAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     """Why there is no batch or no ticket, what is there, what is needed, and who must act.
 
     `blocked_on`: `producers`, `trainer`, `operator` or `nothing`. Ask again after `retry_after_s` seconds. `adapter`:
-    the one that is closest to a batch, in a run with adapters. `detail`: an explanation for people.
+    the one that is closest to a batch, in a run with adapters. `detail`: an explanation for people. `timeout_in_s`:
+    seconds until the batch may be short.
     """
 
     reason: str
@@ -123,6 +124,7 @@ class WaitingAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     retry_after_s: float
     adapter: str = ""
     detail: str | None = None
+    timeout_in_s: float | None = None
 
 
 # ---------------------------------------------------------------------- answers
@@ -277,7 +279,10 @@ class UsedGroup(Answer, frozen=True, kw_only=True):
 
 
 class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
-    """The batch of one step. The packing figures are None if the batch is voided or freed."""
+    """The batch of one step. The packing figures are None if the batch is voided or freed.
+
+    `short`: why the batch is not full; `fill`: its share of the budget. Both are absent for a full batch.
+    """
 
     run: str
     step: int
@@ -298,6 +303,8 @@ class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
     adapter_tokens: dict[str, int]
     adapters: dict[str, AdapterStep] | None = None
     adapters_completed: dict[str, int] | None = None
+    short: Literal["tail", "timeout"] | None = None
+    fill: float | None = None
     groups: list[UsedGroup]
 
 

@@ -97,6 +97,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     """One batch: the groups of one step. `seed` is what the strategy's generator was seeded with.
 
     In a run with named adapters: `adapters` with a part in it, `turn` the one with the next turn; `version` is 0.
+    `short`: why the batch is not full, "" if it is full; `fill`: share of the budget of a short batch, 0..1.
     """
 
     step: int
@@ -112,6 +113,8 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     groups: list[BatchEntry]
     adapters: dict[str, AdapterStep] = {}
     turn: str = ""
+    short: Literal["", "tail", "timeout"] = ""
+    fill: float | None = None
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:

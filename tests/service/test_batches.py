@@ -287,22 +287,6 @@ def test_the_service_fills_in_missing_advantages(run: RunClient) -> None:
     assert by_rollout == {(0, 0): -0.5, (0, 1): 0.5, (1, 0): 10.0, (1, 1): 11.0}
 
 
-def test_a_used_up_prompt_supply_finishes_the_run_and_keeps_live_groups(run: RunClient) -> None:
-    """Three prompts, two groups per batch: one batch, then finished with one group live."""
-    run.put(batch={"groups_per_batch": 2}, tickets={"prompts": 3}, strategy={"options": {"max_staleness": 3}})
-    epoch = run.attach()
-    tickets = run.post("tickets", producer="p", count=5).json()["tickets"]
-    assert [ticket["prompt_index"] for ticket in tickets] == [0, 1, 2]
-    assert run.post("tickets", producer="p", count=1).json()["waiting"]["reason"] == "finished"
-    run.append(*(group(None, ticket=ticket["ticket"]) for ticket in tickets))
-    assert run.batch(0, epoch).status_code == 200
-    assert run.ack(0, epoch).status_code == 200
-    run.publish(1, epoch)
-    assert run.batch(1, epoch).status_code == 410
-    state = run.state()
-    assert (state["state"], state["groups"]["live"]) == ("finished", 1)
-
-
 def test_metadata_does_not_depend_on_the_epoch(run: RunClient) -> None:
     """A takeover by a trainer of the same layout reads the same bytes."""
     run.put(batch={"groups_per_batch": 1})

@@ -12,6 +12,7 @@ import pytest
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.config import (
     ADAPTER_NAME,
+    LATER_FIELDS,
     AdapterSpec,
     BatchSpec,
     ConfigPatch,
@@ -38,6 +39,9 @@ DEFAULTS: dict[str, Any] = {
         "seq_len": 4096,
         "pad_to_multiple_of": 1,
         "overlong": "reject",
+        "tail": "train",
+        "timeout_s": None,
+        "min_groups": 1,
     },
     "group_size": None,
     "vocab_size": None,
@@ -89,7 +93,9 @@ def test_the_version_of_a_step_is_the_number_of_publications(steps_per_publish: 
 def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
     """A record of a run that uses none of them has the bytes that older releases wrote, and both are read."""
     older = {name: dict(part) if isinstance(part, dict) else part for name, part in DEFAULTS.items()}
-    del older["tickets"]["heartbeat_s"]
+    for path in LATER_FIELDS:
+        section, _, name = path.rpartition(".")
+        del (older[section] if section else older)[name]
     assert recorded(run_config()) == older
     assert read_config(older, "the ledger") == run_config()
     changed = run_config(tickets=TicketSpec(heartbeat_s=5))
@@ -139,6 +145,9 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         (adapters_config("math", batch=BatchSpec(groups_per_batch=4)), "batch.groups_per_batch", 4, None),
         (adapters_config("math", tickets=TicketSpec(prompts=9)), "tickets.prompts", 9, None),
         (adapters_config("math", group_size=8, limits=Limits(max_tokens_live=63)), "limits.max_tokens_live", 63, 64),
+        (run_config(batch=BatchSpec(tail="drop", timeout_s=30)), "batch.tail", "drop", "train"),
+        (run_config(batch=BatchSpec(groups_per_batch=4, timeout_s=30, min_groups=5)), "batch.min_groups", 5, 4),
+        (adapters_config("a", "b", batch=BatchSpec(timeout_s=30, min_groups=9)), "batch.min_groups", 9, 8),
     ],
     ids=[
         "no budget",
@@ -158,6 +167,9 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         "groups of the run",
         "prompts of the run",
         "live of an adapter",
+        "tail and time-out",
+        "time-out",
+        "time-out of adapters",
     ],
 )
 def test_a_configuration_that_cannot_make_progress_is_rejected(

@@ -44,7 +44,7 @@ PACKED_BATCHES = 8
 _FRUITLESS = 20
 """A simulation ends after so many batches' worth of groups without a batch."""
 
-_ENDED, _TRAINED, _PUBLISHED, _EXPIRES = range(4)
+_ENDED, _TRAINED, _PUBLISHED, _EXPIRES, _OVERDUE = range(5)
 
 
 class Job(NamedTuple):
@@ -74,6 +74,7 @@ class Simulation:
         self._training: BatchRecord | None = None
         self._ready: dict[int, BatchRecord] = {}
         self._asking = True
+        self._alarmed = -1
         self._last_wait: tuple[str, float] | None = None
         self._group_size = len(supply.lengths(0, 1))
         self._attempts: dict[int, int] = {}
@@ -126,7 +127,7 @@ class Simulation:
                     self._trained()
                 elif kind == _PUBLISHED:
                     self._published()
-                else:
+                elif kind == _EXPIRES:
                     self.run.expire_tickets()
         self._finish(ended)
         if self.run.state.step >= self._steps and self._asking:
@@ -241,6 +242,10 @@ class Simulation:
         if isinstance(outcome, WaitingAnswer):
             if outcome.reason == "finished":
                 self.ended = "finished"
+            left_s = self.run.left_s(step)
+            if left_s and step > self._alarmed:
+                self._alarmed = step
+                self._later(left_s, _OVERDUE)
             return
         self._asking, self._training = False, outcome
         w = self._workload

@@ -6,7 +6,7 @@ Each call makes the decision of the service (`kernel.decide`) and applies its re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from replaybuf.kernel.limits import Load
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
+from replaybuf.kernel.step_wait import StepWait
 from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange, prompt_key
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
@@ -55,6 +56,7 @@ class VirtualRun:
         self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates, limit_s=None)
         self._evicted: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._stored_prompts: set[int] = set()
+        self._step_wait = StepWait()
         self._apply(created)
         self._apply(decide_attach(self.state, AttachRequest(dp_world_size=ranks), self.now_s))
         batch = self.config.batch
@@ -124,9 +126,13 @@ class VirtualRun:
         self._evict(numbers)
 
     def _evict(self, only: Numbers | None = None) -> None:
-        index = self.state.index
         removals = decide_removals(self.state, self.selector, self.now_s, only)
-        for record in itertools.chain.from_iterable(removals):
+        self._remove(itertools.chain.from_iterable(removals))
+
+    def _remove(self, records: Iterable[AnyRecord]) -> None:
+        """Apply records, and keep the sizes of the groups that they evict unused."""
+        index = self.state.index
+        for record in records:
             if isinstance(record, EvictRecord):
                 for reason, numbers in record.numbers.items():
                     rows = index.rows_of(numbers)
@@ -145,11 +151,12 @@ class VirtualRun:
         """Assemble the batch of `step`, the next one, or return why not. Raises `StrategyFault`."""
         if step > self.state.step + self.selector.bounds.look_ahead:
             return self.selector.explain("awaiting_ack")
-        chosen = self.selector.choose()
+        overdue = self.left_s(step) == 0
+        chosen = self.selector.choose(overdue=overdue)
         if isinstance(chosen, WaitingAnswer):
-            end = decide_end(self.state, self.selector, chosen, self.now_s)
-            self._apply(end)
-            return self.selector.explain("finished") if end else chosen
+            self._step_wait.record(self.state, step, chosen, self.now_s)
+            self._remove(decide_end(self.state, self.selector, self.now_s))
+            return self.selector.explain("finished") if self.state.state == "finished" else chosen
         index = self.state.index
         prompts = index["prompt_index"][index.rows_of(chosen.rows)].tolist()
         labels = [GroupLabel(prompt_key("", prompt)) for prompt in prompts]
@@ -157,6 +164,10 @@ class VirtualRun:
         self._apply(record)
         self._evict()
         return record
+
+    def left_s(self, step: int) -> float | None:
+        """Return the time until the batch of `step` may be short; None = no time-out is coming."""
+        return self._step_wait.left_s(self.state, step, self.now_s)
 
     def feedback(self, record: BatchRecord) -> dict[str, Any]:
         """Make up the feedback of a trainer: the mean |advantage| of each group of its batch as priority."""

@@ -39,5 +39,7 @@ def describe_batch(
         adapter_tokens=dict(tokens),
         adapters=record.adapters or None,
         adapters_completed=completed(record) if record.adapters else None,
+        short=record.short or None,
+        fill=record.fill,
         groups=msgspec.convert(record.groups, list[UsedGroup], from_attributes=True),
     )

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, NotFound, StrategyFault
@@ -17,6 +18,7 @@ from replaybuf.kernel.decide_config import decide_end
 from replaybuf.kernel.history import BatchState
 from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.step_wait import StepWait
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
@@ -63,6 +65,8 @@ class Batches:
         self._packing = asyncio.Lock()
         self._last_wait: tuple[str, float] | None = None
         self._polls = LongPolls(journal)
+        self._step_wait = StepWait()
+        self._alarm: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ serving
 
@@ -82,7 +86,9 @@ class Batches:
             raise Invalid(f"dp_rank is {rank}; dp_world_size is {ranks}", name="dp_rank", value=rank, bound=ranks)
 
         serve = functools.partial(self._serve, step, epoch)
-        question = self._polls.question((step, epoch), serve, lambda: (journal.changes, self._selector.moment))
+        question = self._polls.question(
+            (step, epoch), serve, lambda: (journal.changes, self._selector.moment, self._left_s(step) == 0)
+        )
         outcome = await question.answer(rank, wait_s, gone)
         self._account_wait(step, outcome)
         if isinstance(outcome, WaitingAnswer):
@@ -126,11 +132,11 @@ class Batches:
                 self._journal.check_epoch(epoch)  # an attach may have rewound the history to before this step
                 while state.next_step <= step:
                     with pace.work():
-                        waits = await self._assemble_next()
+                        waits = await self._assemble_next(overdue=self._left_s(step) == 0)
                     if waits:
-                        await self._finish_if_ended(waits)
+                        await self._finish_if_ended()
                         self._check_requestable(step)  # the run may be finished now
-                        return waits
+                        return self._record_wait(step, waits)
         except StrategyFault:
             return self._selector.explain("paused")  # the decision has paused the run
         return await self._get_packed(step)
@@ -141,16 +147,34 @@ class Batches:
         if state.state != "running" or state.next_step > state.step:
             return  # a batch is in training: check again after its ack
         async with self._journal.decision():
-            waits = self._selector.why_waiting()
-            if waits:
-                await self._finish_if_ended(waits)
+            if self._selector.why_waiting():
+                await self._finish_if_ended()
 
-    async def _finish_if_ended(self, waits: WaitingAnswer) -> None:
-        record = decide_end(self._state, self._selector, waits, self._journal.clock.wall())
-        if record:
-            logger.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
+    async def _finish_if_ended(self) -> None:
+        ended = False
+        for record in decide_end(self._state, self._selector, self._journal.clock.wall()):
             await self._journal.append(record)
+            ended = True
+        if ended:
+            logger.info("run finished run=%s reason=prompts step=%d", self._journal.name, self._state.step)
             self._journal.notify()
+
+    # ------------------------------------------------------------------ time-out
+
+    def _left_s(self, step: int) -> float | None:
+        """Return the time until the batch of `step` may be short; None = no time-out is coming."""
+        return self._step_wait.left_s(self._state, step, self._journal.clock.monotonic())
+
+    def _record_wait(self, step: int, waits: WaitingAnswer) -> WaitingAnswer:
+        """Count the trainer's wait from the first answer on; ask again for it when its time is over."""
+        self._step_wait.record(self._state, step, waits, self._journal.clock.monotonic())
+        left_s = self._left_s(step)
+        if left_s is None:
+            return waits
+        if self._alarm:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_later(left_s, self._polls.wake) if left_s else None
+        return msgspec.structs.replace(waits, timeout_in_s=left_s)
 
     @property
     def waited_for_others_s(self) -> float:
@@ -179,11 +203,14 @@ class Batches:
 
     # ------------------------------------------------------------------ assembling
 
-    async def _assemble_next(self) -> WaitingAnswer | None:
-        """Assemble the batch of the next step, or return why not. Called within a decision."""
+    async def _assemble_next(self, *, overdue: bool) -> WaitingAnswer | None:
+        """Assemble the batch of the next step, or return why not. Called within a decision.
+
+        `overdue`: the trainer has waited so long that the batch may be short.
+        """
         while True:
             await self._eviction.of_unsettled()
-            chosen = self._selector.choose()
+            chosen = self._selector.choose(overdue=overdue)
             if isinstance(chosen, WaitingAnswer):
                 return chosen
             await asyncio.sleep(0)  # choosing among a million groups takes a while

@@ -242,9 +242,10 @@ class LongPolls:
         self.pace = Pace()
         self._journal = journal
         self._questions: dict[Hashable, Question[Any, Any]] = {}
-        journal.listeners.append(self._wake)
+        journal.listeners.append(self.wake)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Ask again each question whose answer may have changed."""
         for question in self._questions.values():
             question.wake()
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.decide import draft_batch
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.strategy import Selection
+from replaybuf.kernel.selection import BatchSelection, Selector
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
     PackedBatch,
@@ -56,8 +55,8 @@ OUTCOMES = ("hit", "partial", "miss")
 class _Prepared:
     """What is prepared for one step: groups by number, and the batch once it is packed.
 
-    `key`: generation, step and layout. `fetching`: the chunk on its way. `closed`: a decision uses what there is, so
-    nothing is added any more.
+    `key`: generation, step, layout and configuration. `fetching`: the chunk on its way. `closed`: a decision uses what
+    there is, so nothing is added any more.
     """
 
     key: object
@@ -169,14 +168,14 @@ class NextBatch:
         )
 
     def _key(self) -> object:
-        return (self._state.generation, self._state.next_step, self._state.attachment)
+        return (self._state.generation, self._state.next_step, self._state.attachment, self._state.config)
 
     async def _prepare(self) -> None:
         key, layout = self._key(), self._state.attachment
         with self._pace.work():
             chosen = self._selector.choose()
         self._pace.end(waits=isinstance(chosen, WaitingAnswer))
-        if isinstance(chosen, Selection):
+        if isinstance(chosen, BatchSelection):
             numbers = chosen.rows.tolist()
         elif chosen.reason in ("too_few_groups", "too_few_tokens"):
             numbers = self._selector.candidates()

@@ -1,0 +1,314 @@
+"""Short batches: the tail of a finite prompt supply, and the time-out of a trainer that waits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from replaybuf.wire.batch import read_batch
+from tests.conftest import ClockedServe, RunClient, ServeProcess, group
+from tests.service.test_resume import conserved
+
+TWO = {"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 64}
+DEEP = {"name": "one-step-off-policy", "options": {"max_staleness": 3}}
+TIMEOUT_S = 30.0
+_names = itertools.count()
+
+
+def take(run: RunClient, adapter: str = "") -> list[str]:
+    """Take all tickets that are left."""
+    return [one["ticket"] for one in run.post("tickets", producer="p", count=50, adapter=adapter).json()["tickets"]]
+
+
+def deliver(run: RunClient, *tickets: str, **fields: Any) -> None:
+    """Append the groups of tickets."""
+    results = run.append(*(group(None, ticket=ticket, **fields) for ticket in tickets))
+    assert {result["status"] for result in results} == {"stored"}, results
+
+
+def finite(run: RunClient, prompts: int = 3, **config: Any) -> int:
+    """Create a run of two groups per batch with so many prompts, attach, and store the groups of all."""
+    created = run.put(**{"batch": TWO, "tickets": {"prompts": prompts}, "strategy": DEEP} | config)
+    assert created.status_code == 201, created.text
+    epoch = run.attach()
+    deliver(run, *take(run))
+    return epoch
+
+
+def record(run: RunClient, step: int) -> dict[str, Any]:
+    """Return the record of a batch."""
+    found: dict[str, Any] = run.get(f"batches/{step}/record").json()
+    return found
+
+
+# ---------------------------------------------------------------------- tail
+
+
+def test_the_last_groups_of_a_finite_supply_make_a_short_batch(run: RunClient) -> None:
+    """Three prompts, two groups per batch: the third group was left untrained for ever."""
+    epoch = finite(run)
+    run.train(epoch, range(1))
+    assert run.batch(1, epoch).status_code == 200
+    assert (record(run, 1)["short"], record(run, 1)["fill"]) == ("tail", 0.5)
+    assert len(record(run, 1)["groups"]) == 1 and "short" not in record(run, 0)
+    ahead = run.batch(2, epoch)
+    assert (ahead.status_code, ahead.json()["reason"], ahead.json()["blocked_on"]) == (202, "awaiting_ack", "trainer")
+    assert run.ack(1, epoch).status_code == 200
+    assert run.batch(2, epoch).status_code == 410
+    assert run.state()["state"] == "finished"
+    assert conserved(run) == {"live": 0, "in_batches": 3, "retired": 0, "evicted": 0}
+
+
+def test_a_dropped_tail_is_evicted_and_counted(run: RunClient) -> None:
+    epoch = finite(run, batch=TWO | {"tail": "drop"})
+    run.train(epoch, range(1))
+    assert run.batch(1, epoch).status_code == 410
+    assert conserved(run) == {"live": 0, "in_batches": 2, "retired": 0, "evicted": 1}
+    assert run.state()["groups"]["evicted"] == {"tail": 1}
+
+
+def test_a_token_budget_has_a_tail_too(run: RunClient) -> None:
+    """Groups of 10 tokens, 25 per batch: two and one."""
+    epoch = finite(run, batch={"tokens_per_batch": 25, "seq_len": 64})
+    run.train(epoch, range(2))
+    assert (record(run, 1)["short"], record(run, 1)["fill"]) == ("tail", 0.4)
+    assert run.batch(2, epoch).status_code == 410
+
+
+def test_no_tail_is_made_while_a_ticket_is_out(run: RunClient) -> None:
+    run.put(batch=TWO, tickets={"prompts": 2}, strategy=DEEP)
+    epoch = run.attach()
+    first, second = take(run)
+    deliver(run, first)
+    assert run.batch(0, epoch).json()["reason"] == "too_few_groups"
+    deliver(run, second)
+    run.train(epoch, range(1))
+    assert "short" not in record(run, 0)
+
+
+def test_a_failed_prompt_leaves_a_tail(run: RunClient) -> None:
+    run.put(batch=TWO, tickets={"prompts": 2, "max_attempts": 1}, strategy=DEEP)
+    epoch = run.attach()
+    first, second = take(run)
+    deliver(run, first)
+    assert run.http.delete(f"{run.path}/tickets/{second}", params={"reason": "engine_error"}).status_code == 200
+    run.train(epoch, range(1))
+    assert record(run, 0)["short"] == "tail"
+    assert run.batch(1, epoch).status_code == 410
+
+
+def test_groups_that_are_too_stale_for_the_tail_are_evicted_as_ever(run: RunClient) -> None:
+    epoch = finite(run, prompts=2, strategy={"name": "on-policy"})
+    run.append(group("without a ticket"))
+    run.train(epoch, range(1))
+    assert run.batch(1, epoch).status_code == 410
+    assert run.state()["groups"]["evicted"] == {"too_stale": 1}
+
+
+def test_a_tail_gives_every_rank_the_same_number_of_micro_batches(run: RunClient) -> None:
+    """Two rollouts of one row each for four ranks: two ranks get an empty micro-batch."""
+    run.put(batch=TWO | {"seq_len": 8}, tickets={"prompts": 1}, strategy=DEEP)
+    epoch = run.attach(dp_world_size=4)
+    deliver(run, *take(run))
+    bodies = [read_batch(run.batch(0, epoch, dp_rank=rank).content) for rank in range(4)]
+    assert [len(body.micro_batches) for body in bodies] == [1, 1, 1, 1]
+    assert sorted(body.meta.rollouts for body in bodies) == [0, 0, 1, 1]
+    assert record(run, 0)["filler_micro_batches"] == 2
+
+
+def test_groups_of_replay_are_trained_once_more_only_with_a_new_one(run: RunClient) -> None:
+    """Every group serves at least one batch; used ones alone make no short batch."""
+    epoch = finite(run, strategy={"name": "replay", "options": {"max_uses": 3, "max_staleness": 50, "order": "fifo"}})
+    step = 0
+    while run.batch(step, epoch).status_code == 200:
+        assert run.ack(step, epoch).status_code == 200
+        run.publish(step + 1, epoch)
+        step += 1
+    assert run.batch(step, epoch).status_code == 410
+    assert all("short" not in record(run, before) for before in range(step - 1))
+    assert conserved(run) == {"live": 0, "in_batches": 3, "retired": 0, "evicted": 0}
+
+
+@pytest.mark.parametrize("tail", ["train", "drop"])
+@pytest.mark.parametrize("on_resume", ["redeliver", "resample"])
+def test_a_rewind_to_before_the_tail_resumes_the_run(run: RunClient, tail: str, on_resume: str) -> None:
+    epoch = finite(run, batch=TWO | {"tail": tail}, prompts=5)
+    steps = 3 if tail == "train" else 2
+    bodies = run.train(epoch, range(steps))
+    assert run.batch(steps, epoch).status_code == 410
+    before = conserved(run)
+    epoch = run.attach(resume_step=1, on_resume=on_resume)
+    assert run.state()["state"] == "running"
+    again = run.train(epoch, range(1, steps))
+    assert (again == bodies[1:]) == (on_resume == "redeliver")
+    assert [len(record(run, step)["groups"]) for step in range(steps)] == [2, 2, 1][:steps]
+    assert run.batch(steps, epoch).status_code == 410
+    assert conserved(run) == before
+
+
+@pytest.mark.parametrize("tail", ["train", "drop"])
+def test_a_killed_service_ends_the_run_with_the_same_tail(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient], tail: str
+) -> None:
+    run = connect(own_service.url, "tail")
+
+    def restart() -> None:
+        own_service.kill()
+        own_service.start()
+        run.http.base_url = own_service.url
+
+    epoch = finite(run, batch=TWO | {"tail": tail})
+    restart()
+    run.train(epoch, range(1))
+    restart()
+    if tail == "train":
+        body = run.batch(1, epoch).content
+        restart()
+        assert run.batch(1, epoch).content == body
+        assert run.batch(2, epoch).json()["reason"] == "awaiting_ack"
+        assert run.ack(1, epoch).status_code == 200
+        restart()
+    ended = run.batch(2 if tail == "train" else 1, epoch, wait_ms=5000)
+    assert ended.status_code == 410
+    restart()
+    assert run.state()["state"] == "finished"
+    assert conserved(run)["live"] == 0
+
+
+def test_each_adapter_has_its_own_tail(run: RunClient) -> None:
+    """The last group of `code` completes its step, while `math` goes on with its own batches."""
+    adapters = {"code": {"groups_per_batch": 2, "prompts": 3}, "math": {"groups_per_batch": 2, "prompts": 4}}
+    batch = {"tokens_per_batch": 4000, "seq_len": 64}
+    assert run.put(batch=batch, adapters=adapters, strategy=DEEP).status_code == 201
+    epoch = run.attach()
+    deliver(run, *take(run, "code"), adapter="code")
+    math = take(run, "math")
+    for step, version in enumerate((1, 2)):
+        assert run.batch(step, epoch).status_code == 200
+        assert run.ack(step, epoch).status_code == 200
+        assert run.post("policy", epoch=epoch, version=version, adapter="code").status_code == 200
+    assert "short" not in record(run, 0) and record(run, 1)["short"] == "tail"
+    assert record(run, 1)["adapters"] == {"code": {"step": 1, "version": 1, "groups": 1, "completed": True}}
+    deliver(run, *math[:3], adapter="math")
+    assert run.batch(2, epoch).status_code == 200
+    assert "short" not in record(run, 2)
+    run.ack(2, epoch)
+    run.post("policy", epoch=epoch, version=1, adapter="math")
+    assert run.batch(3, epoch).json()["reason"] == "too_few_groups"
+    deliver(run, math[3], adapter="math")
+    assert run.batch(3, epoch).status_code == 200
+    run.ack(3, epoch)
+    run.post("policy", epoch=epoch, version=2, adapter="math")
+    assert run.batch(4, epoch).status_code == 410
+    assert conserved(run)["live"] == 0
+
+
+# ---------------------------------------------------------------------- time-out
+
+
+@pytest.fixture
+def timed(clocked: ClockedServe) -> Iterator[RunClient]:
+    """A new run of a service with a test clock."""
+    client = RunClient(clocked.url, f"timed-{next(_names)}")
+    yield client
+    client.http.close()
+
+
+def waiting_for(run: RunClient, *groups: str, **batch: Any) -> int:
+    """Create a run with a time-out and these groups; attach."""
+    created = run.put(batch=TWO | {"groups_per_batch": 4, "timeout_s": TIMEOUT_S} | batch, strategy=DEEP)
+    assert created.status_code == 201, created.text
+    if groups:
+        run.append(*(group(name) for name in groups))
+    return run.attach()
+
+
+def test_a_batch_is_short_after_the_trainer_has_waited_for_the_time_out(
+    clocked: ClockedServe, timed: RunClient
+) -> None:
+    epoch = waiting_for(timed, "a")
+    clocked.put_forward(2 * TIMEOUT_S)  # nobody has asked: this does not count
+    waits = timed.batch(0, epoch).json()
+    assert waits["reason"] == "too_few_groups" and 0 < waits["timeout_in_s"] <= TIMEOUT_S
+    clocked.put_forward(TIMEOUT_S - 10)
+    assert 0 < timed.batch(0, epoch).json()["timeout_in_s"] <= 10
+    clocked.put_forward(10)
+    assert timed.batch(0, epoch).status_code == 200
+    assert (record(timed, 0)["short"], record(timed, 0)["fill"]) == ("timeout", 0.25)
+    timed.ack(0, epoch)
+    assert timed.batch(1, epoch).status_code == 202
+
+
+def test_a_time_out_waits_for_min_groups(clocked: ClockedServe, timed: RunClient) -> None:
+    epoch = waiting_for(timed, "a", min_groups=3)
+    assert timed.batch(0, epoch).status_code == 202
+    clocked.put_forward(TIMEOUT_S)
+    waits = timed.batch(0, epoch)
+    assert (waits.status_code, waits.json()["timeout_in_s"]) == (202, 0)
+    timed.append(group("b"))
+    assert timed.batch(0, epoch).status_code == 202
+    timed.append(group("c"))
+    assert timed.batch(0, epoch).status_code == 200
+    assert len(record(timed, 0)["groups"]) == 3
+
+
+def test_a_prefetch_does_not_count_as_waiting(clocked: ClockedServe, timed: RunClient) -> None:
+    epoch = waiting_for(timed, *"abcde")
+    assert timed.batch(0, epoch).status_code == 200
+    assert "timeout_in_s" not in timed.batch(1, epoch).json()
+    clocked.put_forward(2 * TIMEOUT_S)
+    assert timed.batch(1, epoch).status_code == 202
+    timed.ack(0, epoch)
+    assert timed.batch(1, epoch).json()["timeout_in_s"] > TIMEOUT_S / 2
+    clocked.put_forward(TIMEOUT_S)
+    assert timed.batch(1, epoch).status_code == 200
+
+
+def test_a_wait_for_the_trainer_itself_does_not_count(clocked: ClockedServe, timed: RunClient) -> None:
+    """On-policy: step 1 needs version 1, which the trainer publishes late."""
+    batch = TWO | {"timeout_s": TIMEOUT_S}
+    assert timed.put(batch=batch, strategy={"name": "on-policy"}).status_code == 201
+    epoch = timed.attach()
+    timed.append(group("a"), group("b"))
+    assert timed.batch(0, epoch).status_code == 200
+    timed.ack(0, epoch)
+    assert timed.batch(1, epoch).json()["reason"] == "awaiting_publication"
+    clocked.put_forward(2 * TIMEOUT_S)
+    timed.publish(1, epoch)
+    timed.append(group("c", 1))
+    assert timed.batch(1, epoch).json()["timeout_in_s"] > TIMEOUT_S / 2
+
+
+def test_a_new_trainer_starts_a_new_wait(clocked: ClockedServe, timed: RunClient) -> None:
+    epoch = waiting_for(timed, "a")
+    assert timed.batch(0, epoch).status_code == 202
+    clocked.put_forward(TIMEOUT_S)
+    epoch = timed.attach()
+    assert timed.batch(0, epoch).json()["timeout_in_s"] > TIMEOUT_S / 2
+
+
+def test_a_request_that_waits_is_answered_at_the_time_out(run: RunClient) -> None:
+    """All ranks of the trainer wait in one long poll each; no group comes meanwhile."""
+    epoch = waiting_for(run, "a", timeout_s=0.3)
+    answer = run.batch(0, epoch, wait_ms=30_000)
+    assert answer.status_code == 200
+    assert record(run, 0)["short"] == "timeout"
+
+
+def test_adapters_share_a_batch_of_the_time_out_without_ending_their_steps(
+    clocked: ClockedServe, timed: RunClient
+) -> None:
+    adapters = {"code": {"groups_per_batch": 4}, "math": {"groups_per_batch": 4}}
+    batch = {"tokens_per_batch": 4000, "seq_len": 64, "timeout_s": TIMEOUT_S, "min_groups": 2}
+    assert timed.put(batch=batch, adapters=adapters, strategy=DEEP).status_code == 201
+    epoch = timed.attach()
+    timed.append(group("a", adapter="code"), group("b", adapter="math"))
+    assert timed.batch(0, epoch).status_code == 202
+    clocked.put_forward(TIMEOUT_S)
+    assert timed.batch(0, epoch).status_code == 200
+    assert (record(timed, 0)["short"], record(timed, 0)["fill"]) == ("timeout", 0.25)
+    assert not any(part["completed"] for part in record(timed, 0)["adapters"].values())
+    assert timed.state()["adapters"]["code"]["progress"] == {"step": 0, "groups": 1, "groups_per_batch": 4}
