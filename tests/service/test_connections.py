@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from uvicorn.server import ServerState
 from replaybuf.service.http import connection
 from replaybuf.service.http.connection import MAX_HEADERS, MAX_PIPELINED, Connection
 from replaybuf.service.http.connection_table import ConnectionLimits, ConnectionTable
+from replaybuf.service.http.read_gate import READ_AT_ONCE
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 from tests.conftest import ServeProcess
@@ -447,3 +449,43 @@ def test_a_service_under_attack_keeps_its_memory_and_answers(tmp_path: Path) -> 
         assert metric(text, "replaybuf_requests_refused_total", reason="head_too_large") >= 3
     finally:
         server.end()
+
+
+# ---------------------------------------------------------------------- bursts
+
+
+def test_requests_that_arrive_at_once_are_read_a_few_per_turn() -> None:
+    """The loop goes on in between, and each request is answered with all of its bytes."""
+    clients = 4 * READ_AT_ONCE
+
+    async def test(server: Server) -> None:
+        streams = [await server.connect() for _ in range(clients)]
+        for number, (_, writer) in enumerate(streams):
+            writer.write(POST + b"Content-Length: %d\r\n\r\n" % (number + 1))
+        began = [0]
+        while began[-1] < clients:
+            await asyncio.sleep(0)
+            began.append(server.calls)
+        assert max(later - before for before, later in itertools.pairwise(began)) <= READ_AT_ONCE
+        for number, (_, writer) in enumerate(streams):
+            writer.write(b"x" * number)
+            await asyncio.sleep(0)
+            writer.write(b"x")
+        answers = [await answer(stream) for stream in streams]
+        assert answers == [(200, b"%d" % (number + 1)) for number in range(clients)]
+
+    serve(test, max_connections=clients, max_half_heads=0)
+
+
+def test_a_connection_that_closes_before_its_turn_holds_up_nobody() -> None:
+    async def test(server: Server) -> None:
+        clients = 4 * READ_AT_ONCE
+        streams = [await server.connect() for _ in range(clients)]
+        for number, (_, writer) in enumerate(streams):
+            writer.write(HEAD + b"\r\n")
+            if number % 2:
+                writer.transport.abort()
+        answers = [await answer(stream) for stream in streams[::2]]
+        assert answers == [(200, b"0")] * (clients // 2)
+
+    serve(test, max_connections=4 * READ_AT_ONCE, max_half_heads=0)

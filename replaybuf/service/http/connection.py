@@ -71,6 +71,8 @@ class Connection(HttpToolsProtocol):
         self._ended = False
         """Whether all further bytes are ignored."""
         self._lingering = False
+        self._held: list[bytes] = []
+        """Bytes that wait for their turn at the gate; the connection reads no more meanwhile."""
         self._stalling: asyncio.TimerHandle | None = None
 
     @property
@@ -89,7 +91,27 @@ class Connection(HttpToolsProtocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client sent; the bytes of a head never pass its bound."""
+        """Parse what the client sent, now or in a later turn of the event loop."""
+        if self._held:
+            self._held.append(data)  # of a read that had begun
+        elif self._ended:
+            return
+        elif self._table.gate.enter(self._read_held):
+            self._read(data)
+        else:
+            self._held.append(data)
+            self.transport.pause_reading()
+
+    def _read_held(self) -> None:
+        data, self._held = b"".join(self._held), []
+        if not data or self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Parse bytes; those of a head never pass its bound."""
         if self._ended:
             return
         self._unset_keepalive_if_required()
@@ -281,6 +303,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release what the connection holds."""
         self._table.forget(self)
+        self._held.clear()
         self._stop_timer()
         super().connection_lost(exc)
 

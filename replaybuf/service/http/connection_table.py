@@ -9,6 +9,7 @@ import resource
 from collections import Counter
 from typing import Protocol
 
+from replaybuf.service.http.read_gate import ReadGate
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 
@@ -60,6 +61,7 @@ class ConnectionTable:
     def __init__(self, limits: ConnectionLimits, traffic: Traffic) -> None:
         self.limits = limits
         self.traffic = traffic
+        self.gate = ReadGate()
         self._open: set[Client] = set()
         # In the order of arrival: the first is the oldest.
         self._half: dict[Client, None] = {}
