@@ -1,10 +1,11 @@
-"""Select 512 groups of a million: numpy columns against a Python list of dicts.
+"""Select 512 groups of a million: numpy columns against a Python list of dicts. Then 100,000 groups of a million.
 
-    python benchmarks/selection.py --groups 1000000 --repeats 7
+    python benchmarks/selection.py --groups 1000000 --repeats 7 --large 100000
 
 Each figure is the median over the repeats with the least and the largest. The reference has one dict per group and
 uses comprehensions, `random.sample`, and `random.choices` over running sums. Both sides select groups within staleness
-and uses. The columns are those that the service shows to a strategy.
+and uses. The columns are those that the service shows to a strategy. Large batches have no reference: a selection holds
+the event loop, so each must stay below 50 ms of processor time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from measured import Measured
 
 from replaybuf.kernel.index import ENTRY, Index
 from replaybuf.kernel.plugin_set import build_strategy
-from replaybuf.kernel.strategy import Budget, BufferView, Groups, Selection
+from replaybuf.kernel.strategy import Budget, BufferView, Selection, source_code
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
 
 BATCH = 512
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--large", type=int, default=100_000, help="groups of a large batch")
     given = parser.parse_args()
     results = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(given) | {"batch": BATCH})
     entries = random_entries(given.groups)
@@ -48,6 +50,10 @@ def main() -> None:
     for name, ours, plain in cases(index, rows):
         sides = {COLUMNS: measure(ours, given.repeats), PLAIN: measure(plain, min(given.repeats, 3))}
         results.record(name, sides, unit="ms", ratio="reference / it")
+    for name, ours in large_batches(index, given.large):
+        results.record(
+            f"{given.large:,} groups, {name}", {COLUMNS: measure(ours, given.repeats, time.process_time)}, unit="ms"
+        )
     results.record("inserts", inserts(entries, given.repeats), unit="thousand groups/s")
     sizes = {COLUMNS: [index.nbytes / given.groups], PLAIN: [plain_bytes(rows)]}
     results.record("memory", sizes, unit="bytes per group", ratio="reference / it")
@@ -67,6 +73,7 @@ def random_entries(count: int) -> npt.NDArray[Any]:
     entries["longest_tokens"] = entries["tokens"] // 4
     entries["advantage_abs_mean"] = rng.random(count)
     entries["reward_std"] = rng.random(count)
+    entries["source"] = rng.choice([source_code("a"), source_code("b"), 0], count)
     return entries
 
 
@@ -97,24 +104,14 @@ def plain_row(names: tuple[str, ...], number: int, values: tuple[float, ...]) ->
 def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
     """Return the measured calls by name: ours and the plain one."""
     count = len(rows)
-    view = BufferView(
-        step=VERSION,
-        version=VERSION,
-        published_version=VERSION,
-        steps_per_publish=1,
-        groups_live=count,
-        tokens_live=int(index["tokens"].sum(dtype=np.int64)),
-        tickets_out=0,
-        budget=Budget(None, BATCH, 4096),
-    )
+    view = buffer_of(index, Budget(None, BATCH, 4096))
     seeds = itertools.count()
-
-    def shown() -> Groups:
-        return Groups(**{name: index["number" if name == "row" else name] for name in Groups.COLUMNS})
 
     def choose(name: str, **options: object) -> Timed:
         strategy = build_strategy(name, options)
-        return lambda: chosen(strategy.select(shown(), view, view.budget, np.random.default_rng(next(seeds))))
+        return lambda: chosen(
+            strategy.select(index.groups(None), view, view.budget, np.random.default_rng(next(seeds)))
+        )
 
     prioritized = choose("replay", order="prioritized", priority="feedback", exponent=1.0)
     rng = np.random.default_rng(0)
@@ -138,7 +135,7 @@ def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
     within = build_strategy("one-step-off-policy", {"max_staleness": MAX_STALENESS})
 
     def stale() -> object:
-        return within.evict(shown(), later)
+        return within.evict(index.groups(None), later)
 
     def plain_stale() -> list[float]:
         return [row["row"] for row in rows if later.version - row["policy_version"] > MAX_STALENESS]
@@ -170,6 +167,59 @@ def cases(index: Index, rows: list[Row]) -> list[tuple[str, Timed, Timed]]:
     ]
 
 
+def buffer_of(index: Index, budget: Budget) -> BufferView:
+    """Describe the buffer of all groups for batches of this budget."""
+    return BufferView(
+        step=VERSION,
+        version=VERSION,
+        published_version=VERSION,
+        steps_per_publish=1,
+        groups_live=len(index),
+        tokens_live=int(index["tokens"].sum(dtype=np.int64)),
+        tickets_out=0,
+        budget=budget,
+    )
+
+
+def large_batches(index: Index, size: int) -> list[tuple[str, Timed]]:
+    """Return the selections of a large batch by name: every rule of the built-in strategies, in groups and tokens."""
+    rules: list[dict[str, object]] = [
+        {"order": "uniform"},
+        {"order": "fifo"},
+        {"order": "newest"},
+        {"order": "prioritized"},
+        {"fresh_fraction": 0.5},
+        {"order": "fifo", "fresh_fraction": 0.5},
+        {"groups_per_prompt": 1},
+        {"mix": {"a": 0.3, "b": 0.2}},
+        {"prompts_together": True},
+        {"cooldown": 2},
+    ]
+    strategies: list[tuple[str, dict[str, object]]] = [("replay", rule) for rule in rules]
+    strategies.append(("one-step-off-policy", {"max_staleness": MAX_STALENESS}))
+    return [
+        (
+            ", ".join([name, *(f"{key} {value}" for key, value in options.items()), unit]),
+            select(index, name, options, budget),
+        )
+        for name, options in strategies
+        for unit, budget in (("groups", Budget(None, size, 4096)), ("tokens", Budget(size * 1250, None, 4096)))
+    ]
+
+
+def select(index: Index, name: str, options: dict[str, object], budget: Budget) -> Timed:
+    """Return one selection of all groups."""
+    strategy, view, seeds = build_strategy(name, options), buffer_of(index, budget), itertools.count()
+
+    def timed() -> Selection:
+        answer = strategy.select(index.groups(None), view, budget, np.random.default_rng(next(seeds)))
+        if not isinstance(answer, Selection):
+            raise SystemExit(f"no batch was chosen: {answer}")
+        return answer
+
+    return timed
+
+
 def chosen(answer: object) -> Selection:
     """Return a full batch. Raises `SystemExit` for anything else, so that no failure is timed."""
     if not isinstance(answer, Selection) or len(answer.rows) != BATCH:
@@ -177,14 +227,14 @@ def chosen(answer: object) -> Selection:
     return answer
 
 
-def measure(call: Timed, repeats: int) -> list[float]:
+def measure(call: Timed, repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Time one call several times in ms; the first warms the caches and is dropped."""
     call()
     took = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = clock()
         call()
-        took.append((time.perf_counter() - started) * 1000)
+        took.append((clock() - started) * 1000)
     return took
 
 

@@ -27,6 +27,8 @@ _PASSES = 8
 _FEW = 4096
 """Below this many groups, keys for all of them cost less than drawing with rejection."""
 _LEAST_ACCEPTANCE = 1 / 64
+_SPARSE = 64
+"""Fewer than one in so many positions are sorted to find repetitions; more are marked in an array of all."""
 _LARGEST = float(np.finfo(np.float32).max)
 FLOOR = 1e-6
 """Added to every priority, so that a group of priority 0 is rare but not lost (Schaul et al. 2016, section 3.3)."""
@@ -103,10 +105,12 @@ def first_in_first_out(groups: Groups, may: May) -> Pieces:
 
 
 def newest_first(groups: Groups, may: May) -> Pieces:
-    """Order groups from the last stored one back."""
-    for end in range(len(groups), 0, -_PIECE):
-        positions = np.arange(end - 1, max(0, end - _PIECE) - 1, -1)
+    """Order groups from the last stored one back. Each piece is twice as long as the one before."""
+    end, length = len(groups), _PIECE
+    while end > 0:
+        positions = np.arange(end - 1, max(0, end - length) - 1, -1)
         yield positions[may(groups.take(positions))]
+        end, length = end - length, 2 * length
 
 
 def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.random.Generator, wanted: int) -> Pieces:
@@ -124,11 +128,12 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
         size = 2 * wanted + 64
         while size < count // 4 and len(seen) < count // 4:
             positions = rng.integers(0, count, size)
-            sample = groups.take(positions)
-            accepted = may(sample)
+            accepted = may(groups.take(positions))
+            positions = positions[accepted]
             if propensity is not None:
-                accepted = accepted & (rng.random(size) * largest < propensity.of(sample))
-            new = _unseen(positions[accepted], seen)
+                lots = rng.random(size)[accepted] * largest
+                positions = positions[lots < propensity.of(groups.take(positions))]
+            new = _unseen(positions, seen, count)
             seen = np.concatenate([seen, new])
             yield new
             acceptance = (len(new) + 1) / size
@@ -138,19 +143,26 @@ def drawn(groups: Groups, may: May, propensity: Propensity | None, rng: np.rando
     yield from _by_keys(groups, may, propensity, rng, wanted, seen)
 
 
-def _unseen(positions: Positions, seen: Positions) -> Positions:
-    """Return the first occurrence of each position, in order, without those in `seen`."""
-    ordered = np.sort(positions)
-    if (ordered[1:] == ordered[:-1]).any():
-        _, first = np.unique(positions, return_index=True)
-        positions = positions[np.sort(first)]
-    return positions[~np.isin(positions, seen)] if len(seen) else positions
+def _unseen(positions: Positions, seen: Positions, count: int) -> Positions:
+    """Return the first occurrence of each position below `count`, in order, without those in `seen`."""
+    if len(positions) * _SPARSE < count:
+        ordered = np.sort(positions)
+        if (ordered[1:] == ordered[:-1]).any():
+            _, first = np.unique(positions, return_index=True)
+            positions = positions[np.sort(first)]
+        return positions[~np.isin(positions, seen)] if len(seen) else positions
+    drawn_at = np.empty(count, np.int64)  # only written entries are read
+    order = np.arange(len(positions))
+    drawn_at[positions[::-1]] = order[::-1]  # the last value assigned stays: that of the first occurrence
+    drawn_at[seen] = -1
+    new: Positions = positions[drawn_at[positions] == order]
+    return new
 
 
 def _by_keys(
     groups: Groups, may: May, propensity: Propensity | None, rng: np.random.Generator, wanted: int, seen: Positions
 ) -> Pieces:
-    """Order usable groups outside `seen` by exponential keys, and sort those after the first only if needed."""
+    """Order usable groups outside `seen` by exponential keys, and sort only as many of them as are needed."""
     allowed = may(groups).copy()
     allowed[seen] = False
     rest = np.flatnonzero(allowed)
@@ -159,10 +171,9 @@ def _by_keys(
     keys = rng.standard_exponential(len(rest))
     if propensity is not None:
         keys /= propensity.of(groups.take(rest))
-    first = min(2 * wanted + 64, len(rest))
-    if first < len(rest):
-        parted = np.argpartition(keys, first)
-        for part in (parted[:first], parted[first:]):
-            yield rest[part[np.argsort(keys[part])]]
-    else:
-        yield rest[np.argsort(keys)]
+    most = 2 * wanted + 64
+    ends = [end for end in (most // 8, most // 4, most // 2, most) if end < len(rest)]
+    parted = np.argpartition(keys, ends) if ends else np.arange(len(rest))
+    for start, end in itertools.pairwise([0, *ends, len(rest)]):
+        part = parted[start:end]
+        yield rest[part[np.argsort(keys[part])]]

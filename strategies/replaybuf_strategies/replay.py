@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -21,8 +22,12 @@ from replaybuf.strategy import (
     source_code,
     too_few,
 )
-from replaybuf_strategies.composition import Composed, Composition, by_prompt, prefix
+from replaybuf_strategies.composition import Composed, prefix
 from replaybuf_strategies.draws import May, Pieces, Propensity, drawn, first_in_first_out, newest_first
+from replaybuf_strategies.fresh import with_fresh
+from replaybuf_strategies.mixture import interleave
+from replaybuf_strategies.places import Composition
+from replaybuf_strategies.prompts import by_prompt, limit_prompts
 from replaybuf_strategies.replay_options import LOOK_AHEAD, ROUNDING, ReplayOptions
 from replaybuf_strategies.reuse import Limiter, reuse_capacity
 
@@ -108,19 +113,29 @@ class Replay(Strategy[ReplayOptions]):
             rested = self._rested(some, buffer.step)
             return rested if budget.tokens is None else rested & (some.tokens <= budget.tokens)
 
-        def pieces(source: int, fresh: bool) -> Pieces:
-            return self._pieces(groups, self._of_source(usable, source, fresh), rng, wanted)
+        def pieces(source: int = 0, fresh: bool = False) -> Pieces:
+            may = self._of_source(usable, source, fresh) if options.mix or fresh else usable
+            return self._pieces(groups, may, rng, wanted)
 
         if options.prompts_together:
-            return by_prompt(groups, usable, self._pieces(groups, usable, rng, wanted), budget)
-        if not (options.mix or options.fresh_fraction or options.groups_per_prompt):
-            return prefix(groups, self._pieces(groups, usable, rng, wanted), budget)
+            return by_prompt(groups, usable, pieces(), budget)
+        rules = (bool(options.mix), options.fresh_fraction > 0, options.groups_per_prompt is not None)
+        if sum(rules) > 1:
+            return self._place_by_place(groups, pieces, budget)
+        if options.fresh_fraction:
+            return with_fresh(groups, lambda fresh: pieces(0, fresh), budget, options.fresh_fraction)
+        order = interleave(pieces, self._shares) if options.mix else pieces()
+        if options.groups_per_prompt:
+            order = limit_prompts(groups, order, options.groups_per_prompt)
+        return prefix(groups, order, budget)
+
+    def _place_by_place(self, groups: Groups, pieces: Callable[[int, bool], Pieces], budget: Budget) -> Composed:
         rules = Composition(
             groups,
             pieces,
             shares=self._shares,
-            fresh_fraction=options.fresh_fraction,
-            groups_per_prompt=options.groups_per_prompt,
+            fresh_fraction=self.options.fresh_fraction,
+            groups_per_prompt=self.options.groups_per_prompt,
         )
         return rules.fill(budget)
 
