@@ -16,14 +16,25 @@ TURN_S = 0.005
 """A turn of the loop costs about 20 µs, so short items share one."""
 
 
+class Turn:
+    """One turn of work on the event loop."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+
+    async def pause(self) -> None:
+        """Let other tasks run if the work since the last pause took `TURN_S`."""
+        if time.monotonic() - self._begun_s > TURN_S:
+            await asyncio.sleep(0)
+            self._begun_s = time.monotonic()
+
+
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
     """Yield items; let other tasks run whenever the items since their last turn took `TURN_S`."""
-    begun_s = time.monotonic()
+    turn = Turn()
     for item in items:
         yield item
-        if time.monotonic() - begun_s > TURN_S:
-            await asyncio.sleep(0)
-            begun_s = time.monotonic()
+        await turn.pause()
 
 
 async def call_beside(size: int, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:

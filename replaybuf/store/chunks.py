@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ READ_BYTES = 1 << 20
 
 def split_chunks(items: Iterable[T], size: Callable[[T], int], max_items: int = sys.maxsize) -> Iterator[list[T]]:
     """Split items, in order, into chunks of at most `CHUNK_BYTES` and `max_items`; a larger item is its own chunk."""
-    chunk = _Chunk[T](max_items)
+    chunk = Chunk[T](max_items)
     for item in items:
         if not chunk.fits(needed := size(item)):
             yield chunk.take()
@@ -25,21 +25,8 @@ def split_chunks(items: Iterable[T], size: Callable[[T], int], max_items: int = 
         yield chunk.items
 
 
-async def gather_chunks(
-    items: AsyncIterable[T], size: Callable[[T], int], max_items: int = sys.maxsize
-) -> AsyncIterator[list[T]]:
-    """Gather items that arrive one by one into chunks, as `split_chunks` does."""
-    chunk = _Chunk[T](max_items)
-    async for item in items:
-        if not chunk.fits(needed := size(item)):
-            yield chunk.take()
-        chunk.add(item, needed)
-    if chunk.items:
-        yield chunk.items
-
-
-class _Chunk(Generic[T]):
-    """A chunk that grows."""
+class Chunk(Generic[T]):
+    """A chunk that grows. Add what fits; else take it first."""
 
     def __init__(self, max_items: int) -> None:
         self.items: list[T] = []

@@ -7,7 +7,7 @@ in a thread, whose work releases Python's lock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from starlette.requests import Request
 
@@ -15,8 +15,9 @@ from replaybuf.errors import BrokenFrame, GroupRejected
 from replaybuf.service.http.decoder_process import Failure, Job, Outcome, too_many_groups
 from replaybuf.service.http.decoders import DecoderPool
 from replaybuf.service.http.frame_stream import FrameStream, GrowingBytes
-from replaybuf.service.http.requests import media_type, read_parts
+from replaybuf.service.http.requests import BodyParts, media_type
 from replaybuf.service.run.admission import LARGE_GROUP_BYTES, Incoming
+from replaybuf.service.turns import Turn
 from replaybuf.store.chunks import CHUNK_BYTES
 from replaybuf.wire.frame import MEDIA_TYPE, decode_frame
 from replaybuf.wire.group_json import Body, decode_json_groups
@@ -29,32 +30,30 @@ DECODED_HERE_BYTES = 256 << 10
 """JSON that is decoded on the event loop: at most 13 ms, 1 ms for groups that are right."""
 
 
-async def read_groups(request: Request, max_group_bytes: int, decoders: DecoderPool) -> AsyncIterator[Incoming]:
+def read_groups(request: Request, max_group_bytes: int, decoders: DecoderPool) -> AsyncIterator[Incoming]:
     """Read the groups of an append; other calls are served between two groups.
 
     Raises `Malformed`, `Invalid` or `TooLarge` for the body as a whole; the frames before the fault are yielded.
     """
     if media_type(request, {"application/json", MEDIA_TYPE}) == MEDIA_TYPE:
-        groups = _read_frames(request, max_group_bytes)
-    else:
-        groups = _read_json(request, max_group_bytes, decoders)
-    number = 0
-    async for incoming in groups:
-        number += 1
-        if number > MAX_GROUPS:
-            raise too_many_groups(MAX_GROUPS)
-        yield incoming
-        await asyncio.sleep(0)
+        return _read_frames(request, max_group_bytes)
+    return _read_json(request, max_group_bytes, decoders)
 
 
 async def _read_json(request: Request, max_group_bytes: int, decoders: DecoderPool) -> AsyncIterator[Incoming]:
     """Read a JSON body. Nothing is yielded unless the whole body decodes."""
     growing = GrowingBytes(DECODED_HERE_BYTES)
-    async for part in read_parts(request, MAX_JSON_BYTES, MAX_JSON_BYTES):
+    async for part in BodyParts(request, MAX_JSON_BYTES, MAX_JSON_BYTES):
         growing.append(part)
     body = growing.collected()
+    turn = Turn()
     if isinstance(body, bytes):
-        for incoming in [item async for item in _unhurried(decode_small_json(body, max_group_bytes))]:
+        decoded: list[Incoming] = []
+        for incoming in decode_small_json(body, max_group_bytes):
+            _check_count(len(decoded) + 1)
+            decoded.append(incoming)
+            await turn.pause()
+        for incoming in decoded:
             yield incoming
         return
     frames, outcomes = await decoders.decode(Job(max_group_bytes, MAX_GROUPS), body)
@@ -62,12 +61,12 @@ async def _read_json(request: Request, max_group_bytes: int, decoders: DecoderPo
     for outcome in outcomes:
         yield await _from_outcome(outcome, frames[start : start + outcome.frame_bytes])
         start += outcome.frame_bytes
+        await turn.pause()
 
 
-async def _unhurried(items: Iterable[Incoming]) -> AsyncIterator[Incoming]:
-    for item in items:
-        yield item
-        await asyncio.sleep(0)
+def _check_count(number: int) -> None:
+    if number > MAX_GROUPS:
+        raise too_many_groups(MAX_GROUPS)
 
 
 def decode_small_json(body: Body, max_group_bytes: int) -> Iterator[Incoming]:
@@ -88,13 +87,16 @@ def _rejection(failure: Failure) -> GroupRejected:
 
 async def _read_frames(request: Request, max_group_bytes: int) -> AsyncIterator[Incoming]:
     """Read frames as they arrive: memory holds one of them, and those that are being stored."""
-    stream = FrameStream(max_group_bytes)
-    async for part in read_parts(request, MAX_FRAMES_BYTES, CHUNK_BYTES + max_group_bytes):
+    stream, turn, number = FrameStream(max_group_bytes), Turn(), 0
+    async for part in BodyParts(request, MAX_FRAMES_BYTES, CHUNK_BYTES + max_group_bytes):
         for frame in stream.feed(part):
+            number += 1
+            _check_count(number)
             if isinstance(frame, int):
                 yield _too_large(frame, max_group_bytes)
             else:
                 yield await _from_frame(frame, max_group_bytes)
+            await turn.pause()
     stream.end()
 
 

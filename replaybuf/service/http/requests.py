@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from replaybuf.errors import Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.service.http.body_budget import BodyShare
@@ -78,29 +78,49 @@ REASON = Text("reason", "returned", most_bytes=LONGEST_REASON_BYTES)
 IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
 
-async def read_parts(request: Request, limit_bytes: int, held_bytes: int) -> AsyncIterator[bytes]:
-    """Read a body in parts, of which at most `held_bytes` stay in memory.
+class BodyParts:
+    """The body of a request in parts, of which at most `held_bytes` stay in memory.
 
-    Raises `TooLarge` as soon as the body is known to exceed the limit, and what `BodyShare.hold` raises.
+    Raises `TooLarge` as soon as the body is known to exceed the limit, `ClientDisconnect`, and what `BodyShare.hold`
+    raises. Not a generator: several around each other take longer than a small body.
     """
-    share: BodyShare = request.state.body_share
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit():
-        if int(declared) > limit_bytes:
-            raise _too_large(int(declared), limit_bytes)
-        await share.hold(min(int(declared), held_bytes))
-    size_bytes = 0
-    async for part in request.stream():
-        size_bytes += len(part)
-        if size_bytes > limit_bytes:
-            raise _too_large(size_bytes, limit_bytes)
-        await share.hold(min(size_bytes, held_bytes))
-        yield part
+
+    def __init__(self, request: Request, limit_bytes: int, held_bytes: int) -> None:
+        self._request = request
+        self._limit_bytes = limit_bytes
+        self._held_bytes = held_bytes
+        self._size_bytes = 0
+        self._more = True
+
+    def __aiter__(self) -> BodyParts:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._size_bytes:
+            declared = self._request.headers.get("content-length", "")
+            await self._hold(int(declared) if declared.isdigit() else 0)
+        while self._more:
+            message = await self._request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part: bytes = message.get("body", b"")
+            self._more = message.get("more_body", False)
+            if part:
+                self._size_bytes += len(part)
+                await self._hold(self._size_bytes)
+                return part
+        raise StopAsyncIteration
+
+    async def _hold(self, size_bytes: int) -> None:
+        if size_bytes > self._limit_bytes:
+            raise _too_large(size_bytes, self._limit_bytes)
+        share: BodyShare = self._request.state.body_share
+        await share.hold(min(size_bytes, self._held_bytes))
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """Read a small body."""
-    return b"".join([part async for part in read_parts(request, limit_bytes, limit_bytes)])
+    return b"".join([part async for part in BodyParts(request, limit_bytes, limit_bytes)])
 
 
 def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:

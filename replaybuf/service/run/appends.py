@@ -18,8 +18,9 @@ from replaybuf.service.run.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
+from replaybuf.service.turns import Turn
 from replaybuf.store import AppendResult, PendingGroup
-from replaybuf.store.chunks import gather_chunks
+from replaybuf.store.chunks import Chunk
 from replaybuf.wire import contract
 
 
@@ -56,8 +57,13 @@ class Appends:
         `incoming` raises.
         """
         results: list[contract.AppendResult] = []
-        async for chunk in gather_chunks(incoming, lambda item: item.nbytes, APPEND_CHUNK):
-            results += await self._append(chunk)
+        chunk = Chunk[Incoming](APPEND_CHUNK)
+        async for item in incoming:
+            if not chunk.fits(needed := item.nbytes):
+                results += await self._append(chunk.take())
+            chunk.add(item, needed)
+        if chunk.items:
+            results += await self._append(chunk.items)
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
         reasons = Counter(result.reason or "" for result in results if result.status == "rejected")
         await self._side_state.count_rejected(reasons)
@@ -94,12 +100,13 @@ class Appends:
         """Return accepted groups with their position; write the results of the others to `results`."""
         ready: list[tuple[int, PendingGroup]] = []
         refused: dict[int, GroupRejected] = {}
+        turn = Turn()
         for position, item in enumerate(chunk):
             try:
                 ready.append((position, await self._check_one(item)))
             except GroupRejected as rejection:
                 refused[position] = rejection
-            await asyncio.sleep(0)
+            await turn.pause()
         if refused:
             await self._answer_refused(chunk, refused, results)
         return ready

@@ -23,19 +23,20 @@ class HistoryLock:
         self._open = asyncio.Event()
         self._open.set()
 
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        """Keep rewinds out during the body."""
+    def shared(self) -> HistoryLock:
+        """Keep rewinds out during the body of `async with`."""
+        return self
+
+    async def __aenter__(self) -> None:
         while not self._open.is_set():
             await self._open.wait()
         self._holders += 1
         self._unheld.clear()
-        try:
-            yield
-        finally:
-            self._holders -= 1
-            if not self._holders:
-                self._unheld.set()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._unheld.set()
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
