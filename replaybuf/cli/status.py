@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from replaybuf.client.addresses import addresses_of, authorization, base_url, unix_mounts
-from replaybuf.client.calls import answer_of, error_of
+from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.contract import Readiness, WaitingAnswer

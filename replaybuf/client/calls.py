@@ -14,7 +14,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from replaybuf.errors import Gone, InvalidGroups, Malformed, ReplaybufError, ServiceUnavailable, from_problem
+from replaybuf.client.replies import answer_of, error_of
+from replaybuf.errors import Gone, InvalidGroups, Malformed
 from replaybuf.wire.config import ConfigPatch, Cost, RunConfig
 from replaybuf.wire.contract import (
     AppendResult,
@@ -30,6 +31,7 @@ from replaybuf.wire.contract import (
     Tickets,
     WaitingAnswer,
 )
+from replaybuf.wire.cursors import CursorList, CursorPage, CursorState
 from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import Group
@@ -44,8 +46,6 @@ APPEND_BODY_BYTES = 32 << 20
 T = TypeVar("T")
 
 _JSON = "application/json"
-_BAD_GATEWAY = (502, 504)
-_EXCERPT_CHARS = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +268,35 @@ class RunCalls:
         request = HttpRequest(method="DELETE", path="/dead-letters")
         return answer_of((yield request), PurgedDeadLetters).purged
 
+    # ------------------------------------------------------------------ cursors
+
+    def read_cursor(
+        self, name: str, kind: Literal["stored", "trained"] | None = None, limit: int = 100, wait_ms: int = 0
+    ) -> Exchange[CursorPage]:
+        """Return up to `limit` groups behind a cursor with their rollouts; wait up to `wait_ms` for the first one.
+
+        The first call creates it over `stored` (default) or `trained` groups. The same page comes again until
+        `advance_cursor`. Raises `Conflict` for another kind and for too many cursors.
+        """
+        params = {"limit": limit, "wait_ms": wait_ms} | _given(kind=kind)
+        request = HttpRequest(path=f"/cursors/{_segment(name)}", params=params, wait_ms=wait_ms)
+        return answer_of((yield request), CursorPage)
+
+    def advance_cursor(self, name: str, position: str) -> Exchange[CursorState]:
+        """Report that all groups up to the `position` of a page are done. A repetition does no harm."""
+        body = _body({"position": position})
+        return answer_of(
+            (yield HttpRequest(method="POST", path=f"/cursors/{_segment(name)}", content=body)), CursorState
+        )
+
+    def delete_cursor(self, name: str) -> Exchange[None]:
+        """Forget a cursor. A repetition does no harm."""
+        yield HttpRequest(method="DELETE", path=f"/cursors/{_segment(name)}")
+
+    def list_cursors(self) -> Exchange[list[CursorState]]:
+        """Return the cursors of the run with their lag."""
+        return answer_of((yield HttpRequest(path="/cursors")), CursorList).cursors
+
     # ------------------------------------------------------------------
 
     def _remember(self, reply: httpx.Response) -> RunStatus:
@@ -317,40 +346,6 @@ def _given(**optional: Any) -> dict[str, Any]:
 
 def _body(value: Any) -> bytes:
     return msgspec.json.encode(value)
-
-
-def answer_of(reply: httpx.Response, shape: type[T]) -> T:
-    """Decode the JSON of a reply. Raises `Malformed` if it does not have that shape."""
-    try:
-        return msgspec.json.decode(reply.content, type=shape)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Malformed(
-            f"the answer of {reply.request.method} {reply.request.url} does not fit the contract: {error}; it starts "
-            f"with {_excerpt(reply)!r}",
-            name="answer",
-        ) from error
-
-
-def error_of(reply: httpx.Response) -> ReplaybufError:
-    """Build the error that a reply describes. A reply without a problem document is described by status and excerpt."""
-    try:
-        document = msgspec.json.decode(reply.content, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        where = f"{reply.request.method} {reply.request.url}"
-        document = {"detail": f"{where} returned status {reply.status_code}: {_excerpt(reply)!r}"}
-    status = ServiceUnavailable.status if reply.status_code in _BAD_GATEWAY else reply.status_code
-    return from_problem(status, document, _retry_after_s(reply))
-
-
-def _retry_after_s(reply: httpx.Response) -> float | None:
-    try:
-        return max(0.0, float(reply.headers["retry-after"]))
-    except (KeyError, ValueError):  # absent, or a date: `Backoff` alone sets the pauses
-        return None
-
-
-def _excerpt(reply: httpx.Response) -> str:
-    return reply.content[:_EXCERPT_CHARS].decode("utf-8", "replace")
 
 
 def _chunks(groups: Sequence[Group], positions: list[int], compress: bool) -> Iterator[dict[int, bytes]]:

@@ -32,7 +32,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import httpx
 
 from replaybuf.client.addresses import addresses_of, authorization, base_url, unix_mounts
-from replaybuf.client.calls import Exchange, HttpRequest, RunCalls, error_of
+from replaybuf.client.calls import Exchange, HttpRequest, RunCalls
+from replaybuf.client.replies import error_of
 from replaybuf.client.transport import mounts_of, needs_certificates
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.wire.config import check_run_name
@@ -255,6 +256,10 @@ class Client:
     list_groups = _blocking(RunCalls.list_groups)
     list_dead_letters = _blocking(RunCalls.list_dead_letters)
     purge_dead_letters = _blocking(RunCalls.purge_dead_letters)
+    read_cursor = _blocking(RunCalls.read_cursor)
+    advance_cursor = _blocking(RunCalls.advance_cursor)
+    delete_cursor = _blocking(RunCalls.delete_cursor)
+    list_cursors = _blocking(RunCalls.list_cursors)
 
     def _drive(self, exchange: Exchange[T]) -> T:
         try:
@@ -342,6 +347,10 @@ class AsyncClient:
     list_groups = _awaiting(RunCalls.list_groups)
     list_dead_letters = _awaiting(RunCalls.list_dead_letters)
     purge_dead_letters = _awaiting(RunCalls.purge_dead_letters)
+    read_cursor = _awaiting(RunCalls.read_cursor)
+    advance_cursor = _awaiting(RunCalls.advance_cursor)
+    delete_cursor = _awaiting(RunCalls.delete_cursor)
+    list_cursors = _awaiting(RunCalls.list_cursors)
 
     async def _drive(self, exchange: Exchange[T]) -> T:
         try:

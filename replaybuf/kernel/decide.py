@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, WrongStep
+from replaybuf.kernel.cursors import NOTHING_KEPT, Kept
 from replaybuf.kernel.decide_config import config_of
 from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.queries import list_purgeable
@@ -370,8 +371,10 @@ def decide_policy(
     return PolicyRecord(version=version, weights_uri=weights_uri, adapter=adapter, epoch=epoch, at_s=now_s)
 
 
-def decide_checkpoint(state: RunState, step: int, keep: int, now_s: float) -> CheckpointRecord | None:
-    """Decide to keep what the newest `keep` checkpoints may need. Raises `WrongStep`."""
+def decide_checkpoint(
+    state: RunState, step: int, keep: int, now_s: float, kept: Kept = NOTHING_KEPT
+) -> CheckpointRecord | None:
+    """Decide to keep what the newest `keep` checkpoints and the cursors may need. Raises `WrongStep`."""
     if not state.oldest_step <= step <= state.step:
         raise WrongStep(
             f"step is {step}; a checkpoint can be recorded for steps {state.oldest_step} to {state.step}",
@@ -381,4 +384,4 @@ def decide_checkpoint(state: RunState, step: int, keep: int, now_s: float) -> Ch
         )
     if sorted({*state.checkpoints, step})[-keep:] == state.checkpoints:
         return None
-    return CheckpointRecord(step=step, keep=keep, at_s=now_s)
+    return CheckpointRecord(step=step, keep=keep, at_s=now_s, kept_after=kept.after, kept_from=kept.from_step)

@@ -316,16 +316,30 @@ class GroupPool:
         index["reason"][rows] = self._code_of(reason)
         self._count_dropped("dead_lettered", reason, rows, versions, ages_ms(index["arrival_s"][rows], at_s))
 
-    def retire(self, oldest: int) -> Numbers:
-        """Free what no resume at step `oldest` or later needs; return the numbers."""
+    def freeable(self, oldest: int) -> npt.NDArray[np.bool_]:
+        """Return which rows no resume at step `oldest` or later needs."""
         index = self.index
-        used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest) & (index["evicted_at"] <= oldest)
-        rows = np.flatnonzero(used_up)
+        used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest)
+        freeable: npt.NDArray[np.bool_] = (used_up | (index["state"] == EVICTED)) & (index["evicted_at"] <= oldest)
+        return freeable
+
+    def retire(self, oldest: int, kept_after: int | None = None, kept_from: int | None = None) -> Numbers:
+        """Free what no resume at step `oldest` or later needs, and no cursor; return the numbers.
+
+        Cursors need the groups of numbers above `kept_after`, and those used at step `kept_from` or later.
+        """
+        index, freeable = self.index, self.freeable(oldest)
+        if kept_after is not None:
+            freeable &= index["number"] <= kept_after
+        if kept_from is not None:
+            freeable &= index["last_step"] < kept_from
+        rows = np.flatnonzero(freeable & (index["state"] == IN_BATCHES))
+        evicted_numbers = index["number"][freeable & (index["state"] == EVICTED)]
         for counts, its in self._split(rows):
             counts.retired += len(rows[its])
         retired = self.free(rows, RETIRED)
-        evicted = (self.index["state"] == EVICTED) & (self.index["evicted_at"] <= oldest)
-        return np.concatenate([retired, self.free(np.flatnonzero(evicted))])
+        # Rows have moved if `free` removed freed ones.
+        return np.concatenate([retired, self.free(self.index.rows_of(evicted_numbers))])
 
     def free(self, rows: Rows, reason: str | None = None, *, purged: bool = False) -> Numbers:
         """Free rows and keep why: `reason`, or the reason of each row. Return the numbers."""

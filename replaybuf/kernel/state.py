@@ -346,7 +346,7 @@ class RunState:
         oldest = self.oldest_step
         self.batches = {step: batch for step, batch in self.batches.items() if step >= oldest}
         self.voided = {step: batches for step, batches in self.voided.items() if step >= oldest}
-        return self.pool.retire(oldest)
+        return self.pool.retire(oldest, record.kept_after, record.kept_from)
 
     def _trim(self, record: TrimRecord) -> None:
         self.pool.trim(record.groups)

@@ -11,6 +11,7 @@
 | `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`                        |
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
+| `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
 | `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
@@ -69,6 +70,11 @@ def evaluations(run: str) -> str:
     return f"rb:{{{run}}}:evals"
 
 
+def cursors(run: str) -> str:
+    """Build the key of the cursors of readers."""
+    return f"rb:{{{run}}}:cursors"
+
+
 def tickets(run: str) -> str:
     """Build the key of the tickets by deadline."""
     return f"rb:{{{run}}}:tickets"
@@ -106,7 +112,8 @@ def deleted(run: str) -> str:
 
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
     """List every key of a run, except the payloads and the mark of a deleted run."""
-    one_each = (index, group_ids, old_entries, snapshot, ledger, evaluations, tickets, counts, fence, lead, lost)
+    control = (index, group_ids, old_entries, snapshot, ledger, tickets, counts, fence, lead, lost)
+    one_each = (*control, evaluations, cursors)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 

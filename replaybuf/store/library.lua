@@ -282,6 +282,15 @@ local function evaluate(keys, args)
   redis.call('XADD', keys[1], 'MAXLEN', args[1], '*', 'result', args[2])
 end
 
+-- Set or forget a cursor of a reader. keys: cursors; args: name, cursor ('' = forget it)
+local function cursor(keys, args)
+  if args[2] == '' then
+    redis.call('HDEL', keys[1], args[1])
+  else
+    redis.call('HSET', keys[1], args[1], args[2])
+  end
+end
+
 -- All may run on a full server: payloads fill it, and SET of a payload is refused by Redis itself.
 local function register(name, callback)
   redis.register_function{function_name = name, callback = callback, flags = {'allow-oom'}}
@@ -298,5 +307,6 @@ register('rb_done', guarded(done))
 register('rb_snapshot', guarded(snapshot))
 register('rb_drop', guarded(drop))
 register('rb_evaluate', guarded(evaluate))
+register('rb_cursor', guarded(cursor))
 register('rb_resign', resign)
 register('rb_delete', guarded(delete))

@@ -20,6 +20,7 @@ import asyncio
 from typing import Any
 
 from replaybuf.store.connection import Connection
+from replaybuf.store.cursors import CursorStore
 from replaybuf.store.durability import STRICT, WritePolicy
 from replaybuf.store.evaluations import EvaluationStore
 from replaybuf.store.groups import GroupStore
@@ -47,6 +48,7 @@ class Store:
         self.tickets = TicketStore(connection)
         self.counters = CounterStore(connection)
         self.evaluations = EvaluationStore(connection)
+        self.cursors = CursorStore(connection)
 
     @classmethod
     async def open(cls, url: str, policy: WritePolicy = STRICT, **options: Any) -> Store:

@@ -156,10 +156,15 @@ class PurgeRecord(Record, frozen=True, kw_only=True, tag="PURGE"):
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True, tag="CHECKPOINT"):
-    """The trainer can resume at `step`; the newest `keep` checkpoints stay resumable."""
+    """The trainer can resume at `step`; the newest `keep` checkpoints stay resumable.
+
+    Cursors keep the bytes of groups with numbers above `kept_after`, and of those used at step `kept_from` or later.
+    """
 
     step: int
     keep: int
+    kept_after: int | None = None
+    kept_from: int | None = None
 
 
 class PolicyRecord(Record, frozen=True, kw_only=True, tag="POLICY"):

@@ -14,7 +14,7 @@ import redis
 
 from replaybuf import Client
 from replaybuf.service.http.calls import CALLS, Call
-from replaybuf.service.http.requests import Number, Text
+from replaybuf.service.http.requests import Number, Real, Text
 from replaybuf.store.entries import EntryStrings, encode_strings
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
@@ -38,7 +38,7 @@ EXAMPLES: dict[str, Any] = {
         "max_steps": 1000,
         "seed": 0,
         "advantage": "grpo",
-        "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": 1000},
+        "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": 1000, "heartbeat_s": 15.0},
         "limits": LIMITS,
         "adapters": {"a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1}},
     },
@@ -75,6 +75,7 @@ EXAMPLES: dict[str, Any] = {
     },
     "AckRequest": {"epoch": 1, "feedback": {}},
     "PolicyRequest": {"epoch": 1, "version": 0, "weights_uri": "s3://w", "adapter": ""},
+    "CursorRequest": {"position": "s0"},
     "CheckpointRequest": {"epoch": 1, "step": 0, "keep": 1},
 }
 """One body per shape, with every field."""
@@ -170,14 +171,16 @@ PARAMETERS = [(call, parameter) for call in CALLS for parameter in call.query or
 
 
 @pytest.mark.parametrize(
-    ("call", "parameter"), PARAMETERS, ids=lambda part: part.name if isinstance(part, Number | Text) else part.template
+    ("call", "parameter"),
+    PARAMETERS,
+    ids=lambda part: part.name if isinstance(part, Number | Real | Text) else part.template,
 )
-def test_every_query_parameter_is_bounded(run: RunClient, call: Call, parameter: Number | Text) -> None:
+def test_every_query_parameter_is_bounded(run: RunClient, call: Call, parameter: Number | Real | Text) -> None:
     run.put(batch={"groups_per_batch": 1})
     run.attach()
     run.post("tickets", producer="p")
     path = call.path.replace("{run}", run.run).replace("{step}", "0").replace("{ticket:path}", "t0-0-1-1")
-    above: tuple[Any, ...] = ("x" * 5000, "a\nb") if isinstance(parameter, Text) else (parameter.high + 1,)
+    above: tuple[Any, ...] = ("x" * 5000, "a\nb") if isinstance(parameter, Text) else (parameter.high * 2,)
     for value in above:
         body = EXAMPLES.get(call.body.__name__) if call.body else None
         answer = run.http.request(call.method, path, params={"epoch": 1, parameter.name: value}, json=body)

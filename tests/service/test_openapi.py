@@ -127,6 +127,12 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("GET", "/batches/{step}/record", step=3)
     for freed_or_future in (0, 9):
         ask("GET", "/batches/{step}", step=freed_or_future, query={"epoch": epoch})
+    ask("GET", "/cursors/{name}", name="c", query={"kind": "trained", "limit": 1, "wait_ms": 0})
+    assert ask("GET", "/cursors/{name}", name="c", query={"kind": "stored"}).status_code == 409
+    ask("POST", "/cursors/{name}", name="c", body={"position": "t0.0.1"})
+    ask("POST", "/cursors/{name}", name="unknown", body={"position": "s1"})
+    ask("GET", "/cursors")
+    ask("DELETE", "/cursors/{name}", name="c")
     ask("POST", "/evaluations", body=EVALUATION | {"parts": {"length": 2.0}, "standard_error": None})
     ask("GET", "/evaluations", query={"limit": 1})
     ask("GET", "/failed-prompts", query={"limit": 10})
@@ -187,7 +193,7 @@ def test_values_that_the_document_forbids_are_rejected_by_parameter_name(run: Ru
     assert {parameter["name"] for parameter in queries if parameter["required"]} == {"epoch"}
     requests = 0
     for call in CALLS:
-        places = {"run": run.run, "step": 0, "ticket": "t0-0-1-1", "group_id": "a"}
+        places = {"run": run.run, "step": 0, "ticket": "t0-0-1-1", "group_id": "a", "name": "c"}
         for parameter in api.document["paths"][call.template][call.method.lower()]["parameters"]:
             name = parameter["name"]
             for wrong in (

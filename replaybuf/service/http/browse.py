@@ -45,8 +45,13 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
         )
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
-    summary = _summary(run, entries[0], steps_by_group(run.state, [number])[number])
     frame = (await run.journal.store.groups.read_frames(run.name, {entries[0].strings.payload_key: 0}))[0]
+    summary = summarize(run, entries[0], steps_by_group(run.state, [number])[number])
+    return summary | await read_content(frame, tokenizer)
+
+
+async def read_content(frame: bytes | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return rollouts and metadata of a frame, both None without one; `detail` of a broken one."""
     content: dict[str, Any] = {"rollouts": None, "metadata": None}
     if frame is not None:
         try:
@@ -54,7 +59,7 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
             content |= await asyncio.to_thread(_content, frame, tokenizer)
         except BrokenFrame as error:
             content["detail"] = error.detail
-    return summary | content
+    return content
 
 
 def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -93,11 +98,12 @@ async def _summaries(run: Run, numbers: list[int]) -> list[GroupSummary]:
     summaries: list[GroupSummary] = []
     for entry in entries:
         with contextlib.suppress(Gone):  # trimmed after its number was found
-            summaries.append(GroupSummary(**_summary(run, entry, steps[entry.number])))
+            summaries.append(GroupSummary(**summarize(run, entry, steps[entry.number])))
     return summaries
 
 
-def _summary(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:
+def summarize(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:
+    """Return the fields of `GroupSummary`. Raises `Gone` for a freed group whose history is trimmed."""
     place, reason = find_group_state(run.state, entry.number)
     rows = run.state.index.rows_of([entry.number])
     prompt_index = int(entry.values["prompt_index"])

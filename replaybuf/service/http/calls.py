@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.service.http import group_pages, handlers, sending
+from replaybuf.service.http import cursor_calls, group_pages, handlers, sending
 from replaybuf.service.http.requests import (
     ADAPTER,
     AFTER,
@@ -25,7 +25,7 @@ from replaybuf.service.http.requests import (
     Real,
     Text,
 )
-from replaybuf.wire import contract, evaluations
+from replaybuf.wire import contract, cursors, evaluations
 from replaybuf.wire.config import ConfigPatch, RunConfig
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
@@ -109,6 +109,12 @@ BROWSE_CALLS = (
          query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER,
          None, contract.StoredGroup, ("200", "404", "410")),
+    Call("GET", f"{_R}/cursors", cursor_calls.get_cursors, _READER, result=cursors.CursorList),
+    Call("GET", f"{_R}/cursors/{{name}}", cursor_calls.get_cursor, _READER,
+         None, cursors.CursorPage, _CHANGED, cursor_calls.PARAMETERS),
+    Call("POST", f"{_R}/cursors/{{name}}", cursor_calls.post_cursor, _READER,
+         cursors.CursorRequest, cursors.CursorState, ("200", "404")),
+    Call("DELETE", f"{_R}/cursors/{{name}}", cursor_calls.delete_cursor, _READER, answers=("204",)),
     Call("GET", f"{_R}/batches/{{step}}/record", handlers.get_record, _BOTH,
          None, contract.StepRecord, ("200", "404", "410"), (GENERATION,)),
     Call("GET", f"{_R}/ledger", handlers.get_ledger, _BOTH, result=contract.LedgerPage, query=(AFTER, LIMIT)),

@@ -130,13 +130,13 @@ async def post_tickets(request: Request) -> Response:
     run = await _led(request)
     body = await read_json(request, TicketRequest)
     run.journal.presence.record_producer(body.producer)
-    gone = functools.partial(_leaves, request)
+    gone = functools.partial(leaves, request)
     wait_s = body.wait_ms / 1000
     issued = await run.tickets.issue(body.producer, body.count, body.adapter, wait_s, gone, body.max_tokens)
     return json_response(issued)
 
 
-async def _leaves(request: Request) -> NoReturn:
+async def leaves(request: Request) -> NoReturn:
     """Wait until the caller disconnects; then raise `ClientDisconnect`. For use after the body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -172,7 +172,7 @@ async def get_policy(request: Request) -> Response:
     """Return the published policy."""
     run = await _run(request)
     after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
-    gone = functools.partial(_leaves, request)
+    gone = functools.partial(leaves, request)
     return json_response(await run.session.policy_after(after, wait_s(request), adapter, gone))
 
 
@@ -194,7 +194,7 @@ async def get_batch(request: Request) -> Response:
     run = await _serving(request)
     step, epoch, rank = number(request, STEP), number(request, EPOCH), number(request, DP_RANK)
     as_body = not sending.wants_plan(request)
-    gone = functools.partial(_leaves, request)
+    gone = functools.partial(leaves, request)
     outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body, gone=gone)
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})

@@ -60,6 +60,8 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "generation": (GAUGE, "run", "Number of rewinds"),
     "leading": (GAUGE, "run", "1 if this server leads the run, 0 if it follows"),
     "index_bytes": (GAUGE, "run", "Bytes of the in-memory index"),
+    "cursor_lag_groups": (GAUGE, "run cursor", "Groups behind a reader's cursor"),
+    "cursor_groups_missed": (COUNTER, "run", "Groups and steps that readers missed because they were freed before"),
     # distributions of a run; a kind is stored, used or dropped
     "group_times_sampled": (HISTOGRAM, "run", "Uses of groups by times_sampled, this use counted"),
     "group_age_at_use_seconds": (HISTOGRAM, "run", "Uses of groups by the time since the group arrived"),

@@ -55,6 +55,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "epoch": lambda run: run.state.epoch,
     "generation": lambda run: run.state.generation,
     "leading": lambda run: float(run.journal.leading),
+    "cursor_groups_missed": lambda run: run.cursors.missed,
     "index_bytes": lambda run: run.state.index.nbytes,
 }
 """Metrics with the label `run` alone."""
@@ -105,6 +106,8 @@ def _read_run(scrape: _Scrape, name: str, run: Run) -> None:
     for outcome in OUTCOMES:
         scrape.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
     _read_presence(scrape, name, run)
+    for cursor in run.cursors.describe():
+        scrape.add("cursor_lag_groups", cursor.lag, name, cursor.name)
     for value in _RUN_STATES:
         scrape.add("run_state", float(state.state == value), name, value)
     outcomes = coverage(state, run.book)

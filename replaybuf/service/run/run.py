@@ -23,6 +23,7 @@ from replaybuf.service.run.admission import AdmissionCheck
 from replaybuf.service.run.appends import Appends
 from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.batches import Batches
+from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
@@ -59,7 +60,8 @@ class Run:
         self.history_lock = lock = HistoryLock()
         self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock)
         self.batches = Batches(journal, self.selector, self.eviction)
-        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock)
+        self.cursors = Cursors(journal)
+        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock.monotonic)
         self.lease = LeaseTimer()
@@ -108,6 +110,7 @@ class Run:
         """Read all that the older leader wrote, then decide from here on. Raises `DataLost`."""
         async with self.journal.taking_over(token):
             await self.tickets.reload()
+            self.cursors.forget()
             await self.eviction.take_over()
         self.journal.notify()
 

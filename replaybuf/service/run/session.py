@@ -21,6 +21,7 @@ from replaybuf.kernel.decide import (
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.batches import Batches
+from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
@@ -43,6 +44,7 @@ class Session:
         batches: Batches,
         rates: Rates,
         history_lock: HistoryLock,
+        cursors: Cursors,
     ) -> None:
         self._journal = journal
         self._state = journal.state
@@ -51,6 +53,7 @@ class Session:
         self._batches = batches
         self._rates = rates
         self._history_lock = history_lock
+        self._cursors = cursors
         self._polls = LongPolls(journal)
 
     async def attach(self, request: AttachRequest) -> Attachment:
@@ -178,7 +181,8 @@ class Session:
         journal, state = self._journal, self._state
         async with journal.decision():
             journal.check_epoch(epoch)
-            record = decide_checkpoint(state, step, keep, journal.clock.wall())
+            kept = await self._cursors.kept(step, keep)
+            record = decide_checkpoint(state, step, keep, journal.clock.wall(), kept)
             if record:
                 await journal.append(record)
         journal.notify()
