@@ -23,8 +23,11 @@ from replaybuf.wire.contract import (
     Attachment,
     DeadLetters,
     GroupPage,
+    Heartbeat,
     LedgerPage,
     Policy,
+    ProducerList,
+    ProducerStatus,
     PurgedDeadLetters,
     StepRecord,
     StoredGroup,
@@ -73,7 +76,19 @@ Exchange: TypeAlias = Generator[HttpRequest, httpx.Response, T]
 
 
 # msgspec 0.22 builds its data about a struct at first use, and crashes if two threads do that at once: build it here.
-for _shape in (WaitingAnswer, Attachment, Policy, Tickets, AppendResults, Evaluations, RunStatus, RunFacts, Plan):
+for _shape in (
+    WaitingAnswer,
+    Attachment,
+    Policy,
+    Heartbeat,
+    ProducerList,
+    Tickets,
+    AppendResults,
+    Evaluations,
+    RunStatus,
+    RunFacts,
+    Plan,
+):
     msgspec.json.Decoder(_shape)
 
 
@@ -179,6 +194,19 @@ class RunCalls:
         body |= _given(max_tokens=max_tokens)
         request = HttpRequest(method="POST", path="/tickets", content=_body(body), wait_ms=wait_ms, repeatable=False)
         return answer_of((yield request), Tickets)
+
+    def send_heartbeat(
+        self, producer: str, in_flight: int | None = None, engines: int | None = None, held_back_by: str | None = None
+    ) -> Exchange[Heartbeat]:
+        """Report that a producer is at work. After `heartbeat_s` of silence it loses its tickets. Never repeated."""
+        body = _given(in_flight=in_flight, engines=engines, held_back_by=held_back_by)
+        path = f"/producers/{_segment(producer)}"
+        request = HttpRequest(method="PUT", path=path, content=_body(body), repeatable=False)
+        return answer_of((yield request), Heartbeat)
+
+    def list_producers(self) -> Exchange[list[ProducerStatus]]:
+        """Return the producers that called within the last hour, by name."""
+        return answer_of((yield HttpRequest(path="/producers")), ProducerList).producers
 
     def return_ticket(self, ticket: str, reason: str) -> Exchange[None]:
         """Return a ticket with the reason. Raises `NotFound` if it is no longer out. Never repeated."""

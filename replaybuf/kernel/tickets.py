@@ -7,6 +7,9 @@ Invariants, per adapter: each index below `next_index` is out, due again, failed
 `attempt` = 1 + failed tries of the prompt <= `max_attempts`. `serial` = tickets issued for the prompt so far: it keeps
 the texts of two tickets apart also where a forgiven return leaves `attempt` as it was.
 
+A ticket belongs to the producer that took it. If that one had sent a heartbeat, storage has its name too, so that the
+next leader can take back the tickets of a producer that is gone.
+
 All times are of one clock that does not jump. Storage has the time of the wall clock instead, so the deadline of a
 ticket that was loaded is an estimate: when it expires, that is no failed attempt.
 """
@@ -14,10 +17,11 @@ ticket that was loaded is an estimate: when it expires, that is no failed attemp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import NotFound
@@ -33,7 +37,7 @@ _SERVERS_AWAY = (
     *("engine_away", "engine_stale", "ref_engine_away", "teacher_engine_away"),
     *("old_engine_away", "old_engine_stale"),
 )
-FORGIVEN_REASONS = frozenset({"shutdown", "superseded", "lost_lineage", *_SERVERS_AWAY})
+FORGIVEN_REASONS = frozenset({"shutdown", "superseded", "lost_lineage", "run_paused", "run_finished", *_SERVERS_AWAY})
 """Reasons of a return that count as no failed attempt, because the prompt is not the cause.
 
 `engine_timeout` and `engine_lost` count: else a prompt that is too slow or crashes engines would come again for ever.
@@ -42,7 +46,20 @@ FORGIVEN_REASONS = frozenset({"shutdown", "superseded", "lost_lineage", *_SERVER
 
 def is_forgiven(reason: str) -> bool:
     """Return whether a return for `reason` counts as no failed attempt; text after the first `:` is ignored."""
-    return reason.partition(":")[0].strip() in FORGIVEN_REASONS
+    return _word(reason) in FORGIVEN_REASONS
+
+
+def _word(reason: str) -> str:
+    return reason.partition(":")[0].strip()
+
+
+NOBODY_FAILED = frozenset({"", "shutdown", "superseded", "lost_lineage", "run_paused", "run_finished"})
+"""Reasons of a return without any failure: the group is not wanted any more, or its producer ends."""
+
+
+def is_failure(reason: str) -> bool:
+    """Return whether a return for `reason` is a fault of the producer, its engines or its prompt."""
+    return _word(reason) not in NOBODY_FAILED
 
 
 class Ticket(NamedTuple):
@@ -73,6 +90,10 @@ def parse_ticket(text: str) -> Ticket:
     return Ticket(match["adapter"] or "", *numbers)
 
 
+def _stored_text(ticket: Ticket, producers: Mapping[Ticket, str]) -> str:
+    return f"{ticket}@{producers[ticket]}" if ticket in producers else str(ticket)
+
+
 def prompt_key(adapter: str, prompt_index: int) -> str:
     """Return the default `group_id` of a ticket's group: `p<prompt_index>`, after `<adapter>/` for a named adapter."""
     return f"{adapter}/p{prompt_index}" if adapter else f"p{prompt_index}"
@@ -83,6 +104,8 @@ class TicketChange:
     """Changes for the caller to store: tickets removed, issued and due again, increments of counters.
 
     `failed` holds the last ticket of each prompt that failed, `issue_times_s` the issue times of completed tickets.
+    `given_to` and `taken_from`: producers whose names storage has, by issued and by removed ticket. `producers`:
+    tickets removed that each producer had.
     """
 
     drop: list[Ticket] = dataclasses.field(default_factory=list)
@@ -91,17 +114,32 @@ class TicketChange:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     failed: list[Ticket] = dataclasses.field(default_factory=list)
     issue_times_s: list[float] = dataclasses.field(default_factory=list)
+    given_to: dict[Ticket, str] = dataclasses.field(default_factory=dict)
+    taken_from: dict[Ticket, str] = dataclasses.field(default_factory=dict)
+    producers: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def texts_to_drop(self) -> list[str]:
+        """Texts in storage of the tickets to remove."""
+        return [_stored_text(ticket, self.taken_from) for ticket in self.drop]
+
+    @property
+    def texts_to_add(self) -> list[str]:
+        """Texts in storage of the issued tickets."""
+        return [_stored_text(ticket, self.given_to) for ticket in self.issued]
 
     def __bool__(self) -> bool:
         return bool(self.drop or self.issued or self.due or self.counts)
 
 
 class _OutTicket(NamedTuple):
-    """A ticket that is out; `loaded`: from storage."""
+    """A ticket that is out; `loaded`: from storage; `named`: storage has the name of its producer."""
 
     ticket: Ticket
     deadline_s: float
     loaded: bool = False
+    producer: str = ""
+    named: bool = False
 
 
 class TicketBook:
@@ -118,6 +156,7 @@ class TicketBook:
         self.counts: Counter[str] = Counter()
         self._out: dict[tuple[str, int], _OutTicket] = {}
         self._out_of: Counter[str] = Counter()
+        self._out_with: Counter[str] = Counter()
         self._earliest_s = math.inf
         self._due: dict[tuple[str, int], Ticket] = {}
 
@@ -132,10 +171,11 @@ class TicketBook:
         A ticket that was known keeps its deadline. Any other gets the time left in storage, from 0 to `ttl_s`.
         """
         known, out = dict(self._out), []
-        for table in (self._out, self._out_of, self._due, self.next_index, self.counts):
+        for table in (self._out, self._out_of, self._out_with, self._due, self.next_index, self.counts):
             table.clear()
         self._earliest_s = math.inf
         for text, left_s in tickets:
+            text, _, producer = text.partition("@")
             ticket = parse_ticket(text)
             before = known.get(ticket.prompt)
             if left_s is None:
@@ -143,7 +183,8 @@ class TicketBook:
             elif before and before.ticket == ticket:
                 out.append(before)
             else:
-                out.append(_OutTicket(ticket, now_s + min(max(left_s, 0.0), self.ttl_s), loaded=True))
+                deadline_s = now_s + min(max(left_s, 0.0), self.ttl_s)
+                out.append(_OutTicket(ticket, deadline_s, True, producer, bool(producer)))
         for entry in sorted(out, key=lambda entry: entry.deadline_s):
             self._put_out(entry)
         for name, value in counts.items():
@@ -156,6 +197,15 @@ class TicketBook:
     def out_of(self, adapter: str) -> int:
         """Count the tickets of an adapter that are out."""
         return self._out_of[adapter]
+
+    def out_with(self, producer: str) -> int:
+        """Count the tickets that a producer has."""
+        return self._out_with[producer]
+
+    @property
+    def named_producers(self) -> set[str]:
+        """Return the producers whose names storage has: they sent heartbeats when they took a ticket."""
+        return {entry.producer for entry in self._out.values() if entry.named}
 
     def oldest_deadline_s(self, adapter: str) -> float | None:
         """Return when the oldest ticket of an adapter that is out expires; None = no ticket is out."""
@@ -217,6 +267,13 @@ class TicketBook:
         self._count(change, "issued", len(change.issued))
         return change
 
+    def assign(self, change: TicketChange, tickets: Iterable[Ticket], producer: str, *, named: bool) -> None:
+        """Record who got tickets that `change` issued; `named`: storage keeps the name."""
+        for ticket in tickets:
+            self._put_out(self._out[ticket.prompt]._replace(producer=producer, named=named))
+            if named:
+                change.given_to[ticket] = producer
+
     def expire(self, now_s: float) -> TicketChange:
         """Remove tickets past their deadline; each prompt is due again, or failed after its last attempt."""
         change = TicketChange()
@@ -224,7 +281,7 @@ class TicketBook:
             return change
         late = [entry for entry in self._out.values() if entry.deadline_s <= now_s]
         for entry in late:
-            self._retry_or_fail(entry.ticket, change, failed=not entry.loaded)
+            self._retry_or_fail(entry, change, failed=not entry.loaded)
         self._earliest_s = min((entry.deadline_s for entry in self._out.values()), default=math.inf)
         self._count(change, "expired", len(late))
         return change
@@ -234,8 +291,22 @@ class TicketBook:
         if not self.holds(ticket):
             raise NotFound(f"ticket {ticket} is not out", name="ticket", value=str(ticket))
         change = TicketChange()
-        self._retry_or_fail(ticket, change, failed=not is_forgiven(reason))
+        self._retry_or_fail(self._out[ticket.prompt], change, failed=not is_forgiven(reason))
         self._count(change, "returned", 1)
+        return change
+
+    def take_back(self, producers: Collection[str], most: int) -> TicketChange:
+        """Remove up to `most` tickets of producers that are gone; they count as expired.
+
+        A lost connection may be the cause, so a prompt fails only if that happens after `max_attempts` tickets: else
+        a prompt that ends each producer would come again for ever.
+        """
+        change = TicketChange()
+        held = (entry for entry in self._out.values() if entry.producer in producers)
+        lost = list(itertools.islice(held, most))
+        for entry in lost:
+            self._retry_or_fail(entry, change, failed=entry.ticket.serial > self.max_attempts)
+        self._count(change, "expired", len(lost))
         return change
 
     def complete(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
@@ -244,7 +315,7 @@ class TicketBook:
         for prompt in prompts:
             entry = self._pop_out(prompt)
             if entry:
-                change.drop.append(entry.ticket)
+                self._drop(entry, change)
                 if not entry.loaded:
                     change.issue_times_s.append(entry.deadline_s - self.ttl_s)
             due = self._due.pop(prompt, None)
@@ -260,17 +331,28 @@ class TicketBook:
         self._pop_out(prompt)
         self._out[prompt] = entry
         self._out_of[prompt[0]] += 1
+        self._out_with[entry.producer] += 1
         self._earliest_s = min(self._earliest_s, entry.deadline_s)
 
     def _pop_out(self, prompt: tuple[str, int]) -> _OutTicket | None:
         entry = self._out.pop(prompt, None)
         if entry:
             self._out_of[prompt[0]] -= 1
+            self._out_with[entry.producer] -= 1
+            if not self._out_with[entry.producer]:
+                del self._out_with[entry.producer]
         return entry
 
-    def _retry_or_fail(self, ticket: Ticket, change: TicketChange, *, failed: bool) -> None:
+    def _drop(self, entry: _OutTicket, change: TicketChange) -> None:
+        change.drop.append(entry.ticket)
+        change.producers[entry.producer] += 1
+        if entry.named:
+            change.taken_from[entry.ticket] = entry.producer
+
+    def _retry_or_fail(self, entry: _OutTicket, change: TicketChange, *, failed: bool) -> None:
+        ticket = entry.ticket
         self._pop_out(ticket.prompt)
-        change.drop.append(ticket)
+        self._drop(entry, change)
         if failed and ticket.attempt >= self.max_attempts:
             change.failed.append(ticket)
         else:

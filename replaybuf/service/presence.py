@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
-KNOWN_S = 3600.0
-MOST_KNOWN = 1000
+import msgspec
+
+from replaybuf.kernel.producers import Producers
+from replaybuf.wire.contract import MissingClient, WaitingAnswer
+
+MOST_NAMED = 10
+"""Producers that one answer to wait names."""
 
 
 class Presence:
-    """Last calls of one run's clients since this server opened the run; times are monotonic.
-
-    The names of producers are kept for `KNOWN_S` after their last request for tickets, at most the newest `MOST_KNOWN`.
-    """
+    """Last calls of one run's clients since this server opened the run; times are monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         # A trainer that attached before this server opened the run counts as seen then, and not as never seen.
         self._trainer_s = clock()
         self._producer_s: float | None = None
-        self._names: OrderedDict[str, float] = OrderedDict()
+        self.producers = Producers(clock())
 
     def record_trainer(self) -> None:
         """Record a call of the attached trainer."""
@@ -30,10 +31,7 @@ class Presence:
         """Record a call of a producer; an append has no name."""
         self._producer_s = self._clock()
         if name is not None:
-            self._names[name] = self._producer_s
-            self._names.move_to_end(name)
-            if len(self._names) > MOST_KNOWN:
-                self._names.popitem(last=False)
+            self.producers.see(name, self._producer_s)
 
     @property
     def trainer_s(self) -> float:
@@ -47,8 +45,15 @@ class Presence:
 
     @property
     def producers_known(self) -> int:
-        """Number of producers that asked for tickets within `KNOWN_S`."""
-        oldest_s = self._clock() - KNOWN_S
-        while self._names and next(iter(self._names.values())) < oldest_s:
-            self._names.popitem(last=False)
-        return len(self._names)
+        """Number of producers that called within an hour."""
+        return self.producers.count_known(self._clock())
+
+    def name_missing(self, waits: WaitingAnswer, *, attached: bool) -> WaitingAnswer:
+        """Add to an answer who is waited for: the trainer, or the producers that are gone; the newest of these."""
+        missing = []
+        if waits.blocked_on == "trainer" and attached:
+            missing = [MissingClient(name="trainer", last_seen_s=round(self.trainer_s, 3))]
+        elif waits.blocked_on == "producers":
+            now_s, gone = self._clock(), self.producers.list_gone()
+            missing = [MissingClient(name=one.name, last_seen_s=round(now_s - one.seen_s, 3)) for one in gone]
+        return msgspec.structs.replace(waits, missing=missing[-MOST_NAMED:]) if missing else waits

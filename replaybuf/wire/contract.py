@@ -38,6 +38,18 @@ class TicketRequest(Request, frozen=True, kw_only=True):
     max_tokens: Positive | None = None
 
 
+class HeartbeatRequest(Request, frozen=True, kw_only=True):
+    """Report that a producer is at work.
+
+    `in_flight`: groups from their ticket to their append; `engines`: engines that take requests; `held_back_by`: why
+    the producer does less than it could.
+    """
+
+    in_flight: NonNegative | None = None
+    engines: NonNegative | None = None
+    held_back_by: Name | None = None
+
+
 class AckRequest(Request, frozen=True, kw_only=True):
     """Report that a step was trained. The strategy receives `feedback`."""
 
@@ -109,12 +121,19 @@ class Amount(Struct, frozen=True):
     tokens: int = 0
 
 
+class MissingClient(Struct, frozen=True, kw_only=True):
+    """A client that is waited for: `trainer` or the name of a producer, and the seconds since its last call."""
+
+    name: str
+    last_seen_s: float
+
+
 class WaitingAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="status", tag="waiting"):
     """Why there is no batch or no ticket, what is there, what is needed, and who must act.
 
     `blocked_on`: `producers`, `trainer`, `operator` or `nothing`. Ask again after `retry_after_s` seconds. `adapter`:
     the one that is closest to a batch, in a run with adapters. `detail`: an explanation for people. `timeout_in_s`:
-    seconds until the batch may be short.
+    seconds until the batch may be short. `missing`: the trainer if it is waited for; if producers are, those gone.
     """
 
     reason: str
@@ -125,6 +144,7 @@ class WaitingAnswer(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     adapter: str = ""
     detail: str | None = None
     timeout_in_s: float | None = None
+    missing: list[MissingClient] = []
 
 
 # ---------------------------------------------------------------------- answers
@@ -149,6 +169,41 @@ class Tickets(Answer, frozen=True, kw_only=True, omit_defaults=True):
     tickets: list[Ticket]
     published_version: int
     waiting: WaitingAnswer | None = None
+
+
+class Heartbeat(Answer, frozen=True, kw_only=True):
+    """What a producer has to know between its tickets; it is gone after `heartbeat_s` without a call."""
+
+    published_version: int
+    state: Literal["running", "paused", "finished"]
+    heartbeat_s: float = 15.0
+
+
+class ProducerStatus(Answer, frozen=True, kw_only=True):
+    """A producer that called within the last hour.
+
+    - `tickets_out`: tickets that it has; `groups_per_min`: its tickets whose groups were stored in the last minute
+    - `faults`: its tickets that expired or were returned for a failure, since this server leads the run
+    - `heartbeats`: it sends them; `gone`: it has been silent for `tickets.heartbeat_s` and lost its tickets
+    - `in_flight`, `engines`, `held_back_by`: from its last heartbeat
+    """
+
+    name: str
+    last_seen_s: float
+    tickets_out: int
+    groups_per_min: float
+    faults: int
+    heartbeats: bool = False
+    gone: bool = False
+    in_flight: int | None = None
+    engines: int | None = None
+    held_back_by: str | None = None
+
+
+class ProducerList(Answer, frozen=True, kw_only=True):
+    """The producers of a run by name, at most 1,000."""
+
+    producers: list[ProducerStatus]
 
 
 class ReturnedTicket(Answer, frozen=True, kw_only=True):

@@ -97,13 +97,14 @@ class TrainerPresence(Answer, frozen=True, kw_only=True):
 
 
 class ProducersPresence(Answer, frozen=True, kw_only=True):
-    """Seconds since a producer last called this server (null = never), and producers that took tickets in an hour.
+    """Seconds since a producer last called this server (null = never), and producers `known` by name for an hour.
 
-    `known` is at most 1,000.
+    `known` is at most 1,000; `gone` of them sent heartbeats and stopped.
     """
 
     last_seen_s: float | None = None
     known: int = 0
+    gone: int = 0
 
 
 class LiveTotal(Answer, frozen=True, kw_only=True):

@@ -389,3 +389,26 @@ def test_an_empty_change_is_false() -> None:
     assert not book.expire(1e9)
     assert not book.complete([("", 0)])
     assert book.issue("", 1, 0, 0.0)
+
+
+def test_storage_has_the_names_of_producers_that_send_heartbeats() -> None:
+    """A ticket that is due again and issued again has the same text, and only one of the two has a name."""
+    book = TicketBook(ttl_s=10, max_attempts=1, supplies={})
+    issued = book.issue("", 3, 0, 0.0)
+    named, plain = issued.issued[:2], issued.issued[2:]
+    book.assign(issued, named, "a@b", named=True)
+    book.assign(issued, plain, "c", named=False)
+    assert issued.texts_to_add == ["t0-0-1-1@a@b", "t0-1-1-1@a@b", "t0-2-1-1"]
+    assert (book.out_with("a@b"), book.out_with("c"), book.named_producers) == (2, 1, {"a@b"})
+
+    later = TicketBook(ttl_s=10, max_attempts=1, supplies={})
+    later.restore([(text, 10.0) for text in issued.texts_to_add], {"next:": 3}, 0.0)
+    assert later.named_producers == {"a@b"} and later.out == 3
+    lost = later.take_back({"a@b"}, most=1)
+    assert (lost.texts_to_drop, lost.producers) == (["t0-0-1-1@a@b"], {"a@b": 1})
+    assert later.take_back({"a@b", "c"}, most=9).texts_to_drop == ["t0-1-1-1@a@b"], "the third has no name"
+    again = later.issue("", 1, 0, 0.0)
+    later.assign(again, again.issued, "d", named=True)
+    assert (again.texts_to_drop, again.texts_to_add) == (["t0-0-1-2"], ["t0-0-1-2@d"])
+    assert later.complete([("", 0)]).texts_to_drop == ["t0-0-1-2@d"]
+    assert later.out_with("d") == 0

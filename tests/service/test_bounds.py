@@ -48,6 +48,7 @@ EXAMPLES: dict[str, Any] = {
         "limits": LIMITS,
         "state": "running",
     },
+    "HeartbeatRequest": {"in_flight": 0, "engines": 1, "held_back_by": "p"},
     "TicketRequest": {"producer": "p", "count": 1, "adapter": "", "wait_ms": 0, "max_tokens": 1},
     "EvaluationRequest": {
         "name": "x",
@@ -152,10 +153,10 @@ def with_value(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
 def test_a_value_is_accepted_at_its_bound_and_rejected_above_by_name(run: RunClient, case: Case) -> None:
     """At the bound another check may still reject the value, for example a `pad_to_multiple_of` beyond `seq_len`."""
     assert case.call.body
-    if case.call.method != "PUT":
+    if case.call.path != "/v1/runs/{run}" or case.call.method != "PUT":
         run.put(batch={"groups_per_batch": 1})
         run.attach()
-    path = case.call.path.replace("{run}", run.run).replace("{step}", "0")
+    path = case.call.path.replace("{run}", run.run).replace("{step}", "0").replace("{producer:path}", "p")
     example = EXAMPLES[case.call.body.__name__]
     above = run.http.request(case.call.method, path, json=with_value(example, case.path, case.above))
     assert above.status_code == 422, above.text

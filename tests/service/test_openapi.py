@@ -100,6 +100,8 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     assert ask("GET", "/batches/{step}", **step).status_code == 202
     tickets = ask("POST", "/tickets", body={"producer": "p", "count": 2, "wait_ms": 5}).json()["tickets"]
     ask("POST", "/tickets", body={"producer": "p", "count": 100})
+    ask("PUT", "/producers/{producer}", producer="p", body={"in_flight": 1, "engines": 1, "held_back_by": "no_room"})
+    ask("GET", "/producers")
     assert "waiting" in ask("POST", "/tickets", body={"producer": "p"}).json()
     ask("DELETE", "/tickets/{ticket}", ticket=tickets[1]["ticket"], query={"reason": "engine"})
     ask("POST", "/groups", body=group(None, ticket=tickets[0]["ticket"], metadata={"env": "test"}))

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaybuf.service.presence import KNOWN_S, MOST_KNOWN, Presence
+from replaybuf.kernel.producers import KNOWN_S, MOST_KNOWN
+from replaybuf.service.presence import Presence
 from tests.conftest import ClockedServe, RunClient, group
 
 ALERTS: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "docker" / "alerts.yml").read_text())
@@ -76,7 +77,7 @@ def test_the_state_reports_the_last_call_of_the_trainer(clocked: ClockedServe, r
 def test_the_state_reports_the_last_call_of_a_producer(clocked: ClockedServe, run: RunClient) -> None:
     """Requests for tickets and appends count; names are known for an hour."""
     run.put(batch={"groups_per_batch": 1})
-    assert run.state()["producers"] == {"last_seen_s": None, "known": 0}
+    assert run.state()["producers"] == {"last_seen_s": None, "known": 0, "gone": 0}
     for name in ("a", "b", "a"):
         run.post("tickets", producer=name)
     clocked.put_forward(500.0)

@@ -37,6 +37,7 @@ from replaybuf.service.http.requests import (
     wait_s,
 )
 from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
+from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.run import Run
 from replaybuf.service.turns import in_turns
 from replaybuf.wire.config import RunConfig
@@ -46,6 +47,7 @@ from replaybuf.wire.contract import (
     AttachRequest,
     CheckpointRequest,
     Health,
+    HeartbeatRequest,
     LedgerPage,
     PolicyRequest,
     PurgedDeadLetters,
@@ -55,6 +57,7 @@ from replaybuf.wire.contract import (
     WaitingAnswer,
 )
 from replaybuf.wire.evaluations import EvaluationRequest
+from replaybuf.wire.names import check_string
 from replaybuf.wire.run_status import RunList
 
 LARGEST_PAGE_BYTES = 8 << 20
@@ -149,6 +152,18 @@ async def delete_ticket(request: Request) -> Response:
     ticket = request.path_params["ticket"]
     await run.tickets.give_back(ticket, text(request, REASON) or "")
     return json_response(ReturnedTicket(ticket=ticket))
+
+
+async def put_producer(request: Request) -> Response:
+    """Record a heartbeat of a producer."""
+    run, name = await _led(request), request.path_params["producer"]
+    check_string("producer", name)
+    return json_response(record_heartbeat(run, name, await read_json(request, HeartbeatRequest)))
+
+
+async def get_producers(request: Request) -> Response:
+    """List the producers that called within the last hour."""
+    return json_response(list_producers(await _led(request)))
 
 
 async def post_groups(request: Request) -> Response:

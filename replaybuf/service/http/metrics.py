@@ -125,6 +125,7 @@ def _read_presence(scrape: _Scrape, name: str, run: Run) -> None:
     if (producers_s := presence.producers_s) is not None:
         scrape.add("producers_last_seen_seconds", producers_s, name)
     scrape.add("producers_known", presence.producers_known, name)
+    scrape.add("producers_gone", len(presence.producers.list_gone()), name)
 
 
 def _read_histograms(scrape: _Scrape, name: str, histograms: GroupHistograms) -> None:

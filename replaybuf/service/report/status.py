@@ -166,7 +166,11 @@ def render_run_state(
 
 def _producers(presence: Presence) -> ProducersPresence:
     seen_s = presence.producers_s
-    return ProducersPresence(last_seen_s=None if seen_s is None else round(seen_s, 3), known=presence.producers_known)
+    return ProducersPresence(
+        last_seen_s=None if seen_s is None else round(seen_s, 3),
+        known=presence.producers_known,
+        gone=len(presence.producers.list_gone()),
+    )
 
 
 def _render_adapter(

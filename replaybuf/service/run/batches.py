@@ -92,7 +92,7 @@ class Batches:
         outcome = await question.answer(rank, wait_s, gone)
         self._account_wait(step, outcome)
         if isinstance(outcome, WaitingAnswer):
-            return outcome
+            return journal.presence.name_missing(outcome, attached=True)
         self._bound_memory()
         self.next_batch.expect_request(as_body=as_body)
         return Part(outcome, rank, self._bodies)

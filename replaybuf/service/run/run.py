@@ -110,6 +110,7 @@ class Run:
         """Read all that the older leader wrote, then decide from here on. Raises `DataLost`."""
         async with self.journal.taking_over(token):
             await self.tickets.reload()
+            self.tickets.start_over()
             self.cursors.forget()
             await self.eviction.take_over()
         self.journal.notify()
@@ -146,6 +147,7 @@ class Run:
             return
         await self.arrivals.settle()
         await self.side_state.write_removed()
+        await self.tickets.take_back(heard=not self.lease.ended())
         await self.tickets.expire()
         if all(self.book.used_up(name) for name in self.journal.config.adapter_names):
             await self.batches.end_if_used_up()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from replaybuf.errors import NotLeader
-from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange
+from replaybuf.kernel.tickets import TicketBook, TicketChange
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import RunTickets
 
@@ -53,9 +53,9 @@ class SideState:
                 await self._journal.store.counters.add(self._journal.name, counts)
             self.rejected.update(reasons)
 
-    def remove_later(self, stored: Iterable[Ticket]) -> None:
+    def remove_later(self, texts: Iterable[str]) -> None:
         """Remove the tickets of stored prompts with the next change or tick; the next leader removes them again."""
-        self._to_remove |= dict.fromkeys(map(str, stored))
+        self._to_remove |= dict.fromkeys(texts)
 
     async def write_removed(self) -> None:
         """Remove the tickets of stored prompts that no change has removed yet."""
@@ -74,8 +74,8 @@ class SideState:
                 await journal.store.tickets.change(
                     journal.name,
                     journal.token or "",
-                    drop=[*removed, *map(str, change.drop)],
-                    deadlines_s=dict.fromkeys(map(str, change.issued), journal.clock.wall() + self.book.ttl_s)
+                    drop=[*removed, *change.texts_to_drop],
+                    deadlines_s=dict.fromkeys(change.texts_to_add, journal.clock.wall() + self.book.ttl_s)
                     | dict.fromkeys(map(str, change.due), 0.0),
                     counts=change.counts,
                     durably=durably,

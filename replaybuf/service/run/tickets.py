@@ -7,12 +7,13 @@ import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.kernel.decide import check_adapter, decide_failed, decide_tickets, held
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.tickets import Ticket, TicketChange, parse_ticket, prompt_key
+from replaybuf.kernel.tickets import Ticket, TicketChange, is_failure, parse_ticket, prompt_key
 from replaybuf.kernel.waiting import waiting
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
@@ -24,9 +25,16 @@ from replaybuf.wire.contract import WaitingAnswer
 logger = logging.getLogger(__name__)
 
 
+class _Wish(NamedTuple):
+    """A producer and the number of tickets that it asks for."""
+
+    producer: str
+    wanted: int
+
+
 _Issued = list[Ticket] | WaitingAnswer
-_Producer = Waiter[int, _Issued]
-"""A producer that waits for a number of tickets."""
+_Producer = Waiter[_Wish, _Issued]
+"""A producer that waits for tickets."""
 
 
 class Tickets:
@@ -39,6 +47,8 @@ class Tickets:
         self._selector = selector
         self._rates = rates
         self._polls = LongPolls(journal)
+        self._producers = journal.presence.producers
+        self._to_take_back: set[str] = set()
 
     async def issue(
         self,
@@ -63,11 +73,12 @@ class Tickets:
         last_asked_s[adapter] = journal.clock.monotonic()
         serve = functools.partial(self._serve, adapter)
         question = self._polls.question(adapter, serve, lambda: (journal.changes, self._selector.moment))
-        outcome = await question.answer(count, wait_s, gone)
+        outcome = await question.answer(_Wish(producer, count), wait_s, gone)
         last_asked_s[adapter] = journal.clock.monotonic()
         published = journal.state.published[adapter]
         if isinstance(outcome, WaitingAnswer):
-            return contract.Tickets(tickets=[], published_version=published, waiting=outcome)
+            waits = journal.presence.name_missing(outcome, attached=bool(journal.state.epoch))
+            return contract.Tickets(tickets=[], published_version=published, waiting=waits)
         logger.debug("tickets issued run=%s producer=%s count=%d", journal.name, producer, len(outcome))
         tickets = [
             contract.Ticket(
@@ -80,7 +91,7 @@ class Tickets:
         ]
         return contract.Tickets(tickets=tickets, published_version=published)
 
-    async def _serve(self, adapter: str, producers: Iterable[_Producer]) -> Round[int, _Issued]:
+    async def _serve(self, adapter: str, producers: Iterable[_Producer]) -> Round[_Wish, _Issued]:
         """Issue tickets to as many of the waiting producers as possible, by one decision."""
         journal = self._journal
         self._selector.last_asked_s[adapter] = journal.clock.monotonic()
@@ -89,19 +100,27 @@ class Tickets:
                 await self._expire()
                 with self._polls.pace.work():
                     first = list(itertools.islice(producers, contract.TICKETS_AT_ONCE))
-                    wanted = sum(producer.request for producer in first)
+                    wanted = sum(producer.request.wanted for producer in first)
                     now_s = journal.clock.monotonic()
                     change = decide_tickets(journal.state, self._book, self._selector, adapter, wanted, now_s)
                 if isinstance(change, WaitingAnswer):
                     return Round([], change)
-                await self._save(change)
                 shares = _share(change.issued, first)
+                self._assign(change, shares)
+                await self._save(change)
                 for ticket in [one for producer, share in shares if producer.answer.done() for one in share]:
                     # The producer left meanwhile: nobody would use its ticket until that expires.
                     await self._save(self._book.give_back(ticket, "shutdown"))
                 return Round(shares)
         except StrategyFault:  # `admit` failed: the decision has paused the run
             return Round([], waiting("paused", held(journal.state, self._selector, adapter), journal.config))
+
+    def _assign(self, change: TicketChange, shares: Iterable[tuple[_Producer, list[Ticket]]]) -> None:
+        """Record which producer got which ticket; it calls, so it is not gone."""
+        known, now_s = self._producers, self._journal.clock.monotonic()
+        for waiter, tickets in shares:
+            producer = known.see(waiter.request.producer, now_s)
+            self._book.assign(change, tickets, producer.name, named=producer.announced)
 
     async def give_back(self, text: str, reason: str) -> None:
         """Take a ticket back; its prompt has failed after `max_attempts` failed tickets. Raises `NotFound`."""
@@ -110,6 +129,8 @@ class Tickets:
             change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._save(change, reason)
+            if is_failure(reason):
+                self._count_faults(change)
         self._journal.notify()
 
     async def expire(self) -> None:
@@ -124,6 +145,37 @@ class Tickets:
         if change:
             logger.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
             await self._save(change, "expired")
+            self._count_faults(change)
+
+    async def take_back(self, *, heard: bool) -> None:
+        """Take back the tickets of producers that are gone; `heard`: this server could have answered them."""
+        journal = self._journal
+        heartbeat_s = journal.config.tickets.heartbeat_s
+        for name in self._producers.listen(journal.clock.monotonic(), heartbeat_s, heard=heard):
+            held, message = self._book.out_with(name), "producer is gone run=%s producer=%s silent_s=%g tickets=%d"
+            logger.log(logging.WARNING if held else logging.INFO, message, journal.name, name, heartbeat_s, held)
+            self._to_take_back.add(name)
+        if not self._to_take_back:
+            return
+        async with self._deciding():
+            gone = {one.name for one in self._producers.list_gone()}
+            self._to_take_back &= {name for name in gone if self._book.out_with(name)}
+            change = self._book.take_back(self._to_take_back, contract.TICKETS_AT_ONCE)
+            if change:
+                await self._save(change, "producer_gone")
+                self._count_faults(change)
+        journal.notify()
+
+    def _count_faults(self, change: TicketChange) -> None:
+        for name, count in change.producers.items():
+            if producer := self._producers.find(name):
+                producer.faults += count
+
+    def start_over(self) -> None:
+        """Let all producers count as seen now: this server has just begun to lead."""
+        now_s = self._journal.clock.monotonic()
+        self._producers.start_over(now_s)
+        self._producers.announce(self._book.named_producers, now_s)
 
     async def _save(self, change: TicketChange, reason: str = "") -> None:
         journal = self._journal
@@ -138,10 +190,13 @@ class Tickets:
         change = self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
         now_s = self._journal.clock.monotonic()
         self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)
+        for name, count in change.producers.items():
+            if name in self._producers:
+                self._producers.see(name, now_s).groups.add(count, now_s)
 
     def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
         change = self._book.complete(prompts)
-        self._side_state.remove_later(change.drop)
+        self._side_state.remove_later(change.texts_to_drop)
         return change
 
     async def reload(self) -> None:
@@ -171,8 +226,8 @@ def _share(tickets: list[Ticket], producers: Iterable[_Producer]) -> list[tuple[
     for producer in producers:
         if not tickets:
             break
-        shares.append((producer, tickets[: producer.request]))
-        tickets = tickets[producer.request :]
+        shares.append((producer, tickets[: producer.request.wanted]))
+        tickets = tickets[producer.request.wanted :]
     return shares
 
 

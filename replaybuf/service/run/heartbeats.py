@@ -1,0 +1,42 @@
+"""Heartbeats of producers, and the list of producers of a run."""
+
+from __future__ import annotations
+
+from replaybuf.service.run.run import Run
+from replaybuf.wire.contract import Heartbeat, HeartbeatRequest, ProducerList, ProducerStatus
+
+
+def record_heartbeat(run: Run, name: str, report: HeartbeatRequest) -> Heartbeat:
+    """Record that a producer is at work; an unknown one becomes known."""
+    journal = run.journal
+    journal.presence.record_producer(name)
+    producer = journal.presence.producers.see(name, journal.clock.monotonic())
+    producer.announced = True
+    producer.in_flight, producer.engines, producer.held_back_by = report.in_flight, report.engines, report.held_back_by
+    return Heartbeat(
+        published_version=run.state.published[""],
+        state=run.state.state,
+        heartbeat_s=journal.config.tickets.heartbeat_s,
+    )
+
+
+def list_producers(run: Run) -> ProducerList:
+    """List the producers that this server knows; only the leader gets their calls."""
+    now_s = run.journal.clock.monotonic()
+    return ProducerList(
+        producers=[
+            ProducerStatus(
+                name=one.name,
+                last_seen_s=round(now_s - one.seen_s, 3),
+                tickets_out=run.book.out_with(one.name),
+                groups_per_min=round(one.groups.read(now_s), 2),
+                faults=one.faults,
+                heartbeats=one.announced,
+                gone=one.gone,
+                in_flight=one.in_flight,
+                engines=one.engines,
+                held_back_by=one.held_back_by,
+            )
+            for one in run.journal.presence.producers.list_known(now_s)
+        ]
+    )
