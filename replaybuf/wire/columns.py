@@ -29,18 +29,17 @@ _Per: TypeAlias = Literal["prompt token", "completion token", "rollout", "span"]
 
 
 class Kind(NamedTuple):
-    """The type of a column: numpy dtype, bytes per number and per value, and its unit (`per`)."""
+    """The type of a column: numpy dtype, bytes per value, and its unit (`per`)."""
 
     dtype: str
     numpy: np.dtype[Any]
-    item_bytes: int
     value_bytes: int
     per: _Per
 
 
 def _kind(dtype: str, per: _Per, numbers: int = 1) -> Kind:
     item = np.dtype(dtype)
-    return Kind(dtype, item, item.itemsize, item.itemsize * numbers, per)
+    return Kind(dtype, item, item.itemsize * numbers, per)
 
 
 KINDS = {
@@ -175,8 +174,11 @@ def _view_raw(
     parts: Columns = {}
     packed = {}
     size = len(buffer)
+    # One view for all columns: a memoryview per column would be ten objects per group for the garbage collector.
+    owner = buffer.obj
+    whole = np.frombuffer(owner if isinstance(owner, bytes) and len(owner) == size else buffer, np.uint8)
     for name, column in columns.items():
-        dtype, numpy_dtype, item_bytes, value_bytes, per = KINDS.get(name) or kind_of(name)
+        dtype, numpy_dtype, value_bytes, per = KINDS.get(name) or kind_of(name)
         offset, length = column.offset, column.length
         if column.dtype != dtype:
             raise BrokenFrame(f"column {name} has dtype {column.dtype!r}; expected {dtype!r}", name=name)
@@ -191,7 +193,7 @@ def _view_raw(
             raise BrokenFrame(
                 f"column {name} has {length} bytes; its rollouts need {needed}", name=name, value=length, bound=needed
             )
-        view = np.frombuffer(buffer, numpy_dtype, length // item_bytes, offset)
+        view = whole[offset:end].view(numpy_dtype)
         if name in KINDS:
             arrays[name] = view
         else:
