@@ -158,7 +158,7 @@ class PackedBatch:
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
 
     def __del__(self) -> None:
-        release(self.planned, self.groups, self.owners)
+        release(self.planned, self.groups, self.owners, self.grid, self.row_tokens, self.bodies)
 
     @property
     def micro_batches(self) -> int:
