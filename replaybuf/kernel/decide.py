@@ -66,6 +66,9 @@ def decide_tickets(
     """Issue up to `count` tickets from the book, or answer why there are none. Raises `StrategyFault`."""
     if state.state != "running":
         return waiting(state.state, held(state, selector, adapter), selector.config)
+    if (phase := selector.config.phase_of(adapter)) != "running":
+        detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
+        return waiting(phase, held(state, selector, adapter), selector.config, detail=detail)
     if book.used_up(adapter):
         # No prompt is left, but a ticket that is out may still come back.
         blocked_on = "producers" if book.out_of(adapter) else "nothing"

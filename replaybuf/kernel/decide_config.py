@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from replaybuf.errors import Conflict, NotFound
+from replaybuf.errors import Conflict, Invalid, NotFound
+from replaybuf.kernel.adapter_changes import change_adapters
 from replaybuf.kernel.eviction import PIECE
 from replaybuf.kernel.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.selection import Selector
@@ -30,6 +31,9 @@ def config_of(state: RunState) -> RunConfig:
 def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
     """Decide the first record of a run. Raises `Invalid` for a configuration that cannot work."""
     resolved, bounds = resolve_config(config)
+    for name in {*config.adapter_names} - {*config.kept_adapters}:
+        field = f"adapters.{name}.removed"
+        raise Invalid(f"{field} is true; a new run has no removed adapters", name=field, value=True, bound=False)
     return ConfigRecord(config=recorded(resolved), max_uses=bounds.max_uses, at_s=now_s)
 
 
@@ -54,7 +58,7 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
 
 
 def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:
-    """Decide a change of strategy, filters, limits or status. Raises `Conflict` and `Invalid`."""
+    """Decide a change of strategy, filters, limits, adapters or status. Raises `Conflict` and `Invalid`."""
     config, max_uses = config_of(state), state.max_uses
     changed = _patched(config, patch)
     if changed != config or patch.state == "running":  # else a run whose plug-in is missing could not be paused
@@ -97,7 +101,8 @@ def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
     if patch.strategy:
         name = patch.strategy.name or config.strategy.name
         fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
-    return msgspec.structs.replace(config, **fields)
+    changed = msgspec.structs.replace(config, **fields)
+    return change_adapters(changed, patch.adapters) if patch.adapters else changed
 
 
 def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:

@@ -22,6 +22,7 @@ from replaybuf.wire.config import LARGEST_INTEGER
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AnyRecord, DeadLetterRecord, EvictRecord
 
+ADAPTER_REMOVED = "adapter_removed"
 PIECE = 65_536
 """Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
 PLUGIN_PIECE = 8_192
@@ -67,6 +68,10 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
     unusable: ByReason = {}
     for adapter in config.adapter_names:
         its = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
+        if config.phase_of(adapter) == "finished":
+            if len(its):
+                unusable.setdefault(ADAPTER_REMOVED, []).extend(index["number"][its].tolist())
+            continue
         its = _apply_bounds(state, selector, adapter, its, unusable)
         if len(its):
             _ask_plugins(state, selector, adapter, its, filtered, unusable)

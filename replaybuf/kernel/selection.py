@@ -191,6 +191,8 @@ class Selector:
         """
         if self._state.state != "running":
             return self.explain(self._state.state)
+        if not self.config.active_adapters:
+            return self.explain("paused")
         waits: dict[str, WaitingAnswer] = {}
         ending: set[str] = set()
 
@@ -231,7 +233,7 @@ class Selector:
             return AdapterShare(chosen.rows, chosen.weights, int(taken.sum(dtype=np.int64)))
 
         config = self.config
-        sizes = {name: config.groups_per_batch_of(name) for name in config.adapter_names}
+        sizes = {name: config.groups_per_batch_of(name) for name in config.active_adapters}
         return share_batch(self._state.rotation, sizes, config.batch.tokens_per_batch, take)
 
     def _choose_tail(self, adapter: str, budget: Budget, waits: WaitingAnswer) -> Selection | None:
@@ -285,7 +287,7 @@ class Selector:
     def candidates(self) -> list[int]:
         """List the oldest groups that the next batch may use, up to its budget."""
         numbers: list[int] = []
-        for adapter in self._state.rotation.order(self.config.adapter_names):
+        for adapter in self._state.rotation.order(self.config.active_adapters):
             groups, budget = self.inputs.usable(self._state.next_step, adapter), self.inputs.own_budget(adapter)
             fits = np.ones(len(groups), np.bool_)
             if budget.tokens is not None:
@@ -309,6 +311,8 @@ class Selector:
         """Explain why an adapter has no groups for a batch of its own; None if it has."""
         if self._state.state != "running":
             return self.explain(self._state.state, adapter=adapter)
+        if (phase := self.config.phase_of(adapter)) != "running":
+            return self.explain(phase, adapter=adapter)
         try:
             outcome = self._choose(adapter)
         except StrategyFault:
@@ -325,9 +329,9 @@ class Selector:
 
     def supply_ended(self) -> bool:
         """Return whether no batch can come any more: no prompt left, no ticket out, too few groups everywhere."""
-        if not all(self._ended(name) for name in self.config.adapter_names):
+        if not all(self._ended(name) for name in self.config.kept_adapters):
             return False
-        waits = (self.why_adapter_waits(name) for name in self.config.adapter_names)
+        waits = (self.why_adapter_waits(name) for name in self.config.kept_adapters)
         return all(one is not None and one.blocked_on == "producers" for one in waits)
 
     def explain(

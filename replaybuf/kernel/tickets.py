@@ -151,7 +151,7 @@ class TicketBook:
     def __init__(self, ttl_s: float, max_attempts: int, supplies: Mapping[str, int | None]) -> None:
         self.ttl_s = ttl_s
         self.max_attempts = max_attempts
-        self._supplies = supplies
+        self.supplies = supplies
         self.next_index: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
         self._out: dict[tuple[str, int], _OutTicket] = {}
@@ -237,7 +237,7 @@ class TicketBook:
 
     def used_up(self, adapter: str) -> bool:
         """Return whether no prompt can be issued now; a ticket that is out may still become due again."""
-        supply = self._supplies.get(adapter)
+        supply = self.supplies.get(adapter)
         return supply is not None and self.next_index.get(adapter, 0) >= supply and not self._list_due(adapter)
 
     def pending_prompts(self) -> list[tuple[str, int]]:
@@ -252,7 +252,7 @@ class TicketBook:
         """Issue up to `count` tickets: prompts due again first, then new indexes."""
         change = TicketChange(drop=self._list_due(adapter)[:count])
         change.issued = [ticket._replace(generation=generation) for ticket in change.drop]
-        first, supply = self.next_index.get(adapter, 0), self._supplies.get(adapter)
+        first, supply = self.next_index.get(adapter, 0), self.supplies.get(adapter)
         end = first + count - len(change.drop)
         if supply is not None:
             end = max(first, min(end, supply))

@@ -146,8 +146,8 @@ class Service:
         if fields:
             raise Conflict(
                 f"run {name!r} exists with another configuration; these fields differ: {', '.join(fields)}. Change "
-                "strategy, filters or limits with PATCH, keep the stored configuration with PUT ?if_absent=true, or "
-                "choose another name",
+                "strategy, filters, limits or adapters with PATCH, keep the stored configuration with PUT "
+                "?if_absent=true, or choose another name",
                 name="config",
                 value=fields,
                 bound="the stored configuration",

@@ -38,6 +38,8 @@ LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
 LATER_FIELDS = ("tickets.heartbeat_s", "batch.tail", "batch.timeout_s", "batch.min_groups")
 """Fields added since format 1. The ledger has them only where they differ from their default."""
+LATER_ADAPTER_FIELDS = ("paused", "removed")
+"""The same of each adapter; the default is False."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
@@ -119,11 +121,16 @@ class Limits(Spec, frozen=True):
 
 
 class AdapterSpec(Spec, frozen=True):
-    """A LoRA adapter: groups per step, number of prompts (None = endless), own steps per version (None = the run's)."""
+    """A LoRA adapter: groups per step, number of prompts (None = endless), own steps per version (None = the run's).
+
+    `paused`: it has no share of batches and gets no tickets. `removed`: for good, and its live groups are evicted.
+    """
 
     groups_per_batch: GroupCount
     prompts: Positive | None = None
     steps_per_publish: Positive | None = None
+    paused: bool = False
+    removed: bool = False
 
 
 class RunConfig(Spec, frozen=True):
@@ -146,6 +153,23 @@ class RunConfig(Spec, frozen=True):
     def adapter_names(self) -> tuple[str, ...]:
         """Return the adapters in order; a run without adapters has the one adapter `""`."""
         return tuple(sorted(self.adapters)) or ("",)
+
+    @property
+    def kept_adapters(self) -> tuple[str, ...]:
+        """Return those of `adapter_names` that are not removed."""
+        return tuple(name for name in self.adapter_names if self.phase_of(name) != "finished")
+
+    @property
+    def active_adapters(self) -> tuple[str, ...]:
+        """Return those of `adapter_names` that share batches: neither removed nor paused."""
+        return tuple(name for name in self.adapter_names if self.phase_of(name) == "running")
+
+    def phase_of(self, adapter: str) -> Literal["running", "paused", "finished"]:
+        """Return whether an adapter shares batches, is paused, or was removed (`finished`)."""
+        spec = self.adapters.get(adapter)
+        if spec and spec.removed:
+            return "finished"
+        return "paused" if spec and spec.paused else "running"
 
     @property
     def supplies(self) -> dict[str, int | None]:
@@ -188,13 +212,26 @@ class LimitsChange(Spec, frozen=True):
         return Limits(**{name: bound for name, bound in bounds.items() if bound is not None})
 
 
+class AdapterChange(Spec, frozen=True):
+    """A new adapter, which needs `groups_per_batch`, or a change of `paused`; an absent field stays."""
+
+    groups_per_batch: GroupCount | UnsetType = UNSET
+    prompts: Positive | UnsetType | None = UNSET
+    steps_per_publish: Positive | UnsetType | None = UNSET
+    paused: bool | UnsetType = UNSET
+
+
 class ConfigPatch(Spec, frozen=True):
-    """JSON of `PATCH /v1/runs/{run}`: changes of a live run; an absent or null part stays."""
+    """JSON of `PATCH /v1/runs/{run}`: changes of a live run; an absent or null part stays.
+
+    `adapters`: by name; null removes an adapter.
+    """
 
     strategy: StrategyChange | None = None
     filters: Filters | None = None
     limits: LimitsChange | None = None
     state: Literal["running", "paused", "finished"] | None = None
+    adapters: Annotated[dict[Name, AdapterChange | None], Meta(max_length=MOST_ADAPTERS)] | None = None
 
 
 def check_run_name(run: str) -> str:
@@ -301,7 +338,9 @@ def _check_adapters(config: RunConfig) -> None:
                 value=name,
                 bound=other,
             )
-    groups = sum(spec.groups_per_batch for spec in config.adapters.values())
+    groups = sum(config.adapters[name].groups_per_batch for name in config.kept_adapters)
+    if len(config.adapters) > MOST_ADAPTERS:  # a PATCH added some
+        raise _invalid("adapters", len(config.adapters), "removed ones count too", MOST_ADAPTERS)
     if groups > MOST_GROUPS:
         why = f"one batch may hold the groups of all adapters, and at most {MOST_GROUPS}"
         raise _invalid("adapters.*.groups_per_batch", groups, why, MOST_GROUPS)
@@ -321,6 +360,10 @@ def recorded(config: RunConfig) -> dict[str, Any]:
         part, default = (fields[section], defaults[section]) if section else (fields, defaults)
         if part[name] == default[name]:
             del part[name]
+    for spec in fields["adapters"].values():
+        for name in LATER_ADAPTER_FIELDS:
+            if not spec[name]:
+                del spec[name]
     return dict(fields)
 
 

@@ -137,3 +137,32 @@ def test_no_further_group_of_a_served_adapter_fits_into_the_batch(
     for name, share in shares.items():
         left = [size for row, size in enumerate(queues[name][:LOOK_AHEAD]) if row not in share.rows]
         assert len(share.rows) == sizes[name] or min(left, default=tokens + 1) > room
+
+
+CHANGES = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=20)
+
+
+@given(CHANGES, SIZES, st.integers(40, 60), st.lists(st.integers(1, 40), min_size=4, max_size=4))
+@steady
+def test_adapters_may_come_and_go_between_batches(
+    changes: list[set[str]], sizes: dict[str, int], tokens: int, lengths: list[int]
+) -> None:
+    """Only those that take part are served; steps and places in them stay; nobody that stays is passed over for ever.
+
+    All adapters are always ready, each with groups of one length.
+    """
+    turns = Rotation()
+    for active in changes:
+        waiting, before = set(active), turns
+        for _ in range(1 + sum(sizes.values())):
+            held = Queues({name: [lengths[NAMES.index(name)]] * 6 for name in active})
+            old = turns
+            shares, turns = batch(held, turns, sizes, tokens)
+            assert shares.keys() <= active
+            assert sum(share.tokens for share in shares.values()) <= tokens
+            for name, share in shares.items():
+                assert old.progress(name).groups + len(share.rows) <= sizes[name]
+            waiting -= shares.keys()
+        assert not waiting
+        for name in set(NAMES) - active:
+            assert turns.progress(name) == before.progress(name)

@@ -40,13 +40,16 @@ EXAMPLES: dict[str, Any] = {
         "advantage": "grpo",
         "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": 1000, "heartbeat_s": 15.0},
         "limits": LIMITS,
-        "adapters": {"a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1}},
+        "adapters": {
+            "a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False, "removed": False}
+        },
     },
     "ConfigPatch": {
         "strategy": SPEC,
         "filters": [{"name": "zero-variance", "options": {}}],
         "limits": LIMITS,
         "state": "running",
+        "adapters": {"a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False}},
     },
     "HeartbeatRequest": {"in_flight": 0, "engines": 1, "held_back_by": "p"},
     "TicketRequest": {"producer": "p", "count": 1, "adapter": "", "wait_ms": 0, "max_tokens": 1},

@@ -33,10 +33,11 @@ def with_store(server: EmbeddedServer, work: Work) -> None:
     asyncio.run(main())
 
 
-def to_append(group_id: str, prompt_key: str = "") -> PendingGroup:
+def to_append(group_id: str, prompt_key: str = "", adapter: str = "") -> PendingGroup:
     """Build a small group ready to be stored."""
     rollout = RolloutJson(prompt_ids=[1], completion_ids=[2], inference_logprobs=[-0.5], reward=1.0)
-    group = group_from_json(GroupJson(group_id=group_id, prompt_id="p", policy_version=0, rollouts=[rollout]))
+    sent = GroupJson(group_id=group_id, prompt_id="p", adapter=adapter, policy_version=0, rollouts=[rollout])
+    group = group_from_json(sent)
     frame = encode_frame(group)
     return PendingGroup(group, group_id, prompt_key, frame, stored_checksum(frame))
 

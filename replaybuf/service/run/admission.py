@@ -121,7 +121,7 @@ class AdmissionCheck:
         config = self._journal.config
         return GroupLimits(
             published_version=self._journal.state.published.get(adapter),
-            adapters=frozenset(config.adapters),
+            adapters=frozenset(name for name, spec in config.adapters.items() if not spec.removed),
             group_size=config.group_size,
             vocab_size=config.vocab_size,
             seq_len=config.batch.seq_len,

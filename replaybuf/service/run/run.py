@@ -149,7 +149,7 @@ class Run:
         await self.side_state.write_removed()
         await self.tickets.take_back(heard=not self.lease.ended())
         await self.tickets.expire()
-        if all(self.book.used_up(name) for name in self.journal.config.adapter_names):
+        if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()
         await self.trimming.tick()
@@ -157,13 +157,14 @@ class Run:
     # ------------------------------------------------------------------ operator
 
     async def patch(self, patch: ConfigPatch) -> None:
-        """Change strategy, filters, limits or status of a live run. Raises `Conflict`, `Invalid`."""
+        """Change strategy, filters, limits, adapters or status of a live run. Raises `Conflict`, `Invalid`."""
         journal = self.journal
         async with journal.decision():
             record = decide_patch(self.state, patch, journal.clock.wall())
             if record is None:
                 return
             await journal.append(record)
+            self.tickets.follow_config()
         await self.eviction.evict_all()
         journal.notify()
 

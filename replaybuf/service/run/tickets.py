@@ -199,6 +199,13 @@ class Tickets:
         self._side_state.remove_later(change.texts_to_drop)
         return change
 
+    def follow_config(self) -> None:
+        """Apply a change of the adapters: prompts of new ones, and no tickets of removed ones."""
+        config = self._journal.config
+        self._book.supplies = config.supplies
+        removed = {*config.adapter_names} - {*config.kept_adapters}
+        self._remove([prompt for prompt in self._book.pending_prompts() if prompt[0] in removed])
+
     async def reload(self) -> None:
         """Replace the book with the one in Redis, less the prompts that are stored or failed."""
         self._side_state.uncertain = False  # first: a failure below sets it again
@@ -208,6 +215,7 @@ class Tickets:
             numbers = await journal.store.groups.find_numbers(journal.name, [prompt_key(*prompt) for prompt in prompts])
             failed = journal.state.failed_prompts
             self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+            self.follow_config()
 
     @contextlib.asynccontextmanager
     async def _deciding(self) -> AsyncIterator[None]:
