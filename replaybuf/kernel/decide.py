@@ -248,7 +248,7 @@ def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now
 
 def _fill_of(chosen: BatchSelection, tokens: int, config: RunConfig) -> float:
     """Return how full a batch is: the larger of its shares of the bounds in groups and in tokens."""
-    sizes = [config.groups_per_batch_of(name) for name in config.adapter_names]
+    sizes = [config.groups_per_batch_of(name) for name in config.active_adapters]
     groups = sum(size for size in sizes if size)
     budget = config.batch.tokens_per_batch
     return max(len(chosen.rows) / groups if groups else 0.0, tokens / budget if budget else 0.0)

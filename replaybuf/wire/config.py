@@ -305,7 +305,7 @@ def _check_short_batches(config: RunConfig) -> None:
             value="drop",
             bound="train",
         )
-    sizes = [config.groups_per_batch_of(adapter) for adapter in config.adapter_names]
+    sizes = [config.groups_per_batch_of(adapter) for adapter in config.kept_adapters]
     most = sum(size for size in sizes if size) if all(sizes) else None
     if most is not None and batch.min_groups > most:
         why = f"a full batch has at most {most} groups, so the time-out would never make one"
