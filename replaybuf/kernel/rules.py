@@ -94,7 +94,8 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     yield "selects only groups that are stored", not unknown, unknown
     for rule in usable_by:
         kept = rule.kept(index[rule.column][rows])
-        yield rule.rule, bool(kept.all()), stored[~kept][:8].tolist()
+        all_kept = bool(kept.all())
+        yield rule.rule, all_kept, [] if all_kept else stored[~kept][:8].tolist()
     tokens = int(index["tokens"][rows].sum(dtype=np.int64))
     yield f"keeps the token budget of {budget.tokens}", budget.tokens is None or tokens <= budget.tokens, tokens
     within = budget.groups is None or len(numbers) <= budget.groups

@@ -87,7 +87,7 @@ class FastPipeline(Pipeline):
 
 async def send(connection: Any, commands: Iterable[Sequence[Any]]) -> None:
     """Send commands on an open connection."""
-    pieces = [piece for command in commands for piece in _pack(connection, command)]
+    pieces = [piece for command in commands for piece in _pack(command)]
     try:
         async with asyncio.timeout(connection.socket_timeout):
             await connection._send_packed_command(pieces)
@@ -127,13 +127,26 @@ def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) 
 
     Also returns the reply to the command `last`, of the same server.
     """
-    pipe = client.pipeline(transaction=False)
-    for name in names:
-        pipe.get(name)
-    pipe.execute_command(*last)  # type: ignore[no-untyped-call]
-    replies = [None if _is_wrong_type(reply) else reply for reply in pipe.execute(raise_on_error=False)]
+    commands = [*(("GET", name) for name in names), last]
+    connection: Any = client.connection_pool.get_connection()
+    try:
+        connection.send_packed_command([piece for command in commands for piece in _pack(command)])
+        replies = [_read_value(connection) for _ in commands]
+    except BaseException:
+        connection.disconnect()  # replies that are not read would answer other commands
+        raise
+    finally:
+        client.connection_pool.release(connection)
     *values, reply = _raise_first(replies)
     return values, reply
+
+
+def _read_value(connection: Any) -> Any:
+    """Read a reply; return an error in its place, and None for a value of the wrong type."""
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return None if str(error).startswith("WRONGTYPE") else error
 
 
 def _raise_first(replies: list[Any]) -> list[Any]:
@@ -144,11 +157,7 @@ def _raise_first(replies: list[Any]) -> list[Any]:
     return replies
 
 
-def _is_wrong_type(reply: Any) -> bool:
-    return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
-
-
-def _pack(connection: Any, words: Sequence[Any]) -> list[bytes]:
+def _pack(words: Sequence[Any]) -> list[Any]:
     for word in words:
         if isinstance(word, _BYTES) and len(word) > _LARGE_BYTES:
             if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
@@ -158,6 +167,21 @@ def _pack(connection: Any, words: Sequence[Any]) -> list[bytes]:
                     value=len(word),
                     bound=LARGEST_STORED_BYTES,
                 )
-            packed: list[bytes] = connection.pack_command(*words)
-            return packed
+            return _pack_large(words)
     return [hiredis.pack_command(tuple(words))]
+
+
+def _pack_large(words: Sequence[Any]) -> list[Any]:
+    """Pack a command without a copy of its large arguments."""
+    pieces: list[Any] = []
+    head = b"*%d\r\n" % len(words)
+    for word in words:
+        data = word if isinstance(word, _BYTES) else str(word).encode()
+        head += b"$%d\r\n" % len(data)
+        if len(data) > _LARGE_BYTES:
+            pieces += head, data
+            head = b""
+        else:
+            head += data
+        head += b"\r\n"
+    return [*pieces, head]

@@ -142,13 +142,17 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        values = (getattr(self, name) for name in self.__struct_fields__)
-        return sum(v.nbytes for v in (*values, *self.reward_parts.values()) if isinstance(v, np.ndarray))
+        columns = [getattr(self, name) for name in _COLUMNS]
+        return sum([column.nbytes for column in (*columns, *self.reward_parts.values()) if column is not None])
 
     @property
     def policy_version_max(self) -> int:
         """The newest version that sampled a token of this group."""
         return int(self.version_spans[:, 1].max()) if len(self.version_spans) else self.policy_version
+
+
+_COLUMNS = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "completion_mask", *LOGPROBS)
+_COLUMNS += ("rewards", "advantages", "token_advantages", "version_spans", "temperatures")
 
 
 def group_from_json(wire: GroupJson) -> Group:

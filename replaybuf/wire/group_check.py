@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -112,7 +113,7 @@ def _finite_logprobs(group: Group, _: GroupLimits) -> str | None:
     for name in LOGPROBS:
         column = getattr(group, name)
         # The maximum and the minimum of a column with NaN are NaN.
-        if column is not None and not (np.isfinite(column.max()) and np.isfinite(column.min())):
+        if column is not None and not (math.isfinite(column.max()) and math.isfinite(column.min())):
             return f"{name} holds NaN or infinity; finite values are needed"
     return None
 
