@@ -136,8 +136,9 @@ class Index:
 
     def reserve(self, rows: int) -> None:
         """Allocate space for this many more rows at once."""
-        if self._size + rows > self._capacity:
-            self._grow(self._size + rows)
+        wanted = int((self._size + rows) / _FULL) + 1
+        if wanted > self._capacity:
+            self._grow(wanted)
 
     def insert(self, numbers: Numbers, entries: npt.NDArray[Any]) -> None:
         """Add groups as live. `numbers` ascend from above every number so far; `entries` has dtype `ENTRY`."""
@@ -205,6 +206,11 @@ class Index:
     def live(self) -> npt.NDArray[np.int64]:
         """Return the live rows, in the order of storing."""
         return np.flatnonzero(self["state"] == LIVE)
+
+    def live_slice(self) -> npt.NDArray[np.int64] | slice:
+        """Return the live rows, as a slice if they have no gap: columns are then viewed, not copied."""
+        rows = self.live()
+        return slice(int(rows[0]), int(rows[-1]) + 1) if _without_gap(rows) else rows
 
     def groups(self, rows: npt.NDArray[np.int64] | None) -> Groups:
         """Return rows as the read-only columns that a strategy sees; None = all rows.

@@ -98,6 +98,14 @@ class AdapterCounts:
         return AdapterCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
+def _staleness_of(record: BatchRecord) -> Counter[tuple[str, int]]:
+    """Count the groups of a batch by adapter and staleness."""
+    if record.adapters:
+        return Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
+    ages = Counter(map(operator.attrgetter("staleness"), record.groups))  # half the time without pairs
+    return Counter({("", age): uses for age, uses in ages.items()})
+
+
 class GroupPool:
     """Rows, reasons and counts of the groups of one run.
 
@@ -140,7 +148,7 @@ class GroupPool:
     def live_totals(self, adapter: str | None = None) -> LiveTotals:
         """Sum up the live groups of an adapter, or of the run; cached until live groups change."""
         if self._live is None:
-            rows = self.index.live()
+            rows = self.index.live_slice()
             adapters, *sums = (self.index[name][rows] for name in ("adapter", "tokens", "times_sampled", "frame_bytes"))
             by_adapter = split_by_adapter(adapters)
             self._live = {code: LiveTotals.of(*(column[its] for column in sums)) for code, its in by_adapter}
@@ -255,8 +263,7 @@ class GroupPool:
         for counts, its in self._split(rows):
             counts.tokens_used += int(index["tokens"][rows[its]].sum(dtype=np.int64))
             counts.histograms.use(index, rows[its], record.at_s)
-        staleness = Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
-        for (adapter, age), uses in staleness.items():
+        for (adapter, age), uses in _staleness_of(record).items():
             self._counts(hash_name(adapter)).used_staleness[age] += uses
         self.settle(rows)
         return earlier

@@ -18,6 +18,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import numpy.ma  # noqa: F401 - numpy imports it in the first `isin` or `unique`, which takes 25 ms
+
 from replaybuf.errors import (
     Conflict,
     DataLost,
