@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
+import anyio
 import uvicorn
 
 from replaybuf.client.addresses import addresses_of
@@ -63,6 +64,7 @@ async def serve(options: ServeOptions) -> None:
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
             # A collection over all loaded modules would hold the event loop for tens of ms.
+            await load_anyio()
             gc.collect()
             gc.freeze()
             for url in listening:
@@ -77,6 +79,12 @@ async def serve(options: ServeOptions) -> None:
         if options.uds:
             options.uds.unlink(missing_ok=True)
     logger.info("stopped")
+
+
+async def load_anyio() -> None:
+    """Load the parts of anyio that a streamed answer needs: the first one would hold the event loop for 30 ms."""
+    async with anyio.create_task_group():
+        pass
 
 
 def keep_freed_memory() -> None:
