@@ -13,8 +13,10 @@ import msgspec.inspect as inspect
 
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.collector import collector_paused
+from replaybuf.wire.names import check_strings
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _RANGE = re.compile(r"Expected `\w+` ([<>]=? \S+)")
@@ -48,6 +50,13 @@ def decode_json(body: bytes | memoryview | msgspec.Raw, shape: type[T], at: str 
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
         raise _explain(error, value, shape, at) from None
+
+
+def decode_request(body: bytes | memoryview, shape: type[S]) -> S:
+    """Decode the JSON body of a request. Raises what `decode_json` raises, and `Invalid` for a string out of bounds."""
+    decoded = decode_json(body, shape)
+    check_strings(decoded)
+    return decoded
 
 
 def _unopened(body: bytes | memoryview | msgspec.Raw) -> Any:

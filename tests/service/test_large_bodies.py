@@ -18,7 +18,7 @@ from replaybuf.service.http.append_bodies import MAX_FRAMES_BYTES, MAX_GROUPS, M
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import JSON, RunClient, ServeProcess, group
 
 MIB = 1 << 20
 BODY_BYTES = 16 * MIB
@@ -193,6 +193,57 @@ def test_too_many_groups_are_refused(loaded: LoadedClient, kind: str) -> None:
     assert (answer.status_code, answer.json()["name"], answer.json()["bound"]) == (413, "groups", MAX_GROUPS)
 
 
+# ---------------------------------------------------------------------- acks
+
+ACK = b'{"epoch": 1, "feedback": {"metrics": ['
+ACK_BYTES = MIB - 1000
+HOSTILE_ACKS = {
+    "an error at the end": ACK + b"[]," * (ACK_BYTES // 3) + b"}",
+    "lists and NaN": ACK + b"[]," * (ACK_BYTES // 3) + b"NaN]}}",
+    "numbers and NaN": ACK + b"0.1," * (ACK_BYTES // 4) + b'NaN], "x": ' + b"[" * 80 + b"]" * 80 + b"}}",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_ACKS)
+def test_a_hostile_ack_takes_no_time_of_the_event_loop(loaded: LoadedClient, kind: str) -> None:
+    """Feedback may have 1 MiB: decoding it on the event loop would hold it for up to 94 ms."""
+    body, times = HOSTILE_ACKS[kind], 10
+    before_s = loaded.loop_s()
+    for _ in range(times):
+        answer = loaded.http.post(f"{loaded.path}/batches/0/ack", content=body, headers=JSON)
+        assert answer.status_code in (400, 422) and len(answer.content) < 2000, answer.text[:2000]
+    assert loaded.loop_s() - before_s < times * max(0.01, own_decoding_s(body) / 4)
+
+
+@contextlib.contextmanager
+def _client(url: str, name: str) -> Iterator[RunClient]:
+    client = RunClient(url, name)
+    with client.http:
+        yield client
+
+
+def test_large_feedback_is_recorded_as_it_was_sent(loaded: LoadedClient) -> None:
+    """Its priorities count, its NaN stays, and the errors in it are named as in a small ack."""
+    with _client(str(loaded.http.base_url), f"{loaded.run}-acked") as run:
+        run.put(batch={"groups_per_batch": 1}, strategy={"name": "replay", "options": {"max_uses": 2}})
+        epoch = run.attach()
+        run.append(group("a"))
+        assert run.batch(0, epoch).status_code == 200
+        feedback = {"priorities": {"a": 3.5}, "text": "é" * 100_000, "losses": [0.25, None, True], "big": 2**64 - 1}
+
+        def ack(extra: str) -> httpx.Response:
+            body = json.dumps({"epoch": epoch, "feedback": feedback})[:-2] + extra
+            return run.http.post(f"{run.path}/batches/0/ack", content=body.encode(), headers=JSON)
+
+        deep = ack(', "deep": ' + "[" * 64 + "]" * 64 + "}}")
+        assert (deep.status_code, deep.json()["name"], deep.json()["bound"]) == (422, "feedback", 64)
+        unknown = ack('}, "feedbak": 1}')
+        assert unknown.status_code == 400 and "valid: epoch, feedback" in unknown.json()["detail"]
+        assert ack(', "nan": NaN}}').status_code == 200
+        (recorded,) = [one for one in run.get("ledger").json()["records"] if one["type"] == "ACK"]
+        assert recorded["feedback"] == feedback | {"nan": None} and list(recorded["priorities"].values()) == [3.5]
+
+
 # ---------------------------------------------------------------------- frames
 
 
@@ -257,3 +308,18 @@ def test_a_large_group_is_read_beside_other_calls(loaded: LoadedClient) -> None:
     for one, was in zip(read["rollouts"], sent["rollouts"], strict=True):
         assert {name: one[name] for name in was} == was
         assert one["completion_mask"] == [1] * 299_998 and one["version_spans"] == [[0, 0, 299_998]]
+
+
+def test_the_first_large_answer_loads_no_module(tmp_path: Path) -> None:
+    """Loading those of a streamed answer would hold the event loop for 30 ms."""
+    server = ServeProcess(tmp_path / "data")
+    server.environment = {"PYTHONPROFILEIMPORTTIME": "1"}
+    try:
+        client = LoadedClient(server.start())
+        client.put(batch={"tokens_per_batch": 1 << 20, "seq_len": 1 << 17})
+        client.append(group("large", tokens=30_000, rollouts=4))
+        loaded_before = server.log().count("import time:")
+        assert len(client.get("groups/large").content) > 1 << 20
+        assert server.log().count("import time:") == loaded_before > 100
+    finally:
+        server.end()

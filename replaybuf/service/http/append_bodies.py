@@ -56,7 +56,7 @@ async def _read_json(request: Request, max_group_bytes: int, decoders: DecoderPo
         for incoming in decoded:
             yield incoming
         return
-    frames, outcomes = await decoders.decode(Job(max_group_bytes, MAX_GROUPS), body)
+    frames, outcomes = await decoders.decode_groups(body, Job(max_group_bytes, MAX_GROUPS))
     start = 0
     for outcome in outcomes:
         yield await _from_outcome(outcome, frames[start : start + outcome.frame_bytes])

@@ -18,6 +18,8 @@ import msgspec
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.service.http.decoder_process import ERRORS, MESSAGE_BYTES, Answer, Job, Outcome
 from replaybuf.service.http.shared_bytes import SharedBytes
+from replaybuf.wire.collector import collector_paused
+from replaybuf.wire.contract import AckRequest
 
 PROCESSES = 4
 """Bodies decoded at once; further ones wait."""
@@ -68,8 +70,19 @@ class DecoderPool:
         self._turns = asyncio.Semaphore(PROCESSES)
         self._idle: list[Decoder] = []
 
-    async def decode(self, job: Job, body: SharedBytes) -> tuple[memoryview, list[Outcome]]:
-        """Return the frames of all groups, one after another, and one outcome per group.
+    async def decode_groups(self, body: SharedBytes, limits: Job) -> tuple[memoryview, list[Outcome]]:
+        """Return the frames of all groups, one after another, and one outcome per group. Raises what `_run` raises."""
+        answer, view = await self._run(limits, body)
+        return view[: answer.frames_bytes], msgspec.msgpack.decode(view[answer.frames_bytes :], type=list[Outcome])
+
+    async def decode_ack(self, body: SharedBytes) -> AckRequest:
+        """Return an ack, checked. Raises what `_run` raises."""
+        _, view = await self._run(Job(ack=True), body)
+        with collector_paused():
+            return msgspec.msgpack.decode(view, type=AckRequest)
+
+    async def _run(self, job: Job, body: SharedBytes) -> tuple[Answer, memoryview]:
+        """Return the answer of a process and the file that it wrote.
 
         Raises what the body as a whole is refused for, and `ServiceUnavailable` if the process fails.
         """
@@ -78,8 +91,7 @@ class DecoderPool:
             answer = await self._decode(job, body, frames)
         if failure := answer.failure:
             raise ERRORS[failure.kind](failure.detail, name=failure.name, value=failure.value, bound=failure.bound)
-        view = frames.view()
-        return view[: answer.frames_bytes], msgspec.msgpack.decode(view[answer.frames_bytes :], type=list[Outcome])
+        return answer, frames.view()
 
     async def _decode(self, job: Job, body: SharedBytes, frames: SharedBytes) -> Answer:
         decoder = await self._take()

@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, Response
 
 from replaybuf.service.host import Service
 from replaybuf.service.http import sending
+from replaybuf.service.http.ack_body import read_ack
 from replaybuf.service.http.append_bodies import read_groups
 from replaybuf.service.http.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
 from replaybuf.service.http.group_pages import read_query
@@ -24,7 +25,6 @@ from replaybuf.service.http.requests import (
     GENERATION,
     IF_ABSENT,
     LIMIT,
-    MAX_FEEDBACK_BODY_BYTES,
     NEWER_THAN,
     REASON,
     STEP,
@@ -42,7 +42,6 @@ from replaybuf.service.run.run import Run
 from replaybuf.service.turns import in_turns
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
-    AckRequest,
     AppendResults,
     AttachRequest,
     CheckpointRequest,
@@ -219,7 +218,7 @@ async def get_batch(request: Request) -> Response:
 async def post_ack(request: Request) -> Response:
     """Count a step as trained."""
     run = await _led(request)
-    body = await read_json(request, AckRequest, MAX_FEEDBACK_BODY_BYTES)
+    body = await read_ack(request, request.app.state.decoders)
     return json_response(await run.session.ack(number(request, STEP), body.epoch, body.feedback))
 
 

@@ -17,15 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from replaybuf.errors import Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.service.http.body_budget import BodyShare
 from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
-from replaybuf.wire.decoding import decode_json
+from replaybuf.wire.decoding import decode_json, decode_request
 from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_REASON_BYTES, check_string, check_strings
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CONTROL_BODY_BYTES = 256 << 10
 """Decoding any body of this size holds the event loop for at most 20 ms."""
-MAX_FEEDBACK_BODY_BYTES = 1 << 20
-"""An ack brings feedback for each group of a batch."""
 MAX_PAGE = 1000
 
 _PATCH_FIELDS = ConfigPatch.__struct_fields__
@@ -128,12 +126,10 @@ def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:
     return TooLarge(detail, name="body", value=size_bytes, bound=limit_bytes)
 
 
-async def read_json(request: Request, shape: type[T], limit_bytes: int = MAX_CONTROL_BODY_BYTES) -> T:
+async def read_json(request: Request, shape: type[T]) -> T:
     """Read a JSON body of a declared shape."""
     media_type(request, {"application/json"})
-    decoded = decode_json(await read_body(request, limit_bytes), shape)
-    check_strings(decoded)
-    return decoded
+    return decode_request(await read_body(request, MAX_CONTROL_BODY_BYTES), shape)
 
 
 async def read_patch(request: Request) -> ConfigPatch:
