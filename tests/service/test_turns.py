@@ -17,7 +17,8 @@ from replaybuf.service import turns
 from replaybuf.service.host import Service
 from replaybuf.service.http import metrics
 from replaybuf.service.http.auth import Tokens
-from replaybuf.service.http.metrics import exposition
+from replaybuf.service.http.metric_text import MetricText
+from replaybuf.service.http.metrics import Exposition
 from replaybuf.service.http.routes import application
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.run.run import Run
@@ -71,18 +72,44 @@ def test_a_scrape_reads_one_run_in_a_turn_of_the_loop(tmp_path: Path) -> None:
         read, loop_turns = metrics._read_run, Turns()
         read_at: list[int] = []
 
-        def counted(scrape: metrics._Scrape, name: str, run: Run) -> None:
+        def counted(scrape: MetricText, name: str, run: Run) -> None:
             read_at.append(loop_turns.count)
             read(scrape, name, run)
 
         async with serving(tmp_path / "data") as (service, _), loop_turns.counting():
             with patch.object(metrics, "_read_run", counted):
-                text = (await exposition(service)).decode()
+                text = (await Exposition(service).text()).decode()
         assert len(read_at) == len(set(read_at)) == RUNS
         families = {family.name: family for family in text_string_to_metric_families(text)}
         runs = [sample.labels["run"] for sample in families["replaybuf_groups_stored"].samples]
         assert sorted(runs) == sorted(f"r{n}" for n in range(RUNS))
         assert text.count("# TYPE replaybuf_groups_stored_total counter") == 1
+
+    asyncio.run(main())
+
+
+def test_scrapes_at_the_same_time_share_one_reading(tmp_path: Path) -> None:
+    """One that is cancelled does not end it for the others; a later one reads again."""
+
+    async def main() -> None:
+        read, readings = metrics._read, 0
+
+        async def counted(service: Service) -> bytes:
+            nonlocal readings
+            readings += 1
+            return await read(service)
+
+        async with serving(tmp_path / "data") as (service, http):
+            exposition = Exposition(service)
+            with patch.object(metrics, "_read", counted):
+                scrapes = [asyncio.create_task(exposition.text()) for _ in range(4)]
+                await asyncio.sleep(0)
+                scrapes[0].cancel()
+                texts = await asyncio.gather(*scrapes[1:])
+                assert readings == 1 and len(set(texts)) == 1
+                await http.put("/v1/runs/new", json={"batch": {}})
+                assert b'replaybuf_step{run="new"} 0.0' in await exposition.text()
+                assert readings == 2
 
     asyncio.run(main())
 

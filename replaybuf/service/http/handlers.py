@@ -17,7 +17,6 @@ from replaybuf.service.http.append_bodies import read_groups
 from replaybuf.service.http.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
 from replaybuf.service.http.group_pages import read_query
 from replaybuf.service.http.json_pieces import json_in_pieces
-from replaybuf.service.http.metrics import exposition
 from replaybuf.service.http.requests import (
     ADAPTER,
     DP_RANK,
@@ -300,7 +299,7 @@ async def delete_dead_letters(request: Request) -> Response:
 
 async def get_metrics(request: Request) -> Response:
     """Return the metrics as Prometheus text."""
-    return Response(await exposition(_service(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await request.app.state.exposition.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def get_healthz(request: Request) -> Response:

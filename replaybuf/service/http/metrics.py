@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from prometheus_client import generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from replaybuf.kernel.histograms import GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES
 from replaybuf.service.host import Service
-from replaybuf.service.http.metric_table import METRICS
+from replaybuf.service.http.metric_text import MetricText
 from replaybuf.service.report.status import coverage
 from replaybuf.service.run.next_batch import OUTCOMES
 from replaybuf.service.run.run import Run
@@ -61,140 +56,95 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
 """Metrics with the label `run` alone."""
 
 
-class _Scrape:
-    """Metrics that are read at once, by name."""
-
-    def __init__(self) -> None:
-        self.families: dict[str, Any] = {}
-
-    def _family(self, name: str) -> Any:
-        if name not in self.families:
-            self.families[name] = _empty(name)
-        return self.families[name]
-
-    def add(self, name: str, value: float, *labels: str) -> None:
-        """Add the value of a counter or a gauge."""
-        self._family(name).add_metric(labels, value)
-
-    def add_histogram(self, name: str, histogram: Histogram, unit: int, *labels: str) -> None:
-        """Add a histogram; `unit` = how many units of its edges make one unit of the metric."""
-        edges = [*(str(edge / unit) for edge in histogram.edges), "+Inf"]
-        buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
-        self._family(name).add_metric(labels, buckets, histogram.sum / unit)
-
-    def render(self, texts: dict[str, list[bytes]]) -> None:
-        """Add the lines of each metric to its texts, without the two lines of its header."""
-        for name, family in self.families.items():
-            texts[name].append(generate_latest(_Collected([family])).split(b"\n", 2)[2])
-
-
-def _empty(name: str) -> Any:
-    row = METRICS[name]
-    return row.kind(f"replaybuf_{name}", row.text, labels=row.labels)
-
-
-def _read_run(scrape: _Scrape, name: str, run: Run) -> None:
+def _read_run(text: MetricText, name: str, run: Run) -> None:
     state = run.state
     for metric, read in _RUN_VALUES.items():
-        scrape.add(metric, read(run), name)
+        text.add(metric, read(run), name)
     for reason, count in sorted((run.side_state.rejected + state.totals.evicted + state.totals.dead_lettered).items()):
-        scrape.add("groups_dropped", count, name, reason)
+        text.add("groups_dropped", count, name, reason)
     for reason in REASONS:
-        scrape.add("waiting_seconds", run.batches.waited_s.get(reason, 0.0), name, reason)
+        text.add("waiting_seconds", run.batches.waited_s.get(reason, 0.0), name, reason)
     for age, count in sorted(state.totals.used_staleness.items()):
-        scrape.add("groups_used_by_staleness", count, name, str(age))
+        text.add("groups_used_by_staleness", count, name, str(age))
     for outcome in OUTCOMES:
-        scrape.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
-    _read_presence(scrape, name, run)
+        text.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
+    _read_presence(text, name, run)
     for cursor in run.cursors.describe():
-        scrape.add("cursor_lag_groups", cursor.lag, name, cursor.name)
+        text.add("cursor_lag_groups", cursor.lag, name, cursor.name)
     for value in _RUN_STATES:
-        scrape.add("run_state", float(state.state == value), name, value)
+        text.add("run_state", float(state.state == value), name, value)
     outcomes = coverage(state, run.book)
     for prompt_state in _PROMPT_STATES:
-        scrape.add("prompts", getattr(outcomes, prompt_state), name, prompt_state)
-    _read_histograms(scrape, name, state.totals.histograms)
-    for adapter in sorted(run.journal.config.adapters):
-        _read_adapter(scrape, name, run, adapter)
+        text.add("prompts", getattr(outcomes, prompt_state), name, prompt_state)
+    _read_histograms(text, name, state.totals.histograms)
 
 
-def _read_presence(scrape: _Scrape, name: str, run: Run) -> None:
+def _read_presence(text: MetricText, name: str, run: Run) -> None:
     presence = run.journal.presence
     if run.state.epoch:
-        scrape.add("trainer_last_seen_seconds", presence.trainer_s, name)
+        text.add("trainer_last_seen_seconds", presence.trainer_s, name)
     if (producers_s := presence.producers_s) is not None:
-        scrape.add("producers_last_seen_seconds", producers_s, name)
-    scrape.add("producers_known", presence.producers_known, name)
-    scrape.add("producers_gone", len(presence.producers.list_gone()), name)
+        text.add("producers_last_seen_seconds", producers_s, name)
+    text.add("producers_known", presence.producers_known, name)
+    text.add("producers_gone", len(presence.producers.list_gone()), name)
 
 
-def _read_histograms(scrape: _Scrape, name: str, histograms: GroupHistograms) -> None:
+def _read_histograms(text: MetricText, name: str, histograms: GroupHistograms) -> None:
     times_sampled = Histogram(TIMES_SAMPLED_EDGES)
     for times, uses in histograms.reuse.items():
         times_sampled.add(np.array([times]), uses)
-    scrape.add_histogram("group_times_sampled", times_sampled, 1, name)
-    scrape.add_histogram("group_age_at_use_seconds", histograms.age_at_use, 1000, name)
+    text.add_histogram("group_times_sampled", times_sampled, 1, name)
+    text.add_histogram("group_age_at_use_seconds", histograms.age_at_use, 1000, name)
     for kind, lengths in histograms.lengths.items():
-        scrape.add_histogram("rollout_tokens", lengths.mean, 1, name, kind)
-        scrape.add_histogram("longest_rollout_tokens", lengths.longest, 1, name, kind)
+        text.add_histogram("rollout_tokens", lengths.mean, 1, name, kind)
+        text.add_histogram("longest_rollout_tokens", lengths.longest, 1, name, kind)
     for reason, ages in sorted(histograms.drop_ages.items()):
-        scrape.add_histogram("dropped_age_versions", ages.versions, 1, name, reason)
-        scrape.add_histogram("dropped_age_seconds", ages.ms, 1000, name, reason)
+        text.add_histogram("dropped_age_versions", ages.versions, 1, name, reason)
+        text.add_histogram("dropped_age_seconds", ages.ms, 1000, name, reason)
 
 
-def _read_adapter(scrape: _Scrape, name: str, run: Run, adapter: str) -> None:
+def _read_adapter(text: MetricText, name: str, run: Run, adapter: str) -> None:
     state, labels = run.state, (name, adapter)
     summary, counts = run.state_cache.summary().adapters[adapter], state.pool.counts_of(adapter)
     progress = state.progress_at(state.next_step, adapter)
-    scrape.add("adapter_groups_stored", counts.stored, *labels)
-    scrape.add("adapter_groups_used", counts.groups_used, *labels)
-    scrape.add("adapter_tokens_used", counts.tokens_used, *labels)
-    scrape.add("adapter_groups_live", summary.groups["live"], *labels)
-    scrape.add("adapter_tokens_live", summary.tokens_live, *labels)
-    scrape.add("adapter_tickets_out", run.book.out_of(adapter), *labels)
-    scrape.add("adapter_published_version", state.published[adapter], *labels)
-    scrape.add("adapter_step", state.own_step(state.step, adapter), *labels)
-    scrape.add("adapter_groups_given", progress.groups, *labels)
-    scrape.add("adapter_groups_per_batch", run.journal.config.adapters[adapter].groups_per_batch, *labels)
+    text.add("adapter_groups_stored", counts.stored, *labels)
+    text.add("adapter_groups_used", counts.groups_used, *labels)
+    text.add("adapter_tokens_used", counts.tokens_used, *labels)
+    text.add("adapter_groups_live", summary.groups["live"], *labels)
+    text.add("adapter_tokens_live", summary.tokens_live, *labels)
+    text.add("adapter_tickets_out", run.book.out_of(adapter), *labels)
+    text.add("adapter_published_version", state.published[adapter], *labels)
+    text.add("adapter_step", state.own_step(state.step, adapter), *labels)
+    text.add("adapter_groups_given", progress.groups, *labels)
+    text.add("adapter_groups_per_batch", run.journal.config.adapters[adapter].groups_per_batch, *labels)
     for age, count in sorted(counts.used_staleness.items()):
-        scrape.add("adapter_groups_used_by_staleness", count, *labels, str(age))
+        text.add("adapter_groups_used_by_staleness", count, *labels, str(age))
     for reason, count in sorted((Counter(counts.evicted) + Counter(counts.dead_lettered)).items()):
-        scrape.add("adapter_groups_dropped", count, *labels, reason)
+        text.add("adapter_groups_dropped", count, *labels, reason)
     if waiting := run.state_cache.waits().adapters[adapter]:
-        scrape.add("adapter_waiting", 1, *labels, waiting.reason)
+        text.add("adapter_waiting", 1, *labels, waiting.reason)
     for kind, lengths in counts.histograms.lengths.items():
-        scrape.add_histogram("adapter_rollout_tokens", lengths.mean, 1, *labels, kind)
+        text.add_histogram("adapter_rollout_tokens", lengths.mean, 1, *labels, kind)
 
 
-def _read_server(scrape: _Scrape, service: Service) -> None:
+def _read_server(text: MetricText, service: Service) -> None:
     for reason in REFUSALS:
-        scrape.add("requests_refused", service.traffic.refused[reason], reason)
-    scrape.add("connections", service.traffic.connections)
-    scrape.add("body_bytes", service.traffic.body_bytes)
+        text.add("requests_refused", service.traffic.refused[reason], reason)
+    text.add("connections", service.traffic.connections)
+    text.add("body_bytes", service.traffic.body_bytes)
     report, connection = service.report, service.store.connection
-    scrape.add("durability_strict", report is not None and report.durability == "strict")
-    scrape.add("writes_unconfirmed", connection.unconfirmed)
-    scrape.add("redis_up", service.outage is None)
-    scrape.add("redis_replicas", report.replicas if report else 0)
-    scrape.add("replicas_confirmed", connection.replicas_confirmed)
-    scrape.add("redis_memory_used_bytes", report.used_memory_bytes if report else 0)
-    scrape.add("redis_memory_max_bytes", report.max_memory_bytes if report else 0)
-    scrape.add_histogram("loop_hold_seconds", service.loop_watch.holds, 1_000_000)
+    text.add("durability_strict", report is not None and report.durability == "strict")
+    text.add("writes_unconfirmed", connection.unconfirmed)
+    text.add("redis_up", service.outage is None)
+    text.add("redis_replicas", report.replicas if report else 0)
+    text.add("replicas_confirmed", connection.replicas_confirmed)
+    text.add("redis_memory_used_bytes", report.used_memory_bytes if report else 0)
+    text.add("redis_memory_max_bytes", report.max_memory_bytes if report else 0)
+    text.add_histogram("loop_hold_seconds", service.loop_watch.holds, 1_000_000)
 
 
-class _Collected(Collector):
-    """Metrics that have been read."""
-
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics."""
-        return self._metrics
-
-
-def _pieces(service: Service) -> Iterator[Callable[[_Scrape], None]]:
-    """Yield what reads the metrics of each run, of its calls, and of the server: about a millisecond each."""
+def _pieces(service: Service) -> Iterator[Callable[[MetricText], None]]:
+    """Yield what reads the metrics of each run, of its calls, and of the server: less than a millisecond each."""
     answered: defaultdict[str, list[tuple[str, str, int]]] = defaultdict(list)
     took: defaultdict[str, list[tuple[str, Histogram]]] = defaultdict(list)
     for (run, call, status), count in sorted(service.traffic.answered.items()):
@@ -203,34 +153,40 @@ def _pieces(service: Service) -> Iterator[Callable[[_Scrape], None]]:
         took[run].append((call, histogram))
     for name, one in sorted(service.runs.items()):
         yield functools.partial(_read_run, name=name, run=one)
+        for adapter in sorted(one.journal.config.adapters):
+            yield functools.partial(_read_adapter, name=name, run=one, adapter=adapter)
     for name in sorted(answered.keys() | took.keys()):
         yield functools.partial(_read_traffic, name=name, answered=answered[name], took=took[name])
     yield functools.partial(_read_server, service=service)
 
 
 def _read_traffic(
-    scrape: _Scrape, name: str, answered: list[tuple[str, str, int]], took: list[tuple[str, Histogram]]
+    text: MetricText, name: str, answered: list[tuple[str, str, int]], took: list[tuple[str, Histogram]]
 ) -> None:
     for call, status, count in answered:
-        scrape.add("requests", count, name, call, status)
+        text.add("requests", count, name, call, status)
     for call, histogram in took:
-        scrape.add_histogram("request_seconds", histogram, 1_000_000, name, call)
+        text.add_histogram("request_seconds", histogram, 1_000_000, name, call)
 
 
-async def exposition(service: Service) -> bytes:
-    """Render all metrics as Prometheus text, piece by piece.
+class Exposition:
+    """Metrics of a service as Prometheus text. Scrapes that come while one is in progress get its text."""
 
-    Other calls go on while a thread renders a piece, which takes ten times as long as reading it.
-    """
-    texts: dict[str, list[bytes]] = {name: [] for name in METRICS}
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._scrape: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        """Read all metrics, or wait for the scrape in progress."""
+        if self._scrape is None or self._scrape.done():
+            self._scrape = asyncio.create_task(_read(self._service))
+        return await asyncio.shield(self._scrape)  # a caller that leaves must not end it for the others
+
+
+async def _read(service: Service) -> bytes:
+    """Read all metrics piece by piece; other calls go on in between."""
+    text = MetricText()
     for read in _pieces(service):
-        scrape = _Scrape()
-        read(scrape)
-        await asyncio.to_thread(scrape.render, texts)
-    return await asyncio.to_thread(_join, texts)
-
-
-def _join(texts: Mapping[str, Sequence[bytes]]) -> bytes:
-    return b"".join(
-        part for name, lines in texts.items() for part in (generate_latest(_Collected([_empty(name)])), *lines)
-    )
+        read(text)
+        await asyncio.sleep(0)
+    return await asyncio.to_thread(text.render)

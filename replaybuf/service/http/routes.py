@@ -23,6 +23,7 @@ from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.body_budget import BodyBudget
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.decoders import DecoderPool
+from replaybuf.service.http.metrics import Exposition
 from replaybuf.service.http.openapi import describe
 from replaybuf.service.http.problems import document_response, error_response
 from replaybuf.service.http.requests import check_query
@@ -40,6 +41,7 @@ class Shared:
     service: Service
     decoders: DecoderPool
     openapi: dict[str, Any]
+    exposition: Exposition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Application:
     """The ASGI application of one service; `state` is what its handlers share."""
 
     def __init__(self, service: Service, tokens: Tokens, bodies: BodyBudget) -> None:
-        self.state = Shared(service, DecoderPool(), describe(CALLS, OPEN_CALLS))
+        self.state = Shared(service, DecoderPool(), describe(CALLS, OPEN_CALLS), Exposition(service))
         self._tokens = tokens
         self._bodies = bodies
         self._gate = StartGate(self._answer)
