@@ -30,10 +30,10 @@ def config_of(state: RunState) -> RunConfig:
 
 def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
     """Decide the first record of a run. Raises `Invalid` for a configuration that cannot work."""
-    resolved, bounds = resolve_config(config)
     for name in {*config.adapter_names} - {*config.kept_adapters}:
         field = f"adapters.{name}.removed"
         raise Invalid(f"{field} is true; a new run has no removed adapters", name=field, value=True, bound=False)
+    resolved, bounds = resolve_config(config)
     return ConfigRecord(config=recorded(resolved), max_uses=bounds.max_uses, at_s=now_s)
 
 

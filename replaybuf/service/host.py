@@ -31,7 +31,7 @@ from replaybuf.errors import (
     ServiceUnavailable,
     Unreadable,
 )
-from replaybuf.kernel.plugin_set import resolve_config
+from replaybuf.kernel.decide_config import decide_create
 from replaybuf.kernel.retention import KEPT_GROUPS
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
@@ -133,7 +133,7 @@ class Service:
         check_run_name(name)
         async with self._opening:
             if await self._open(name) is None:
-                resolve_config(config)  # first: a refused configuration must leave no key
+                decide_create(config, 0.0)  # first: a refused configuration must leave no key
                 lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
