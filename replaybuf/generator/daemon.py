@@ -24,6 +24,7 @@ from replaybuf.client.client import AsyncClient
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
 from replaybuf.generator.aggregation import Window
 from replaybuf.generator.delivery import EARLY_SHARE, Delivery
+from replaybuf.generator.doomed import Doomed
 from replaybuf.generator.engines import Sampling
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scoring
@@ -31,6 +32,7 @@ from replaybuf.generator.failures import Failures
 from replaybuf.generator.fleet import Fleet, ServerStatus
 from replaybuf.generator.fleet.concurrency import Bounds, Concurrency
 from replaybuf.generator.group_maker import GroupMaker
+from replaybuf.generator.heartbeats import Heartbeats
 from replaybuf.generator.inflight import PATIENCE_S, InFlight, Job
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
@@ -112,7 +114,7 @@ class Daemon:
         self._engine = engine
         self._options = options
         self._stages = Stages(stages, options.sampling.n) if stages else None
-        self._followers = followers
+        self._followers = (*followers, Heartbeats(options.producer, lambda: self.waiting), Doomed())
         self._inflight = InFlight(client, options.service_patience_s)
         self._maker = GroupMaker(engine, scorer, prompts, tokenizer, self._inflight.progress.reward_s)
         self._delivery = Delivery(
@@ -299,7 +301,7 @@ class Daemon:
         try:
             options = self._options
             job.group = await self._maker.make(
-                job.ticket,
+                job,
                 options.sampling,
                 request_seed_base=options.request_seed,
                 advantage=options.advantage,
@@ -313,10 +315,11 @@ class Daemon:
         except (EngineFault, PromptFault, RewardFault) as fault:
             await self._fail(job, fault)
         except asyncio.CancelledError:
-            if was_cancelled():
+            if not self._inflight.ended_by_abort(job, self._options.sampling) and was_cancelled():
                 raise
             # Raised by the environment. Passed on, the TaskGroup would ignore it, and the job's slot would be lost.
-            await self._fail(job, RewardFault("reward_raised", "the reward raised CancelledError"))
+            raised = RewardFault("reward_raised", "the reward raised CancelledError")
+            await self._fail(job, job.aborted or raised)
         finally:
             self._generating -= 1
         await contained(self._pass_on(job))

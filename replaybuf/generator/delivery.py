@@ -174,6 +174,7 @@ class Delivery:
                 logger.warning("the run was rewound: published version %d, was %d", policy.version, before)
                 self._published = policy.version
                 self.lose_above(policy.version)
+                inflight.abort_sampling(LOST_LINEAGE, f"a rewind took back the versions above {policy.version}")
             self.learn_published(policy.version)
             await self._release_held(clock())
             if policy.version <= before and clock() - asked_s < EARLY_SHARE * self._poll_wait_ms / 1000:

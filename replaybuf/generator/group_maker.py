@@ -12,9 +12,9 @@ from replaybuf.generator.environments.process_rewards import by_text
 from replaybuf.generator.environments.scoring import Scores, Scoring
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.groups import new_group
+from replaybuf.generator.inflight import Job
 from replaybuf.generator.progress import Durations
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
-from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 
 
@@ -33,7 +33,7 @@ class GroupMaker:
 
     async def make(
         self,
-        ticket: Ticket,
+        job: Job,
         sampling: Sampling,
         *,
         request_seed_base: int | None,
@@ -41,7 +41,8 @@ class GroupMaker:
         metadata: dict[str, Any],
         adapter: str,
     ) -> Group:
-        """Make the group of a ticket. Raises `EngineFault`, `PromptFault`, `RewardFault`."""
+        """Make the group of a job's ticket. Raises `EngineFault`, `PromptFault`, `RewardFault`."""
+        ticket = job.ticket
         prompt = self._prompts.at(ticket.prompt_index)
         if request_seed_base is not None:
             seed = request_seed(request_seed_base, ticket.prompt_index, ticket.attempt)
@@ -50,6 +51,7 @@ class GroupMaker:
             sample, scores = await self._scorer.play(self._engine, prompt, sampling, self._engine.check_use)
         else:
             sample = await self._engine.generate(prompt.token_ids, sampling)
+            job.sampled = True
             scores = await self._score(self._scorer, prompt, sample)
         return new_group(
             ticket,

@@ -13,6 +13,7 @@ from typing import TypeVar
 from replaybuf.client.client import AsyncClient, Backoff
 from replaybuf.errors import (
     DataLost,
+    EngineFault,
     NoRoom,
     NotFound,
     NotLeader,
@@ -20,6 +21,7 @@ from replaybuf.errors import (
     ServiceUnavailable,
     UnsupportedServer,
 )
+from replaybuf.generator.engines import Sampling
 from replaybuf.generator.progress import Progress
 from replaybuf.wire.contract import Ticket, Tickets
 from replaybuf.wire.group import Group
@@ -43,6 +45,8 @@ class Job:
     """One ticket in flight; `expires_at_s` by the event loop's clock; `group` once it is scored.
 
     `rewound_to`: a rewind during the flight took back all later versions, so groups that hold them are lost.
+    `sampled`: its completions are there. `begun_by`: newest version that can have sampled its first token, None =
+    unknown. `aborted`: why the group is not wanted any more.
     """
 
     ticket: Ticket
@@ -50,6 +54,9 @@ class Job:
     group: Group | None = None
     task: asyncio.Task[None] | None = None
     rewound_to: int | None = None
+    sampled: bool = False
+    begun_by: int | None = None
+    aborted: EngineFault | None = None
 
     @property
     def started_at_s(self) -> float:
@@ -101,6 +108,32 @@ class InFlight:
         for job in jobs:
             self.jobs.pop(job.ticket.ticket, None)
         await self.notify()
+
+    # ------------------------------------------------------------------ aborts
+
+    def sampling(self) -> list[Job]:
+        """List the groups that engines sample now."""
+        return [job for job in self.jobs.values() if job.task is not None and not (job.sampled or job.aborted)]
+
+    def abort(self, job: Job, reason: str, detail: str) -> None:
+        """Abort a group at the engine: closing the request frees its place there. Its ticket is returned."""
+        job.aborted = EngineFault(reason, detail)
+        if job.task is not None:
+            job.task.cancel()
+
+    def ended_by_abort(self, job: Job, sampling: Sampling) -> bool:
+        """Return whether only an abort has cancelled the current task, which makes the group of `job`; count it."""
+        task = asyncio.current_task()
+        if job.aborted is None or task is None or task.uncancel():
+            return False
+        seconds = asyncio.get_running_loop().time() - job.started_at_s
+        self.progress.record_aborted(sampling.n, sampling.max_tokens, seconds)
+        return True
+
+    def abort_sampling(self, reason: str, detail: str) -> None:
+        """Abort every group that engines sample now."""
+        for job in self.sampling():
+            self.abort(job, reason, detail)
 
     # ------------------------------------------------------------------ waiting
 

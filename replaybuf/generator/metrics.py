@@ -54,6 +54,8 @@ class _DaemonCollector(Collector):
             ("groups_duplicate", "Groups that were already stored", progress.duplicates),
             ("rollouts", "Rollouts of stored groups", progress.rollouts),
             ("tokens", "Completion tokens of stored groups", progress.generated_tokens),
+            ("groups_aborted", "Groups aborted at the engine, as no batch could use them", progress.groups_aborted),
+            ("tokens_saved", "Estimated tokens that aborted groups did not sample", progress.tokens_saved),
             ("evaluations_failed", "Evaluations without a result", progress.evaluations_failed),
         ):
             yield self._counter(name, text, (), [((), count)])

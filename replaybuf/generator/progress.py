@@ -29,9 +29,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A generator's numbers at one moment. Counts are since its start; rates and means since the last status.
 
     `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
-    `given_back`: returned tickets by reason; `reward_mean` None where nothing was stored; `waiting`: why the generator
-    does less than it could; `engines`: status of every server, `stages` those of the stages by column; `evaluations`:
-    last result by held-out set.
+    `given_back`: returned tickets by reason; `tokens_saved`: estimate of the tokens that `groups_aborted` lacked;
+    `reward_mean` None where nothing was stored; `waiting`: why the generator does less than it could; `engines`: status
+    of every server, `stages` those of the stages by column; `evaluations`: last result by held-out set.
     """
 
     time: float
@@ -44,6 +44,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     duplicates: int
     given_back: dict[str, int]
+    groups_aborted: int = 0
+    tokens_saved: int = 0
     engines: tuple[ServerStatus, ...] = ()
     stages: dict[str, tuple[ServerStatus, ...]] = {}
     evaluations: dict[str, EvaluationSummary] = {}
@@ -77,6 +79,8 @@ class Progress:
         self.generated_tokens = 0
         self.duplicates = 0
         self.given_back: Counter[str] = Counter()
+        self.groups_aborted = 0
+        self.tokens_saved = 0
         self.reward_s = Durations()
         self.group_s = Durations()
         self.sampled_version: int | None = None
@@ -95,6 +99,17 @@ class Progress:
         self.rollouts += group.rollouts
         self.generated_tokens += int(group.completion_lengths.sum())
         self._reward_sum += float(group.rewards.sum())
+
+    def record_aborted(self, rollouts: int, max_tokens: int, seconds: float) -> None:
+        """Count a group that was aborted `seconds` after its ticket.
+
+        The tokens that it lacked are estimated from the mean length and the mean time of stored groups.
+        """
+        length = self.generated_tokens / self.rollouts if self.rollouts else max_tokens
+        whole_s = self.group_s.sum_s / self.groups if self.groups else 0.0
+        done = min(seconds / whole_s, 1.0) if whole_s else 0.0
+        self.groups_aborted += 1
+        self.tokens_saved += round(rollouts * length * (1.0 - done))
 
     def record_evaluation(self, result: EvaluationRequest) -> None:
         """Keep the result of an evaluation."""
@@ -122,6 +137,8 @@ class Progress:
             tokens_per_s=tokens / seconds,
             duplicates=self.duplicates,
             given_back=dict(self.given_back),
+            groups_aborted=self.groups_aborted,
+            tokens_saved=self.tokens_saved,
             engines=engines,
             stages=stages or {},
             evaluations=dict(self.evaluations),
@@ -134,12 +151,15 @@ class Progress:
 def log_status(status: Status) -> None:
     """Log one status line."""
     logger.info(
-        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, tickets returned %d%s",
+        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, tickets returned %d%s%s",
         status.groups,
         status.rollouts_per_s,
         status.tokens_per_s,
         "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
         sum(status.given_back.values()),
+        f", groups aborted {status.groups_aborted}, tokens saved {status.tokens_saved}"
+        if status.groups_aborted
+        else "",
         f", waiting: {status.waiting}" if status.waiting else "",
     )
 

@@ -299,6 +299,8 @@ class ServiceDouble:
         self.config = {"batch": {"seq_len": 64, "tokens_per_batch": 4096}, "group_size": group_size} | config
         self.prompts = prompts
         self.published = 0
+        self.state = "running"
+        self.heartbeats: list[tuple[str, dict[str, Any]]] = []
         self.next_index = 0
         self.open = 1 << 30
         self.out: dict[str, int] = {}
@@ -327,6 +329,7 @@ class ServiceDouble:
             Route(f"{root}/tickets/{{ticket}}", self._guarded(self._return), methods=["DELETE"]),
             Route(f"{root}/groups", self._guarded(self._groups), methods=["POST"]),
             Route(f"{root}/policy", self._guarded(self._policy)),
+            Route(f"{root}/producers/{{producer}}", self._guarded(self._heartbeat), methods=["PUT"]),
             Route(f"{root}/evaluations", self._guarded(self._evaluations), methods=["GET", "POST"]),
         ]
         async with served(routes, port) as self.url:
@@ -426,6 +429,10 @@ class ServiceDouble:
         result = await request.json() | {"at_s": 0.0, "generation": 0}
         await self.change(evaluations=[*self.evaluations, result])
         return JSONResponse(result)
+
+    async def _heartbeat(self, request: Request) -> Response:
+        self.heartbeats.append((request.path_params["producer"], await request.json()))
+        return JSONResponse({"published_version": self.published, "state": self.state, "heartbeat_s": 0.3})
 
     async def _policy(self, request: Request) -> Response:
         after = int(request.query_params.get("after", -1))

@@ -91,6 +91,11 @@ class Fleet:
         """Longest prompt plus completion that every server takes, in tokens; None where no server reports it."""
         return min((m.server.max_model_len for m in self._members if m.server.max_model_len is not None), default=None)
 
+    @property
+    def newest_version(self) -> int:
+        """Newest version that any server has reported."""
+        return max(member.newest for member in self._members)
+
     def status(self) -> tuple[ServerStatus, ...]:
         """Return the status of every server."""
         return tuple(member.status() for member in self._members)

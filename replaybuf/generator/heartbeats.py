@@ -1,0 +1,47 @@
+"""Heartbeats to the service, and the abort of groups when the answer says that the run takes no groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from replaybuf.errors import ReplaybufError
+from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.inflight import InFlight
+
+logger = logging.getLogger(__name__)
+
+FIRST_EVERY_S = 5.0
+"""Pause before the second heartbeat, until an answer says how long the service waits for one."""
+_SHARE = 3
+"""Heartbeats per `heartbeat_s`: one or two may be lost."""
+
+
+class Heartbeats:
+    """Follower that reports what this producer does; `held_back_by` returns why it does less than it could."""
+
+    def __init__(self, producer: str, held_back_by: Callable[[], str | None]) -> None:
+        self._producer = producer
+        self._held_back_by = held_back_by
+        self._every_s = FIRST_EVERY_S
+        self._failing = False
+
+    async def follow(self, inflight: InFlight, fleet: Fleet, published: Callable[[], int | None]) -> None:
+        """Loop: send a heartbeat. Ends when nothing is in flight any more; a service that is away is no fault here."""
+        while not inflight.done:
+            await self._send(inflight, fleet)
+            await inflight.until(lambda: inflight.done, self._every_s)
+
+    async def _send(self, inflight: InFlight, fleet: Fleet) -> None:
+        engines = sum(engine.fault is None for engine in fleet.status())
+        try:
+            answer = await inflight.client.send_heartbeat(
+                self._producer, in_flight=len(inflight.jobs), engines=engines, held_back_by=self._held_back_by()
+            )
+        except ReplaybufError as error:  # the calls that matter retry, and report it
+            logger.log(logging.DEBUG if self._failing else logging.WARNING, "no heartbeat: %s", error)
+            self._failing = True
+            return
+        self._failing, self._every_s = False, answer.heartbeat_s / _SHARE
+        if answer.state != "running":
+            inflight.abort_sampling(f"run_{answer.state}", f"the run is {answer.state}")

@@ -1,0 +1,131 @@
+"""Heartbeats of a generator, and groups that it aborts at the engine because no batch can use them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from replaybuf.generator import doomed
+from replaybuf.kernel.tickets import is_failure, is_forgiven
+from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
+from tests.generator.worlds import World, gated, run, world
+from tests.waiting import until
+
+
+async def aborted(w: World, reason: str, groups: int) -> None:
+    """Wait until these groups are aborted; the engine's places are free then and the tickets are back."""
+    await until(lambda: len(w.service.returned) == groups)
+    assert set(w.reasons.values()) == {reason}
+    assert is_forgiven(reason) and not is_failure(reason), "neither prompt nor producer is at fault"
+    assert w.daemon.engines[0].requests == 0
+    assert w.daemon.progress.groups_aborted == groups
+    assert w.daemon.progress.tokens_saved > 0
+
+
+def test_heartbeats_report_what_a_generator_does(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.open = 2
+        async with gated(tmp_path, service, 2) as (w, gate):
+            await until(lambda: any(report["in_flight"] == 2 for _, report in service.heartbeats))
+            name, report = service.heartbeats[-1]
+            assert (name, report["engines"]) == ("me", 1)
+            w.stop.set()
+            gate.open.set()
+            await w.end()
+
+    run(main())
+
+
+@pytest.mark.parametrize("state", ["paused", "finished"])
+def test_a_run_that_takes_no_groups_gets_its_tickets_back(tmp_path: Path, state: str) -> None:
+    """Engines sample nothing for it; a group without any stored one before lacks all of its tokens."""
+
+    async def main() -> None:
+        service = ServiceDouble()
+        service.open = 3
+        async with gated(tmp_path, service, 3) as (w, gate):
+            service.state = state
+            await aborted(w, f"run_{state}", 3)
+            assert w.daemon.progress.tokens_saved == 3 * 4 * 8
+            w.stop.set()
+            await w.end()
+            gate.open.set()
+
+    run(main())
+
+
+def test_groups_of_weights_that_a_rewind_took_back_are_aborted(tmp_path: Path) -> None:
+    async def main() -> None:
+        service = ServiceDouble()
+        service.published, service.open = 3, 2
+        gate, engine = Gate(), EngineDouble(version=3)
+        engine.always = gate
+        async with world(tmp_path, engine, service) as w:
+            w.start()
+            await gate.requests(2)
+            await until(lambda: w.daemon.published == 3)
+            service.published = 1
+            await aborted(w, "lost_lineage", 2)
+            w.stop.set()
+            await w.end()
+            gate.open.set()
+
+    run(main())
+
+
+def test_groups_that_publications_make_too_old_are_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's queue was empty, so their first tokens are of version 0; the bound is 1, and 2 is published."""
+    monkeypatch.setattr(doomed, "LOOK_EVERY_S", 0.01)
+
+    async def main() -> None:
+        service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
+        service.open, engine.gauges, engine.always = 2, (2, 0), gate
+        async with world(tmp_path, engine, service, max_staleness=1) as w:
+            w.start()
+            await gate.requests(2)
+            jobs = list(w.daemon._inflight.jobs.values())
+            await until(lambda: all(job.begun_by == 0 for job in jobs))
+            engine.version = 2
+            await publish(service, 2)
+            await aborted(w, "superseded", 2)
+            w.stop.set()
+            await w.end()
+            gate.open.set()
+
+    run(main())
+
+
+def test_groups_that_may_still_wait_in_the_engine_are_not_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request waits: its tokens will be of the new version."""
+    monkeypatch.setattr(doomed, "LOOK_EVERY_S", 0.01)
+
+    async def main() -> None:
+        service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
+        service.open, engine.gauges, engine.always = 2, (1, 1), gate
+        async with world(tmp_path, engine, service, max_staleness=1) as w:
+            w.start()
+            await gate.requests(2)
+            engine.version = 2
+            await publish(service, 2)
+            await until(lambda: w.daemon.published == 2)
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+            gate.open.set()
+            await until(lambda: len(service.groups) == 2)
+            assert service.returned == [] and w.daemon.progress.groups_aborted == 0
+            w.stop.set()
+            await w.end()
+
+    run(main())
+
+
+async def publish(service: ServiceDouble, version: int) -> None:
+    """Publish a version, and answer those who wait for it."""
+    async with service.changed:
+        service.published = version
+        service.changed.notify_all()
