@@ -328,6 +328,8 @@ class RunState:
         index = self.index
         newest = self.versions_at(record.step, np.arange(len(index)))
         lost = (index["policy_version_max"] > newest) & (index["number"] <= record.until)
+        if not lost.any():
+            return
         lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
         lost &= (index["evicted_at"] == NEVER) | (index["evicted_at"] > record.step)
         self.pool.restore(np.flatnonzero(lost))

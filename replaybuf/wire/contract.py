@@ -320,7 +320,7 @@ class Checkpoints(Answer, frozen=True, kw_only=True):
     oldest_step: int
 
 
-class UsedGroup(Answer, frozen=True, kw_only=True):
+class UsedGroup(Answer, frozen=True, kw_only=True, gc=False):
     """One use of a group by a batch. `times_sampled` counts this use."""
 
     group_id: str

@@ -240,10 +240,10 @@ def encode_record(record: AnyRecord) -> bytes:
     """Encode a record. A thread can encode a large batch: other threads run between its pieces."""
     if not isinstance(record, BatchRecord) or len(record.groups) <= PIECE:
         return _encode(record)
-    fields = msgspec.to_builtins(msgspec.structs.replace(record, groups=[]))
     # Each piece is encoded as an array of its own: keep its items, without the header.
-    items = (_encode(piece)[len(_array_header(len(piece))) :] for piece in _pieces(record.groups))
-    return _encode(fields | {"groups": msgspec.Raw(b"".join((_array_header(len(record.groups)), *items)))})
+    items = (_encode(piece)[len(_array_header(len(piece))) :] for piece in pieces_of(record.groups))
+    groups = msgspec.Raw(b"".join((_array_header(len(record.groups)), *items)))
+    return _encode(msgspec.structs.replace(record, groups=groups))
 
 
 def decode_record(raw: bytes) -> AnyRecord:
@@ -255,12 +255,13 @@ def decode_record(raw: bytes) -> AnyRecord:
     if not isinstance(record, BatchRecord):
         return record
     groups: list[BatchEntry] = []
-    for piece in _pieces(_decode_items(fields["groups"])):
+    for piece in pieces_of(_decode_items(fields["groups"])):
         groups += _decode_entries(_array_header(len(piece)) + b"".join(map(bytes, piece)))
     return msgspec.structs.replace(record, groups=groups)
 
 
-def _pieces(items: list[T]) -> Iterator[list[T]]:
+def pieces_of(items: list[T]) -> Iterator[list[T]]:
+    """Cut a list into pieces that a call may work on while it keeps Python's lock."""
     return (items[start : start + PIECE] for start in range(0, len(items), PIECE))
 
 

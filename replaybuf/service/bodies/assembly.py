@@ -23,7 +23,7 @@ from replaybuf.kernel.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state import Attachment
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
-from replaybuf.service.bodies.release import release
+from replaybuf.service.bodies.release import SMALL, drop, release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.group import Group, hash_name
@@ -158,6 +158,10 @@ class PackedBatch:
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
 
     def __del__(self) -> None:
+        if len(self.groups) > SMALL:
+            record = [self.record]
+            del self.record
+            drop(record)
         release(self.planned, self.groups, self.owners, self.grid, self.row_tokens, self.bodies)
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 
 from replaybuf.service.bodies.assembly import PackedBatch, completed
 from replaybuf.wire.contract import StepRecord, UsedGroup
-from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
 
 
 def describe_batch(
@@ -41,5 +41,9 @@ def describe_batch(
         adapters_completed=completed(record) if record.adapters else None,
         short=record.short or None,
         fill=record.fill,
-        groups=msgspec.convert(record.groups, list[UsedGroup], from_attributes=True),
+        groups=[used for piece in pieces_of(record.groups) for used in _convert(piece)],
     )
+
+
+def _convert(groups: list[BatchEntry]) -> list[UsedGroup]:
+    return msgspec.convert(groups, list[UsedGroup], from_attributes=True)

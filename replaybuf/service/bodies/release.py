@@ -24,6 +24,11 @@ def release(*containers: Container) -> None:
             _queue().put(container)
 
 
+def drop(things: list[Any]) -> None:
+    """Empty a short list of large objects: the last reference to each ends in the thread."""
+    _queue().put(things)
+
+
 @functools.cache
 def _queue() -> queue.SimpleQueue[Container]:
     waiting: queue.SimpleQueue[Container] = queue.SimpleQueue()
