@@ -35,6 +35,8 @@ COMMANDS = {
     "strategies check": "replaybuf.cli.strategies:check",
     "generate": "replaybuf.cli.generate:generate",
     "eval": "replaybuf.cli.evaluate:evaluate",
+    "export": "replaybuf.cli.export:export",
+    "import": "replaybuf.cli.export:import_",
     "demo": "replaybuf.lab.demo.command:demo",
     "simulate": "replaybuf.lab.simulate.command:simulate",
 }

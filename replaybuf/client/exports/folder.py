@@ -1,0 +1,150 @@
+"""Folder of an export: files by table and step, and a manifest with a checksum of each, written last.
+
+::
+
+    DIR/manifest.json   DIR/groups/step=3/part-00000.parquet   DIR/rollouts/...   DIR/ledger/...
+
+Rows without a step are in `step=-1`, because pandas reads no null partition beside others. A part number names
+the page that the rows came with: parts in ascending order hold the groups in the order of storing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from replaybuf.client.exports.tables import TABLES, pyarrow, schema_of
+from replaybuf.errors import Conflict, Invalid
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NO_STEP = -1
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file: its rows and the SHA-256 of its bytes."""
+
+    rows: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export holds. `rows` by table; `without_rollouts`: groups whose bytes were freed before.
+
+    `trimmed_groups`, `trimmed_entries`: left out, because their history was trimmed. `steps`: ids of the groups of each
+    acked or assembled step of the surviving history, in training order.
+    """
+
+    format: int
+    run: str
+    generation: int
+    step: int
+    config: dict[str, Any]
+    rows: dict[str, int]
+    without_rollouts: int
+    trimmed_groups: int
+    trimmed_entries: int
+    steps: dict[int, list[str]]
+    files: dict[str, FileEntry]
+
+
+class ExportWriter:
+    """Writes an export into a temporary folder beside `target`; `finish` moves it there at once."""
+
+    def __init__(self, target: Path) -> None:
+        if target.exists():
+            raise Conflict(f"{target} exists; export to a folder that does not", name="to", value=str(target))
+        pyarrow()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._target = target
+        self._scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        self.files: dict[str, FileEntry] = {}
+        self.rows = dict.fromkeys(TABLES, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def write(self, table: str, part: int, rows: Mapping[int | None, Sequence[dict[str, Any]]]) -> None:
+        """Write the rows of one page, by step."""
+        pa = pyarrow()
+        for step, several in rows.items():
+            name = f"{table}/step={NO_STEP if step is None else step}/part-{part:06}.parquet"
+            path = self._scratch / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pa.parquet.write_table(pa.Table.from_pylist(list(several), schema=schema_of(table)), path)
+            self.files[name] = FileEntry(len(several), checksum(path))
+            self.rows[table] += len(several)
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest and move the folder to its place."""
+        with (self._scratch / MANIFEST).open("wb") as stream:
+            stream.write(msgspec.json.format(msgspec.json.encode(manifest)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._scratch.chmod(0o755)
+        self._scratch.rename(self._target)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class ExportReader:
+    """Reads an export, each file once its checksum is right."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self.manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Invalid(f"{folder} is not an export: {error}", name="from", value=str(folder)) from error
+        if self.manifest.format != FORMAT:
+            raise Invalid(
+                f"{folder} has format {self.manifest.format}; this release reads format {FORMAT}",
+                name="format",
+                value=self.manifest.format,
+                bound=FORMAT,
+            )
+
+    def parts(self) -> Iterator[list[str]]:
+        """Yield the names of the group files of each page, in the order of storing."""
+        by_part: dict[str, list[str]] = {}
+        for name in self.manifest.files:
+            if name.startswith("groups/"):
+                by_part.setdefault(Path(name).name, []).append(name)
+        for part in sorted(by_part):
+            yield sorted(by_part[part])
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """Read the rows of a file. Raises `Invalid` for a missing or a changed file."""
+        path = self._folder / name
+        entry = self.manifest.files.get(name)
+        found = checksum(path) if path.is_file() else "no such file"
+        if entry is None or found != entry.sha256:
+            raise Invalid(f"{path} does not match the manifest: {found}", name="from", value=name)
+        # `ParquetFile`, because `read_table` adds a column for the step in the path.
+        rows: list[dict[str, Any]] = pyarrow().parquet.ParquetFile(path).read().to_pylist()
+        return rows
+
+    def read_groups(self, name: str) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Read a file of groups with the file of their rollouts: both rows by group id."""
+        rollouts: dict[str, list[dict[str, Any]]] = {}
+        beside = name.replace("groups/", "rollouts/", 1)
+        for row in self.read(beside) if beside in self.manifest.files else ():
+            rollouts.setdefault(row["group_id"], []).append(row)
+        return {row["group_id"]: (row, rollouts.get(row["group_id"], [])) for row in self.read(name)}

@@ -1,0 +1,128 @@
+"""A new run from an export: warm start with all groups, or the trained groups alone in their recorded order.
+
+Stored groups keep ids, prompts, adapters, rewards and advantages. A version above the published one of the new run is
+not possible: such a group gets the published version and no version spans, and its metadata keep what it had.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from replaybuf.client.client import Client
+from replaybuf.client.exports.folder import ExportReader
+from replaybuf.errors import Invalid
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+
+AT_ONCE = 32
+"""Groups of one append."""
+FILES_KEPT = 8
+RECORDED = "recorded"
+"""Strategy that serves groups in the order of storing, as many per step as its option `sizes` says."""
+
+_Rows = tuple[dict[str, Any], list[dict[str, Any]]]
+_ROLLOUT_FIELDS = RolloutJson.__struct_fields__
+
+
+def import_run(
+    client: Client, reader: ExportReader, *, replay_order: bool, report: Callable[[int, int], None]
+) -> Counter[str]:
+    """Create the run if it does not exist, append the groups; return how many were stored, duplicate or skipped.
+
+    A repetition continues: groups that are stored are `duplicate`. `replay_order`: each step gets the groups of the
+    recorded step, in the recorded order. Raises `Invalid` for a damaged export, and what `append` raises.
+    """
+    client.put_run(_config(reader, replay_order), if_absent=True)
+    published = client.get_run().published_version
+    outcomes: Counter[str] = Counter()
+    total = sum(map(len, reader.manifest.steps.values())) if replay_order else reader.manifest.rows["groups"]
+    batch: list[Group] = []
+    for group_id, (row, rollouts) in _in_recorded_order(reader) if replay_order else _in_arrival_order(reader):
+        if not rollouts:
+            outcomes["without_rollouts"] += 1
+            continue
+        batch.append(_group(reader.manifest.run, group_id, row, rollouts, published))
+        if len(batch) == AT_ONCE:
+            outcomes += _append(client, batch)
+            batch = []
+        report(outcomes.total() + len(batch), total)
+    return outcomes + _append(client, batch)
+
+
+def _append(client: Client, groups: list[Group]) -> Counter[str]:
+    results = client.append(groups) if groups else []
+    return Counter(f"rejected: {result.reason}" if result.reason else result.status for result in results)
+
+
+def _config(reader: ExportReader, replay_order: bool) -> RunConfig:
+    config: dict[str, Any] = dict(reader.manifest.config)
+    if replay_order:
+        steps = reader.manifest.steps
+        if sorted(steps) != list(range(len(steps))):
+            raise Invalid(
+                f"the export has steps {min(steps, default=0)} to {max(steps, default=0)}; replay needs all from 0 on",
+                name="replay_order",
+                value=len(steps),
+            )
+        sizes = [len(steps[step]) for step in range(len(steps))]
+        batch = config["batch"] | {"tokens_per_batch": None, "groups_per_batch": max(sizes, default=1)}
+        strategy = {"name": RECORDED, "options": {"sizes": sizes}}
+        config |= {"strategy": strategy, "batch": batch, "filters": [], "max_steps": len(steps), "adapters": {}}
+    return msgspec.convert(config, RunConfig)
+
+
+def _in_arrival_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
+    for names in reader.parts():
+        found = [rows for name in names for rows in reader.read_groups(name).values()]
+        for row, rollouts in sorted(found, key=lambda rows: int(rows[0]["number"])):
+            yield row["group_id"], (row, rollouts)
+
+
+def _in_recorded_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
+    """Yield each use of a group; uses after the first have an id of their own. Raises `Invalid` for a missing group."""
+    places = {row["group_id"]: name for names in reader.parts() for name in names for row in reader.read(name)}
+    read = lru_cache(FILES_KEPT)(reader.read_groups)
+    used: set[str] = set()
+    for step, group_ids in sorted(reader.manifest.steps.items()):
+        for group_id in group_ids:
+            rows = read(places[group_id])[group_id] if group_id in places else ({}, [])
+            if not rows[1]:
+                raise Invalid(
+                    f"step {step} used group {group_id!r}, whose rollouts the export lacks: they were freed before it",
+                    name="replay_order",
+                    value=group_id,
+                )
+            yield f"{group_id}#{step}" if group_id in used else group_id, rows
+            used.add(group_id)
+
+
+def _group(run: str, group_id: str, row: dict[str, Any], rollouts: list[dict[str, Any]], published: int) -> Group:
+    version = int(row["policy_version"])
+    newest = max((span[0] for rollout in rollouts for span in rollout["version_spans"] or ()), default=version)
+    metadata = msgspec.json.decode(row["metadata"] or "{}")
+    if max(version, newest) > published:
+        metadata["imported"] = {"run": run, "policy_version": version, "policy_version_max": newest}
+        version = min(version, published)
+        rollouts = [rollout | {"version_spans": None} for rollout in rollouts]
+    wires = [
+        RolloutJson(
+            **{name: rollout[name] for name in _ROLLOUT_FIELDS if name not in ("rewards", "version_spans")},
+            rewards=msgspec.json.decode(rollout["rewards"]),
+            version_spans=None if rollout["version_spans"] is None else [tuple(s) for s in rollout["version_spans"]],
+        )
+        for rollout in sorted(rollouts, key=lambda rollout: int(rollout["rollout"]))
+    ]
+    wire = GroupJson(
+        group_id=group_id,
+        prompt_id=row["prompt_id"],
+        policy_version=version,
+        adapter=row["adapter"],
+        metadata=metadata,
+        rollouts=wires,
+    )
+    return group_from_json(wire)

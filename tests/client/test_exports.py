@@ -1,0 +1,149 @@
+"""Exports: what DuckDB and pandas read is what was stored; a new run from an export serves the recorded batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas
+import pytest
+from safetensors.numpy import load
+
+from replaybuf import Client
+from replaybuf.cli.main import main
+from replaybuf.client.exports import export as exporting
+from replaybuf.client.exports.folder import MANIFEST
+from tests.conftest import RunClient, ServeProcess, group
+
+
+@pytest.fixture
+def trained(run: RunClient) -> RunClient:
+    """A run that trained two steps of different sizes by a token budget; one group is left."""
+    strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 9}}
+    run.put(batch={"tokens_per_batch": 40, "seq_len": 64}, strategy=strategy)
+    run.append(group("long", tokens=12), group("a", tokens=8, metadata={"env": "math"}), group("b", tokens=9))
+    epoch = run.attach()
+    run.train(epoch, range(1))
+    spans = group("c", 1, tokens=9)
+    for rollout in spans["rollouts"]:
+        rollout |= {"version_spans": [[1, 0, 7]], "rewards": {"correct": 0.25}, "finish_reason": "stop"}
+    assert {one["status"] for one in run.append(spans, group("d", 1, tokens=10), group("e", 1, tokens=10))} == {
+        "stored"
+    }
+    run.train(epoch, range(1, 2))
+    return run
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, int]:
+    """Run a command and return what it prints as JSON."""
+    main([*map(str, words), "--json"])
+    counts: dict[str, int] = json.loads(capsys.readouterr().out)
+    return counts
+
+
+def used(run: RunClient) -> list[list[str]]:
+    return [[one["group_id"] for one in run.get(f"batches/{step}/record").json()["groups"]] for step in range(2)]
+
+
+def test_duckdb_and_pandas_read_what_was_stored(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    counts = command(capsys, "export", trained.run, "--to", folder, "--url", service.url)
+    assert (counts["groups"], counts["rollouts"], counts["without_rollouts"]) == (6, 12, 0)
+    steps = duckdb.sql(
+        f"select step, list(group_id order by number) from read_parquet('{folder}/groups/*/*.parquet', "
+        "hive_partitioning=true) group by step order by step"
+    ).fetchall()
+    first, second = (sorted(names) for names in used(trained))
+    assert [(step, sorted(names)) for step, names in steps[1:]] == [(0, first), (1, second)]
+    assert steps[0][0] == -1 and not {*first, *second}.intersection(steps[0][1])
+    frame = pandas.read_parquet(folder / "rollouts")
+    stored = trained.get("groups/c").json()["rollouts"]
+    rows = frame[frame.group_id == "c"].sort_values("rollout").to_dict("records")
+    for row, rollout in zip(rows, stored, strict=True):
+        for name in ("prompt_ids", "completion_ids", "inference_logprobs"):
+            assert list(row[name]) == rollout[name]
+        assert (row["reward"], row["advantage"], row["finish_reason"]) == (
+            rollout["reward"],
+            rollout["advantage"],
+            rollout["finish_reason"],
+        )
+    ledger = pandas.read_parquet(folder / "ledger").sort_values("entry")
+    assert [json.loads(text) for text in ledger.record] == trained.get("ledger").json()["records"]
+    assert trained.get("cursors").json() == {"cursors": []}
+
+
+def test_a_run_from_an_export_alone_serves_the_recorded_batches(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, name = tmp_path / "out", f"{trained.run}-again"
+    command(capsys, "export", trained.run, "--to", folder, "--url", service.url)
+    words = ("import", name, "--from", folder, "--replay-order", "--url", service.url)
+    total = sum(map(len, used(trained)))
+    assert command(capsys, *words) == {"stored": total}
+    assert command(capsys, *words) == {"duplicate": total}
+    again = RunClient(service.url, name)
+    with again.http:
+        epoch = again.attach()
+        bodies = again.train(epoch, range(2))
+        assert used(again) == used(trained)
+        assert again.batch(2, epoch).status_code == 410
+        recorded_epoch = trained.attach()
+        for step, body in enumerate(bodies):
+            recorded = trained.batch(step, recorded_epoch)
+            assert recorded.status_code == 200
+            columns, expected = load(body), load(recorded.content)
+            for column in ("0.input_ids", "0.advantages", "0.inference_logprobs"):
+                assert columns[column].tolist() == expected[column].tolist()
+
+
+def test_a_warm_start_keeps_ids_rewards_and_the_recorded_version(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, name = tmp_path / "out", f"{trained.run}-warm"
+    command(capsys, "export", trained.run, "--to", folder, "--url", service.url)
+    assert command(capsys, "import", name, "--from", folder, "--url", service.url) == {"stored": 6}
+    with Client(service.url, name) as client:
+        groups = client.list_groups().groups
+        assert [one.group_id for one in groups] == ["long", "a", "b", "c", "d", "e"]
+        assert {one.policy_version for one in groups} == {0}
+        imported, original = client.get_group("c"), trained.get("groups/c").json()
+        assert imported.metadata == {"imported": {"run": trained.run, "policy_version": 1, "policy_version_max": 1}}
+        assert [one.reward for one in imported.rollouts or ()] == [one["reward"] for one in original["rollouts"]]
+        assert client.get_group("a").metadata == {"env": "math"}
+
+
+def test_an_export_that_fails_leaves_nothing_behind(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "_write_ledger", fail)
+    with pytest.raises(SystemExit):
+        main(["export", trained.run, "--to", str(tmp_path / "out"), "--url", service.url])
+    assert list(tmp_path.iterdir()) == [] and trained.get("cursors").json() == {"cursors": []}
+
+
+def test_wrong_folders_get_one_clear_answer(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    command(capsys, "export", trained.run, "--to", folder, "--url", service.url)
+
+    def fails(*words: Any) -> str:
+        with pytest.raises(SystemExit):
+            main([*map(str, words), "--url", service.url])
+        return capsys.readouterr().err
+
+    assert "exists; export to a folder that does not" in fails("export", trained.run, "--to", folder)
+    assert "is not an export" in fails("import", "other", "--from", tmp_path)
+    damaged = next((folder / "rollouts").glob("*/*.parquet"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert "does not match the manifest" in fails("import", f"{trained.run}-x", "--from", folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 2}))
+    assert "has format 2; this release reads format 1" in fails("import", "other", "--from", folder)
