@@ -19,6 +19,7 @@ from replaybuf.strategy import (
     Strategy,
     StrategyOptions,
     Waiting,
+    fill,
     source_code,
     too_few,
 )
@@ -32,6 +33,8 @@ from replaybuf_strategies.replay_options import LOOK_AHEAD, ROUNDING, ReplayOpti
 from replaybuf_strategies.reuse import Limiter, reuse_capacity
 
 _NEVER = -1
+_FOLLOWING = 64
+"""Groups after those of a full batch that may still be added to it, as in `replaybuf.strategy.fill`."""
 
 COLUMN_OF = {"advantage": "advantage_abs_mean", "reward_std": "reward_std", "feedback": "priority"}
 """Column of each `priority`: |advantage| or reward std of the rollouts, or the trainer's feedback."""
@@ -103,7 +106,20 @@ class Replay(Strategy[ReplayOptions]):
             return Waiting(reason, len(chosen), int(chosen.tokens.sum(dtype=np.int64)))
         if self._limiter and self._limiter.blocks(buffer, len(chosen)):
             return _rate_limited(self._limiter, buffer, len(chosen))
+        if len(found.following):
+            chosen = self._complete(groups, found, buffer, budget)
         return Selection(chosen.row, self._weights(chosen))
+
+    def _complete(self, groups: Groups, found: Composed, buffer: BufferView, budget: Budget) -> Groups:
+        """Fill the tokens left with following groups, as `replaybuf.strategy.fill` does, if the rate allows."""
+        m = self.options.max_staleness
+        last_version = None if m is None else (buffer.step + 1) // buffer.steps_per_publish - m
+        order = np.concatenate([found.positions, found.following])
+        given = groups.take(order)
+        filled = fill(given, np.arange(len(order)), budget, last_version)
+        chosen = given.take(np.isin(given.row, filled.rows)) if isinstance(filled, Selection) else given
+        blocked = self._limiter is not None and self._limiter.blocks(buffer, len(chosen))
+        return groups.take(found.positions) if blocked else chosen
 
     def _compose(self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator) -> Composed:
         options = self.options
@@ -127,7 +143,8 @@ class Replay(Strategy[ReplayOptions]):
         order = interleave(pieces, self._shares) if options.mix else pieces()
         if options.groups_per_prompt:
             order = limit_prompts(groups, order, options.groups_per_prompt)
-        return prefix(groups, order, budget)
+        any_may_follow = budget.tokens is not None and not options.mix
+        return prefix(groups, order, budget, _FOLLOWING if any_may_follow else 0)
 
     def _place_by_place(self, groups: Groups, pieces: Callable[[int, bool], Pieces], budget: Budget) -> Composed:
         rules = Composition(
