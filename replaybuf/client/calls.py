@@ -16,7 +16,8 @@ import msgspec
 
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import Gone, InvalidGroups, Malformed
-from replaybuf.wire.config import ConfigPatch, Cost, RunConfig
+from replaybuf.wire.config import Cost, RunConfig
+from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import (
     AppendResult,
     AppendResults,
@@ -358,7 +359,7 @@ def _bounds(facts: RunFacts) -> GroupLimits:
         group_size=facts.group_size,
         vocab_size=facts.vocab_size,
         seq_len=None if truncates else facts.batch.seq_len,
-        tokens_per_batch=None if truncates else facts.batch.tokens_per_batch,
+        tokens_per_batch=None if truncates else facts.batch.token_budget,
     )
 
 

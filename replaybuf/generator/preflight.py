@@ -92,7 +92,7 @@ def check_fit(
                 value=max_tokens,
                 bound=bound - length,
             )
-    least, budget = group_size * (length + 1), facts.batch.tokens_per_batch
+    least, budget = group_size * (length + 1), facts.batch.token_budget
     if budget is not None and least > budget:
         raise Invalid(
             f"a group of {group_size} rollouts of prompt {prompt.prompt_id!r} has at least {least} tokens; "

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET
 
 from replaybuf.errors import Conflict, Invalid
-from replaybuf.wire.config import AdapterChange, AdapterSpec, RunConfig
+from replaybuf.wire.config import AdapterSpec, RunConfig
+from replaybuf.wire.config_patch import AdapterChange
 
 
 def change_adapters(config: RunConfig, changes: Mapping[str, AdapterChange | None]) -> RunConfig:

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, WrongStep
 from replaybuf.kernel.cursors import NOTHING_KEPT, Kept
-from replaybuf.kernel.decide_config import config_of
+from replaybuf.kernel.decide_config import check_live_groups, config_of
 from replaybuf.kernel.limits import Load, count_fitting
+from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.queries import list_purgeable
 from replaybuf.kernel.selection import BatchSelection, Selector
 from replaybuf.kernel.state import RunState
@@ -65,14 +66,14 @@ def decide_tickets(
 ) -> TicketChange | WaitingAnswer:
     """Issue up to `count` tickets from the book, or answer why there are none. Raises `StrategyFault`."""
     if state.state != "running":
-        return waiting(state.state, held(state, selector, adapter), selector.config)
+        return waiting(state.state, held(state, selector, adapter), state)
     if (phase := selector.config.phase_of(adapter)) != "running":
         detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
-        return waiting(phase, held(state, selector, adapter), selector.config, detail=detail)
+        return waiting(phase, held(state, selector, adapter), state, detail=detail)
     if book.used_up(adapter):
         # No prompt is left, but a ticket that is out may still come back.
         blocked_on = "producers" if book.out_of(adapter) else "nothing"
-        return waiting("finished", held(state, selector, adapter), selector.config, blocked_on=blocked_on)
+        return waiting("finished", held(state, selector, adapter), state, blocked_on=blocked_on)
     capacity = selector.capacity(adapter)
     if capacity < 1:
         return selector.rate_limited(adapter, held(state, selector, adapter))
@@ -234,7 +235,7 @@ def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now
         groups=[],
         turn=chosen.turn,
         short=chosen.short,
-        fill=_fill_of(chosen, int(columns[-1].sum(dtype=np.int64)), config) if chosen.short else None,
+        fill=_fill_of(state, chosen, int(columns[-1].sum(dtype=np.int64))),
         at_s=now_s,
     )
     progress = {name: state.progress_at(step, name) for name in config.adapters}
@@ -246,11 +247,13 @@ def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now
     return BatchDraft(record, columns, chosen.weights, versions, part)
 
 
-def _fill_of(chosen: BatchSelection, tokens: int, config: RunConfig) -> float:
-    """Return how full a batch is: the larger of its shares of the bounds in groups and in tokens."""
+def _fill_of(state: RunState, chosen: BatchSelection, tokens: int) -> float | None:
+    """Return how full a short batch is: the larger of its shares of the bounds in groups and in tokens."""
+    if not chosen.short:
+        return None
+    config, budget = config_of(state), state.token_budget
     sizes = [config.groups_per_batch_of(name) for name in config.active_adapters]
     groups = sum(size for size in sizes if size)
-    budget = config.batch.tokens_per_batch
     return max(len(chosen.rows) / groups if groups else 0.0, tokens / budget if budget else 0.0)
 
 
@@ -259,7 +262,8 @@ def _fill_of(chosen: BatchSelection, tokens: int, config: RunConfig) -> float:
 
 def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> AttachRecord:
     """Decide the attach of a trainer. Raises `WrongStep` for a step that cannot be resumed, `Invalid`."""
-    batch = config_of(state).batch
+    config = config_of(state)
+    batch = config.batch
     step = state.step if request.resume_step is None else request.resume_step
     if not state.oldest_step <= step <= state.step:
         raise WrongStep(
@@ -280,6 +284,9 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> Atta
         )
     if request.cost is not None:
         request.cost.check()
+    if config.batch.token_budget(request.dp_world_size) != state.token_budget:
+        resolve_config(config, request.dp_world_size)
+        check_live_groups(state, config, request.dp_world_size)
     return AttachRecord(
         epoch=state.epoch + 1,
         step=step,

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, NotFound
 from replaybuf.kernel.adapter_changes import change_adapters
 from replaybuf.kernel.eviction import PIECE
+from replaybuf.kernel.index import IN_BATCHES, LIVE
 from replaybuf.kernel.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
-from replaybuf.wire.config import ConfigPatch, RunConfig, StrategySpec, recorded
+from replaybuf.wire.config import RunConfig, StrategySpec, recorded
+from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 RunStatus = Literal["running", "paused", "finished"]
@@ -58,12 +61,15 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
 
 
 def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:
-    """Decide a change of strategy, filters, limits, adapters or status. Raises `Conflict` and `Invalid`."""
+    """Decide a change of strategy, filters, limits, batches, adapters or status. Raises `Conflict` and `Invalid`."""
     config, max_uses = config_of(state), state.max_uses
     changed = _patched(config, patch)
     if changed != config or patch.state == "running":  # else a run whose plug-in is missing could not be paused
-        changed, bounds = resolve_config(changed)
+        ranks = state.attachment.dp_world_size if state.attachment else 1
+        changed, bounds = resolve_config(changed, ranks)
         max_uses = bounds.max_uses
+        if patch.batch:
+            check_live_groups(state, changed, ranks)
         if patch.strategy:
             _check_unacked_batches(state, bounds)
     status: Any = patch.state or state.config_state
@@ -98,11 +104,28 @@ def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
         fields["filters"] = patch.filters
     if patch.limits:
         fields["limits"] = patch.limits.of(config.limits)
+    if patch.batch:
+        fields["batch"] = patch.batch.of(config.batch)
     if patch.strategy:
         name = patch.strategy.name or config.strategy.name
         fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
     changed = msgspec.structs.replace(config, **fields)
     return change_adapters(changed, patch.adapters) if patch.adapters else changed
+
+
+def check_live_groups(state: RunState, config: RunConfig, ranks: int) -> None:
+    """Raise `Conflict` for a token budget that a group exceeds which is live, or may be live after a resume."""
+    budget, index = config.batch.token_budget(ranks), state.index
+    kept = np.isin(index["state"], (LIVE, IN_BATCHES))
+    largest = int(index["tokens"][kept].max(initial=0))
+    if budget is not None and largest > budget:
+        raise Conflict(
+            f"a batch would hold {budget} tokens on {ranks} ranks; the largest live group has {largest}, and no batch "
+            "could ever hold it: set a larger batch.tokens_per_batch",
+            name="batch.tokens_per_batch",
+            value=budget,
+            bound=largest,
+        )
 
 
 def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:

@@ -88,7 +88,7 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
         strange = ~np.isin(adapters, [hash_name(name) for name in config.adapters])
     else:
         strange = adapters != 0
-    over = ~strange & (index["tokens"][rows] > (config.batch.tokens_per_batch or LARGEST_INTEGER))
+    over = ~strange & (index["tokens"][rows] > (state.token_budget or LARGEST_INTEGER))
     if not np.count_nonzero(strange | over):
         return rows, {}
     found = {"over_budget": rows[over], "unknown_adapter": rows[strange]}

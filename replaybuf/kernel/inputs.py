@@ -90,9 +90,9 @@ class StrategyInputs:
         if len(recent):
             return max(1.0, float(recent.mean()))
         tokens = (config.group_size or 8) * min(config.batch.seq_len / 2, self.max_tokens or math.inf)
-        if config.batch.tokens_per_batch is not None:
+        if (budget := self._state.token_budget) is not None:
             groups = max(config.groups_per_batch_of(name) or 1 for name in config.adapter_names)
-            tokens = min(tokens, config.batch.tokens_per_batch / groups)
+            tokens = min(tokens, budget / groups)
         return max(1.0, tokens)
 
     def flow(self) -> Flow:
@@ -123,7 +123,7 @@ class StrategyInputs:
             groups_live=live.groups,
             tokens_live=live.tokens,
             tickets_out=self._book.out_of(adapter),
-            budget=Budget(config.batch.tokens_per_batch, config.groups_per_batch_of(adapter), self.seq_len),
+            budget=Budget(state.token_budget, config.groups_per_batch_of(adapter), self.seq_len),
             batches=tuple(after - before for before, after in itertools.pairwise(used)),
             groups_stored=pool.stored_of(adapter),
             groups_used=used[-1],
@@ -138,7 +138,7 @@ class StrategyInputs:
         groups = self.config.groups_per_batch_of(adapter)
         if groups is not None:
             groups -= self._state.progress_at(self._state.next_step, adapter).groups
-        return Budget(self.config.batch.tokens_per_batch, groups, self.seq_len)
+        return Budget(self._state.token_budget, groups, self.seq_len)
 
     def seed(self, step: int) -> list[int]:
         """Return the seed of the generator of `step`: (run seed, generation, step)."""

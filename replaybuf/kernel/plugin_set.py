@@ -136,16 +136,16 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
         return PluginSet(config, bounds, filters, None, fault.detail, feedback)
 
 
-def resolve_config(config: RunConfig) -> tuple[RunConfig, Bounds]:
+def resolve_config(config: RunConfig, ranks: int = 1) -> tuple[RunConfig, Bounds]:
     """Check a configuration, fill in the defaults of its plug-ins' options, and read the strategy's bounds.
 
-    Raises `Invalid`.
+    `ranks`: of the attached trainer, for a token budget that follows it. Raises `Invalid`.
     """
-    check_run_config(config)
+    check_run_config(config, ranks)
     advantages(config.advantage, np.zeros(1))
     batch, live_tokens = config.batch, _live_tokens(config.limits)
     budgets = {
-        adapter: Budget(batch.tokens_per_batch, config.groups_per_batch_of(adapter), batch.seq_len)
+        adapter: Budget(batch.token_budget(ranks), config.groups_per_batch_of(adapter), batch.seq_len)
         for adapter in config.adapter_names
     }
     name = config.strategy.name

@@ -171,10 +171,10 @@ class Selector:
         """
         oldest_s = self._book.oldest_deadline_s(adapter)
         if oldest_s is None or not self._lacks_groups(adapter):
-            return waiting("rate_limited", have, self.config, blocked_on="trainer")
+            return waiting("rate_limited", have, self._state, blocked_on="trainer")
         left_s = max(0.0, oldest_s - self._clock())
         detail = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
-        return waiting("rate_limited", have, self.config, blocked_on="producers", detail=detail)
+        return waiting("rate_limited", have, self._state, blocked_on="producers", detail=detail)
 
     def _lacks_groups(self, adapter: str) -> bool:
         """Return whether the next batch, or an adapter's part in it, waits for producers."""
@@ -234,7 +234,7 @@ class Selector:
 
         config = self.config
         sizes = {name: config.groups_per_batch_of(name) for name in config.active_adapters}
-        return share_batch(self._state.rotation, sizes, config.batch.tokens_per_batch, take)
+        return share_batch(self._state.rotation, sizes, self._state.token_budget, take)
 
     def _choose_tail(self, adapter: str, budget: Budget, waits: WaitingAnswer) -> Selection | None:
         """Choose the last groups of an adapter that will get no more; None if there are none to train.
@@ -343,12 +343,12 @@ class Selector:
         """
         if self.config.adapters and not adapter:
             live = self._state.pool.live_totals()
-            return waiting(reason, Amount(live.groups, live.tokens), self.config)
+            return waiting(reason, Amount(live.groups, live.tokens), self._state)
         have = self._given(adapter, groups)
         if limit:
             have = Amount(_least(limit.groups, have.groups), _least(limit.tokens, have.tokens))
         missing = self.inputs.own_budget(adapter).groups or 0
-        return waiting(reason, have, self.config, adapter=adapter, missing=missing)
+        return waiting(reason, have, self._state, adapter=adapter, missing=missing)
 
     def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
         """Sum up `groups`, by default those that the strategy sees for the next batch."""

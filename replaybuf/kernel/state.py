@@ -113,6 +113,12 @@ class RunState:
         return self.attachment.epoch if self.attachment else 0
 
     @property
+    def token_budget(self) -> int | None:
+        """Tokens of the next batch, for the newest layout; one rank before the first attach. None = no bound."""
+        ranks = self.attachment.dp_world_size if self.attachment else 1
+        return self.config.batch.token_budget(ranks) if self.config else None
+
+    @property
     def state(self) -> RunPhase:
         """State of the run: `running`, `paused` or `finished`."""
         done = self.config is not None and self.config.max_steps is not None and self.step >= self.config.max_steps

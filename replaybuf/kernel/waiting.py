@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from replaybuf.wire.config import RunConfig
+from replaybuf.kernel.state import RunState
 from replaybuf.wire.contract import REASONS, RETRY_AFTER_S, Amount, WaitingAnswer
 
 BLOCKED_ON = dict.fromkeys(REASONS, "producers") | {
@@ -23,7 +23,7 @@ def nearest(waits: Mapping[str, WaitingAnswer]) -> WaitingAnswer:
 def waiting(
     reason: str,
     have: Amount,
-    config: RunConfig,
+    state: RunState,
     *,
     adapter: str = "",
     missing: int = 0,
@@ -31,11 +31,11 @@ def waiting(
     detail: str | None = None,
 ) -> WaitingAnswer:
     """Build the answer for a batch or ticket that has to wait; of an adapter whose batch needs `missing` groups."""
-    groups = missing if adapter else config.batch.groups_per_batch
+    groups = missing if adapter or state.config is None else state.config.batch.groups_per_batch
     return WaitingAnswer(
         reason=reason,
         have=have,
-        need=Amount(0, config.batch.tokens_per_batch or 0) if groups is None else Amount(groups, 0),
+        need=Amount(0, state.token_budget or 0) if groups is None else Amount(groups, 0),
         blocked_on=blocked_on or BLOCKED_ON[reason],
         retry_after_s=RETRY_AFTER_S,
         adapter=adapter,

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from replaybuf.errors import Invalid, Unreadable
 from replaybuf.wire.frame import smallest_frame_bytes
@@ -83,6 +83,15 @@ class StrategySpec(Spec, frozen=True):
 Filters = Annotated[list[StrategySpec], Meta(max_length=MOST_FILTERS)]
 
 
+class TokensPerRank(Spec, frozen=True):
+    """Token budget that follows the layout of the attached trainer: so many tokens for each rank."""
+
+    per_rank: Positive
+
+
+TokenBudget = Positive | TokensPerRank | None
+
+
 class BatchSpec(Spec, frozen=True):
     """Bounds of a batch, which never exceeds `tokens_per_batch` and never splits a group.
 
@@ -90,7 +99,7 @@ class BatchSpec(Spec, frozen=True):
     that fill no batch when no prompt is left. After `timeout_s` at least `min_groups` make a short batch.
     """
 
-    tokens_per_batch: Positive | None = 65536
+    tokens_per_batch: TokenBudget = 65536
     groups_per_batch: GroupCount | None = None
     seq_len: RowTokens = 4096
     pad_to_multiple_of: RowMultiple = 1
@@ -98,6 +107,11 @@ class BatchSpec(Spec, frozen=True):
     tail: Literal["train", "drop"] = "train"
     timeout_s: Seconds | None = None
     min_groups: GroupCount = 1
+
+    def token_budget(self, ranks: int) -> int | None:
+        """Return the tokens of a batch for so many ranks."""
+        budget = self.tokens_per_batch
+        return min(budget.per_rank * ranks, LARGEST_INTEGER) if isinstance(budget, TokensPerRank) else budget
 
 
 class TicketSpec(Spec, frozen=True):
@@ -191,49 +205,6 @@ class RunConfig(Spec, frozen=True):
         return step // self.steps_per_publish_of(adapter)
 
 
-class StrategyChange(Spec, frozen=True):
-    """New strategy (None = the run's own) with all its options; an absent option gets its default."""
-
-    name: Name | None = None
-    options: dict[str, Any] = {}
-
-
-class LimitsChange(Spec, frozen=True):
-    """New limits: an absent limit stays, null restores its default."""
-
-    max_tokens_live: Positive | UnsetType | None = UNSET
-    max_bytes_live: Positive | UnsetType | None = UNSET
-    max_group_bytes: StoredBytes | UnsetType | None = UNSET
-
-    def of(self, limits: Limits) -> Limits:
-        """Return `limits` with these changes."""
-        bounds = msgspec.structs.asdict(limits)
-        bounds |= {name: bound for name, bound in msgspec.structs.asdict(self).items() if bound is not UNSET}
-        return Limits(**{name: bound for name, bound in bounds.items() if bound is not None})
-
-
-class AdapterChange(Spec, frozen=True):
-    """A new adapter, which needs `groups_per_batch`, or a change of `paused`; an absent field stays."""
-
-    groups_per_batch: GroupCount | UnsetType = UNSET
-    prompts: Positive | UnsetType | None = UNSET
-    steps_per_publish: Positive | UnsetType | None = UNSET
-    paused: bool | UnsetType = UNSET
-
-
-class ConfigPatch(Spec, frozen=True):
-    """JSON of `PATCH /v1/runs/{run}`: changes of a live run; an absent or null part stays.
-
-    `adapters`: by name; null removes an adapter.
-    """
-
-    strategy: StrategyChange | None = None
-    filters: Filters | None = None
-    limits: LimitsChange | None = None
-    state: Literal["running", "paused", "finished"] | None = None
-    adapters: Annotated[dict[Name, AdapterChange | None], Meta(max_length=MOST_ADAPTERS)] | None = None
-
-
 def check_run_name(run: str) -> str:
     """Return `run` if it is a valid name. Raises `Invalid`."""
     if not RUN_NAME.fullmatch(run):
@@ -242,8 +213,11 @@ def check_run_name(run: str) -> str:
     return run
 
 
-def check_run_config(config: RunConfig) -> None:
-    """Reject a configuration with which a run would wait for ever. Raises `Invalid` with the reason."""
+def check_run_config(config: RunConfig, ranks: int = 1) -> None:
+    """Reject a configuration with which a run would wait for ever. Raises `Invalid` with the reason.
+
+    `ranks`: of the attached trainer, for a token budget that follows it.
+    """
     batch = config.batch
     for name, spec in (("strategy", config.strategy), *((f"filters[{n}]", s) for n, s in enumerate(config.filters))):
         _check_options(f"{name}.options", spec.options)
@@ -256,7 +230,7 @@ def check_run_config(config: RunConfig) -> None:
             value=None,
             bound="one of the two set",
         )
-    _check_sizes(config)
+    _check_sizes(config, batch.token_budget(ranks))
     _check_short_batches(config)
     if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
         why = f"it must divide batch.seq_len, {batch.seq_len}"
@@ -275,9 +249,9 @@ def _invalid(name: str, value: int, why: str, bound: int | None) -> Invalid:
     return Invalid(f"{name} is {value}; {why}", name=name, value=value, bound=bound)
 
 
-def _check_sizes(config: RunConfig) -> None:
+def _check_sizes(config: RunConfig, budget: int | None) -> None:
     """Reject a batch that cannot hold one group, and a buffer that cannot hold one batch."""
-    budget, most = config.batch.tokens_per_batch, config.limits.max_tokens_live
+    most = config.limits.max_tokens_live
     smallest_group = (config.group_size or 1) * MIN_TOKENS_PER_ROLLOUT
     if budget is not None and budget < smallest_group:
         why = f"one group has at least {smallest_group} tokens, so no batch could ever hold one"
@@ -306,7 +280,7 @@ def _check_short_batches(config: RunConfig) -> None:
             bound="train",
         )
     sizes = [config.groups_per_batch_of(adapter) for adapter in config.kept_adapters]
-    most = sum(size for size in sizes if size) if all(sizes) else None
+    most = sum(size for size in sizes if size) if sizes and all(sizes) else None
     if most is not None and batch.min_groups > most:
         why = f"a full batch has at most {most} groups, so the time-out would never make one"
         raise _invalid("batch.min_groups", batch.min_groups, why, most)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from replaybuf.errors import Malformed
+from replaybuf.wire.config import TokensPerRank
 from replaybuf.wire.contract import Answer, WaitingAnswer
 
 
@@ -151,8 +152,13 @@ class BatchFacts(Struct, frozen=True):
     """Bounds of a run's batches: tokens of one micro-batch and of a batch, and the rule for longer rollouts."""
 
     seq_len: int | None = None
-    tokens_per_batch: int | None = None
+    tokens_per_batch: int | TokensPerRank | None = None
     overlong: str = "reject"
+
+    @property
+    def token_budget(self) -> int | None:
+        """Tokens of a batch; None = no bound, or one that only the service knows because it follows the trainer."""
+        return None if isinstance(self.tokens_per_batch, TokensPerRank) else self.tokens_per_batch
 
 
 class RunFacts(Struct, frozen=True):

@@ -14,7 +14,8 @@ from replaybuf.kernel.decide_config import decide_patch
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
-from replaybuf.wire.config import AdapterSpec, BatchSpec, ConfigPatch, RunConfig
+from replaybuf.wire.config import AdapterSpec, BatchSpec, RunConfig
+from replaybuf.wire.config_patch import ConfigPatch
 from tests.conftest import RunClient, ServeProcess, group, lasting
 from tests.service.test_adapters import add, conserved, given, put, served
 from tests.store.test_store import to_append, with_store

@@ -51,6 +51,13 @@ EXAMPLES: dict[str, Any] = {
         "strategy": SPEC,
         "filters": [{"name": "zero-variance", "options": {}}],
         "limits": LIMITS,
+        "batch": {
+            "tokens_per_batch": {"per_rank": 1024},
+            "groups_per_batch": 1,
+            "tail": "train",
+            "timeout_s": 1.0,
+            "min_groups": 1,
+        },
         "state": "running",
         "adapters": {"a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False}},
     },
@@ -117,7 +124,7 @@ def cases_in(call: Call, kind: inspect.Type, path: tuple[str | int, ...], exampl
             yield Case(call, path, kind.le, more, name)
             if kind.ge is not None:
                 yield Case(call, path, kind.ge, kind.ge - 1, name)
-        case inspect.StructType():
+        case inspect.StructType() if isinstance(example, dict):  # else the example is another part of a union
             assert example.keys() == {field.name for field in kind.fields}, f"complete the example of {kind.cls}"
             for field in kind.fields:
                 yield from cases_in(call, field.type, (*path, field.name), example[field.name])

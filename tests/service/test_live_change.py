@@ -11,6 +11,7 @@ from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, group, lasting
 
 ONE_STEP = {"name": "one-step-off-policy", "options": {"max_staleness": 1}}
+DEEP = {"name": "one-step-off-policy", "options": {"max_staleness": 9}}
 
 
 def replay(**options: Any) -> dict[str, Any]:
@@ -48,6 +49,96 @@ def refused(run: RunClient, status: int, name: str, **changes: Any) -> dict[str,
     assert len(run.get("ledger").json()["records"]) == ledger
     problem: dict[str, Any] = response.json()
     return problem
+
+
+def test_the_size_of_batches_changes_from_the_next_unassembled_step_on(run: RunClient) -> None:
+    """The batch that is out, and the one made ahead, keep their groups; the change is in the ledger."""
+    epoch = begin(run, DEEP, groups=11)
+    assert len(uses(run.batch(0, epoch))) == len(uses(run.batch(1, epoch))) == 2
+    assert patch(run, batch={"groups_per_batch": 3}).status_code == 200
+    assert len(uses(run.batch(1, epoch))) == 2
+    run.ack(0, epoch)
+    assert len(uses(run.batch(2, epoch))) == 3
+    changed = [one for one in run.get("ledger").json()["records"] if one["type"] == "CONFIG"][-1]
+    assert changed["config"]["batch"]["groups_per_batch"] == 3
+    assert patch(run, batch={"groups_per_batch": None, "tokens_per_batch": 40}).status_code == 200
+    run.ack(1, epoch)
+    assert len(uses(run.batch(3, epoch))) == 4  # of 10 tokens each
+    assert patch(run, batch={"groups_per_batch": 2}).status_code == 200
+    before = len(run.get("ledger").json()["records"])
+    assert patch(run, batch={"groups_per_batch": 2}).status_code == 200
+    assert len(run.get("ledger").json()["records"]) == before
+
+
+def test_a_batch_that_was_prepared_for_the_size_before_is_made_again(run: RunClient) -> None:
+    """The service prepares step 2 after step 1 was served; nothing of it was decided."""
+    epoch = begin(run, DEEP, groups=9)
+    run.batch(0, epoch)
+    run.ack(0, epoch)
+    run.batch(1, epoch)
+    run.ack(1, epoch)
+    assert patch(run, batch={"groups_per_batch": 5}).status_code == 200
+    assert len(uses(run.batch(2, epoch))) == 5
+
+
+def test_a_changed_time_out_and_tail_hold_at_once(run: RunClient) -> None:
+    epoch = begin(run, ONE_STEP, groups=1)
+    assert "timeout_in_s" not in run.batch(0, epoch).json()
+    assert patch(run, batch={"timeout_s": 0.1}).status_code == 200
+    assert run.batch(0, epoch, wait_ms=30_000).status_code == 200
+    assert patch(run, batch={"timeout_s": None, "tail": "drop"}).status_code == 200
+    config = run.state()["config"]["batch"]
+    assert (config["timeout_s"], config["tail"], config["groups_per_batch"]) == (None, "drop", 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "name", "batch"),
+    [
+        (422, "batch.tokens_per_batch", {"tokens_per_batch": 3}),
+        (422, "batch.tokens_per_batch", {"groups_per_batch": None, "tokens_per_batch": None}),
+        (422, "batch.min_groups", {"min_groups": 3}),
+        (422, "batch.tail", {"timeout_s": 5, "tail": "drop"}),
+        (422, "limits.max_tokens_live", {"groups_per_batch": 500}),
+        (409, "batch.tokens_per_batch", {"tokens_per_batch": 9}),
+        (409, "batch.tokens_per_batch", {"tokens_per_batch": {"per_rank": 9}}),
+    ],
+)
+def test_a_size_of_batches_with_which_the_run_would_stop_is_refused(
+    run: RunClient, status: int, name: str, batch: dict[str, Any]
+) -> None:
+    """A live group has 10 tokens."""
+    begin(run, ONE_STEP, groups=1, group_size=2, limits={"max_tokens_live": 1000})
+    refused(run, status, name, batch=batch)
+
+
+def test_a_budget_per_rank_follows_the_layout_of_the_trainer(run: RunClient) -> None:
+    """Groups of 10 tokens, 20 for each rank; a batch that was made keeps its groups in another layout."""
+    assert run.put(batch={"tokens_per_batch": {"per_rank": 20}, "seq_len": 16}, strategy=DEEP).status_code == 201
+    assert run.state()["waiting"]["need"] == {"groups": 0, "tokens": 20}
+    run.append(*(group(f"g{number}") for number in range(12)))
+    epoch = run.attach(dp_world_size=2)
+    assert run.batch(0, epoch).status_code == 200
+    assert len(run.get("batches/0/record").json()["groups"]) == 4
+    epoch = run.attach(dp_world_size=1)
+    assert run.batch(0, epoch).status_code == 200
+    assert len(run.get("batches/0/record").json()["groups"]) == 4
+    run.ack(0, epoch)
+    assert run.batch(1, epoch).status_code == 200
+    assert len(run.get("batches/1/record").json()["groups"]) == 2
+    assert run.state()["config"]["batch"]["tokens_per_batch"] == {"per_rank": 20}
+
+
+def test_a_layout_too_small_for_a_live_group_or_too_large_for_the_limits_is_refused(run: RunClient) -> None:
+    batch = {"tokens_per_batch": {"per_rank": 8}, "seq_len": 16}
+    assert run.put(batch=batch, strategy=ONE_STEP, limits={"max_tokens_live": 40}).status_code == 201
+    assert run.append(group("large"))[0]["reason"] == "over_budget"
+    run.attach(dp_world_size=2)
+    assert run.append(group("large"))[0]["status"] == "stored"
+    small = run.post("attach", dp_world_size=1, resume_step=0)
+    assert (small.status_code, small.json()["value"], small.json()["bound"]) == (409, 8, 10)
+    large = run.post("attach", dp_world_size=6, resume_step=0)
+    assert (large.status_code, large.json()["name"], large.json()["bound"]) == (422, "limits.max_tokens_live", 48)
+    assert run.state()["epoch"] == 1
 
 
 def test_from_replay_to_single_use_and_back_with_half_used_groups_and_a_batch_ahead(run: RunClient) -> None:

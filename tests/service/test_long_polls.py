@@ -23,7 +23,8 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE, Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.run import Run
 from replaybuf.store import EmbeddedServer, Store
-from replaybuf.wire.config import AdapterSpec, BatchSpec, ConfigPatch, StrategyChange, TicketSpec
+from replaybuf.wire.config import AdapterSpec, BatchSpec, TicketSpec
+from replaybuf.wire.config_patch import ConfigPatch, StrategyChange
 from replaybuf.wire.contract import AttachRequest, Tickets, WaitingAnswer
 from tests.conftest import RunClient, group
 from tests.led_run import append, on_a_run

@@ -15,17 +15,18 @@ from replaybuf.wire.config import (
     LATER_FIELDS,
     AdapterSpec,
     BatchSpec,
-    ConfigPatch,
     Limits,
     RunConfig,
     StrategySpec,
     TicketSpec,
+    TokensPerRank,
     check_run_config,
     check_run_name,
     differing_fields,
     read_config,
     recorded,
 )
+from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import smallest_frame_bytes
 from tests.builders import run_config
@@ -145,6 +146,7 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         (adapters_config("math", batch=BatchSpec(groups_per_batch=4)), "batch.groups_per_batch", 4, None),
         (adapters_config("math", tickets=TicketSpec(prompts=9)), "tickets.prompts", 9, None),
         (adapters_config("math", group_size=8, limits=Limits(max_tokens_live=63)), "limits.max_tokens_live", 63, 64),
+        (run_config(batch=BatchSpec(tokens_per_batch=TokensPerRank(per_rank=1))), "batch.tokens_per_batch", 1, 2),
         (run_config(batch=BatchSpec(tail="drop", timeout_s=30)), "batch.tail", "drop", "train"),
         (run_config(batch=BatchSpec(groups_per_batch=4, timeout_s=30, min_groups=5)), "batch.min_groups", 5, 4),
         (adapters_config("a", "b", batch=BatchSpec(timeout_s=30, min_groups=9)), "batch.min_groups", 9, 8),
@@ -167,6 +169,7 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         "groups of the run",
         "prompts of the run",
         "live of an adapter",
+        "budget of 1 per rank",
         "tail and time-out",
         "time-out",
         "time-out of adapters",
@@ -330,5 +333,5 @@ def test_differing_fields_are_listed_by_dotted_name(changed: dict[str, Any], fie
 def test_a_patch_contains_only_changed_fields() -> None:
     patch = decode_json(b'{"state": "paused"}', ConfigPatch)
     assert (patch.state, patch.strategy, patch.filters, patch.limits) == ("paused", None, None, None)
-    with pytest.raises(Malformed, match="unknown field `batch`"):
-        decode_json(b'{"batch": {}}', ConfigPatch)
+    with pytest.raises(Malformed, match="unknown field `seq_len`"):
+        decode_json(b'{"batch": {"seq_len": 8}}', ConfigPatch)

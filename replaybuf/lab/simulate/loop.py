@@ -86,7 +86,7 @@ class Simulation:
 
     def _groups_per_batch(self) -> int:
         batch = self.run.config.batch
-        return batch.groups_per_batch or math.ceil((batch.tokens_per_batch or 0) / self._supply.tokens_per_group)
+        return batch.groups_per_batch or math.ceil((self.run.state.token_budget or 0) / self._supply.tokens_per_group)
 
     def _step_s(self) -> float:
         """Estimate the time of a step: that of trainer or producers, whichever is slower."""

@@ -61,7 +61,7 @@ class VirtualRun:
         self._apply(decide_attach(self.state, AttachRequest(dp_world_size=ranks), self.now_s))
         batch = self.config.batch
         self._bounds = GroupLimits(
-            seq_len=batch.seq_len if batch.overlong == "reject" else None, tokens_per_batch=batch.tokens_per_batch
+            seq_len=batch.seq_len if batch.overlong == "reject" else None, tokens_per_batch=self.state.token_budget
         )
 
     @property

@@ -26,7 +26,8 @@ from replaybuf.service.http.requests import (
     Text,
 )
 from replaybuf.wire import contract, cursors, evaluations
-from replaybuf.wire.config import ConfigPatch, RunConfig
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 from replaybuf.wire.run_status import RunList, RunStatus

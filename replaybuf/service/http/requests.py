@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from replaybuf.errors import Invalid, Malformed, TooLarge, UnsupportedMedia
 from replaybuf.service.http.body_budget import BodyShare
-from replaybuf.wire.config import LARGEST_INTEGER, ConfigPatch, RunConfig
+from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
+from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.decoding import decode_json, decode_request
 from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_REASON_BYTES, check_string, check_strings
 

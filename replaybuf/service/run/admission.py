@@ -125,7 +125,7 @@ class AdmissionCheck:
             group_size=config.group_size,
             vocab_size=config.vocab_size,
             seq_len=config.batch.seq_len,
-            tokens_per_batch=config.batch.tokens_per_batch,
+            tokens_per_batch=self._journal.state.token_budget,
         )
 
 

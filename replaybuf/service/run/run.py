@@ -33,7 +33,8 @@ from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
-from replaybuf.wire.config import ConfigPatch, RunConfig, differing_fields
+from replaybuf.wire.config import RunConfig, differing_fields
+from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.run_status import RunStatus
 
 DIRECT_WRITES_S = 60.0

@@ -113,7 +113,7 @@ class Tickets:
                     await self._save(self._book.give_back(ticket, "shutdown"))
                 return Round(shares)
         except StrategyFault:  # `admit` failed: the decision has paused the run
-            return Round([], waiting("paused", held(journal.state, self._selector, adapter), journal.config))
+            return Round([], waiting("paused", held(journal.state, self._selector, adapter), journal.state))
 
     def _assign(self, change: TicketChange, shares: Iterable[tuple[_Producer, list[Ticket]]]) -> None:
         """Record which producer got which ticket; it calls, so it is not gone."""
