@@ -80,5 +80,5 @@ def test_a_dropped_batch_is_freed_piece_by_piece(monkeypatch: pytest.MonkeyPatch
     batch = packed(SMALL + 1, 2)
     record, grid = batch.record, batch.grid
     del batch
-    assert given[0] == [record]
+    assert any(len(one) == 1 and one[0] is record for one in given)
     assert any(one is grid for one in given)
