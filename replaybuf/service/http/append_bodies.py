@@ -57,6 +57,7 @@ async def _read_json(request: Request, max_group_bytes: int, decoders: DecoderPo
             yield incoming
         return
     frames, outcomes = await decoders.decode_groups(body, Job(max_group_bytes, MAX_GROUPS))
+    del body, growing  # the bytes of the body: storing its frames takes memory too
     start = 0
     for outcome in outcomes:
         yield await _from_outcome(outcome, frames[start : start + outcome.frame_bytes])

@@ -7,6 +7,7 @@ an ack. An `Answer` goes back. The process ends when the service closes the sock
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import socket
@@ -25,8 +26,8 @@ from replaybuf.wire.group_json import Body, DecodedGroup, decode_json_groups
 from replaybuf.wire.metadata import check_metadata
 
 MESSAGE_BYTES = 1 << 16
-MEMORY_BYTES = 128 << 20
-"""Memory to decode one body, besides the files of its bytes and its frames."""
+MEMORY_BYTES = 120 << 20
+"""Memory to decode one body, with the file of its frames, besides the file of its bytes: with both 3 x 64 MiB."""
 ERRORS: dict[str, type[ReplaybufError]] = {error.__name__: error for error in (Malformed, Invalid, TooLarge)}
 """Errors that a body may have as a whole, by name."""
 
@@ -71,29 +72,39 @@ class Answer(msgspec.Struct, frozen=True):
 def main() -> None:
     """Decode body after body."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the service
-    _limit_memory()
+    memory = Memory()
     with socket.socket(fileno=int(sys.argv[1])) as service:
         while True:
             message, fds, _, _ = socket.recv_fds(service, MESSAGE_BYTES, 2)
             if not message:
                 return
-            answer = _answer(msgspec.json.decode(message, type=Job), *map(SharedBytes, fds))
+            memory.leave(MEMORY_BYTES)
+            body, frames = map(SharedBytes, fds)
+            answer = _answer(msgspec.json.decode(message, type=Job), body, frames, memory)
+            del body, frames
             service.sendall(msgspec.json.encode(answer) + b"\n")
 
 
-def _limit_memory() -> None:
-    """Bound the memory of this process where the system reports and bounds it."""
-    try:
-        data_pages = int(Path("/proc/self/statm").read_text().split()[5])
-    except OSError:
-        return
-    limit = data_pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+class Memory:
+    """Bound of the memory of this process, where the system reports and bounds it."""
+
+    def __init__(self) -> None:
+        self._before_bytes: int | None = None
+        with contextlib.suppress(OSError):
+            self._before_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+
+    def leave(self, room_bytes: int) -> None:
+        """Allow this process so much more than it had at its start. Raises `MemoryError` if that is nothing."""
+        if room_bytes <= 0:
+            raise MemoryError
+        if self._before_bytes is not None:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (self._before_bytes + room_bytes, hard))
 
 
-def _answer(job: Job, body: SharedBytes, frames: SharedBytes) -> Answer:
+def _answer(job: Job, body: SharedBytes, frames: SharedBytes, memory: Memory) -> Answer:
     try:
-        return _decode_ack(body.view(), frames) if job.ack else _decode(job, body.view(), frames)
+        return _decode_ack(body.view(), frames) if job.ack else _decode(job, body.view(), frames, memory)
     except (Malformed, Invalid, TooLarge) as error:
         return Answer(failure=_failure(type(error).__name__, error))
     except MemoryError:
@@ -103,8 +114,8 @@ def _answer(job: Job, body: SharedBytes, frames: SharedBytes) -> Answer:
         return Answer(failure=Failure("TooLarge", detail, "body", None, MEMORY_BYTES))
 
 
-def _decode(job: Job, body: Body, frames: SharedBytes) -> Answer:
-    """Write the frame of each group, and then the outcomes of all."""
+def _decode(job: Job, body: Body, frames: SharedBytes, memory: Memory) -> Answer:
+    """Write the frame of each group, and then the outcomes of all. Each frame leaves less memory to decode the rest."""
     outcomes: list[Outcome] = []
     frames_bytes = 0
     for decoded in decode_json_groups(body, job.max_group_bytes):
@@ -113,6 +124,7 @@ def _decode(job: Job, body: Body, frames: SharedBytes) -> Answer:
         frame, rejection = _frame(decoded)
         frames.append(frame)
         frames_bytes += len(frame)
+        memory.leave(MEMORY_BYTES - frames_bytes)
         source = decoded.group or decoded
         outcomes.append(Outcome(len(frame), rejection, source.group_id, source.ticket))
     frames.append(msgspec.msgpack.encode(outcomes))
