@@ -51,7 +51,7 @@ class Replay(Strategy[ReplayOptions]):
     others: while those fill the window no ticket is issued, so waiting for it would never end.
 
     `max_uses` is a bound, not the mean: with the defaults 2.4 uses per group were measured, and 42 % of a batch's
-    groups generated per step. Prefetch chooses early, and uniform draws miss some groups until they are too stale.
+    groups generated per step. A group is about two versions old at its first use, in any order; random draws miss few.
     """
 
     Options: ClassVar[type[StrategyOptions]] = ReplayOptions
