@@ -9,7 +9,7 @@
 - Ranks, one batch: seconds from ready to the arrays of the first rank, and for one further rank; packing alone. Above
   16 ranks, 16 of them are fetched.
 - Live groups, batches of 32 small ones: selection and eviction in this process; seconds from ready to arrays; GET of
-  the run; resident memory; seconds until `serve` is ready. Index entries share 64 payloads.
+  the run; resident memory; seconds until `serve` is ready.
 
 The result is the exponent between neighbours, log(time ratio) / log(size ratio), of the smallest values, which other
 processes disturb least: 1 is proportional, 0 is independent.
@@ -33,20 +33,19 @@ import httpx
 import numpy as np
 from groups import random_group
 from measured import Measured
+from published import DISTINCT, publish
 from served import Served
 
 from replaybuf.client.client import Client
 from replaybuf.kernel.eviction import decide_removals
-from replaybuf.kernel.index import ENTRY, encode_entry
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.strategy import Selection
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.packing.pack import pack
 from replaybuf.service.run.journal import Journal
-from replaybuf.store import PendingGroup, Store, keys
+from replaybuf.store import PendingGroup, Store
 from replaybuf.store.durability import Level, WritePolicy
-from replaybuf.store.entries import EntryStrings, encode_strings
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group
@@ -62,8 +61,7 @@ BATCH_OF_RANKS = 1_048_576
 RANKS_FETCHED = 16
 RUN = "growth"
 SMALL_BATCH, SMALL_TOKENS, STEPS = 32, 160, 8
-DISTINCT = 64
-GROUPS_PER_APPEND, PUBLISHED_AT_ONCE = 8, 5_000
+GROUPS_PER_APPEND = 8
 TIMEOUT_S = 300.0
 
 Values = dict[int, list[float]]
@@ -225,7 +223,7 @@ def over_live_groups(sizes: Sequence[int], repeats: int) -> dict[tuple[str, str]
             served.kill()
             with served.redis() as plain:
                 plain.config_set("appendfsync", "no")  # filling is not what is measured
-            asyncio.run(publish(served.redis_url, count))
+            asyncio.run(fill(served.redis_url, count))
             with served.redis() as plain:
                 plain.config_set("appendfsync", "always")
             decided = asyncio.run(decisions(served.redis_url, max(repeats, 7)))
@@ -247,29 +245,10 @@ def over_live_groups(sizes: Sequence[int], repeats: int) -> dict[tuple[str, str]
     return seen
 
 
-async def publish(url: str, count: int) -> None:
-    """Publish live groups of tickets that share `DISTINCT` payloads."""
-    rng = np.random.default_rng(0)
-    made = [random_group(rng, n, rollouts=2, mean_tokens=SMALL_TOKENS, longest=512) for n in range(DISTINCT)]
-    frames = [encode_frame(group) for group in made]
-    payloads = [keys.payload(RUN, f"g{n}") for n in range(DISTINCT)]
-    own = [encode_entry(group, len(f), stored_checksum(f), 0, 0.0) for group, f in zip(made, frames, strict=True)]
-    templates = np.frombuffer(b"".join(own), ENTRY)
-    lengths = [group.lengths.astype("<i4").tobytes() for group in made]
-    done = keys.prompts_done(RUN, "")
-    run_keys = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
+async def fill(url: str, count: int) -> None:
+    """Publish live groups of tickets."""
     store = await Store.open(url)
-    await store.connection.client.mset(dict(zip(payloads, frames, strict=True)))
-    for start in range(0, count, PUBLISHED_AT_ONCE):
-        numbers = np.arange(start, min(start + PUBLISHED_AT_ONCE, count))
-        entries = templates[numbers % DISTINCT]
-        entries["prompt_index"] = numbers
-        pipe = store.connection.client.pipeline(transaction=False)
-        for n, entry in zip(numbers.tolist(), entries, strict=True):
-            k, name = n % DISTINCT, f"p{n}"
-            strings = encode_strings(EntryStrings(name, f"task/{n}", "", payloads[k], f"t0-{n}-1", lengths[k]))
-            pipe.fcall("rb_publish", len(run_keys), *run_keys, "", name, name, entry.tobytes(), strings, n, n)
-        await pipe.execute()
+    await publish(store, RUN, count, rollouts=2, mean_tokens=SMALL_TOKENS, longest=512)
     await store.close()
 
 

@@ -28,23 +28,19 @@ from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 import uvloop
-from groups import random_group
 from measured import Measured, Target
+from published import publish
 
-from replaybuf.kernel.index import ENTRY, encode_entry
 from replaybuf.kernel.snapshot import take
 from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.routes import application
 from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE
 from replaybuf.service.server import SWITCH_INTERVAL_S, keep_freed_memory
-from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.store import EmbeddedServer, Store
 from replaybuf.store.durability import WritePolicy
-from replaybuf.store.entries import EntryStrings, encode_strings
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.frame import encode_frame, stored_checksum
 
 RUN = "holds"
 PERIOD_S = 0.002
@@ -53,8 +49,6 @@ MANY_RUNS = 1_000
 MOST_PRIORITIES = 20_000
 """More do not fit into the body of an ack."""
 TIMEOUT_S = 600.0
-MEAN_TOKENS, LONGEST, DISTINCT = 160, 160, 64
-PUBLISHED_AT_ONCE = 1_000
 
 
 class Watch:
@@ -278,37 +272,9 @@ async def prepare(data: Path, *, groups: int, batch: int) -> None:
         },
     )
     await service.stop()
-    await publish(store, groups)
+    await publish(store, RUN, groups)
     await store.close()
     await server.stop()
-
-
-async def publish(store: Store, count: int) -> None:
-    """Publish live groups of tickets, of one short rollout each."""
-    rng = np.random.default_rng(0)
-    made = [random_group(rng, n, rollouts=1, mean_tokens=MEAN_TOKENS, longest=LONGEST) for n in range(DISTINCT)]
-    frames = [encode_frame(group) for group in made]
-    own = [encode_entry(group, len(f), stored_checksum(f), 0, 0.0) for group, f in zip(made, frames, strict=True)]
-    templates = np.frombuffer(b"".join(own), ENTRY)
-    lengths = [group.lengths.astype("<i4").tobytes() for group in made]
-    done = keys.prompts_done(RUN, "")
-    for start in range(0, count, PUBLISHED_AT_ONCE):
-        numbers = np.arange(start, min(start + PUBLISHED_AT_ONCE, count))
-        entries = templates[numbers % DISTINCT]
-        entries["prompt_index"] = numbers
-        pipe = store.connection.pipeline()
-        names: list[str] = []
-        arguments: list[Any] = []
-        for n, entry in zip(numbers.tolist(), entries, strict=True):
-            k, name = n % DISTINCT, f"p{n}"
-            payload = keys.payload(RUN, name)
-            pipe.execute_command("SET", payload, frames[k], "EX", keys.ORPHAN_TTL_S)
-            strings = encode_strings(EntryStrings(name, f"task/{n}", "", payload, f"t0-{n}-1", lengths[k]))
-            names += [done, done, payload]
-            arguments += [name, name, entry.tobytes(), strings, n, n]
-        store.connection.add_call(pipe, RUN, "rb_publish", names, arguments)
-        *_, reply = await store.connection.run(pipe.execute())
-        store.connection.check_reply(RUN, "", reply)
 
 
 def main() -> None:

@@ -2,10 +2,9 @@
 
     python benchmarks/rebuild.py --groups 1000000 --repeats 5
 
-Groups are published by the library's own function with tiny index entries and without payloads, which a rebuild does
-not read. Figures: groups/s of reading and folding both streams, against XRANGE into a dict per group; seconds from the
-start of `serve` to `listening` (imports included, Valkey already up); memory per million groups in Redis and in the
-service.
+A rebuild does not read the payloads of the groups. Figures: groups/s of reading and folding both streams, against
+XRANGE into a dict per group; seconds from the start of `serve` to `listening` (imports included, Valkey already up);
+memory per million groups in Redis and in the service.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import time
 from pathlib import Path
 
 import httpx
-import msgspec
-import numpy as np
 import redis
 from measured import Measured
+from published import publish
 from served import Served
 
 from replaybuf.kernel.index import ENTRY
@@ -107,22 +105,9 @@ def read_plainly(client: redis.Redis, groups: int) -> float:
 
 
 async def fill(url: str, groups: int) -> None:
-    """Publish live groups of tickets without payloads."""
+    """Publish live groups of tickets."""
     store = await Store.open(url)
-    done = keys.prompts_done(RUN, "")
-    names = [keys.index(RUN), keys.group_ids(RUN), keys.counts(RUN), keys.fence(RUN), done, done]
-    for start in range(0, groups, CHUNK_GROUPS):
-        indexes = np.arange(start, min(start + CHUNK_GROUPS, groups))
-        entries = np.zeros(len(indexes), ENTRY)
-        entries["prompt_index"], entries["tokens"], entries["rollouts"], entries["longest_tokens"] = indexes, 10, 2, 5
-        pipe = store.connection.client.pipeline(transaction=False)
-        for position, index in enumerate(indexes.tolist()):
-            name, lengths = f"p{index}", b"\5\0\0\0\5\0\0\0"
-            strings = [name, f"task/{index}", "", f"rb:p:{{{RUN}:{name}}}:0123456789abcdef", f"t0-{index}-1", lengths]
-            values = entries[position : position + 1].tobytes()
-            packed = msgspec.msgpack.encode(strings)
-            pipe.fcall("rb_publish", len(names), *names, "", name, name, values, packed, index, index)
-        await pipe.execute()
+    await publish(store, RUN, groups)
     await store.close()
 
 
