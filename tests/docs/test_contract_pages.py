@@ -47,6 +47,7 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> N
     run.put(batch={"groups_per_batch": 1})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
+    assert run.get("cursors/reader").status_code == 200
     tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
     tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
     tenants.append(group("used", adapter="a"), group("dropped", tokens=9, adapter="a"))
