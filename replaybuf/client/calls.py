@@ -357,6 +357,7 @@ def _bounds(facts: RunFacts) -> GroupLimits:
     return GroupLimits(
         adapters=frozenset(facts.adapters),
         group_size=facts.group_size,
+        min_group_size=facts.min_group_size,
         vocab_size=facts.vocab_size,
         seq_len=None if truncates else facts.batch.seq_len,
         tokens_per_batch=None if truncates else facts.batch.token_budget,

@@ -36,7 +36,7 @@ LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
-LATER_FIELDS = ("tickets.heartbeat_s", "batch.tail", "batch.timeout_s", "batch.min_groups")
+LATER_FIELDS = ("min_group_size", "tickets.heartbeat_s", "batch.tail", "batch.timeout_s", "batch.min_groups")
 """Fields added since format 1. The ledger has them only where they differ from their default."""
 LATER_ADAPTER_FIELDS = ("paused", "removed")
 """The same of each adapter; the default is False."""
@@ -46,6 +46,7 @@ NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
 RowTokens = Annotated[int, Meta(ge=MIN_TOKENS_PER_ROLLOUT, le=LONGEST_ROW)]
 RowMultiple = Annotated[int, Meta(ge=1, le=LONGEST_ROW)]
 GroupCount = Annotated[int, Meta(ge=1, le=MOST_GROUPS)]
+RolloutCount = Annotated[int, Meta(ge=1, le=LARGEST_ROLLOUTS)]
 StoredBytes = Annotated[int, Meta(ge=1, le=LARGEST_STORED_BYTES)]
 Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
@@ -153,7 +154,8 @@ class RunConfig(Spec, frozen=True):
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()
     filters: Filters = []
-    group_size: Annotated[int, Meta(ge=1, le=LARGEST_ROLLOUTS)] | None = None
+    group_size: RolloutCount | None = None
+    min_group_size: RolloutCount | None = None
     vocab_size: Positive | None = None
     steps_per_publish: Positive = 1
     max_steps: Positive | None = None
@@ -162,6 +164,11 @@ class RunConfig(Spec, frozen=True):
     tickets: TicketSpec = TicketSpec()
     limits: Limits = Limits()
     adapters: Annotated[dict[Name, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
+
+    @property
+    def least_rollouts(self) -> int | None:
+        """Return the fewest rollouts of a group; None = any number."""
+        return self.min_group_size or self.group_size
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -232,6 +239,7 @@ def check_run_config(config: RunConfig, ranks: int = 1) -> None:
         )
     _check_sizes(config, batch.token_budget(ranks))
     _check_short_batches(config)
+    _check_partial_groups(config)
     if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
         why = f"it must divide batch.seq_len, {batch.seq_len}"
         raise _invalid("batch.pad_to_multiple_of", batch.pad_to_multiple_of, why, batch.seq_len)
@@ -252,7 +260,7 @@ def _invalid(name: str, value: int, why: str, bound: int | None) -> Invalid:
 def _check_sizes(config: RunConfig, budget: int | None) -> None:
     """Reject a batch that cannot hold one group, and a buffer that cannot hold one batch."""
     most = config.limits.max_tokens_live
-    smallest_group = (config.group_size or 1) * MIN_TOKENS_PER_ROLLOUT
+    smallest_group = (config.least_rollouts or 1) * MIN_TOKENS_PER_ROLLOUT
     if budget is not None and budget < smallest_group:
         why = f"one group has at least {smallest_group} tokens, so no batch could ever hold one"
         raise _invalid("batch.tokens_per_batch", budget, why, smallest_group)
@@ -284,6 +292,14 @@ def _check_short_batches(config: RunConfig) -> None:
     if most is not None and batch.min_groups > most:
         why = f"a full batch has at most {most} groups, so the time-out would never make one"
         raise _invalid("batch.min_groups", batch.min_groups, why, most)
+
+
+def _check_partial_groups(config: RunConfig) -> None:
+    """Reject a `min_group_size` without `group_size` or above it."""
+    least, size = config.min_group_size, config.group_size
+    if least is not None and (size is None or least > size):
+        bound = "not set: set it too" if size is None else f"{size}, the maximum"
+        raise _invalid("min_group_size", least, f"group_size is {bound}", size)
 
 
 def _check_bytes(limits: Limits, rollouts: int) -> None:

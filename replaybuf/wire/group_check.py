@@ -34,6 +34,7 @@ class GroupLimits:
     published_version: int | None = None
     adapters: frozenset[str] = frozenset()
     group_size: int | None = None
+    min_group_size: int | None = None
     vocab_size: int | None = None
     seq_len: int | None = None
     tokens_per_batch: int | None = None
@@ -86,9 +87,12 @@ def _prompt_index(group: Group, _: GroupLimits) -> str | None:
 
 
 def _group_size(group: Group, limits: GroupLimits) -> str | None:
-    if limits.group_size in (None, group.rollouts):
+    most = limits.group_size
+    least = most if limits.min_group_size is None else limits.min_group_size
+    if most is None or least is None or least <= group.rollouts <= most:
         return None
-    return f"rollouts is {group.rollouts}; group_size is {limits.group_size}"
+    and_least = "" if least == most else f" and min_group_size is {least}"
+    return f"rollouts is {group.rollouts}; group_size is {most}{and_least}"
 
 
 def _empty_prompt(group: Group, _: GroupLimits) -> str | None:

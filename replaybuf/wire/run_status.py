@@ -170,6 +170,7 @@ class RunFacts(Struct, frozen=True):
     batch: BatchFacts = BatchFacts()
     strategy: ChosenStrategy = ChosenStrategy()
     group_size: int | None = None
+    min_group_size: int | None = None
     steps_per_publish: int = 1
     vocab_size: int | None = None
     seed: int = 0

@@ -36,6 +36,7 @@ EXAMPLES: dict[str, Any] = {
         "strategy": SPEC,
         "filters": [{"name": "zero-variance", "options": {}}],
         "group_size": 2,
+        "min_group_size": 1,
         "vocab_size": 100,
         "steps_per_publish": 1,
         "max_steps": 1000,

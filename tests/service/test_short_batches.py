@@ -312,3 +312,19 @@ def test_adapters_share_a_batch_of_the_time_out_without_ending_their_steps(
     assert (record(timed, 0)["short"], record(timed, 0)["fill"]) == ("timeout", 0.25)
     assert not any(part["completed"] for part in record(timed, 0)["adapters"].values())
     assert timed.state()["adapters"]["code"]["progress"] == {"step": 0, "groups": 1, "groups_per_batch": 4}
+
+
+# ---------------------------------------------------------------------- partial groups
+
+
+def test_a_group_that_lost_rollouts_is_stored_with_advantages_over_the_others(run: RunClient) -> None:
+    """Of four rollouts at least two must be there; the mean of the rewards 0, 1, 0 is 1/3."""
+    batch = {"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 64}
+    assert run.put(batch=batch, group_size=4, min_group_size=2, advantage="dr-grpo").status_code == 201
+    answers = run.append(*(group(f"g{n}", rollouts=n) for n in (1, 3, 4, 5)))
+    assert [one["status"] for one in answers] == ["rejected", "stored", "stored", "rejected"]
+    assert answers[0]["reason"] == "wrong_group_size"
+    run.batch(0, run.attach())
+    assert record(run, 0)["rollouts"] == 7
+    advantages = [one["advantage"] for one in run.get("groups/g3").json()["rollouts"]]
+    assert advantages == pytest.approx([-1 / 3, 2 / 3, -1 / 3])

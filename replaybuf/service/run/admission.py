@@ -123,6 +123,7 @@ class AdmissionCheck:
             published_version=self._journal.state.published.get(adapter),
             adapters=frozenset(name for name, spec in config.adapters.items() if not spec.removed),
             group_size=config.group_size,
+            min_group_size=config.min_group_size,
             vocab_size=config.vocab_size,
             seq_len=config.batch.seq_len,
             tokens_per_batch=self._journal.state.token_budget,
