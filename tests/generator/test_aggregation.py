@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.aggregation import MAX_WINDOWS, Aggregator, Window, chunks, repeated, window_samples
+from replaybuf.generator.aggregation import MAX_WINDOWS, Aggregator, Window, chunks, window_samples
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 BATCHES = st.lists(st.lists(st.integers(), max_size=9), max_size=20)
@@ -143,64 +143,3 @@ def test_batches_that_never_add_up_leave_at_the_bound() -> None:
 def test_a_micro_batch_below_one_is_rejected(micro_batch: int) -> None:
     with pytest.raises(Invalid, match=f"micro_batch is {micro_batch}; it must be at least 1"):
         compute(Window(((1, 2),)), micro_batch, list)
-
-
-def test_samples_and_batches_are_repeated() -> None:
-    assert repeated("ab", 2) == tuple("aabb")
-    assert repeated("ab", 1, 2) == tuple("abab")
-    assert repeated("ab", 2, 2) == tuple("aabbaabb")
-
-
-def test_a_window_counts_repeated_samples() -> None:
-    """Micro-batches of 4 and 6 meet at 12; with each sample four times 3 samples make them."""
-    aggregator: Aggregator[str] = Aggregator([4, 6], sample_repeat=4)
-    assert aggregator.window == 3
-    assert aggregator.add("ab") is None
-    window = aggregator.add("c")
-    assert window is not None and window.samples == list("aaaabbbbcccc")
-
-
-@given(SIZES, BATCHES, st.integers(1, 4), st.integers(1, 3))
-def test_repeated_results_return_to_the_batch_of_their_sample(
-    sizes: list[int], batches: list[list[int]], sample_repeat: int, batch_repeat: int
-) -> None:
-    aggregator: Aggregator[int] = Aggregator(sizes, sample_repeat=sample_repeat, batch_repeat=batch_repeat)
-    windows = [window for window in [*map(aggregator.add, batches), aggregator.flush()] if window is not None]
-    results = [made for window in windows for made in compute(window, sizes[0], lambda part: [-x for x in part])]
-    assert results == [[-x for x in batch for _ in range(sample_repeat)] * batch_repeat for batch in batches]
-
-
-@given(SIZES, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
-def test_a_window_of_repeated_samples_is_whole_for_every_stage_and_the_least_one(
-    sizes: list[int], sample_repeat: int, batch_repeat: int, windows: int
-) -> None:
-    repeats = sample_repeat * batch_repeat
-    aggregator: Aggregator[int] = Aggregator(sizes, sample_repeat=sample_repeat, batch_repeat=batch_repeat)
-    assert all(aggregator.window * repeats % size == 0 for size in sizes)
-    assert not any(all(n * repeats % size == 0 for size in sizes) for n in range(1, aggregator.window))
-    for _ in range(windows):
-        made = [aggregator.add([0]) for _ in range(aggregator.window)]
-        assert made[-1] is not None and not any(made[:-1])
-        assert len(made[-1].samples) == aggregator.window * repeats
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_step_limit_below_one_is_rejected(limit: int) -> None:
-    """The held samples would never leave."""
-    with pytest.raises(Invalid, match=f"step_limit is {limit}"):
-        Aggregator([2], step_limit=limit)
-
-
-def test_the_tail_leaves_at_the_step_limit() -> None:
-    aggregator: Aggregator[int] = Aggregator([8], step_limit=3)
-    assert [aggregator.add([n]) for n in range(2)] == [None, None]
-    tail = aggregator.add([2])
-    assert tail is not None and tail.samples == [0, 1, 2] and aggregator.held == 0
-    with pytest.raises(Invalid, match="batch 4 was added; the last step is 3"):
-        aggregator.add([3])
-
-
-@pytest.mark.parametrize("repeat", [{"sample_repeat": 0}, {"batch_repeat": -1}])
-def test_a_repeat_below_one_is_rejected(repeat: dict[str, int]) -> None:
-    with pytest.raises(Invalid, match="must be at least 1"):
-        Aggregator[int]([2], sample_repeat=repeat.get("sample_repeat", 1), batch_repeat=repeat.get("batch_repeat", 1))
