@@ -36,6 +36,7 @@
     │   │   └── EngineUnfit      an engine with the wrong model, or without a needed feature
     │   ├── PromptFault          a ticket whose prompt could not be built or used
     │   └── RewardFault          a reward that raised, hung or was not a finite number
+    ├── BatchOverdue             a reader waited for a batch longer than its deadline; `waiting` says why
     └── MissingExtra             an optional dependency that is not installed
 
 Messages give name, value and bound. The problem document (RFC 9457) has the same three fields.
@@ -313,6 +314,16 @@ class PromptFault(GenerationFault):
     slug, title = "prompt-fault", "Prompt failed"
 
 
+class BatchOverdue(ReplaybufError):
+    """No batch came within the deadline of a reader; `waiting` is the service's last answer, None without any."""
+
+    slug, title = "batch-overdue", "No batch within the deadline"
+
+    def __init__(self, detail: str, waiting: Any, **fields: Any) -> None:
+        super().__init__(detail, **fields)
+        self.waiting = waiting
+
+
 class MissingExtra(ReplaybufError):
     """An optional dependency that is not installed; the message has the install command."""
 
@@ -340,7 +351,7 @@ def from_problem(status: int, document: dict[str, Any], retry_after_s: float | N
     """Rebuild the error of a problem document, as the nearest known class."""
     slug = str(document.get("type", "")).rpartition(":")[2]
     detail = str(document.get("detail") or document.get("title") or f"HTTP status {status}")
-    local = (MissingExtra, GroupRejected, GenerationFault)  # these never cross HTTP
+    local = (MissingExtra, BatchOverdue, GroupRejected, GenerationFault)  # these never cross HTTP
     known = [cls for cls in _tree(ReplaybufError) if not issubclass(cls, local)]
     by_slug = {cls.slug: cls for cls in reversed(known)}
     by_status = {cls.status: cls for cls in reversed(known)}

@@ -12,6 +12,7 @@ import pytest
 
 from replaybuf import errors
 from replaybuf.errors import (
+    BatchOverdue,
     BrokenFrame,
     Conflict,
     EngineAway,
@@ -45,6 +46,7 @@ LOCAL: set[type[ReplaybufError]] = {
     EngineUnfit,
     PromptFault,
     RewardFault,
+    BatchOverdue,
     MissingExtra,
 }
 """Errors that never cross HTTP."""

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from replaybuf.client.client import Client, Patience
-from replaybuf.errors import Conflict, Invalid, RunFinished, ServiceUnavailable
+from replaybuf.errors import BatchOverdue, Conflict, Invalid, RunFinished, ServiceUnavailable
 from replaybuf.wire.batch import Batch, BatchMeta, read_batch
 from replaybuf.wire.contract import WaitingAnswer
 
@@ -64,6 +64,7 @@ class ReaderOptions:
       long-poll), which `close` may have to wait for
     - `prefetch`: fetch the next batch while this one trains
     - `service_timeout_s`: how long the service may be unavailable while the consumer waits for a batch
+    - `deadline_s`: how long the consumer waits for one batch before `BatchOverdue` is raised (None = without end)
     - `close_timeout_s`: how long `close` waits for the thread
     - `on_waiting`: called in the thread with every answer that there is no batch, while the consumer waits for one
     - `direct_redis_url`: fetch frames from this Redis (see `replaybuf.client.direct`)
@@ -75,6 +76,7 @@ class ReaderOptions:
     wait_ms: int = 0
     prefetch: bool = True
     service_timeout_s: float = 60.0
+    deadline_s: float | None = None
     close_timeout_s: float = 10.0
     on_waiting: Callable[[WaitingAnswer], None] | None = None
     direct_redis_url: str | None = dataclasses.field(default=None, repr=False)  # may hold a password
@@ -92,8 +94,10 @@ class ReaderOptions:
                 value=self.dp_rank,
                 bound=self.dp_world_size,
             )
-        if not self.poll_s > 0:
-            raise Invalid(f"poll_s is {self.poll_s}; it must be above 0", name="poll_s", value=self.poll_s, bound=0)
+        for name in ("poll_s", "deadline_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise Invalid(f"{name} is {value}; it must be above 0", name=name, value=value, bound=0)
 
 
 DEFAULTS = ReaderOptions()
@@ -173,7 +177,7 @@ class StepReader(Generic[B]):
         return self
 
     def __next__(self) -> B:
-        """Wait for the batch of the next step and return it."""
+        """Wait for the batch of the next step and return it. Raises `BatchOverdue`; call again to wait again."""
         self.start()
         with self._changed:
             if self.finished:
@@ -181,8 +185,12 @@ class StepReader(Generic[B]):
             self._wanted_since_s, self._parked, self._patience = self._clock(), False, None
             self._log = _WaitingLog()
             self._nudge()
-            self._changed.wait_for(lambda: self._held is not None or self._failure is not None or self._stopped)
-            self._wanted_since_s = self.waiting = None
+            in_time = self._changed.wait_for(
+                lambda: self._held is not None or self._failure is not None or self._stopped, self.options.deadline_s
+            )
+            waits, self._wanted_since_s, self.waiting = self.waiting, None, None
+            if not in_time:
+                raise _overdue(self.step, self.options.deadline_s, waits)
             failure, self._failure = self._failure, None
             batch, self._held = self._held, None
             self.finished = isinstance(failure, RunFinished)
@@ -336,6 +344,15 @@ class StepReader(Generic[B]):
 
     def _pause(self, pause_s: float) -> None:
         self._changed.wait_for(lambda: self._stopped or self._nudged, max(0.0, pause_s))
+
+
+def _overdue(step: int, deadline_s: float | None, waits: WaitingAnswer | None) -> BatchOverdue:
+    why = "the service has not answered"
+    if waits is not None:
+        missing = ", ".join(f"{one.name} (last seen {one.last_seen_s:.0f} s ago)" for one in waits.missing)
+        why = f"{waits.reason}, blocked on {waits.blocked_on}" + (f"; missing: {missing}" if missing else "")
+    detail = f"no batch of step {step} within deadline_s = {deadline_s:g}: {why}" if deadline_s is not None else why
+    return BatchOverdue(detail, waits, name="deadline_s", value=waits and waits.reason, bound=deadline_s)
 
 
 def _open_direct(client: Client, redis_url: str | None) -> DirectBodies | None:

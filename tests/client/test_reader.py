@@ -14,9 +14,19 @@ import pytest
 from replaybuf.client.client import Client
 from replaybuf.client.direct import Body
 from replaybuf.client.reader import BatchReader, ReaderOptions
-from replaybuf.errors import Conflict, Fenced, Gone, Invalid, Malformed, RunFinished, ServiceUnavailable, WrongStep
+from replaybuf.errors import (
+    BatchOverdue,
+    Conflict,
+    Fenced,
+    Gone,
+    Invalid,
+    Malformed,
+    RunFinished,
+    ServiceUnavailable,
+    WrongStep,
+)
 from replaybuf.wire.batch import encode_batch
-from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.contract import MissingClient, WaitingAnswer
 from tests.builders import batch_meta, waiting_answer
 from tests.conftest import RunClient, ServeProcess, group
 from tests.waiting import eventually
@@ -304,6 +314,40 @@ def test_readers_get_every_batch_of_a_run(run: RunClient, service: ServeProcess,
     assert steps == {0: [0, 1, 2], 1: [0, 1, 2]}
 
 
+def test_a_reader_with_a_deadline_says_why_no_batch_came(run: RunClient, service: ServeProcess) -> None:
+    """It may be asked again: the batch of the same step is returned once it is there."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    with Client(service.url, run.run) as client:
+        options = ReaderOptions(poll_s=0.05, deadline_s=0.5, on_waiting=lambda _: None)
+        with BatchReader(client, epoch, 0, options) as reader:
+            with pytest.raises(BatchOverdue, match="no batch of step 0 within deadline_s") as raised:
+                next(reader)
+            assert raised.value.bound == 0.5
+            run.append(group("a"))
+            assert eventually(lambda: _next(reader), within_s=60.0).meta.step == 0
+
+
+def _next(reader: BatchReader) -> Any:
+    """Return the next batch, None if it is overdue."""
+    try:
+        return next(reader)
+    except BatchOverdue:
+        return None
+
+
+def test_the_error_of_a_deadline_names_the_reason_and_who_is_missing(
+    client: ScriptedClient, make_reader: MakeReader
+) -> None:
+    missing = [MissingClient(name="host-1", last_seen_s=31.0)]
+    reader = make_reader(deadline_s=2.0)
+    client.put(0, waiting_answer("no_producers", missing=missing))
+    with pytest.raises(BatchOverdue) as raised:
+        next(reader)
+    assert "no_producers, blocked on producers; missing: host-1 (last seen 31 s ago)" in raised.value.detail
+    assert raised.value.waiting.missing == missing
+
+
 def test_a_reader_is_fenced_when_another_trainer_attaches(run: RunClient, service: ServeProcess) -> None:
     run.put(batch={"groups_per_batch": 1})
     with Client(service.url, run.run) as client:
@@ -340,6 +384,7 @@ def test_a_body_may_be_any_bytes_like_object() -> None:
     ("option", "message"),
     [
         ({"poll_s": 0.0}, "poll_s is 0.0; it must be above 0"),
+        ({"deadline_s": 0.0}, "deadline_s is 0.0; it must be above 0"),
         ({"wait_ms": -1}, "wait_ms is -1; the minimum is 0"),
         ({"dp_rank": 1}, "dp_rank is 1; it must be below dp_world_size = 1"),
         ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank is 2; it must be below dp_world_size = 2"),
