@@ -10,8 +10,8 @@ import time
 
 from replaybuf.kernel.histograms import Histogram
 
-PERIOD_S = 0.005
-"""A shorter period would find shorter holds and cost more: 200 wake-ups a second take 0.4 % of a core."""
+PERIOD_S = 0.01
+"""A shorter period would find shorter holds and cost more: 100 wake-ups a second take 0.6 % of a busy core."""
 HELD_US = tuple(round(1e6 * s) for s in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5))
 """Upper edges of the buckets, in microseconds."""
 
