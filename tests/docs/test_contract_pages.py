@@ -121,6 +121,7 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
         "generation-fault",
         "engine-fault",
         "engine-away",
+        "batch-overdue",
         "engine-unfit",
         "prompt-fault",
         "reward-fault",
