@@ -16,22 +16,17 @@ import msgspec
 
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import Gone, InvalidGroups, Malformed
+from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import (
     AppendResult,
     AppendResults,
     Attachment,
-    DeadLetters,
-    GroupPage,
     Heartbeat,
-    LedgerPage,
     Policy,
     ProducerList,
     ProducerStatus,
-    PurgedDeadLetters,
-    StepRecord,
-    StoredGroup,
     Tickets,
     WaitingAnswer,
 )

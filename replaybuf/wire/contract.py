@@ -1,18 +1,17 @@
-"""Every request and answer of the HTTP API. The service encodes these structs and clients decode into them.
+"""Requests and answers of the HTTP API. The service encodes these structs and clients decode into them.
 
-The status of a run is in `replaybuf.wire.run_status`, evaluations are in `replaybuf.wire.evaluations`. Answers may
-grow: a client ignores fields that it does not know, and a field that is added later gets a default.
+What a run holds and held is in `browse`, its status in `run_status`; `cursors` and `evaluations` have their own.
+Answers may grow: a client ignores fields that it does not know, and a field that is added later gets a default.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, field
 
 from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowMultiple, RowTokens
-from replaybuf.wire.group import GroupJson, RolloutJson
-from replaybuf.wire.ledger import AdapterStep, AnyRecord
+from replaybuf.wire.group import GroupJson
 from replaybuf.wire.names import Name, Uri
 
 # ---------------------------------------------------------------------- requests
@@ -231,55 +230,6 @@ class AppendResults(Answer, frozen=True, kw_only=True):
     results: list[AppendResult]
 
 
-GroupState = Literal["live", "in_batches", "retired", "evicted", "dead_lettered"]
-
-
-class GroupSummary(Answer, frozen=True, kw_only=True):
-    """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter."""
-
-    group_id: str
-    number: int
-    state: GroupState
-    reason: str | None
-    batches: list[int]
-    prompt_id: str
-    prompt_index: int | None
-    adapter: str
-    policy_version: int
-    tokens: int
-    group_size: int
-    longest_tokens: int
-    truncated: int
-    source: int
-    arrival_s: float
-    reward_mean: float
-    reward_std: float
-    advantage_abs_mean: float
-    times_sampled: int
-
-
-class GroupPage(Answer, frozen=True, kw_only=True):
-    """A page of groups. `next` is the `after` of the next page, None on the last one."""
-
-    groups: list[GroupSummary]
-    next: int | None
-
-
-class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):
-    """A rollout as it was appended; also as text if the service has a tokenizer."""
-
-    prompt_text: str | UnsetType = UNSET
-    completion_text: str | UnsetType = UNSET
-
-
-class StoredGroup(GroupSummary, frozen=True, kw_only=True, omit_defaults=True):
-    """A group with its content, None once its bytes are freed. `detail` says what is wrong with a broken frame."""
-
-    rollouts: list[StoredRollout] | None
-    metadata: dict[str, Any] | None
-    detail: str | None = None
-
-
 class Policy(Answer, frozen=True, kw_only=True):
     """The published version, the place of its weights, and the version of each adapter."""
 
@@ -318,97 +268,6 @@ class Checkpoints(Answer, frozen=True, kw_only=True):
 
     checkpoints: list[int]
     oldest_step: int
-
-
-class UsedGroup(Answer, frozen=True, kw_only=True, gc=False):
-    """One use of a group by a batch. `times_sampled` counts this use."""
-
-    group_id: str
-    prompt_id: str
-    prompt_index: int | None
-    adapter: str
-    policy_version: int
-    staleness: int
-    times_sampled: int
-    tokens: int
-
-
-class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
-    """The batch of one step. The packing figures are None if the batch is voided or freed.
-
-    `short`: why the batch is not full; `fill`: its share of the budget. Both are absent for a full batch.
-    """
-
-    run: str
-    step: int
-    generation: int
-    batch_id: str
-    digest: str
-    state: Literal["assembled", "acked", "voided"]
-    version: int
-    strategy: str
-    options: dict[str, Any]
-    seed: list[int]
-    tokens: int
-    rollouts: int
-    padding_fraction: float | None
-    micro_batches: int | None
-    filler_micro_batches: int | None
-    dp_world_size: int | None
-    adapter_tokens: dict[str, int]
-    adapters: dict[str, AdapterStep] | None = None
-    adapters_completed: dict[str, int] | None = None
-    short: Literal["tail", "timeout"] | None = None
-    fill: float | None = None
-    groups: list[UsedGroup]
-
-
-_RECORD_SCHEMA = {
-    "anyOf": [{"$ref": f"#/components/schemas/{record.__name__}"} for record in get_args(AnyRecord)],
-    "properties": {"entry": {"type": "integer"}},
-    "required": ["entry"],
-}
-
-
-class LedgerPage(Answer, frozen=True, kw_only=True):
-    """A page of ledger records (see `replaybuf.wire.ledger`), each with its `entry`.
-
-    `next` is the `after` of the next page, None on the last one.
-    """
-
-    records: list[Annotated[dict[str, Any], Meta(extra_json_schema=_RECORD_SCHEMA)]]
-    next: int | None
-
-
-class FailedPrompt(Answer, frozen=True, kw_only=True):
-    """A prompt that failed `attempts` times and has no group."""
-
-    at_s: float
-    adapter: str
-    prompt_index: int
-    outcome: Literal["failed"]
-    attempts: int
-    reason: str
-
-
-class FailedPrompts(Answer, frozen=True, kw_only=True):
-    """The newest failed prompts, oldest first. `failed` counts all of them."""
-
-    failed: int
-    failed_prompts: list[FailedPrompt]
-
-
-class DeadLetters(Answer, frozen=True, kw_only=True):
-    """A page of stored groups that turned out unusable. `next`: the `after` of the next page, None on the last one."""
-
-    dead_letters: list[GroupSummary]
-    next: int | None = None
-
-
-class PurgedDeadLetters(Answer, frozen=True, kw_only=True):
-    """Number of dead letters whose bytes were deleted."""
-
-    purged: int
 
 
 class Health(Answer, frozen=True, kw_only=True):

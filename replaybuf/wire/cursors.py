@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from replaybuf.wire.contract import Answer, Request, StoredGroup
+from replaybuf.wire.browse import StoredGroup
+from replaybuf.wire.contract import Answer, Request
 from replaybuf.wire.names import Name
 
 CursorKind = Literal["stored", "trained"]

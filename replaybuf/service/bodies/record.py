@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from replaybuf.service.bodies.assembly import PackedBatch, completed
-from replaybuf.wire.contract import StepRecord, UsedGroup
+from replaybuf.wire.browse import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
 
 

@@ -14,13 +14,7 @@ from replaybuf.kernel.queries import find_group_state, list_dead_letters, steps_
 from replaybuf.service.http.group_pages import find_page
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
-from replaybuf.wire.contract import (
-    DeadLetters,
-    FailedPrompt,
-    FailedPrompts,
-    GroupPage,
-    GroupSummary,
-)
+from replaybuf.wire.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import split_rollouts
 from replaybuf.wire.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from replaybuf.service.http.requests import (
     Real,
     Text,
 )
-from replaybuf.wire import contract, cursors, evaluations
+from replaybuf.wire import browse, contract, cursors, evaluations
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
@@ -109,10 +109,10 @@ TRAINER_CALLS = (
          contract.CheckpointRequest, contract.Checkpoints, _CHANGED),
 )
 BROWSE_CALLS = (
-    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, result=contract.GroupPage,
+    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, result=browse.GroupPage,
          query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER,
-         None, contract.StoredGroup, ("200", "404", "410")),
+         None, browse.StoredGroup, ("200", "404", "410")),
     Call("GET", f"{_R}/cursors", cursor_calls.get_cursors, _READER, result=cursors.CursorList),
     Call("GET", f"{_R}/cursors/{{name}}", cursor_calls.get_cursor, _READER,
          None, cursors.CursorPage, _CHANGED, cursor_calls.PARAMETERS),
@@ -120,14 +120,14 @@ BROWSE_CALLS = (
          cursors.CursorRequest, cursors.CursorState, ("200", "404")),
     Call("DELETE", f"{_R}/cursors/{{name}}", cursor_calls.delete_cursor, _READER, answers=("204",)),
     Call("GET", f"{_R}/batches/{{step}}/record", handlers.get_record, _BOTH,
-         None, contract.StepRecord, ("200", "404", "410"), (GENERATION,)),
-    Call("GET", f"{_R}/ledger", handlers.get_ledger, _BOTH, result=contract.LedgerPage, query=(AFTER, LIMIT)),
+         None, browse.StepRecord, ("200", "404", "410"), (GENERATION,)),
+    Call("GET", f"{_R}/ledger", handlers.get_ledger, _BOTH, result=browse.LedgerPage, query=(AFTER, LIMIT)),
     Call("GET", f"{_R}/evaluations", handlers.get_evaluations, _ALL, result=evaluations.Evaluations, query=(LIMIT,)),
     Call("GET", f"{_R}/failed-prompts", handlers.get_failed_prompts, _ALL,
-         result=contract.FailedPrompts, query=(LIMIT,)),
+         result=browse.FailedPrompts, query=(LIMIT,)),
     Call("GET", f"{_R}/dead-letters", handlers.get_dead_letters, _READER,
-         result=contract.DeadLetters, query=(LIMIT, AFTER)),
-    Call("DELETE", f"{_R}/dead-letters", handlers.delete_dead_letters, _OPERATOR, result=contract.PurgedDeadLetters),
+         result=browse.DeadLetters, query=(LIMIT, AFTER)),
+    Call("DELETE", f"{_R}/dead-letters", handlers.delete_dead_letters, _OPERATOR, result=browse.PurgedDeadLetters),
     Call("GET", "/metrics", handlers.get_metrics, _READER, query=None, media_types=("text/plain",)),
 )
 CALLS = (*RUN_CALLS, *PRODUCER_CALLS, *TRAINER_CALLS, *BROWSE_CALLS)

@@ -39,6 +39,7 @@ from replaybuf.service.run.evaluations import list_evaluations, record_evaluatio
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.run import Run
 from replaybuf.service.turns import in_turns
+from replaybuf.wire.browse import LedgerPage, PurgedDeadLetters
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
     AppendResults,
@@ -46,9 +47,7 @@ from replaybuf.wire.contract import (
     CheckpointRequest,
     Health,
     HeartbeatRequest,
-    LedgerPage,
     PolicyRequest,
-    PurgedDeadLetters,
     Readiness,
     ReturnedTicket,
     TicketRequest,

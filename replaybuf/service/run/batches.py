@@ -35,7 +35,8 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import LONGEST_WAIT_S, Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.next_batch import NextBatch
 from replaybuf.service.turns import call_beside
-from replaybuf.wire.contract import StepRecord, WaitingAnswer
+from replaybuf.wire.browse import StepRecord
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
 
 logger = logging.getLogger(__name__)
