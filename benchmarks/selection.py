@@ -42,8 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--large", type=int, default=100_000, help="groups of a large batch")
+    parser.add_argument("--large", type=int, help="groups of a large batch (a tenth of --groups)")
     given = parser.parse_args()
+    given.large = given.large or given.groups // 10
     results = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(given) | {"batch": BATCH})
     entries = random_entries(given.groups)
     index, rows = fill_index(entries), plain_rows(entries)

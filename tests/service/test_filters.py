@@ -36,7 +36,7 @@ def made(kind: str, ticket: str) -> dict[str, Any]:
     return built
 
 
-@pytest.mark.parametrize("strategy", names(STRATEGIES))
+@pytest.mark.parametrize("strategy", sorted({*names(STRATEGIES)} - {"recorded"}))  # it gives no tickets
 def test_a_batch_is_as_large_with_filters_as_without(run: RunClient, strategy: str) -> None:
     """Admission lets others come for those that were dropped, until there are enough good ones."""
     assert run.put(batch={"groups_per_batch": 3}, strategy={"name": strategy}, filters=FILTERS).status_code == 201

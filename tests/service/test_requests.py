@@ -7,7 +7,7 @@ import pytest
 from replaybuf.service.http.calls import CALLS, Call
 from tests.conftest import JSON, RunClient, group
 
-PLACES = {"run": "nested", "step": "0", "ticket": "t0-0-1-1", "group_id": "a"}
+PLACES = {"run": "nested", "step": "0", "ticket": "t0-0-1-1", "group_id": "a", "producer": "p", "name": "c"}
 WITH_BODY = [call for call in CALLS if call.body is not None]
 
 
@@ -173,3 +173,9 @@ def test_a_body_above_its_limit_is_refused_on_every_route(run: RunClient, call: 
         headers={"content-type": "application/json"},
     )
     assert (answer.status_code, answer.json()["bound"]) == (413, limit), answer.text
+
+
+def test_a_path_may_end_with_a_slash(run: RunClient) -> None:
+    """Clients with a base URL send one."""
+    assert run.http.put(f"{run.path}/", json={"batch": {"groups_per_batch": 1}}).status_code == 201
+    assert run.http.get(f"{run.path}/").json()["run"] == run.run

@@ -59,7 +59,8 @@ STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_every_built_in_is_tested_here() -> None:
-    assert {name for name, _ in STRATEGY_OPTIONS} == set(names(STRATEGIES))
+    # `recorded` serves the groups of an import in their order and gives no tickets.
+    assert {name for name, _ in STRATEGY_OPTIONS} == {*names(STRATEGIES)} - {"recorded"}
     assert {name for name, _ in FILTER_OPTIONS} == set(names(FILTERS))
 
 

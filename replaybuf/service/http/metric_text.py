@@ -62,9 +62,9 @@ def _braced(pairs: str) -> str:
 
 
 def _pairs(name: str, labels: Iterable[str]) -> str:
-    return ",".join(
-        [f'{label}="{value.translate(_ESCAPES)}"' for label, value in zip(METRICS[name].labels, labels, strict=True)]
-    )
+    """Return the labels with their values, in the order of the alphabet as `prometheus_client` writes them."""
+    named = zip(METRICS[name].labels, labels, strict=True)
+    return ",".join(sorted([f'{label}="{value.translate(_ESCAPES)}"' for label, value in named]))
 
 
 @functools.cache

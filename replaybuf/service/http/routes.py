@@ -84,10 +84,11 @@ class Application:
     async def _respond(self, request: Request) -> Response:
         scope = request.scope
         path: str = scope["path"]
-        for route in self._routes.get((scope["method"], _section(path)), ()):
-            if found := route.path.match(path):
-                scope["path_params"] = found.groupdict()
-                return await (route.call.handler(request) if route.open else self._call(route.call, request))
+        for given in (path, path.removesuffix("/")):  # clients with a base URL send a last slash
+            for route in self._routes.get((scope["method"], _section(given)), ()):
+                if found := route.path.match(given):
+                    scope["path_params"] = found.groupdict()
+                    return await (route.call.handler(request) if route.open else self._call(route.call, request))
         return self._refuse(scope["method"], path)
 
     async def _call(self, call: Call, request: Request) -> Response:
