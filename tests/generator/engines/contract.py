@@ -26,6 +26,9 @@ from tests.generator.doubles import TIMEOUT_S
 
 SAMPLING = Sampling(n=4, max_tokens=12)
 
+ABORT_ATTEMPTS = 5
+"""On a busy machine a small engine may be done before the abort arrives."""
+
 
 class Subject(Protocol):
     """An engine under test."""
@@ -208,9 +211,12 @@ class EngineContract(abc.ABC):
 
     def test_an_aborted_completion_keeps_its_tokens_and_the_engine_goes_on(self) -> None:
         async def main(subject: Subject, engine: Server) -> None:
-            asking = asyncio.create_task(engine.generate(prompt_of(subject), self.long))
-            await subject.abort_running()
-            made = await asking
+            for _ in range(ABORT_ATTEMPTS):
+                asking = asyncio.create_task(engine.generate(prompt_of(subject), self.long))
+                await subject.abort_running()
+                made = await asking
+                if made.aborted:
+                    break
             assert made.aborted and len(made.finish_reasons) == self.long.n
             assert len(made.completion_ids) == made.completion_lengths.sum() < self.long.n * self.long.max_tokens
             assert_covered(made)
