@@ -82,7 +82,7 @@ def reports_beside_older(run: RunHistory) -> Iterator[str]:
 
 
 def _may_report_loss(run: RunHistory, at_s: float) -> bool:
-    return any(older.from_s <= at_s <= older.at_s + REPORT_S for older in run.older)
+    return any(older.from_s <= at_s <= older.right_s + REPORT_S for older in run.older)
 
 
 def lost_writes_are_noticed(run: RunHistory) -> Iterator[str]:

@@ -48,10 +48,10 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
     for payload in run.payloads:
         if payload.rollouts is None:
             yield f"the rollouts of group {payload.group_id}, which may still be needed, are gone"
+    gone = _trimmed(run)
     for seen in _settled(run):
-        missing = set(range(_trimmed(run) + 1, seen.state["groups"]["stored"] + 1)) ^ {
-            number for number in stored if number > _trimmed(run)
-        }
+        numbers = {number for number in stored if number > gone}
+        missing = set(range(gone + 1, seen.state["groups"]["stored"] + 1)) ^ numbers
         if missing:
             yield f"{seen.state['groups']['stored']} groups are stored; group numbers {sorted(missing)[:10]} do not fit"
         if seen.state["groups"]["dead_lettered"]:

@@ -181,11 +181,13 @@ class Drained(Event, frozen=True, kw_only=True):
 class OlderRedis(Event, frozen=True, kw_only=True):
     """An older Redis, which lacked acknowledged writes of this run, was served from `from_s` to `at_s`.
 
-    `kind`: from an older file (`older`) or a lagging replica (`lagging`). `written`: parts of the run that the service
-    changed in it. `silent`: servers that did not report lost data.
+    From `right_s` on the right one answered again, and servers may report the loss until they have looked. `kind`: from
+    an older file (`older`) or a lagging replica (`lagging`). `written`: parts of the run that the service changed in
+    it. `silent`: servers that did not report lost data.
     """
 
     from_s: float
+    right_s: float
     kind: str
     written: list[str]
     silent: list[str]

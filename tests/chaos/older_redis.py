@@ -74,11 +74,22 @@ class Substitution:
         cluster.point_to(right)
         right.start()
         right.wait_ready()
-        recorder.write(Healed(at_s=now_s(), process=right.name))
+        right_s = now_s()
+        recorder.write(Healed(at_s=right_s, process=right.name))
         for run in cluster.runs:
             changed = sorted(part for part in before[run] if before[run][part] != after[run][part])
             unaware = [url for url in cluster.urls if run in silent[url]]
-            recorder.write(OlderRedis(at_s=until_s, run=run, from_s=from_s, kind=kind, written=changed, silent=unaware))
+            recorder.write(
+                OlderRedis(
+                    at_s=until_s,
+                    run=run,
+                    from_s=from_s,
+                    right_s=right_s,
+                    kind=kind,
+                    written=changed,
+                    silent=unaware,
+                )
+            )
 
     # ------------------------------------------------------------------ the copy
 

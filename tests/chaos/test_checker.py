@@ -615,7 +615,7 @@ def a_ticket_is_issued_again_before_its_time_is_over(history: History) -> None:
 
 def older(**fields: Any) -> OlderRedis:
     """An older Redis that was served from 10 s to 14 s, reported and left alone."""
-    given: dict[str, Any] = {"kind": "older", "written": [], "silent": []} | fields
+    given: dict[str, Any] = {"right_s": 14.0, "kind": "older", "written": [], "silent": []} | fields
     return OlderRedis(at_s=14.0, run=RUN, from_s=10.0, **given)
 
 
@@ -724,6 +724,11 @@ def test_an_older_redis_may_be_reported_while_it_serves_and_shortly_after() -> N
     assert is_correct(older(), *refused)
 
 
+def test_an_older_redis_may_be_reported_until_the_right_one_has_loaded_its_data() -> None:
+    late = wrote("ack", 2, 2, 26.0, "data-lost")
+    assert is_correct(older(right_s=20.0), late) and not is_correct(older(), late)
+
+
 def test_an_attack_on_a_run_whose_data_are_lost_may_be_answered_500() -> None:
     assert is_correct(older(), attacked("refused JSON", status=500))
     assert not is_correct(attacked("refused JSON", status=500))
@@ -783,6 +788,19 @@ def test_a_checkpoint_may_be_gone_where_a_trainer_that_was_not_fenced_yet_went_o
     a_kept_checkpoint_is_refused(history)
     found = check(sorted(history, key=lambda event: event.at_s))
     assert any("attach at kept checkpoint 1 was refused" in violation.what for violation in found) is told_of
+
+
+@pytest.mark.parametrize("late_at_s", [None, 6.0, 12.0])
+def test_a_late_attach_at_an_earlier_step_voids_a_checkpoint(late_at_s: float | None) -> None:
+    """The attach of a trainer that stood still may take effect after a newer trainer has gone on."""
+    history = correct()
+    if late_at_s:
+        late = Attached(**answered(late_at_s), resume_step=0, on_resume="resample", world=1, epoch=9, step=0)
+        history.append(late)
+    a_kept_checkpoint_is_refused(history)
+    found = check(sorted(history, key=lambda event: event.at_s))
+    refused = any("attach at kept checkpoint 1 was refused" in violation.what for violation in found)
+    assert refused is (late_at_s != 12.0)
 
 
 def test_runs_are_judged_each_by_itself() -> None:

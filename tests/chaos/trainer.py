@@ -63,7 +63,7 @@ class TrainerActor:
         self._run, self._recorder, self._rng, self._keep = run, recorder, rng, keep
         self._place = place
         self._kept: tuple[int, ...] = ()
-        self._number = 0
+        self._number = self._refused = 0
         self._client = Client(urls, run, timeout_s=TIMEOUT_S, retry_for_s=RETRY_FOR_S)
         self._each = [Client(url, run, timeout_s=TIMEOUT_S) for url in urls.split(",")]
         self._epoch, self._step, self._world, self._look_ahead = 0, 0, 1, 0
@@ -94,10 +94,11 @@ class TrainerActor:
             pass
 
     def _attach(self, place: Place) -> bool:
-        resume_step = self._rng.choice(place.checkpoints)
+        # Refused twice: a late attach of a trainer that stood still has voided the checkpoints.
+        resume_step = self._rng.choice(place.checkpoints) if self._refused < 2 else None
         # Before the call: it may take effect without an answer, and drop the later checkpoints.
         self._number += 1
-        self._kept = tuple(step for step in place.checkpoints if step <= resume_step)
+        self._kept = tuple(step for step in place.checkpoints if resume_step is None or step <= resume_step)
         self._write_place(Place(self._kept))
         self._world = self._rng.choice((1, 2, 2, 3))
         on_resume: Literal["redeliver", "resample"] = "resample" if self._rng.random() < 0.25 else "redeliver"
@@ -107,10 +108,15 @@ class TrainerActor:
             self._recorder.write(Attached(**done.seen, **asked))
             if done.seen["outcome"] == "wrong-step":  # nothing took effect, and the trainer before has gone on since
                 self._place_file().unlink()
+                self._refused += 1
             return False
         got = done.result
         self._recorder.write(Attached(**done.seen, **asked, epoch=got.epoch, step=got.step, generation=got.generation))
         self._epoch, self._step, self._look_ahead = got.epoch, got.step, got.look_ahead
+        if resume_step is None:
+            self._kept = (got.step,)
+            self._write_place(Place(self._kept))
+        self._refused = 0
         return True
 
     def _write_as_zombie(self) -> int:

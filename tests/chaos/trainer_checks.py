@@ -91,8 +91,10 @@ def rewind_restores(run: RunHistory) -> Iterator[str]:
 
 
 def _is_kept(run: RunHistory, attached: Attached) -> bool:
-    """Return whether the checkpoint must still be there. Another trainer that is not fenced yet may have gone on, and
-    dropped it: where `keep` later ones can have taken effect since somebody resumed there or before.
+    """Return whether the checkpoint must still be there.
+
+    Another trainer that is not fenced yet may have gone on, and dropped it: where `keep` later ones can have taken
+    effect since somebody resumed there or before. Or a late attach at an earlier step voided it.
     """
     step = attached.resume_step or 0
     keep = max((record.keep for _, record in run.ledger if isinstance(record, CheckpointRecord)), default=1)
@@ -105,7 +107,12 @@ def _is_kept(run: RunHistory, attached: Attached) -> bool:
         if call.kind == "checkpoint" and call.value > step and since_s < call.at_s and call.sent_s < attached.at_s
         if call.outcome in (OK, *UNAVAILABLE)
     }
-    return len(later) < keep
+    written_s = max(
+        (w.sent_s for w in run.wrote if (w.kind, w.value) == ("checkpoint", step) and w.at_s < attached.sent_s),
+        default=0.0,
+    )
+    voided = any(a.epoch and a.step < step and written_s < a.at_s < attached.at_s for a in run.attached)
+    return len(later) < keep and not voided
 
 
 def of_trainers(run: RunHistory) -> list[TrainerWrote | BatchAsked]:
