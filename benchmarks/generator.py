@@ -86,7 +86,7 @@ def measure(
         room = 1 << 30
         client.put_run(
             {
-                "batch": {"groups_per_batch": 1 << 20, "tokens_per_batch": room, "seq_len": 4096},
+                "batch": {"groups_per_batch": 1 << 17, "tokens_per_batch": room, "seq_len": 4096},
                 "group_size": given.group_size,
             }
         )
