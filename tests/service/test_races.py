@@ -212,20 +212,26 @@ def test_a_direct_append_above_the_published_version_is_lost_lineage(
     on_a_run(server, work)
 
 
-def test_direct_appends_are_found_as_they_come(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the ends, once a second, finds the first one; a trainer does not wait for it again."""
+@pytest.mark.parametrize("also_by_http", [False, True])
+def test_direct_appends_are_found_as_they_come(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, also_by_http: bool
+) -> None:
+    """After an append over HTTP the check of the ends, once a second, finds the first one; no trainer waits again."""
 
     async def main() -> None:
+        name = f"direct-{next(_names)}"
         store, producer = await Store.open(server.url), await Store.open(server.url)
         host = Service(store, url="http://t", embedded=True)
         await host.start()
-        run, _ = await host.create("direct", RunConfig(batch=BatchSpec(groups_per_batch=1)))
+        run, _ = await host.create(name, RunConfig(batch=BatchSpec(groups_per_batch=1)))
         async with host.working():
-            await write_directly(producer, "direct", group_from_json(wire_group(rollout(), group_id="first")))
-            await until(lambda: run.state.stored == 1, poll_s=0.01)
+            if also_by_http:
+                await append(run, "by-http")
+                await write_directly(producer, name, group_from_json(wire_group(rollout(), group_id="first")))
+                await until(lambda: run.state.stored == 2, poll_s=0.01)
             monkeypatch.setattr(run, "check_ends", stopped)
-            await write_directly(producer, "direct", group_from_json(wire_group(rollout(), group_id="second")))
-            await until(lambda: run.state.stored == 2, poll_s=0.01)
+            await write_directly(producer, name, group_from_json(wire_group(rollout(), group_id="second")))
+            await until(lambda: run.state.stored == 1 + 2 * also_by_http, poll_s=0.01)
         await host.stop()
         await store.close()
         await producer.close()

@@ -44,6 +44,8 @@ class Appends:
         self._history_lock = history_lock
         self._entering = Load()
         self._commit = GroupCommit(self._publish)
+        self.used = False
+        """Whether a group came this way since the server started."""
 
     @property
     def idle(self) -> bool:
@@ -85,6 +87,7 @@ class Appends:
                 self._entering += taken
                 appended = await self._commit.append(entering, token)
             if appended:
+                self.used = True
                 await self._arrivals.settle()
         finally:
             self._entering -= taken

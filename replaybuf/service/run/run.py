@@ -122,20 +122,26 @@ class Run:
 
     @property
     def written_by_others(self) -> bool:
-        """Whether another server leads, or producers write groups directly to Redis."""
-        return not self.journal.leading or self.journal.clock.monotonic() < self._direct_writes_until_s
+        """Whether another server leads, or producers write to Redis themselves; before the first append all may."""
+        written_directly = not self.appends.used or self.journal.clock.monotonic() < self._direct_writes_until_s
+        return not self.journal.leading or written_directly
 
     async def ingest(self) -> None:
         """Read what is new in the streams."""
-        await (self.arrivals.pull() if self.journal.leading else self.arrivals.follow())
+        await (self._pull() if self.journal.leading else self.arrivals.follow())
 
     async def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
         """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
         self.journal.check_ends(found)
         if self.journal.leading and isinstance(found, Ends) and found.group > self.state.stored:
-            if self.appends.idle:  # else they may be our own, on their way
-                self._direct_writes_until_s = self.journal.clock.monotonic() + DIRECT_WRITES_S
-            await self.arrivals.pull()
+            await self._pull()
+
+    async def _pull(self) -> None:
+        """Read new groups. If no append is under way, producers wrote them directly."""
+        stored, idle = self.state.stored, self.appends.idle
+        await self.arrivals.pull()
+        if idle and self.state.stored > stored:
+            self._direct_writes_until_s = self.journal.clock.monotonic() + DIRECT_WRITES_S
 
     def restore_side_state(self, stored: RunTickets, term: int) -> None:
         """Replace a follower's tickets and counters by those of the leader; `term` was ours when they were read."""
