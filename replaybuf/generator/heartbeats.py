@@ -27,7 +27,7 @@ class Heartbeats:
         self._failing = False
 
     async def follow(self, inflight: InFlight, fleet: Fleet, published: Callable[[], int | None]) -> None:
-        """Loop: send a heartbeat. Ends when nothing is in flight any more; a service that is away is no fault here."""
+        """Send heartbeats until nothing is in flight. A service that does not answer gets the next one later."""
         while not inflight.done:
             await self._send(inflight, fleet)
             await inflight.until(lambda: inflight.done, self._every_s)

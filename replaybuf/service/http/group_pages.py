@@ -135,7 +135,7 @@ async def _key_of(run: Run, matcher: GroupMatcher, after: int) -> float:
         keys = matcher.sort_keys(_values(entries))
     if not len(keys):
         raise Gone(
-            f"after is {after}; there is no group of this number any more, so the order {matcher.query.order} cannot "
+            f"after is {after}; the group of this number is freed, so the order {matcher.query.order} cannot "
             "continue behind it: start again without after",
             name="after",
             value=after,
