@@ -220,6 +220,8 @@ class Connection(HttpToolsProtocol):
 
     def wait_longer(self, seconds: float) -> None:
         """Count time that passed in the present phase, and end a request that takes too long."""
+        if self._held:
+            return  # its bytes wait for us
         self._waited_s += seconds
         if self._lingering:
             if self._waited_s >= LINGER_S:
