@@ -34,8 +34,8 @@ from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo import pipeline
 from replaybuf.lab.demo.folder import Folder
-from replaybuf.lab.demo.progress import LineReader, TrainerLine
-from replaybuf.lab.demo.supervisor import Stop, Supervisor
+from replaybuf.launch.progress import LineReader, TrainerLine
+from replaybuf.launch.supervisor import Stop, Supervisor
 from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ import torch
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Fenced, Invalid, RunFinished, ServiceUnavailable, WrongStep
-from replaybuf.lab.demo.progress import LineReader, TrainerLine
+from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import trainer as trainer_module

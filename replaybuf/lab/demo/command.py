@@ -20,10 +20,10 @@ from replaybuf.lab.demo.folder import DemoOptions, Folder, demo_command, open_fo
 from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw
 from replaybuf.lab.demo.pipeline import PROGRAM, Demo
-from replaybuf.lab.demo.progress import Progress, read_sessions
 from replaybuf.lab.demo.report import build_report, print_report
-from replaybuf.lab.demo.supervisor import Stop
-from replaybuf.lab.demo.view import View
+from replaybuf.launch.progress import Progress, read_sessions
+from replaybuf.launch.supervisor import Stop
+from replaybuf.launch.view import View
 
 NEEDED = ("matplotlib", "reasoning_gym", "torch", "transformers", "replaybuf_trainer")
 _DEFAULTS = DemoOptions()

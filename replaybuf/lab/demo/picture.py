@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.lab.demo.report import Report, headline
-from replaybuf.lab.demo.text import percent
+from replaybuf.launch.text import percent
 
 Floats = npt.NDArray[np.float64]
 

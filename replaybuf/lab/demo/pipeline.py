@@ -24,8 +24,8 @@ import msgspec
 from replaybuf.client.client import AsyncClient
 from replaybuf.lab.demo.accuracy import HeldOutProblems
 from replaybuf.lab.demo.folder import Folder, Request
-from replaybuf.lab.demo.processes import process_states
-from replaybuf.lab.demo.progress import (
+from replaybuf.launch.processes import process_states
+from replaybuf.launch.progress import (
     KILLED,
     SESSION_EVERY_S,
     Evaluation,
@@ -36,9 +36,9 @@ from replaybuf.lab.demo.progress import (
     TrainerLine,
     append_line,
 )
-from replaybuf.lab.demo.supervisor import Child, Stop, Supervisor
-from replaybuf.lab.demo.text import percent
-from replaybuf.lab.demo.view import TRAINING, View
+from replaybuf.launch.supervisor import Child, Stop, Supervisor
+from replaybuf.launch.text import percent
+from replaybuf.launch.view import TRAINING, View
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 
 PROGRAM = (sys.executable, "-m", "replaybuf")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.errors import NotFound
-from replaybuf.lab.demo.progress import (
+from replaybuf.launch.progress import (
     KILLED,
     SESSION_EVERY_S,
     Evaluation,
@@ -26,7 +26,7 @@ from replaybuf.lab.demo.progress import (
     TrainerLine,
     Waiting,
 )
-from replaybuf.lab.demo.text import clock, megabytes, percent, whole_seconds
+from replaybuf.launch.text import clock, megabytes, percent, whole_seconds
 
 NumberT = TypeVar("NumberT", int, float)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from replaybuf.lab.demo.supervisor import STOP_WITHIN_S
+from replaybuf.launch.supervisor import STOP_WITHIN_S
 from tests.waiting import eventually
 
 STEPS = 20

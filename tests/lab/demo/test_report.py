@@ -14,8 +14,8 @@ from rich.console import Console
 from replaybuf.errors import NotFound
 from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw, rolling
-from replaybuf.lab.demo.progress import KILLED, Progress, Session, append_line, read_sessions
 from replaybuf.lab.demo.report import Report, build_report, figure_rows, print_report
+from replaybuf.launch.progress import KILLED, Progress, Session, append_line, read_sessions
 
 
 def test_report_json_has_the_names_others_read(report: Report) -> None:

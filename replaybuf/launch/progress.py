@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from replaybuf.lab.demo.processes import ProcessState
+from replaybuf.launch.processes import ProcessState
 
 KILLED = "killed"
 """Outcome of a session that wrote no other outcome."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from replaybuf.lab.demo.supervisor import Stop, Supervisor
+from replaybuf.launch.supervisor import Stop, Supervisor
 
 FOREVER = "import signal; signal.pause()"
 PARENT = f"import subprocess, sys, signal; subprocess.Popen([sys.executable, '-c', {FOREVER!r}]); signal.pause()"

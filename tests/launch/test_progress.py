@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.lab.demo.progress import (
+from replaybuf.launch.progress import (
     Evaluation,
     GeneratorLine,
     LineReader,
@@ -109,7 +109,7 @@ def test_without_steps_there_is_no_waiting() -> None:
 
 def test_phases_add_up_when_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 7.0, 8.0])
-    monkeypatch.setattr("replaybuf.lab.demo.progress.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("replaybuf.launch.progress.time.monotonic", lambda: next(now))
     phases = Phases()
     for name in ("starting", "training", "starting"):
         phases.enter(name)

@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from replaybuf.lab.demo.progress import Progress
-from replaybuf.lab.demo.text import clock, megabytes, percent, whole_seconds
+from replaybuf.launch.progress import Progress
+from replaybuf.launch.text import clock, megabytes, percent, whole_seconds
 
 PLAIN_PERIOD_S = 5.0
 BARS = "▁▂▃▄▅▆▇█"

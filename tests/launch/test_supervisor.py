@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.lab.demo.supervisor import STOP_WITHIN_S, Child, Stop, Supervisor
+from replaybuf.launch.supervisor import STOP_WITHIN_S, Child, Stop, Supervisor
 from tests.waiting import eventually
 
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]

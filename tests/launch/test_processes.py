@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.lab.demo import processes
-from replaybuf.lab.demo.processes import ProcessState, process_states
+from replaybuf.launch import processes
+from replaybuf.launch.processes import ProcessState, process_states
 
 linux_only = pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc here")
 

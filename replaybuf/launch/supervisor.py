@@ -1,4 +1,4 @@
-"""Start, watch and stop the demo's processes.
+"""Start, watch, restart and stop processes.
 
 Life cycle of a child::
 
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.lab.demo import guard
+from replaybuf.launch import guard
 
 logger = logging.getLogger(__name__)
 

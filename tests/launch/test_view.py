@@ -8,10 +8,10 @@ import re
 import pytest
 from rich.console import Console
 
-from replaybuf.lab.demo import view as views
-from replaybuf.lab.demo.progress import Progress
-from replaybuf.lab.demo.text import clock
-from replaybuf.lab.demo.view import TRAINING, View, panel, sparkline, summary
+from replaybuf.launch import view as views
+from replaybuf.launch.progress import Progress
+from replaybuf.launch.text import clock
+from replaybuf.launch.view import TRAINING, View, panel, sparkline, summary
 
 ESCAPE = "\x1b"
 
@@ -33,7 +33,7 @@ def test_without_a_terminal_the_output_is_plain_lines(progress: Progress) -> Non
 
 def test_plain_summaries_come_every_five_seconds(progress: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("replaybuf.lab.demo.view.time.monotonic", lambda: now)
+    monkeypatch.setattr("replaybuf.launch.view.time.monotonic", lambda: now)
     out = io.StringIO()
     view = View(Console(file=out))
     progress.phases.enter(TRAINING)

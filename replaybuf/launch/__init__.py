@@ -1,0 +1,1 @@
+"""Start and supervise all parts of a run on one machine, for `replaybuf up` and `replaybuf demo`."""
