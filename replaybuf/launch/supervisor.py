@@ -2,17 +2,17 @@
 
 Life cycle of a child::
 
-    start() ──> running ──(prints "listening on URL")──> ready ──> exited
-                   │                                       │
-                   └────────── unexpected exit ────────────┴──> everything stops
+    start() ──> running ──> exited ──(code 0, and it may finish)──> done
+                   ▲          │
+                   └──(pause)─┴──(no restart left)──> everything stops
 
-- Every child leads its own session: Ctrl-C in the terminal reaches only the demo, and all that a child starts is
-  stopped with it. Its output goes to a log file, so it never waits for the demo to read.
-- The first unexpected exit, or a signal to the demo, ends the demo early; it is a value, `Stop`.
-- The guard (`guard.py`) handles `kill -9` of the demo; `kill -9` of the guard is the unexpected exit of a child.
+- Every child leads its own session: Ctrl-C in the terminal reaches only this process, and all that a child starts is
+  stopped with it. Its output goes to a log file, so it never waits for a reader.
+- An unexpected exit without a restart, or a signal to this process, ends the session early; it is a value, `Stop`.
+- The guard (`guard.py`) handles `kill -9` of this process; `kill -9` of the guard is an unexpected exit.
 
-A stop takes at most `STOP_WITHIN_S`: SIGTERM to the clients of the service, SIGTERM to the others when the clients are
-gone or after `CLIENTS_S`, SIGKILL to all after `FORCE_S`. A second signal to the demo sends SIGKILL at once.
+Children stop in phases, lowest first: SIGTERM to a phase when the earlier ones are gone, or at the end of the grace
+time; SIGKILL to all `LAST_PHASE_S` later. A second signal to this process sends SIGKILL at once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from replaybuf.errors import ServiceUnavailable
+from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.launch import guard
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STOP_WITHIN_S = 5.0
-CLIENTS_S = 2.0
-FORCE_S = 3.25
+GRACE_S = 2.0
+"""Default time for all phases but the last to stop."""
+LAST_PHASE_S = 1.25
+KILL_S = 1.75
+"""How long killed processes may take to end."""
+STOP_WITHIN_S = GRACE_S + LAST_PHASE_S + KILL_S
 POLL_S = 0.05
 LAST_LINES = 15
 EXIT_AFTER_FAULT_S = 1.0
@@ -51,7 +54,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Why the demo ended early: reason, exit code, and the last log lines of the child that caused it."""
+    """Why a session ended early: reason, exit code, and the last log lines of the child that caused it."""
 
     reason: str
     exit_code: int
@@ -59,17 +62,61 @@ class Stop:
     log_lines: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Child:
-    """One process. `log_offset`: position in `log` where its own output starts, bytes."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """Bounds for starting a failed child again: pauses double from `first_pause_s` up to `longest_pause_s`.
+
+    A child that has run for `reset_s` gets all of its `most` restarts back.
+    """
+
+    most: int = 5
+    first_pause_s: float = 1.0
+    longest_pause_s: float = 30.0
+    reset_s: float = 60.0
+
+    def pause_s(self, failures: int) -> float:
+        """Return the pause before the next start, after so many failures in a row."""
+        return min(self.first_pause_s * 2.0 ** (failures - 1), self.longest_pause_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What to start. Its exit ends the session, unless it `may_finish` and returns 0, or has a restart left.
+
+    `final_codes`: exit codes that no restart can cure, each with its meaning. `stop_phase`: programs of a lower phase
+    stop first.
+    """
 
     name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    folder: Path | None = None
+    may_finish: bool = False
+    stop_phase: int = 0
+    restarts: Restarts | None = None
+    final_codes: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Child:
+    """One process of a program. `log_offset`: position in `log` where its own output starts, bytes.
+
+    `failures`: exits in a row before this start. `done` is shared by all processes of a program.
+    """
+
+    program: Program
     process: subprocess.Popen[bytes]
     log: Path
     log_offset: int
-    may_finish: bool
-    stops_last: bool
+    started_s: float
+    failures: int
     exited: asyncio.Future[int]
+    done: asyncio.Future[None]
+
+    @property
+    def name(self) -> str:
+        """Name of its program."""
+        return self.program.name
 
     @property
     def pid(self) -> int:
@@ -90,11 +137,23 @@ class Child:
 class Supervisor:
     """Owner of the children, for `async with`; leaving it stops them all. All methods belong to one event loop."""
 
-    def __init__(self, logs: Path, *, keep_open: Sequence[int] = ()) -> None:
-        """Write logs to `logs/NAME.log`; the guard keeps the file descriptors `keep_open` open while it lives."""
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        keep_open: Sequence[int] = (),
+        grace_s: float = GRACE_S,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Write logs to `logs/NAME.log`; the guard keeps the file descriptors `keep_open` open while it lives.
+
+        `report` gets one line for each restart.
+        """
         self.children: list[Child] = []
         self._logs = logs
         self._keep_open = tuple(keep_open)
+        self._grace_s = grace_s
+        self._report = report
         self._guard: Child | None = None
         self._loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[Stop] = self._loop.create_future()
@@ -105,9 +164,8 @@ class Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
-        self._guard = self._spawn(
-            "guard", [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, pass_fds=self._keep_open
-        )
+        program = Program(name="guard", command=[sys.executable, "-I", "-S", guard.__file__])
+        self._guard = self._spawn(program, stdin=subprocess.PIPE, pass_fds=self._keep_open)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -117,23 +175,10 @@ class Supervisor:
             for number in SIGNALS:
                 self._loop.remove_signal_handler(number)
 
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str] | None = None,
-        may_finish: bool = False,
-        stops_last: bool = False,
-    ) -> Child:
-        """Start a child. Its exit ends the demo, unless it `may_finish` and returns 0.
-
-        `stops_last`: others use it, so a stop ends it after them.
-        """
-        child = self._spawn(name, command, environment=environment, may_finish=may_finish, stops_last=stops_last)
-        self._write_to_guard(f"+{child.pid}")
-        self.children.append(child)
-        logger.info("started name=%s pid=%d", name, child.pid)
+    def start(self, program: Program) -> Child:
+        """Start a child. Raises `Invalid` if its command cannot be run."""
+        child = self._spawn(program)
+        self._register(child)
         return child
 
     async def listening(self, child: Child, timeout_s: float) -> str:
@@ -148,10 +193,9 @@ class Supervisor:
         return found[1]
 
     async def finished(self, child: Child) -> None:
-        """Wait for an exit with code 0. Any other exit stops the demo, which cancels this call."""
-        # Shielded: a cancelled waiter must not cancel the future, or the child would count as exited.
-        if await asyncio.shield(child.exited) != 0:
-            await asyncio.Event().wait()
+        """Wait until a process of this program has exited with code 0."""
+        # Shielded: a cancelled waiter must not cancel the future that others wait for.
+        await asyncio.shield(child.done)
 
     async def supervise(self, script: Coroutine[Any, Any, T]) -> T | Stop:
         """Run `script` to its end or to the first `Stop`. Raises what `script` raises."""
@@ -173,37 +217,47 @@ class Supervisor:
 
     def _spawn(
         self,
-        name: str,
-        command: Sequence[str],
+        program: Program,
         *,
-        environment: Mapping[str, str] | None = None,
+        failures: int = 0,
+        done: asyncio.Future[None] | None = None,
         stdin: int = subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
-        may_finish: bool = False,
-        stops_last: bool = False,
     ) -> Child:
-        path = self._logs / f"{name}.log"
+        path = self._logs / f"{program.name}.log"
         with path.open("ab") as log:
             offset = log.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-                pass_fds=pass_fds,
-            )
-        child = Child(name, process, path, offset, may_finish, stops_last, self._loop.create_future())
-        threading.Thread(target=self._wait, args=(child,), name=f"wait-{name}", daemon=True).start()
+            try:
+                process = subprocess.Popen(
+                    program.command,
+                    stdin=stdin,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **program.environment},
+                    cwd=program.folder,
+                    start_new_session=True,
+                    pass_fds=pass_fds,
+                )
+            except OSError as error:
+                detail = f"{program.name} cannot be started: {error}"
+                raise Invalid(detail, name=program.name, value=program.command[0]) from error
+        exited, started_s = self._loop.create_future(), self._loop.time()
+        done = done or self._loop.create_future()
+        child = Child(program, process, path, offset, started_s, failures, exited, done)
+        threading.Thread(target=self._wait, args=(child,), name=f"wait-{program.name}", daemon=True).start()
         return child
+
+    def _register(self, child: Child) -> None:
+        self._write_to_guard(f"+{child.pid}")
+        self.children.append(child)
+        logger.info("started name=%s pid=%d", child.name, child.pid)
 
     def _wait(self, child: Child) -> None:
         """Wait for the exit, in a thread of its own."""
         code = child.process.wait()
         try:
             self._loop.call_soon_threadsafe(self._on_exit, child, code)
-        except RuntimeError:  # race: the demo closed its loop before this exit
+        except RuntimeError:  # race: the session closed its loop before this exit
             return
 
     def _on_exit(self, child: Child, code: int) -> None:
@@ -212,11 +266,50 @@ class Supervisor:
         if child is not self._guard:
             guard.signal_group(child.pid, signal.SIGKILL)  # processes that the child started and left behind
             self._write_to_guard(f"-{child.pid}")
-        if self._stopping or self._stop.done() or (child.may_finish and code == 0):
+        if self._stopping or self._stop.done():
             return
-        lines = tuple(child.output().splitlines()[-LAST_LINES:])
+        if child.program.may_finish and code == 0:
+            child.done.set_result(None)
+            return
         how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        self._stop.set_result(Stop(f"{child.name} (pid {child.pid}) {how}", 1, child.log, lines))
+        if not self._restart_later(child, code, how):
+            self._stop.set_result(self._stop_of(child, code, how))
+
+    def _stop_of(self, child: Child, code: int, how: str) -> Stop:
+        restarts = f" after {child.failures} restarts" if child.failures else ""
+        meaning = child.program.final_codes.get(code)
+        lines = tuple(child.output().splitlines()[-LAST_LINES:])
+        reason = f"{child.name} (pid {child.pid}) {how}{restarts}{f': {meaning}' if meaning else ''}"
+        return Stop(reason, 1, child.log, lines)
+
+    def _restart_later(self, child: Child, code: int, how: str) -> bool:
+        """Start the program again after a pause; return False if it has no restart left."""
+        restarts = child.program.restarts
+        if restarts is None or code in child.program.final_codes:
+            return False
+        recovered = self._loop.time() - child.started_s >= restarts.reset_s
+        failures = 1 if recovered else child.failures + 1
+        if failures > restarts.most:
+            return False
+        pause_s = restarts.pause_s(failures)
+        self._loop.call_later(pause_s, self._restart, child, failures)
+        logger.warning("restarting name=%s pause_s=%g failures=%d", child.name, pause_s, failures)
+        self._report(
+            f"{child.name} (pid {child.pid}) {how}; restart {failures} of {restarts.most} in {pause_s:g} s; "
+            f"its log: {child.log}"
+        )
+        return True
+
+    def _restart(self, child: Child, failures: int) -> None:
+        if self._stopping or self._stop.done():
+            return
+        try:
+            again = self._spawn(child.program, failures=failures, done=child.done)
+        except Invalid as error:
+            self._stop.set_result(Stop(error.detail, 1, child.log))
+            return
+        self.children.remove(child)
+        self._register(again)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping or self._stop.done():
@@ -231,7 +324,7 @@ class Supervisor:
         try:
             self._guard.process.stdin.write(f"{line}\n".encode())
             self._guard.process.stdin.flush()
-        except BrokenPipeError:  # race: the guard has just died; its exit stops the demo
+        except BrokenPipeError:  # race: the guard has just died; its exit stops the session
             return
 
     # ------------------------------------------------------------------ stop
@@ -239,15 +332,16 @@ class Supervisor:
     async def _stop_all(self) -> None:
         self._stopping = True
         logger.info("stopping")
-        force_at = self._loop.time() + FORCE_S
-        clients = [child for child in self.children if not child.stops_last]
-        await self._terminate(clients, force_at - FORCE_S + CLIENTS_S)
-        await self._terminate([child for child in self.children if child.stops_last], force_at)
-        await self._wait_for_exits(self.children, self._loop.time() if self._forced.is_set() else force_at)
+        grace_at = self._loop.time() + self._grace_s
+        force_at = grace_at + LAST_PHASE_S
+        phases = sorted({child.program.stop_phase for child in self.children})
+        for phase in phases:
+            members = [child for child in self.children if child.program.stop_phase == phase]
+            await self._terminate(members, force_at if phase == phases[-1] else grace_at)
         for child in self.children:
             if not child.exited.done():  # the number of a group that is gone may belong to another process
                 guard.signal_group(child.pid, signal.SIGKILL)
-        end_at = force_at + STOP_WITHIN_S - FORCE_S
+        end_at = self._loop.time() + KILL_S
         await self._wait_for_exits(self.children, end_at)
         if self._guard is not None and self._guard.process.stdin is not None:
             self._guard.process.stdin.close()  # no group is left, so the guard ends

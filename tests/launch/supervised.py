@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from replaybuf.launch.supervisor import Stop, Supervisor
+from replaybuf.launch.supervisor import Program, Stop, Supervisor
 
 FOREVER = "import signal; signal.pause()"
 PARENT = f"import subprocess, sys, signal; subprocess.Popen([sys.executable, '-c', {FOREVER!r}]); signal.pause()"
@@ -18,9 +18,9 @@ PROCESSES = 5  # guard, three children, one grandchild
 async def main(logs: Path) -> int:
     """Start the children, print the pids once all run, and wait for the end."""
     async with Supervisor(logs) as supervisor:
-        supervisor.start("serve", [sys.executable, "-c", PARENT], stops_last=True)
-        supervisor.start("engine", [sys.executable, "-c", FOREVER])
-        supervisor.start("train", [sys.executable, "-c", FOREVER])
+        supervisor.start(Program(name="serve", command=[sys.executable, "-c", PARENT], stop_phase=1))
+        supervisor.start(Program(name="engine", command=[sys.executable, "-c", FOREVER]))
+        supervisor.start(Program(name="train", command=[sys.executable, "-c", FOREVER]))
         stop = await supervisor.supervise(_tell_pids())
     return stop.exit_code if isinstance(stop, Stop) else 0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from replaybuf.errors import ServiceUnavailable
-from replaybuf.launch.supervisor import STOP_WITHIN_S, Child, Stop, Supervisor
+from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.launch.supervisor import STOP_WITHIN_S, Child, Program, Restarts, Stop, Supervisor
 from tests.waiting import eventually
 
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -66,9 +66,9 @@ def test_a_dying_child_stops_everything_with_its_name_code_and_last_log_lines(tm
 
     async def scene() -> tuple[object, list[int], float]:
         async with Supervisor(tmp_path) as supervisor:
-            supervisor.start("serve", FOREVER, stops_last=True)
-            supervisor.start("engine", FOREVER)
-            supervisor.start("train", dying(3))
+            supervisor.start(Program(name="serve", command=FOREVER, stop_phase=1))
+            supervisor.start(Program(name="engine", command=FOREVER))
+            supervisor.start(Program(name="train", command=dying(3)))
             stop = await supervisor.supervise(forever())
             began = time.monotonic()
         return stop, [child.pid for child in supervisor.children], time.monotonic() - began
@@ -86,7 +86,7 @@ def test_the_reason_names_the_signal_that_killed_a_child(tmp_path: Path) -> None
 
     async def scene() -> object:
         async with Supervisor(tmp_path) as supervisor:
-            child = supervisor.start("engine", FOREVER)
+            child = supervisor.start(Program(name="engine", command=FOREVER))
             os.kill(child.pid, signal.SIGKILL)
             return await supervisor.supervise(forever())
 
@@ -100,7 +100,7 @@ def test_a_child_that_may_finish_ends_nothing_unless_it_fails(tmp_path: Path) ->
 
     async def scene(code: int) -> object:
         async with Supervisor(tmp_path) as supervisor:
-            child = supervisor.start("init-model", dying(code), may_finish=True)
+            child = supervisor.start(Program(name="init-model", command=dying(code), may_finish=True))
 
             async def story() -> str:
                 await supervisor.finished(child)
@@ -117,7 +117,7 @@ def test_a_service_that_may_not_finish_stops_the_demo_even_with_code_0(tmp_path:
 
     async def scene() -> object:
         async with Supervisor(tmp_path) as supervisor:
-            supervisor.start("serve", dying(0))
+            supervisor.start(Program(name="serve", command=dying(0)))
             return await supervisor.supervise(forever())
 
     stop = asyncio.run(scene())
@@ -130,7 +130,7 @@ def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
 
     async def scene() -> tuple[int, float]:
         async with Supervisor(tmp_path) as supervisor:
-            child = supervisor.start("engine", STUBBORN)
+            child = supervisor.start(Program(name="engine", command=STUBBORN))
             await printed(child, "deaf")
             began = time.monotonic()
         return child.pid, time.monotonic() - began
@@ -145,7 +145,7 @@ def test_processes_started_by_a_child_end_with_it(tmp_path: Path) -> None:
 
     async def scene() -> int:
         async with Supervisor(tmp_path) as supervisor:
-            child = supervisor.start("serve", WITH_GRANDCHILD)
+            child = supervisor.start(Program(name="serve", command=WITH_GRANDCHILD))
             grandchild = int((await printed(child, "grandchild")).split()[1])
             os.kill(child.pid, signal.SIGKILL)
             await supervisor.supervise(forever())
@@ -159,8 +159,8 @@ def test_a_child_in_a_cancelled_wait_is_stopped(tmp_path: Path) -> None:
 
     async def scene() -> tuple[Child, float]:
         async with Supervisor(tmp_path) as supervisor:
-            train = supervisor.start("train", FOREVER)
-            engine = supervisor.start("engine", FOREVER)
+            train = supervisor.start(Program(name="train", command=FOREVER))
+            engine = supervisor.start(Program(name="engine", command=FOREVER))
             story = supervisor.finished(train)
             asyncio.get_running_loop().call_later(0.1, os.kill, engine.pid, signal.SIGKILL)
             await supervisor.supervise(story)
@@ -179,7 +179,9 @@ def test_the_url_is_read_from_the_childs_own_output(tmp_path: Path) -> None:
 
     async def scene() -> str:
         async with Supervisor(tmp_path) as supervisor:
-            return await supervisor.listening(supervisor.start("serve", [sys.executable, "-c", code]), 20)
+            return await supervisor.listening(
+                supervisor.start(Program(name="serve", command=[sys.executable, "-c", code])), 20
+            )
 
     assert asyncio.run(scene()) == "http://127.0.0.1:2"
 
@@ -189,7 +191,7 @@ def test_a_child_that_never_listens_is_named_with_its_log(tmp_path: Path) -> Non
 
     async def scene() -> None:
         async with Supervisor(tmp_path) as supervisor:
-            await supervisor.listening(supervisor.start("engine", FOREVER), 0.1)
+            await supervisor.listening(supervisor.start(Program(name="engine", command=FOREVER)), 0.1)
 
     with pytest.raises(ServiceUnavailable, match=r"engine did not listen within 0\.1 s; its log: .*engine\.log"):
         asyncio.run(scene())
@@ -200,7 +202,7 @@ def test_a_failed_call_is_blamed_on_the_child_whose_death_caused_it(tmp_path: Pa
 
     async def scene() -> object:
         async with Supervisor(tmp_path) as supervisor:
-            child = supervisor.start("serve", FOREVER)
+            child = supervisor.start(Program(name="serve", command=FOREVER))
 
             async def story() -> None:
                 os.kill(child.pid, signal.SIGKILL)
@@ -219,7 +221,7 @@ def test_an_error_of_the_story_itself_passes_through_and_stops_everything(tmp_pa
 
     async def scene() -> None:
         async with Supervisor(tmp_path) as supervisor:
-            pids.append(supervisor.start("serve", FOREVER).pid)
+            pids.append(supervisor.start(Program(name="serve", command=FOREVER)).pid)
 
             async def story() -> None:
                 raise ServiceUnavailable("no route")
@@ -284,7 +286,7 @@ def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:
 
     async def scene() -> object:
         async with Supervisor(tmp_path) as supervisor:
-            supervisor.start("serve", FOREVER)
+            supervisor.start(Program(name="serve", command=FOREVER))
             for child in psutil.Process().children():
                 if "guard.py" in " ".join(child.cmdline()):
                     child.kill()
@@ -300,7 +302,7 @@ def test_a_second_signal_kills_children_at_once(tmp_path: Path) -> None:
 
     async def scene() -> float:
         async with Supervisor(tmp_path) as supervisor:
-            child = supervisor.start("engine", STUBBORN)
+            child = supervisor.start(Program(name="engine", command=STUBBORN))
             await printed(child, "deaf")
             os.kill(os.getpid(), signal.SIGINT)
             await supervisor.supervise(forever())
@@ -309,3 +311,95 @@ def test_a_second_signal_kills_children_at_once(tmp_path: Path) -> None:
         return time.monotonic() - began
 
     assert asyncio.run(scene()) < 1.0
+
+
+FAST = Restarts(most=2, first_pause_s=0.01, longest_pause_s=0.01)
+
+
+def dying_until(count: int, log: Path) -> list[str]:
+    """A program that fails with code 3 until its log has so many lines, and then succeeds."""
+    code = (
+        f"from pathlib import Path; n = len(Path({str(log)!r}).read_text().splitlines()); print('try', n, flush=True)"
+    )
+    return [sys.executable, "-c", f"{code}; raise SystemExit(3 if n < {count} else 0)"]
+
+
+@pytest.mark.parametrize(("failures", "ends"), [(2, "went on"), (3, "after 2 restarts")])
+def test_a_child_is_restarted_a_bounded_number_of_times(tmp_path: Path, failures: int, ends: str) -> None:
+    """Two restarts cure two failures; the third failure stops everything and names the restarts. Each is reported."""
+    reports: list[str] = []
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path, report=reports.append) as supervisor:
+            command = dying_until(failures, tmp_path / "train.log")
+            child = supervisor.start(Program(name="train", command=command, may_finish=True, restarts=FAST))
+
+            async def story() -> str:
+                await supervisor.finished(child)
+                return "went on"
+
+            return await supervisor.supervise(story())
+
+    outcome = asyncio.run(scene())
+    assert ends in (outcome.reason if isinstance(outcome, Stop) else str(outcome))
+    assert len(reports) == 2
+    assert "exited with code 3; restart 1 of 2 in 0.01 s; its log: " in reports[0]
+    assert (tmp_path / "train.log").read_text().splitlines()[-1] == f"try {failures if failures < 3 else 2}"
+
+
+def test_a_child_that_ran_long_enough_gets_its_restarts_back(tmp_path: Path) -> None:
+    """With `reset_s` 0 every exit is a first failure, so one restart is enough for any number of exits."""
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            restarts = Restarts(most=1, first_pause_s=0.01, reset_s=0.0)
+            command = dying_until(4, tmp_path / "train.log")
+            child = supervisor.start(Program(name="train", command=command, may_finish=True, restarts=restarts))
+            return await supervisor.supervise(supervisor.finished(child))
+
+    assert asyncio.run(scene()) is None
+    assert (tmp_path / "train.log").read_text().splitlines()[-1] == "try 4"
+
+
+def test_an_exit_code_that_no_restart_cures_stops_everything_with_its_meaning(tmp_path: Path) -> None:
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            codes = {3: "another trainer has the run"}
+            supervisor.start(Program(name="train", command=dying(3), restarts=FAST, final_codes=codes))
+            return await supervisor.supervise(forever())
+
+    stop = asyncio.run(scene())
+    assert isinstance(stop, Stop)
+    assert stop.reason.endswith("exited with code 3: another trainer has the run")
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    restarts = Restarts(first_pause_s=1.0, longest_pause_s=5.0)
+    assert [restarts.pause_s(failures) for failures in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 5.0]
+
+
+def test_phases_stop_in_their_order(tmp_path: Path) -> None:
+    """A phase gets SIGTERM when the earlier ones are gone; each child prints when its signal came."""
+    code = (
+        "import signal, sys; print('ready', flush=True); signal.sigwait({signal.SIGTERM}); "
+        f"open({str(tmp_path / 'order')!r}, 'a').write(sys.argv[1] + ' ')"
+    )
+    blocked = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}}); {code}"
+
+    async def scene() -> None:
+        async with Supervisor(tmp_path, grace_s=20.0) as supervisor:
+            for phase, name in ((2, "serve"), (0, "train"), (1, "generate")):
+                command = [sys.executable, "-c", blocked, name]
+                await printed(supervisor.start(Program(name=name, command=command, stop_phase=phase)), "ready")
+
+    asyncio.run(scene())
+    assert (tmp_path / "order").read_text().split() == ["train", "generate", "serve"]
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with Supervisor(tmp_path) as supervisor:
+            supervisor.start(Program(name="engine-1", command=["/no/vllm", "serve"]))
+
+    with pytest.raises(Invalid, match=r"engine-1 cannot be started: .*/no/vllm"):
+        asyncio.run(scene())

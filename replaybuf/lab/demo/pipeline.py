@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 
 import msgspec
 
@@ -36,7 +35,7 @@ from replaybuf.launch.progress import (
     TrainerLine,
     append_line,
 )
-from replaybuf.launch.supervisor import Child, Stop, Supervisor
+from replaybuf.launch.supervisor import Child, Program, Stop, Supervisor
 from replaybuf.launch.text import percent
 from replaybuf.launch.view import TRAINING, View
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
@@ -169,9 +168,7 @@ class Demo:
         self._enter("warm start")
         self._view.event(f"warm start: supervised training to {TARGET_ACCURACY:.0%} sampled accuracy; this is not RL")
         options = ["--task", TASK, "--seed", str(self._request.seed), "--target-accuracy", str(TARGET_ACCURACY)]
-        start = partial(supervisor.start, environment=CHILD_ENVIRONMENT, may_finish=True)
-        command = [*self._program, "init-model", "--out", str(self._folder.model), *options]
-        self._warm_up = start("init-model", command)
+        self._warm_up = supervisor.start(self._command("init-model", "--out", str(self._folder.model), *options))
         await supervisor.finished(self._warm_up)
         self._warm_up = None
         self._view.event(f"model ready in {self._folder.model}")
@@ -179,10 +176,9 @@ class Demo:
     async def _start_services(self, supervisor: Supervisor) -> str:
         """Start service and engine in parallel; return the URL of the service."""
         self._enter("starting")
-        start = partial(supervisor.start, environment=CHILD_ENVIRONMENT, stops_last=True)
         data_dir, model = str(self._folder.serve), str(self._folder.model)
-        serve = start("serve", [*self._program, "serve", "--port", "0", "--data-dir", data_dir])
-        engine = start("engine", [*self._program, "engine", "--model", model, "--port", "0", "--threads", "1"])
+        serve = supervisor.start(self._server("serve", "--port", "0", "--data-dir", data_dir))
+        engine = supervisor.start(self._server("engine", "--model", model, "--port", "0", "--threads", "1"))
         serve_url = await supervisor.listening(serve, LISTEN_TIMEOUT_S)
         self._view.event(f"service listening on {serve_url}")
         self._engine_url = await supervisor.listening(engine, LISTEN_TIMEOUT_S)
@@ -211,16 +207,25 @@ class Demo:
             "--metrics-file": folder.generate_metrics,
             "--report-every-s": REPORT_EVERY_S,
         }
-        start = partial(supervisor.start, environment=CHILD_ENVIRONMENT, may_finish=True)
         epoch = (await client.get_run()).epoch
-        trainer = start("train", [*self._program, "train", *_words(common | train)])
+        trainer = supervisor.start(self._command("train", *_words(common | train)))
         # A resumed trainer loads its weights into the engine when it attaches. Groups that the engine samples earlier,
         # with its initial weights, would only be evicted as too stale.
         while self.progress.first_step and (await client.get_run()).epoch == epoch:  # noqa: ASYNC110 - it attaches
             await asyncio.sleep(POLL_S)
-        start("generate", [*self._program, "generate", *_words(common | generate), "--seed-requests"])
+        supervisor.start(self._command("generate", *_words(common | generate), "--seed-requests"))
         await supervisor.finished(trainer)
         self._read_metrics()
+
+    def _command(self, *words: str) -> Program:
+        """Return a program that may finish, named by its command."""
+        command = [*self._program, *words]
+        return Program(name=words[0], command=command, environment=CHILD_ENVIRONMENT, may_finish=True)
+
+    def _server(self, *words: str) -> Program:
+        """Return a program that others use: it runs to the end and stops after them."""
+        command = [*self._program, *words]
+        return Program(name=words[0], command=command, environment=CHILD_ENVIRONMENT, stop_phase=1)
 
     # ------------------------------------------------------------------ accuracy
 
