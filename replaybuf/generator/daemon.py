@@ -58,6 +58,8 @@ class DaemonOptions:
     - `advantage`: an estimator of `kernel.advantages`; `metadata`: added to every group; `compress`: compress frames
     - `max_inflight_groups` slots; `min_inflight_groups` of them, up to all, generate, as the engines' gauges say
       (None = all slots)
+    - `rollouts_per_request`: None = the whole group; `min_group_size`: fewest rollouts of a group that lost some to
+      faults, None = all
     - `request_seed`: base of the seed of every request; None = the engines choose
     - `poll_wait_ms`: how long the service may hold a call; short, so that a stop can wait for the answer and return its
       tickets
@@ -72,6 +74,8 @@ class DaemonOptions:
     max_inflight_groups: int = 64
     min_inflight_groups: int | None = None
     compress: bool = False
+    rollouts_per_request: int | None = None
+    min_group_size: int | None = None
     request_seed: int | None = None
     poll_wait_ms: int = 1000
     service_patience_s: float = PATIENCE_S
@@ -116,7 +120,15 @@ class Daemon:
         self._stages = Stages(stages, options.sampling.n) if stages else None
         self._followers = (*followers, Heartbeats(options.producer, lambda: self.waiting), Doomed())
         self._inflight = InFlight(client, options.service_patience_s)
-        self._maker = GroupMaker(engine, scorer, prompts, tokenizer, self._inflight.progress.reward_s)
+        self._maker = GroupMaker(
+            engine,
+            scorer,
+            prompts,
+            tokenizer,
+            self._inflight.progress.reward_s,
+            per_request=options.rollouts_per_request,
+            least=options.min_group_size,
+        )
         self._delivery = Delivery(
             self._inflight,
             self._learn_published,

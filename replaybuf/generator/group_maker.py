@@ -11,18 +11,31 @@ from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.process_rewards import by_text
 from replaybuf.generator.environments.scoring import Scores, Scoring
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.group_requests import GroupRequests
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.inflight import Job
+from replaybuf.generator.losses import Losses
 from replaybuf.generator.progress import Durations
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
 from replaybuf.wire.group import Group
 
 
 class GroupMaker:
-    """Samples and scores groups. `scoring`: number of groups in a reward; `reward_s`: time to score a group."""
+    """Samples and scores groups. `scoring`: number of groups in a reward; `reward_s`: time to score a group.
+
+    `per_request`: rollouts per request, None = the whole group; `least`: fewest rollouts of a group, None = all.
+    """
 
     def __init__(
-        self, engine: Fleet, scorer: Scoring | Episodes, prompts: PromptOrder, tokenizer: Encoder, reward_s: Durations
+        self,
+        engine: Fleet,
+        scorer: Scoring | Episodes,
+        prompts: PromptOrder,
+        tokenizer: Encoder,
+        reward_s: Durations,
+        *,
+        per_request: int | None = None,
+        least: int | None = None,
     ) -> None:
         self.scoring = 0
         self._engine = engine
@@ -30,6 +43,8 @@ class GroupMaker:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._reward_s = reward_s
+        self._per_request = per_request
+        self._least = least
 
     async def make(
         self,
@@ -47,10 +62,12 @@ class GroupMaker:
         if request_seed_base is not None:
             seed = request_seed(request_seed_base, ticket.prompt_index, ticket.attempt)
             sampling = dataclasses.replace(sampling, seed=seed)
+        losses = Losses(0 if self._least is None else sampling.n - self._least)
+        requests = GroupRequests(self._engine, self._per_request, losses)
         if isinstance(self._scorer, Episodes):
-            sample, scores = await self._scorer.play(self._engine, prompt, sampling, self._engine.check_use)
+            sample, scores = await self._scorer.play(requests, prompt, sampling, self._engine.check_use, losses)
         else:
-            sample = await self._engine.generate(prompt.token_ids, sampling)
+            sample = await requests.generate(prompt.token_ids, sampling)
             job.sampled = True
             scores = await self._score(self._scorer, prompt, sample)
         return new_group(
@@ -60,7 +77,7 @@ class GroupMaker:
             scores,
             temperature=sampling.temperature,
             advantage=advantage,
-            metadata=metadata,
+            metadata=metadata | losses.metadata,
             adapter=adapter,
         )
 

@@ -52,6 +52,7 @@ class _DaemonCollector(Collector):
         for name, text, count in (
             ("groups_stored", "Groups stored", progress.groups),
             ("groups_duplicate", "Groups that were already stored", progress.duplicates),
+            ("groups_partial", "Stored groups that lost rollouts to faults", progress.groups_partial),
             ("rollouts", "Rollouts of stored groups", progress.rollouts),
             ("tokens", "Completion tokens of stored groups", progress.generated_tokens),
             ("groups_aborted", "Groups aborted at the engine, as no batch could use them", progress.groups_aborted),
@@ -61,6 +62,8 @@ class _DaemonCollector(Collector):
             yield self._counter(name, text, (), [((), count)])
         returned = [((reason,), number) for reason, number in sorted(progress.given_back.items())]
         yield self._counter("groups_failed", "Tickets returned", ("reason",), returned)
+        lost = [((reason,), number) for reason, number in sorted(progress.rollouts_lost.items())]
+        yield self._counter("rollouts_lost", "Rollouts that stored groups lost to faults", ("reason",), lost)
         yield self._histogram("reward_seconds", "Groups by the time to score them", progress.reward_s)
         yield self._histogram("group_seconds", "Stored groups by the time from ticket to append", progress.group_s)
         for name, text, value in (

@@ -88,6 +88,9 @@ class GenerateOptions(SamplingOptions):
     """Name of the run; the generator waits until the run exists."""
     group_size: PositiveInt | None = None
     """Number of rollouts per prompt; default: group_size of the run."""
+    rollouts_per_request: PositiveInt | None = None
+    """Maximum number of rollouts in one request to an engine. Several requests spread a group over the engines, and a
+    failed request loses only its own rollouts (see min_group_size of the run). Default: the whole group."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature."""
     seed: int | None = None

@@ -135,6 +135,8 @@ async def _prepare(
             min_inflight_groups=options.min_inflight_groups,
             service_patience_s=options.service_patience_s,
             compress=options.compress,
+            rollouts_per_request=options.rollouts_per_request,
+            min_group_size=facts.min_group_size,
             request_seed=seed if options.seed_requests else None,
             report_every_s=options.report_every_s,
             metrics_file=options.metrics_file,

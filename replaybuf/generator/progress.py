@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.generator.fleet import ServerStatus
+from replaybuf.generator.losses import LOST_ROLLOUTS
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.group import Group
 
@@ -28,10 +29,11 @@ class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A generator's numbers at one moment. Counts are since its start; rates and means since the last status.
 
-    `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups;
-    `given_back`: returned tickets by reason; `tokens_saved`: estimate of the tokens that `groups_aborted` lacked;
-    `reward_mean` None where nothing was stored; `waiting`: why the generator does less than it could; `engines`: status
-    of every server, `stages` those of the stages by column; `evaluations`: last result by held-out set.
+    `time` in seconds since the epoch; `groups`, `rollouts`, `generated_tokens` (completion tokens) of stored groups,
+    `groups_partial` of which lost rollouts to faults; `given_back`: returned tickets by reason; `tokens_saved`:
+    estimate of the tokens that `groups_aborted` lacked; `reward_mean` None where nothing was stored; `waiting`: why the
+    generator does less than it could; `engines`: status of every server, `stages` those of the stages by column;
+    `evaluations`: last result by held-out set.
     """
 
     time: float
@@ -46,6 +48,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     given_back: dict[str, int]
     groups_aborted: int = 0
     tokens_saved: int = 0
+    groups_partial: int = 0
     engines: tuple[ServerStatus, ...] = ()
     stages: dict[str, tuple[ServerStatus, ...]] = {}
     evaluations: dict[str, EvaluationSummary] = {}
@@ -75,6 +78,8 @@ class Progress:
 
     def __init__(self, now_s: float) -> None:
         self.groups = 0
+        self.groups_partial = 0
+        self.rollouts_lost: Counter[str] = Counter()
         self.rollouts = 0
         self.generated_tokens = 0
         self.duplicates = 0
@@ -96,6 +101,9 @@ class Progress:
         self.group_s.add(took_s)
         self.sampled_version = max(self.sampled_version or 0, group.policy_version_max)
         self.groups += 1
+        lost = group.metadata.get(LOST_ROLLOUTS, {})
+        self.groups_partial += bool(lost)
+        self.rollouts_lost.update(lost)
         self.rollouts += group.rollouts
         self.generated_tokens += int(group.completion_lengths.sum())
         self._reward_sum += float(group.rewards.sum())
@@ -139,6 +147,7 @@ class Progress:
             given_back=dict(self.given_back),
             groups_aborted=self.groups_aborted,
             tokens_saved=self.tokens_saved,
+            groups_partial=self.groups_partial,
             engines=engines,
             stages=stages or {},
             evaluations=dict(self.evaluations),
@@ -151,12 +160,13 @@ class Progress:
 def log_status(status: Status) -> None:
     """Log one status line."""
     logger.info(
-        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, tickets returned %d%s%s",
+        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, tickets returned %d%s%s%s",
         status.groups,
         status.rollouts_per_s,
         status.tokens_per_s,
         "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
         sum(status.given_back.values()),
+        f", partial groups {status.groups_partial}" if status.groups_partial else "",
         f", groups aborted {status.groups_aborted}, tokens saved {status.tokens_saved}"
         if status.groups_aborted
         else "",

@@ -114,6 +114,7 @@ class GroupPool:
       `PURGED` for a dead letter; 0 = not freed
     - `counts`: by hash of the adapter; their histograms hold the groups up to number `counted`. Later groups are added
       before somebody reads or changes them, because one call for many groups is cheaper than one call per group.
+    - `sizes`: stored groups by rollouts, by hash of the adapter
     - `stale_adapters`: hashes of the adapters that lost live groups as too stale since the last batch
     """
 
@@ -126,6 +127,7 @@ class GroupPool:
         self.freed_as = bytearray(1)
         self.counts: dict[int, AdapterCounts] = {}
         self.counted = 0
+        self.sizes: dict[int, Counter[int]] = {}
         self.stale_adapters: set[int] = set()
         self._live: dict[int, LiveTotals] | None = None
 
@@ -178,10 +180,20 @@ class GroupPool:
                 counts.histograms.store(self.index, rows[its])
             self.counted = self.stored
 
-    def count_stored(self, adapters: npt.NDArray[np.int32]) -> None:
-        """Count groups as stored, by the hashes of their adapters."""
+    def count_stored(self, adapters: npt.NDArray[np.int32], rollouts: npt.NDArray[np.int32]) -> None:
+        """Count groups as stored, by the hashes of their adapters, and by their rollouts."""
         for code, positions in split_by_adapter(adapters):
-            self._counts(code).stored += len(adapters[positions])
+            self._count_stored(code, rollouts[positions])
+
+    def _count_stored(self, code: int, rollouts: npt.NDArray[np.int32]) -> None:
+        self._counts(code).stored += len(rollouts)
+        self.sizes.setdefault(code, Counter()).update(rollouts.tolist())
+
+    def count_partial(self, group_size: int | None, adapter: str | None = None) -> int:
+        """Count the groups of an adapter, or of the run, that were stored with fewer rollouts than `group_size`."""
+        code = None if adapter is None else hash_name(adapter)
+        tables = (table for own, table in self.sizes.items() if code in (None, own))
+        return sum(count for table in tables for size, count in table.items() if 0 < size < (group_size or 0))
 
     def _count_evicted(self, rows: Rows, sign: int) -> None:
         """Count evicted rows by reason and age, or take them back with `sign` -1."""
@@ -215,7 +227,7 @@ class GroupPool:
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
         for code, its in split_by_adapter(entries["adapter"]):
-            self._counts(code).stored += int(np.count_nonzero(numbers[its] > self.trimmed))
+            self._count_stored(code, entries["rollouts"][its][numbers[its] > self.trimmed])
             if self._live is not None:
                 new, old = len(numbers[its]), self._live.get(code, NO_LIVE)
                 tokens, frame_bytes = (

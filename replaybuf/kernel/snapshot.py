@@ -34,11 +34,11 @@ _HEADER_BYTES = len(MAGIC) + 20
 _FASTEST = 1
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of `RunState` and its pool under their names, and what else a reader needs.
 
     `config`: as the ledger has it; `failed`: the values of `failures`; `rows`: `STATE_ROW` of changed groups;
-    `set_aside`: int64, numbers up to `trimmed` of groups that are not freed.
+    `set_aside`: int64, numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial.
     """
 
     entries: int
@@ -71,10 +71,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups_used: int
     set_aside: bytes
     rows: bytes
+    sizes: dict[int, Counter[int]] = {}
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
-_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows")
+_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes")
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
 
 
@@ -112,6 +113,7 @@ def freeze(state: RunState) -> bytes:
         groups_used=groups_used,
         set_aside=numbers[(index["state"] != FREED) & (numbers <= state.trimmed)].tobytes(),
         rows=index.changed().tobytes(),
+        sizes=pool.sizes if state.config and state.config.min_group_size else {},
     )
     return _encode(snapshot)
 
@@ -148,7 +150,8 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
         setattr(pool, name, getattr(snapshot, name))
     pool.freed_as, pool.counted = freed_as, snapshot.stored
     fresh = index["number"] > snapshot.stored
-    pool.count_stored(index["adapter"][fresh])
+    pool.sizes = snapshot.sizes
+    pool.count_stored(index["adapter"][fresh], index["rollouts"][fresh])
     state.forgive(index["adapter"][fresh], index["prompt_index"][fresh])
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))  # dead before any ledger record: by the index entry
     if len(bad):

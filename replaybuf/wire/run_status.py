@@ -64,7 +64,10 @@ class Coverage(Struct, frozen=True, kw_only=True):
 
 
 class StoredCounts(Answer, frozen=True, kw_only=True):
-    """Stored groups by state: stored = live + in_batches + retired + sum(evicted) + dead_lettered."""
+    """Stored groups by state: stored = live + in_batches + retired + sum(evicted) + dead_lettered.
+
+    `partial`: those stored with fewer rollouts than `group_size`, in any state.
+    """
 
     stored: int
     live: int
@@ -72,6 +75,7 @@ class StoredCounts(Answer, frozen=True, kw_only=True):
     retired: int
     evicted: dict[str, int]
     dead_lettered: int
+    partial: int = 0
 
 
 class GroupCounts(StoredCounts, frozen=True, kw_only=True):

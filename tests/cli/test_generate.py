@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from replaybuf.kernel.strategy import source_code
 from tests.conftest import RunClient
@@ -98,6 +99,39 @@ def generated(folder: Path, run: RunClient, **options: str) -> list[dict[str, An
 def stored(run: RunClient) -> list[dict[str, Any]]:
     """Read all groups of a run, with their rollouts."""
     return [run.get(f"groups/{entry['group_id']}").json() for entry in run.get("groups").json()["groups"]]
+
+
+def test_a_run_trains_groups_that_lost_rollouts_to_faults_of_the_engine(tmp_path: Path, run: RunClient) -> None:
+    """Of each prompt's four requests the last is refused: every group has three rollouts, and all prompts are used."""
+    put(run, tickets={"prompts": 6}, min_group_size=3)
+    came: Counter[str] = Counter()
+
+    async def refuse_last(request: dict[str, Any]) -> Response | None:
+        came[str(request["prompt"])] += 1
+        return Response("no", 400) if came[str(request["prompt"])] == 4 else None
+
+    async def main() -> None:
+        async with EngineDouble().up() as engine:
+            engine.always = refuse_last
+            options = {"rollouts-per-request": "1"}
+            async with generator(tmp_path, _url(run), run.run, engine.url, **options) as process:
+                epoch = run.attach()
+                for step in range(2):
+                    response = await asyncio.to_thread(run.batch, step, epoch, wait_ms=20000)
+                    assert response.status_code == 200, response.text
+                    run.ack(step, epoch)
+                    run.publish(step + 1, epoch)
+                    engine.version = step + 1
+                _, error = await process.communicate()
+                assert process.returncode == 0, error.decode()
+
+    bounded(main())
+    assert [run.get(f"batches/{step}/record").json()["rollouts"] for step in range(2)] == [9, 9]
+    groups, tickets = run.state()["groups"], run.state()["tickets"]
+    assert (groups["stored"], groups["partial"], groups["rejected"]) == (6, 6, {})
+    assert (tickets["returned"], tickets["failed"], tickets["out"]) == (0, 0, 0)
+    one = run.get("groups/p0").json()
+    assert len(one["rollouts"]) == 3 and one["metadata"]["lost_rollouts"] == {"engine_refused": 1}
 
 
 def test_a_finite_supply_is_generated_and_trained_and_the_exit_code_is_0(tmp_path: Path, run: RunClient) -> None:

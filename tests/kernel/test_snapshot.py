@@ -258,3 +258,20 @@ def test_the_record_of_a_current_or_voided_batch_is_never_trimmed() -> None:
     run.apply(trim_point(run.state, 0) or TrimRecord(groups=0, entries=0))
     assert run.state.trimmed_entries == voided - 1
     assert find_batch_entry(run.state, 150, 0) == voided
+
+
+def test_partial_groups_are_counted_once_by_a_snapshot_and_what_came_after_it() -> None:
+    """Three of four groups before the snapshot are partial, and one of two after it."""
+    run = Run(group_size=4, min_group_size=1)
+    sizes = (1, 3, 4, 2, 4, 3)
+    stream = entries(*({"rollouts": size} for size in sizes))
+    run.state.store(np.arange(1, 5), stream[:4])
+    raw = encode_snapshot(take(run.state))
+    run.state.store(np.arange(5, 7), stream[4:])
+    again = restarted(run.state, stream, raw)
+    for state in (run.state, again):
+        assert (state.pool.count_partial(4), state.pool.count_partial(4, ""), state.pool.count_partial(4, "a")) == (
+            4,
+            4,
+            0,
+        )

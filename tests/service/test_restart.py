@@ -54,6 +54,29 @@ def test_a_killed_service_starts_again_with_the_same_state_and_bytes(
     assert again.ack(2, epoch).status_code == 200
 
 
+def test_partial_groups_are_counted_once_and_a_killed_service_still_knows_them(
+    own_service: ServeProcess, connect: Connect
+) -> None:
+    """Two of three stored groups have fewer rollouts than `group_size`; the list of groups shows each size."""
+    run = connect(own_service.url, "r")
+    batch = {"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 64}
+    assert run.put(batch=batch, group_size=4, min_group_size=2).status_code == 201
+    run.append(*(group(f"g{n}", rollouts=n) for n in (1, 2, 3, 4)), group("g2", rollouts=2))
+
+    def counted(of: RunClient) -> tuple[int, dict[str, int], str]:
+        sizes = {one["group_id"]: one["group_size"] for one in of.get("groups").json()["groups"]}
+        lines = of.http.get("/metrics").text.splitlines()
+        metric = next(line for line in lines if line.startswith("replaybuf_groups_partial_total{"))
+        return of.state()["groups"]["partial"], sizes, metric
+
+    expected = (2, {"g2": 2, "g3": 3, "g4": 4}, 'replaybuf_groups_partial_total{run="r"} 2.0')
+    assert counted(run) == expected
+    run.train(run.attach(), range(1))
+    own_service.kill()
+    own_service.start()
+    assert counted(connect(own_service.url, "r")) == expected
+
+
 def test_a_history_with_rewinds_is_rebuilt_as_it_was(own_service: ServeProcess, connect: Connect) -> None:
     """The fold of both streams after a restart equals the state before it."""
     run = connect(own_service.url, "r")

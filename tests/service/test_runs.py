@@ -121,6 +121,7 @@ def test_a_new_state_has_every_field_of_the_contract(run: RunClient) -> None:
         "retired": 0,
         "evicted": {},
         "dead_lettered": 0,
+        "partial": 0,
         "rejected": {},
     }
     assert state["tickets"] == {"issued": 0, "out": 0, "expired": 0, "returned": 0, "failed": 0}

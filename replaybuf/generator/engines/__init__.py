@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from replaybuf.generator.engines.protocol import Engine, Load, Sample, Sampling, Server, request_seed
+from replaybuf.generator.engines.protocol import Engine, Load, Sample, Sampler, Sampling, Server, request_seed
 from replaybuf.generator.engines.sglang import SglangEngine
 from replaybuf.generator.engines.vllm import VllmEngine
 
@@ -13,6 +13,7 @@ __all__ = [
     "Engine",
     "Load",
     "Sample",
+    "Sampler",
     "Sampling",
     "Server",
     "SglangEngine",

@@ -86,7 +86,7 @@ class Load:
     waiting: int
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
     """Samples completions."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
@@ -95,6 +95,10 @@ class Engine(Protocol):
         Raises `EngineAway` where another try may help, `EngineUnfit` where only an operator can help, and otherwise
         `EngineFault`, the parent of both, for this request.
         """
+
+
+class Engine(Sampler, Protocol):
+    """Samples completions until it is closed."""
 
     async def aclose(self) -> None:
         """Close the connections."""

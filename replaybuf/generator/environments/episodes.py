@@ -22,11 +22,12 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from replaybuf.errors import RewardFault
-from replaybuf.generator.engines import Engine, Sample, Sampling
+from replaybuf.generator.engines import Sample, Sampler, Sampling
 from replaybuf.generator.environments.contract import Episode, MultiTurnEnvironment, Score, Turn, score_of
 from replaybuf.generator.environments.process_rewards import by_turn
 from replaybuf.generator.environments.scoring import Scores, columns_of, episode_fault
 from replaybuf.generator.fleet.publication import Piece, joined, pieces, remainder
+from replaybuf.generator.losses import Losses
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.threads import LoopThread, contained
 from replaybuf.wire.group import Bools
@@ -74,9 +75,14 @@ class Episodes:
         self._loop = LoopThread()
 
     async def play(
-        self, engine: Engine, prompt: Prompt, sampling: Sampling, check_use: CheckUse = _any_version
+        self,
+        engine: Sampler,
+        prompt: Prompt,
+        sampling: Sampling,
+        check_use: CheckUse = _any_version,
+        losses: Losses | None = None,
     ) -> tuple[Sample, Scores]:
-        """Sample and score the `sampling.n` rollouts of one prompt.
+        """Sample and score the `sampling.n` rollouts of one prompt, less those that `losses` allows to lose.
 
         `check_use` runs before every turn with the version that began the rollout, and raises `EngineFault` if that
         became too stale. Raises `RewardFault` for faults of the environment, `EngineFault` as `engine.generate`.
@@ -89,17 +95,11 @@ class Episodes:
             return turn
 
         first = await engine.generate(prompt.token_ids, sampling)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                playing = [
-                    tasks.create_task(
-                        self._play_one(prompt, begun, functools.partial(next_turn, rollout), sampling.max_tokens)
-                    )
-                    for rollout, begun in enumerate(pieces(first))
-                ]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        rollouts = [task.result() for task in playing]
+        playing = [
+            functools.partial(self._play_one, prompt, begun, functools.partial(next_turn, rollout), sampling.max_tokens)
+            for rollout, begun in enumerate(pieces(first))
+        ]
+        rollouts = await (losses or Losses()).gather_rest(playing, [1] * len(playing))
         turns = [len(rollout.turn_ends) for rollout in rollouts]
         sample = joined([rollout.piece for rollout in rollouts], first.metadata | {"turns": turns})
         mask = np.concatenate([rollout.mask for rollout in rollouts])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -31,6 +32,7 @@ from replaybuf.generator.fleet.publication import (
     too_old,
     unfinished,
 )
+from replaybuf.generator.losses import Losses
 from replaybuf.wire.group import Int32s
 
 logger = logging.getLogger(__name__)
@@ -110,14 +112,15 @@ class Fleet:
         answered = await asyncio.gather(*(member.read_load() for member in members))
         return [member.load for member, usable in zip(members, answered, strict=True) if usable]
 
-    async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling, losses: Losses | None = None) -> Sample:
         """Sample whole completions on the least loaded server; see `Engine.generate`.
 
-        Raises `EngineFault` (`superseded`) where they are too old for every batch to come.
+        Completions that were aborted and cannot be continued are missing, as far as `losses` allows it. Raises
+        `EngineFault` (`superseded`) where they are too old for every batch to come.
         """
         sample, member = await self._sample(prompt_ids, sampling)
         if sample.aborted:
-            sample = await self._resume_all(prompt_ids, sampling, sample, member)
+            sample = await self._resume_all(prompt_ids, sampling, sample, member, losses or Losses())
         self.check_use(sample.policy_version)
         return sample
 
@@ -239,18 +242,15 @@ class Fleet:
             raise EngineAway(rejected[0], f"engine {url} {rejected[1]}", name="engine", value=url)
         return sample
 
-    async def _resume_all(self, prompt_ids: Int32s, sampling: Sampling, sample: Sample, member: Member) -> Sample:
+    async def _resume_all(
+        self, prompt_ids: Int32s, sampling: Sampling, sample: Sample, member: Member, losses: Losses
+    ) -> Sample:
         """Continue the aborted rollouts of a sample side by side, each from its own tokens."""
-        tasks = [
-            asyncio.ensure_future(self._resume(prompt_ids, sampling, rollout, piece, member))
+        works = [
+            functools.partial(self._resume, prompt_ids, sampling, rollout, piece, member)
             for rollout, piece in enumerate(pieces(sample))
         ]
-        try:
-            resumed = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        resumed = await losses.gather_rest(works, [1] * len(works))
         requests = sum(count for _, count in resumed)
         return joined([piece for piece, _ in resumed], sample.metadata | {"resumed_requests": requests})
 

@@ -30,6 +30,7 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "groups_retired": (COUNTER, "run", "Groups freed after a checkpoint"),
     "groups_dropped": (COUNTER, "run reason", "Groups never used: rejected, evicted, dead-lettered"),
     "groups_dead_lettered": (COUNTER, "run", "Stored groups that turned out unusable"),
+    "groups_partial": (COUNTER, "run", "Groups stored with fewer rollouts than group_size"),
     "groups_duplicate": (COUNTER, "run", "Appends answered duplicate"),
     "rollouts_truncated_groups": (COUNTER, "run", "Groups with rollouts cut to seq_len"),
     "tokens_used": (COUNTER, "run", "Tokens put into batches, each use counted"),

@@ -13,7 +13,7 @@ from replaybuf.kernel.histograms import GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES
 from replaybuf.service.host import Service
 from replaybuf.service.http.metric_text import MetricText
-from replaybuf.service.report.status import coverage
+from replaybuf.service.report.status import count_partial, coverage
 from replaybuf.service.run.next_batch import OUTCOMES
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import REFUSALS
@@ -29,6 +29,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "groups_used": lambda run: run.state.totals.groups_used,
     "groups_retired": lambda run: run.state.totals.retired,
     "groups_dead_lettered": lambda run: run.state.totals.dead_lettered.total(),
+    "groups_partial": lambda run: count_partial(run.state),
     "groups_duplicate": lambda run: run.side_state.duplicates,
     "rollouts_truncated_groups": lambda run: run.admission.truncated,
     "tokens_used": lambda run: run.state.totals.tokens_used,

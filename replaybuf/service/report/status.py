@@ -107,7 +107,13 @@ def group_counts(state: RunState, adapter: str | None = None) -> dict[str, Any]:
         "retired": counts.retired,
         "evicted": {reason: number for reason, number in sorted(counts.evicted.items()) if number},
         "dead_lettered": counts.dead_lettered.total(),
+        "partial": count_partial(state, adapter),
     }
+
+
+def count_partial(state: RunState, adapter: str | None = None) -> int:
+    """Count the groups of an adapter, or of the run, that were stored with fewer rollouts than `group_size`."""
+    return state.pool.count_partial(state.config.group_size if state.config else None, adapter)
 
 
 def _staleness(counts: AdapterCounts) -> dict[str, int]:
