@@ -11,6 +11,7 @@ thread: asyncio streams copy each byte four more times and need three times the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from redis.retry import Retry as BlockingRetry
 
 from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable
 from replaybuf.store import keys
+from replaybuf.store.awake import keep_awake
 from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
 from replaybuf.store.ends import Ends
@@ -139,7 +141,8 @@ class Connection:
         waits = barrier.commands if barrier else []
         for wait in waits:
             pipe.execute_command(*wait)
-        all_replies: list[Any] = await self.run(_execute(pipe, may_fail, len(waits)))
+        async with keep_awake(self.pipeline) if barrier and barrier.in_background else contextlib.nullcontext():
+            all_replies: list[Any] = await self.run(_execute(pipe, may_fail, len(waits)))
         if barrier is None:
             return all_replies
         replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]

@@ -47,6 +47,7 @@ STRICT = WritePolicy()
 class Barrier:
     """The wait after a write, on the write's connection: for the server's disk (`local`), for `replicas`, or both.
 
+    `in_background`: the server syncs in a thread of its own, so it notices the end of a sync only when it is awake.
     WAITAOF and WAIT cover all writes of their connection, and everything the server wrote before. WAITAOF is not used
     for replicas: they report their disk once a second, so every write would take a second.
     """
@@ -54,6 +55,7 @@ class Barrier:
     local: bool
     replicas: int
     timeout_s: float
+    in_background: bool = False
 
     @property
     def commands(self) -> list[tuple[str | int, ...]]:
@@ -124,7 +126,8 @@ def assess(server: ServerSettings, policy: WritePolicy) -> Durability:
     # With appendfsync no, WAITAOF only times out. With always it costs nothing, and it proves what a setting only
     # promises: the setting was read earlier and may have changed.
     can_wait = server.waitaof and server.appendonly is True and server.appendfsync != "no"
-    barrier = Barrier(can_wait and policy.level == "strict", policy.replicas, policy.timeout_s)
+    local = can_wait and policy.level == "strict"
+    barrier = Barrier(local, policy.replicas, policy.timeout_s, in_background=local and not always)
     on_disk = always or barrier.local
     risks = [*([] if on_disk else _disk_risks(server)), *_other_risks(server)]
     level: Level = "relaxed" if risks or not on_disk else "strict"

@@ -191,6 +191,19 @@ def test_kills_of_an_everysec_server_with_waitaof_lose_no_acknowledged_write(eve
     assert len(acknowledged) >= 30
 
 
+def test_a_write_is_confirmed_before_an_idle_server_wakes_up_by_itself(everysec: Valkey) -> None:
+    """Once a second here; ten writes one after the other would take ten seconds."""
+    everysec.client.config_set("hz", 1)
+
+    async def work(store: Store) -> None:
+        begun_s = time.monotonic()
+        for number in range(10):
+            await store.groups.append("r", [to_append(f"g{number}")], {"": 0}, time.time())
+        assert time.monotonic() - begun_s < 5
+
+    on(everysec, work)
+
+
 def test_a_setting_changed_between_two_reports_is_not_trusted(tmp_path: Path) -> None:
     """With everysec the wait still confirms; without the append-only file no write is confirmed."""
 
