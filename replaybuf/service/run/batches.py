@@ -48,6 +48,9 @@ LOGGED_GROUPS = 20
 KEPT_BYTES = 2 << 30
 """Bound on their frames and bodies. The newest batch is held whatever its size."""
 
+EARLIEST_TIMER_S = 0.005
+"""More than a timer of the event loop may be early; the time-out may also end between two looks at the clock."""
+
 _Answer = PackedBatch | WaitingAnswer
 
 
@@ -174,7 +177,7 @@ class Batches:
             return waits
         if self._alarm:
             self._alarm.cancel()
-        self._alarm = asyncio.get_running_loop().call_later(left_s, self._polls.wake) if left_s else None
+        self._alarm = asyncio.get_running_loop().call_later(left_s + EARLIEST_TIMER_S, self._polls.wake)
         return msgspec.structs.replace(waits, timeout_in_s=left_s)
 
     @property
