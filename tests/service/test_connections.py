@@ -477,6 +477,30 @@ def test_requests_that_arrive_at_once_are_read_a_few_per_turn() -> None:
     serve(test, max_connections=clients, max_half_heads=0)
 
 
+def test_requests_that_wait_for_their_turn_are_neither_half_heads_nor_idle() -> None:
+    """Their bytes have come: the service is slow, not the client. So a new connection takes no place of theirs."""
+    clients = 4 * READ_AT_ONCE
+
+    async def test(server: Server) -> None:
+        streams = [await server.connect(HEAD + b"\r\n") for _ in range(clients // 2)]
+        assert [await answer(stream) for stream in streams] == [(200, b"0")] * (clients // 2)
+        streams += [await server.connect() for _ in range(clients // 2)]
+        for _, writer in streams:
+            writer.write(HEAD + b"\r\n")
+        server.calls = 0
+        while not server.calls:
+            await asyncio.sleep(0)
+        late = socket.create_connection(("127.0.0.1", server.port))
+        while server.calls < clients:
+            server.table.count_time(0.5)
+            await asyncio.sleep(0)
+        assert [await answer(stream) for stream in streams] == [(200, b"0")] * clients
+        assert server.traffic.refused.keys() <= {"too_many_connections"}
+        late.close()
+
+    serve(test, max_connections=clients, max_half_heads=3)
+
+
 def test_a_connection_that_closes_before_its_turn_holds_up_nobody() -> None:
     async def test(server: Server) -> None:
         clients = 4 * READ_AT_ONCE

@@ -101,6 +101,7 @@ class Connection(HttpToolsProtocol):
         else:
             self._held.append(data)
             self.transport.pause_reading()
+            self._table.mark_busy(self)  # it is not the client that is slow
 
     def _read_held(self) -> None:
         data, self._held = b"".join(self._held), []
@@ -108,6 +109,8 @@ class Connection(HttpToolsProtocol):
             return
         if not self.flow.read_paused:
             self.transport.resume_reading()
+        if self._phase is Phase.HEAD:
+            self._table.mark_half(self)
         self._read(data)
 
     def _read(self, data: bytes) -> None:

@@ -97,8 +97,9 @@ class ConnectionTable:
             self._half[client] = None
 
     def mark_busy(self, client: Client) -> None:
-        """Record that a head is complete."""
+        """Record that a head is complete, or that bytes of the client wait for the service."""
         self._half.pop(client, None)
+        self._idle.pop(client, None)
 
     def mark_idle(self, client: Client) -> None:
         """Record that a request is answered."""
