@@ -71,17 +71,13 @@ class LongPolls:
         self._writers: list[asyncio.StreamWriter] = []
         self._readers: list[asyncio.StreamReader] = []
 
-    async def connect(self, count: int) -> None:
-        """Open the connections."""
-        for _ in range(count):
+    async def ask(self, heads: list[bytes]) -> None:
+        """Open one connection for each request and send it; the service drops many that are silent."""
+        for head in heads:
             reader, writer = await asyncio.open_connection(self._host, self._port)
+            writer.write(head)
             self._readers.append(reader)
             self._writers.append(writer)
-
-    def send(self, heads: list[bytes]) -> None:
-        """Send one request on each connection."""
-        for writer, head in zip(self._writers, heads, strict=True):
-            writer.write(head)
 
     async def answers(self) -> int:
         """Wait for the first line of every answer; return how many are 200 or 202."""
@@ -184,11 +180,10 @@ async def measure(side: Side, seconds: float) -> dict[str, float]:
         wanted = {"count": 1, "wait_ms": wait_ms}
         heads += [post("/v1/runs/own/tickets", {"producer": f"p{n}"} | wanted) for n in range(side.producers)]
         polls, probe = LongPolls(served.url), Probe(served.url)
-        await polls.connect(len(heads))
         probe.start()
         await asyncio.sleep(SETTLE_S)
         held_s = [probe.restart()]
-        polls.send(heads)
+        await polls.ask(heads)
         await asyncio.sleep(SETTLE_S)
         held_s.append(probe.restart())
         measured: dict[str, float] = {}
