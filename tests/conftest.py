@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -24,6 +25,13 @@ from replaybuf.store import EmbeddedServer
 settings.register_profile("tests", derandomize=True, deadline=None)
 settings.load_profile("tests")
 """The same examples on every machine. No deadline, because a busy machine is slow."""
+
+
+def pytest_collection_finish() -> None:
+    """Leave what lives as long as the tests out of garbage collections: one would take a second on a busy machine."""
+    gc.collect()
+    gc.freeze()
+
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0

@@ -24,6 +24,8 @@ IMPORT_LIMIT_S = 5.0
 """An import may load a large library; every run of the service waits meanwhile."""
 CALL_LIMIT_S = 1.0
 """A call to a strategy takes about a millisecond; a thousand times as long holds up every run of the service."""
+AGAIN_S = 0.1
+"""The timer fires again: Python drops an exception that is raised in a destructor, and a plug-in may catch it."""
 PLUGIN_ERRORS = (Exception, SystemExit)
 """What a plug-in may raise without ending the service."""
 
@@ -67,14 +69,14 @@ def call_twice_limited(call: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> 
 
 @contextlib.contextmanager
 def _timer(limit_s: float) -> Iterator[None]:
-    """Raise `_Interrupted` in the body after `limit_s`, in the main thread only."""
+    """Raise `_Interrupted` in the body after `limit_s`, and again every `AGAIN_S`, in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     started_s = time.monotonic()
     handler = signal.signal(signal.SIGALRM, _interrupt)
     try:
-        due_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
+        due_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
         try:
             yield
         finally:  # a timer that was running, of a test runner, goes on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,3 +54,22 @@ def test_a_call_that_may_change_something_is_not_repeated() -> None:
     with pytest.raises(TookTooLong):
         call_limited(slow, LIMIT_S)
     assert slow.calls == 1
+
+
+def test_a_call_ends_although_its_interruption_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised in a destructor; the rest of the call takes five seconds."""
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: dropped.append(unraisable.exc_type))
+
+    class Closing:
+        def __del__(self) -> None:
+            time.sleep(2 * LIMIT_S)
+
+    def hang() -> None:
+        Closing()
+        for _ in range(500):
+            time.sleep(0.01)
+
+    with pytest.raises(TookTooLong, match="did not return"):
+        call_limited(hang, LIMIT_S)
+    assert dropped
