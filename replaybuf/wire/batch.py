@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,15 +18,9 @@ import numpy.typing as npt
 
 from replaybuf.errors import Malformed
 from replaybuf.wire.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
+from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, allocate, split_file, view_tensor
 
 METADATA_KEY = "replaybuf"
-
-_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
-_NAMES = {_INT32: "I32", _FLOAT32: "F32", _BOOL: "BOOL"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_LENGTH = struct.Struct("<Q")
-_Shapes = dict[tuple[int, str], tuple[np.dtype[Any], int]]
-"""Type and length of each tensor, by micro-batch and name."""
 
 
 class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +133,7 @@ def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_m
         for number, (first, last) in enumerate(bounds)
         for name, shape in _shapes_of(rollouts, first, last, pad_to_multiple_of).items()
     }
-    body, views = _allocate(meta, shapes)
+    body, views = allocate({METADATA_KEY: msgspec.json.encode(meta).decode()}, shapes)
     columns: list[dict[str, npt.NDArray[Any]]] = [{} for _ in rows]
     for (number, name), view in views.items():
         columns[number][name] = view
@@ -153,10 +145,10 @@ def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_m
 
 def read_batch(body: bytes | bytearray | memoryview) -> Batch:
     """Read a body into views. Raises `Malformed` if it is not a body or is cut short."""
-    header, data = _split_body(body)
+    header, data = split_file(body)
     try:
         meta = _decode_meta(header.pop("__metadata__")[METADATA_KEY])
-        tensors = {name: _view(data, entry) for name, entry in header.items()}
+        tensors = {name: view_tensor(data, entry) for name, entry in header.items()}
         if not 0 <= meta.micro_batches <= len(tensors):
             raise ValueError(f"{meta.micro_batches} micro-batches do not fit {len(tensors)} tensors")
         rows: dict[str, dict[str, Any]] = {str(number): {} for number in range(meta.micro_batches)}
@@ -262,45 +254,14 @@ def _shapes_of(rollouts: _Rollouts, first: int, last: int, multiple: int) -> dic
     length = padded_length(tokens, multiple)
     n = last - first
     return {
-        "input_ids": (_INT32, length),
-        "position_ids": (_INT32, length),
-        "loss_mask": (_BOOL, length),
-        "advantages": (_FLOAT32, length),
-        **dict.fromkeys(rollouts.logprobs, (_FLOAT32, length)),
-        "cu_seqlens": (_INT32, n + 1 + (length > tokens)),
+        "input_ids": (INT32, length),
+        "position_ids": (INT32, length),
+        "loss_mask": (BOOL, length),
+        "advantages": (FLOAT32, length),
+        **dict.fromkeys(rollouts.logprobs, (FLOAT32, length)),
+        "cu_seqlens": (INT32, n + 1 + (length > tokens)),
         **{name: (values.dtype, n) for name, values in rollouts.numbers.items()},
     }
-
-
-def _allocate(meta: BatchMeta, shapes: _Shapes) -> tuple[memoryview, dict[tuple[int, str], npt.NDArray[Any]]]:
-    """Write the header; the views are not initialised."""
-    # safetensors allows no gaps; 4-byte columns first keep every column aligned.
-    tensors, offsets, end = {}, {}, 0
-    for key, (dtype, length) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
-        offsets[key], end = end, end + dtype.itemsize * length
-        tensors["{}.{}".format(*key)] = {
-            "dtype": _NAMES[dtype],
-            "shape": [length],
-            "data_offsets": [offsets[key], end],
-        }
-    metadata = {"__metadata__": {METADATA_KEY: msgspec.json.encode(meta).decode()}}
-    encoded = json.dumps(metadata, separators=(",", ":")).encode()
-    if tensors:  # json takes ten times as long for thousands of rows; msgspec does not escape to ASCII
-        encoded = encoded[:-1] + b"," + msgspec.json.encode(tensors)[1:]
-    encoded += b" " * (-len(encoded) % 8)
-    start = _LENGTH.size + len(encoded)
-    body = np.empty(start + end, np.uint8)
-    whole = body.data
-    _LENGTH.pack_into(whole, 0, len(encoded))
-    whole[_LENGTH.size : start] = encoded
-    # One view per type, sliced into columns: a view of the bytes per column takes ten times as long.
-    data = body[start:]
-    typed = {dtype: data[: end - end % dtype.itemsize].view(dtype) for dtype in _NAMES}
-    views = {}
-    for key, (dtype, length) in shapes.items():
-        begin = offsets[key] // dtype.itemsize
-        views[key] = typed[dtype][begin : begin + length]
-    return whole, views
 
 
 def _fill(rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
@@ -349,25 +310,3 @@ def _fill_tokens(
         ones = out["loss_mask"].astype(np.float32)
         for name in ("advantages", *logprobs):
             np.multiply(out[name], ones, out=out[name])
-
-
-def _split_body(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], memoryview]:
-    buffer = memoryview(body).toreadonly()
-    if len(buffer) < _LENGTH.size:
-        raise Malformed(f"batch body has {len(buffer)} bytes; the minimum is {_LENGTH.size}", name="body")
-    length = _LENGTH.unpack_from(buffer)[0]
-    if length > len(buffer) - _LENGTH.size:
-        raise Malformed(f"batch header says {length} bytes; the body has {len(buffer)}", name="body", value=length)
-    try:
-        header = msgspec.json.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Malformed(f"batch header does not decode: {error}", name="body") from error
-    return header, buffer[_LENGTH.size + length :]
-
-
-def _view(data: memoryview, entry: dict[str, Any]) -> npt.NDArray[Any]:
-    start, end = entry["data_offsets"]
-    dtype = _DTYPES[entry["dtype"]]
-    if not 0 <= start <= end <= len(data) or end - start != dtype.itemsize * entry["shape"][0]:
-        raise ValueError(f"tensor bytes {start}..{end} do not fit a body of {len(data)} bytes")
-    return np.frombuffer(data, dtype, entry["shape"][0], start)
