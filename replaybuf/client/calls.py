@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -23,6 +23,7 @@ from replaybuf.wire.contract import (
     AppendResult,
     AppendResults,
     Attachment,
+    BodyOptions,
     Heartbeat,
     Policy,
     ProducerList,
@@ -43,7 +44,6 @@ APPEND_BODY_BYTES = 32 << 20
 """Approximate maximum of one append body. A group is never split."""
 
 T = TypeVar("T")
-
 _JSON = "application/json"
 
 
@@ -126,18 +126,19 @@ class RunCalls:
         seq_len: int | None = None,
         pad_to_multiple_of: int | None = None,
         cost: Cost | None = None,
+        **options: Unpack[BodyOptions],
     ) -> Exchange[Attachment]:
         """Become the run's trainer at `resume_step`, the number of steps done (None = the next unacked step).
 
         Every older epoch is fenced. `seq_len` and `pad_to_multiple_of` in tokens; None = the run's. `cost`: cost of a
-        rollout by its length, from `client.cost.cost_of`, to balance the ranks; None = that of a typical model.
-        Raises `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
+        rollout by its length, from `client.cost.cost_of`, to balance the ranks; None = a typical model's. `options` add
+        to the bodies. Raises `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
         """
-        body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume}
+        body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume, **options}
         body |= _given(resume_step=resume_step, seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, cost=cost)
-        # Not repeatable: the answer of the first attach may be late, and a second attach fences its epoch.
-        request = HttpRequest(method="POST", path="/attach", content=_body(body), repeatable=False)
-        return answer_of((yield request), Attachment)
+        # Not repeatable: the first answer may be late, and a second attach fences its epoch.
+        reply = yield HttpRequest(method="POST", path="/attach", content=_body(body), repeatable=False)
+        return answer_of(reply, Attachment)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Exchange[bytes | WaitingAnswer]:
         """Return the batch body of one rank (see `replaybuf.wire.batch`), or why there is none yet.

@@ -236,6 +236,7 @@ def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now
         turn=chosen.turn,
         short=chosen.short,
         fill=_fill_of(state, chosen, int(columns[-1].sum(dtype=np.int64))),
+        stale_token_mask=config.stale_token_mask,
         at_s=now_s,
     )
     progress = {name: state.progress_at(step, name) for name in config.adapters}
@@ -294,6 +295,7 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> Atta
         seq_len=seq_len,
         pad_to_multiple_of=multiple,
         cost=request.cost,
+        extras=request.extras,
         at_s=now_s,
     )
 

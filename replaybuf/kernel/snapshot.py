@@ -72,6 +72,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     set_aside: bytes
     rows: bytes
     sizes: dict[int, Counter[int]] = {}
+    masked_tokens: int = 0
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")

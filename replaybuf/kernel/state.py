@@ -23,6 +23,7 @@ from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import AdapterCounts, GroupPool
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
+from replaybuf.wire.batch import BodyExtra
 from replaybuf.wire.config import Cost, RunConfig, read_config
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
@@ -64,6 +65,7 @@ class Attachment:
     seq_len: int
     pad_to_multiple_of: int
     cost: Cost | None = None
+    extras: tuple[BodyExtra, ...] = ()
 
 
 class RunState:
@@ -77,6 +79,7 @@ class RunState:
     - `failed_prompts`: all; `failures`: the newest `MAX_FAILURES` of their records, oldest first
     - `feedback`: msgpack by step, of the newest `FEEDBACK_STEPS` acked steps that had any; replaced, never changed
     - `checkpoints`: steps of the kept ones, ascending
+    - `masked_tokens`: sampled tokens that were too old for the loss of their batches, each use counted
     - `entries`: last folded ledger entry; `trimmed_entries`: last one that is trimmed
     """
 
@@ -94,6 +97,7 @@ class RunState:
         self.records: dict[int, RecordedBatch] = {}
         self.voided: dict[int, list[VoidedBatch]] = {}
         self.checkpoints: list[int] = []
+        self.masked_tokens = 0
         self.feedback: dict[int, bytes] = {}
         self.rewinds: dict[str, list[tuple[int, int]]] = {}
         self.rotation = Rotation()
@@ -242,7 +246,12 @@ class RunState:
 
     def _attach(self, record: AttachRecord) -> None:
         self.attachment = Attachment(
-            record.epoch, record.dp_world_size, record.seq_len, record.pad_to_multiple_of, record.cost
+            record.epoch,
+            record.dp_world_size,
+            record.seq_len,
+            record.pad_to_multiple_of,
+            record.cost,
+            record.extras,
         )
 
     def _publish(self, record: PolicyRecord) -> None:
@@ -280,6 +289,7 @@ class RunState:
         self.records[record.step] = RecordedBatch(entry, record.generation, numbers)
         self.rotation = self.rotation.after(record.parts, record.turn)
         self.next_step = record.step + 1
+        self.masked_tokens += record.masked_tokens
 
     def _ack(self, record: AckRecord) -> None:
         self.step = record.step + 1

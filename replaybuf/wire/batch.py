@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -19,8 +19,19 @@ import numpy.typing as npt
 from replaybuf.errors import Malformed
 from replaybuf.wire.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
 from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, allocate, split_file, view_tensor
+from replaybuf.wire.token_versions import NO_VERSION
 
 METADATA_KEY = "replaybuf"
+BodyExtra: TypeAlias = Literal["token_versions", "lengths", "reward_parts"]
+"""Parts of a body that a trainer asks for when it attaches."""
+BODY_EXTRAS: tuple[BodyExtra, ...] = get_args(BodyExtra)
+
+
+class RewardPart(msgspec.Struct, frozen=True):
+    """Mean of one part of the reward, over the rollouts of a batch that have it."""
+
+    mean: float
+    rollouts: int
 
 
 class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +39,9 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     `version` is the policy version that this step trains, 0 in a run with adapters. `adapters` has one name per
     micro-batch. `group_ids` are the groups of this rank, indexed by `group_index`. `adapters_completed`: adapters whose
-    own step this batch completes, with that step. Nothing depends on the epoch.
+    own step this batch completes, with that step. `batch_masked_tokens`: sampled tokens that are too old for the loss,
+    in a run with `stale_token_mask`. `batch_reward_mean`, `batch_reward_parts` if the trainer asked for them. Nothing
+    depends on the epoch.
     """
 
     run: str
@@ -53,6 +66,9 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     batch_rollouts: int
     batch_groups: int
     adapters_completed: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    batch_masked_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    batch_reward_mean: float | msgspec.UnsetType = msgspec.UNSET
+    batch_reward_parts: dict[str, RewardPart] | msgspec.UnsetType = msgspec.UNSET
 
 
 # Built at import: msgspec 0.22 crashes if two threads use a struct for the first time at once.
@@ -69,6 +85,8 @@ class MicroBatch:
     - `cu_seqlens` int32 [n+1], or [n+2] if padding is the last segment
     - `rewards`, `temperatures`, `sampling_weights` float32 [n]; `policy_versions`, `staleness`, `times_sampled`,
       `group_index`, `rollout_index` int32 [n]
+    - if the trainer asked for them: `prompt_lengths`, `completion_lengths` int32 [n], and `token_versions` int32 [L],
+      the version that sampled each token, -1 for prompts, padding and text of the environment
     """
 
     input_ids: Int32s
@@ -88,6 +106,9 @@ class MicroBatch:
     old_logprobs: Float32s | None = None
     teacher_logprobs: Float32s | None = None
     sampling_weights: Float32s | None = None
+    prompt_lengths: Int32s | None = None
+    completion_lengths: Int32s | None = None
+    token_versions: Int32s | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +124,7 @@ class BatchGroup:
     """A group in one batch: its columns and the ledger's facts about this use.
 
     `index` is its position among the groups of the rank; `sampling_weight` comes from the strategy, if it gives any.
+    `token_versions` int32 [C]: needed for a body with that extra.
     """
 
     group: Group
@@ -110,6 +132,7 @@ class BatchGroup:
     staleness: int
     times_sampled: int
     sampling_weight: float | None = None
+    token_versions: Int32s | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,13 +143,19 @@ class Segment:
     rollout: int
 
 
-def encode_batch(meta: BatchMeta, rows: Sequence[Sequence[Segment]], *, pad_to_multiple_of: int = 1) -> memoryview:
+def encode_batch(
+    meta: BatchMeta,
+    rows: Sequence[Sequence[Segment]],
+    *,
+    pad_to_multiple_of: int = 1,
+    extras: Collection[BodyExtra] = (),
+) -> memoryview:
     """Write the body of one rank: `rows[i]` are the rollouts of micro-batch `i`, in order.
 
-    A row is padded to a multiple of `pad_to_multiple_of`; an empty row gets one padding segment. The same arguments
-    give the same bytes.
+    A row is padded to a multiple of `pad_to_multiple_of`; an empty row gets one padding segment. `extras` adds
+    tensors; `meta` has the other extras. The same arguments give the same bytes.
     """
-    rollouts = _rollouts_of([segment for row in rows for segment in row])
+    rollouts = _rollouts_of([segment for row in rows for segment in row], extras)
     bounds = list(itertools.pairwise(itertools.accumulate((len(row) for row in rows), initial=0)))
     shapes = {
         (number, name): shape
@@ -172,6 +201,7 @@ class _Rollouts(NamedTuple):
     - `prompts`, `completions`: its tokens in the columns of its group; `tokens`: their number
     - `numbers`: columns with one value per rollout, by name
     - `logprobs`: names of logprob columns that any group has
+    - `versions`: the token versions of its group; None without that extra
     """
 
     groups: list[Group]
@@ -181,6 +211,7 @@ class _Rollouts(NamedTuple):
     tokens: Int32s
     numbers: dict[str, npt.NDArray[Any]]
     logprobs: list[str]
+    versions: list[Int32s | None] | None
 
 
 class _Blank(NamedTuple):
@@ -198,7 +229,7 @@ class _Blank(NamedTuple):
         return cls(zeros.view(np.int32), zeros, np.zeros(length, np.bool_), np.arange(length, dtype=np.int32))
 
 
-def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
+def _rollouts_of(segments: Sequence[Segment], extras: Collection[BodyExtra]) -> _Rollouts:
     """Look up all rollouts in their groups at once: a body has thousands."""
     uses = list({id(segment.group): segment.group for segment in segments}.values())
     position = {id(use): number for number, use in enumerate(uses)}
@@ -234,6 +265,8 @@ def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
     if any(use.sampling_weight is not None for use in uses):
         weights = [1.0 if use.sampling_weight is None else use.sampling_weight for use in uses]
         numbers["sampling_weights"] = per_group(weights, np.float32)
+    if "lengths" in extras:
+        numbers |= {"prompt_lengths": prompt_tokens, "completion_lengths": completion_tokens}
     return _Rollouts(
         groups=[segment.group.group for segment in segments],
         places=places,
@@ -246,6 +279,7 @@ def _rollouts_of(segments: Sequence[Segment]) -> _Rollouts:
             for name in LOGPROBS
             if name not in OPTIONAL_LOGPROBS or any(getattr(use.group, name) is not None for use in uses)
         ],
+        versions=[segment.group.token_versions for segment in segments] if "token_versions" in extras else None,
     )
 
 
@@ -261,6 +295,7 @@ def _shapes_of(rollouts: _Rollouts, first: int, last: int, multiple: int) -> dic
         **dict.fromkeys(rollouts.logprobs, (FLOAT32, length)),
         "cu_seqlens": (INT32, n + 1 + (length > tokens)),
         **{name: (values.dtype, n) for name, values in rollouts.numbers.items()},
+        **({} if rollouts.versions is None else {"token_versions": (INT32, length)}),
     }
 
 
@@ -273,6 +308,8 @@ def _fill(rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray
     padding = length - (ends[-1] if ends else 0)
     out["cu_seqlens"][:] = [0, *ends, *([length] if padding else [])]
     _fill_tokens(rollouts, first, last, out, blank, padding)
+    if rollouts.versions is not None:
+        _fill_versions(rollouts, rollouts.versions, first, last, out["token_versions"])
 
 
 def _fill_tokens(
@@ -310,3 +347,14 @@ def _fill_tokens(
         ones = out["loss_mask"].astype(np.float32)
         for name in ("advantages", *logprobs):
             np.multiply(out[name], ones, out=out[name])
+
+
+def _fill_versions(rollouts: _Rollouts, versions: Sequence[Int32s | None], first: int, last: int, out: Int32s) -> None:
+    out[:] = NO_VERSION
+    end = 0
+    for number in range(first, last):
+        prompt, completion, known = rollouts.prompts[number], rollouts.completions[number], versions[number]
+        start = end + prompt.stop - prompt.start
+        end = start + completion.stop - completion.start
+        if known is not None:
+            out[start:end] = known[completion]

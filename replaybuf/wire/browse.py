@@ -76,6 +76,7 @@ class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
     """The batch of one step. The packing figures are None if the batch is voided or freed.
 
     `short`: why the batch is not full; `fill`: its share of the budget. Both are absent for a full batch.
+    `masked_tokens`: sampled tokens that are too old for the loss; absent without `stale_token_mask`.
     """
 
     run: str
@@ -99,6 +100,8 @@ class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
     adapters_completed: dict[str, int] | None = None
     short: Literal["tail", "timeout"] | None = None
     fill: float | None = None
+    stale_token_mask: int | None = None
+    masked_tokens: int | None = None
     groups: list[UsedGroup]
 
 

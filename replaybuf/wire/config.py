@@ -36,7 +36,14 @@ LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
-LATER_FIELDS = ("min_group_size", "tickets.heartbeat_s", "batch.tail", "batch.timeout_s", "batch.min_groups")
+LATER_FIELDS = (
+    "min_group_size",
+    "stale_token_mask",
+    "tickets.heartbeat_s",
+    "batch.tail",
+    "batch.timeout_s",
+    "batch.min_groups",
+)
 """Fields added since format 1. The ledger has them only where they differ from their default."""
 LATER_ADAPTER_FIELDS = ("paused", "removed")
 """The same of each adapter; the default is False."""
@@ -149,7 +156,10 @@ class AdapterSpec(Spec, frozen=True):
 
 
 class RunConfig(Spec, frozen=True):
-    """Configuration of one run. `check_run_config` checks what the types cannot."""
+    """Configuration of one run. `check_run_config` checks what the types cannot.
+
+    `stale_token_mask`: tokens of versions so many below that of the batch leave its loss mask; None = no token does.
+    """
 
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()
@@ -159,6 +169,7 @@ class RunConfig(Spec, frozen=True):
     vocab_size: Positive | None = None
     steps_per_publish: Positive = 1
     max_steps: Positive | None = None
+    stale_token_mask: NonNegative | None = None
     seed: NonNegative = 0
     advantage: Name = "grpo"
     tickets: TicketSpec = TicketSpec()

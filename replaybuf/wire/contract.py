@@ -6,10 +6,11 @@ Answers may grow: a client ignores fields that it does not know, and a field tha
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import UNSET, Meta, Struct, field
 
+from replaybuf.wire.batch import BODY_EXTRAS, BodyExtra
 from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowMultiple, RowTokens
 from replaybuf.wire.group import GroupJson
 from replaybuf.wire.names import Name, Uri
@@ -79,10 +80,23 @@ class GroupsRequest(Request, frozen=True, kw_only=True):
     groups: list[GroupJson]
 
 
+class BodyOptions(TypedDict, total=False):
+    """What the bodies of a trainer hold in addition, as fields of an attach.
+
+    `per_token_versions`: the policy version of each token; `lengths`: those of prompts and completions;
+    `reward_parts`: the mean reward of all ranks, and of its parts.
+    """
+
+    per_token_versions: bool
+    lengths: bool
+    reward_parts: bool
+
+
 class AttachRequest(Request, frozen=True, kw_only=True):
     """Attach a trainer: its number of ranks, the step to resume at (None = the next unacked one), its row layout.
 
     `cost`: estimated cost of a rollout by its length, for the balance of ranks (None = that of a typical model).
+    The last three fields are `BodyOptions`.
     """
 
     dp_world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
@@ -91,6 +105,15 @@ class AttachRequest(Request, frozen=True, kw_only=True):
     seq_len: RowTokens | None = None
     pad_to_multiple_of: RowMultiple | None = None
     cost: Cost | None = None
+    per_token_versions: bool = False
+    lengths: bool = False
+    reward_parts: bool = False
+
+    @property
+    def extras(self) -> tuple[BodyExtra, ...]:
+        """Return what the bodies hold in addition, in a fixed order."""
+        wanted = {"token_versions": self.per_token_versions, "lengths": self.lengths, "reward_parts": self.reward_parts}
+        return tuple(extra for extra in BODY_EXTRAS if wanted[extra])
 
 
 # ---------------------------------------------------------------------- waiting

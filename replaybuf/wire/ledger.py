@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.wire.batch import BodyExtra
 from replaybuf.wire.config import Cost
 
 T = TypeVar("T")
@@ -41,7 +42,10 @@ class ConfigRecord(Record, frozen=True, kw_only=True, tag="CONFIG"):
 
 
 class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
-    """A trainer attached and fenced every older epoch. `cost` of a rollout by its length; None = `TYPICAL`."""
+    """A trainer attached and fenced every older epoch. `cost` of a rollout by its length; None = `TYPICAL`.
+
+    `extras`: what its bodies hold in addition.
+    """
 
     epoch: int
     step: int
@@ -49,6 +53,7 @@ class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
     seq_len: int
     pad_to_multiple_of: int
     cost: Cost | None = None
+    extras: tuple[BodyExtra, ...] = ()
 
 
 class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
@@ -98,6 +103,8 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
 
     In a run with named adapters: `adapters` with a part in it, `turn` the one with the next turn; `version` is 0.
     `short`: why the batch is not full, "" if it is full; `fill`: share of the budget of a short batch, 0..1.
+    `stale_token_mask`: of the configuration; `masked_tokens`: sampled tokens of the stored groups that it leaves out of
+    the loss.
     """
 
     step: int
@@ -115,6 +122,8 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     turn: str = ""
     short: Literal["", "tail", "timeout"] = ""
     fill: float | None = None
+    stale_token_mask: int | None = None
+    masked_tokens: int = 0
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
@@ -125,6 +134,12 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     def parts(self) -> dict[str, AdapterStep]:
         """Part of each adapter in the batch; without adapters, every batch completes a step of the adapter `""`."""
         return self.adapters or {"": AdapterStep(self.step, self.version, len(self.groups), True)}
+
+    @property
+    def least_versions(self) -> dict[str, int]:
+        """Oldest version of each adapter whose tokens stay in the loss mask; empty if all stay."""
+        mask = self.stale_token_mask
+        return {} if mask is None else {name: max(0, part.version - mask) for name, part in self.parts.items()}
 
 
 class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import msgspec
 
 from replaybuf.errors import BrokenFrame
-from replaybuf.wire.batch import BatchGroup, BatchMeta, Segment, encode_batch
+from replaybuf.wire.batch import BatchGroup, BatchMeta, BodyExtra, Segment, encode_batch
 from replaybuf.wire.frame import decode_frame, stored_checksum
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
+from replaybuf.wire.token_versions import mask_stale, token_versions
 
 MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
 
@@ -34,7 +35,7 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sampling_weight: float | None = None
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything a body is built from, except the frames.
 
     - `meta`: the metadata of the body
@@ -42,6 +43,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `groups`: the groups of this rank, in the order of `meta.group_ids`
     - `seq_len`: longer rollouts are cut to this length (`replaybuf.wire.group_check.truncate`)
     - `release`: the replaybuf release that planned; another release may write other bytes
+    - `least_versions`: by adapter; tokens of older versions leave the loss mask
+    - `extras`: tensors that the trainer asked for
     """
 
     meta: BatchMeta
@@ -50,22 +53,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int
     pad_to_multiple_of: int
     release: str
+    least_versions: dict[str, int] = {}
+    extras: tuple[BodyExtra, ...] = ()
 
 
 def build_body(plan: Plan, groups: Sequence[Group]) -> memoryview:
     """Build the body of a plan from its groups in the plan's order, as stored or already truncated."""
-    placed = [
-        BatchGroup(
-            group=truncate(group, plan.seq_len),
+    versioned = "token_versions" in plan.extras
+    placed = []
+    for index, (planned, stored) in enumerate(zip(plan.groups, groups, strict=True)):
+        group = truncate(stored, plan.seq_len)
+        used = BatchGroup(
+            group=mask_stale(group, plan.least_versions.get(group.adapter)),
             index=index,
             staleness=planned.staleness,
             times_sampled=planned.times_sampled,
             sampling_weight=planned.sampling_weight,
+            token_versions=token_versions(group) if versioned else None,
         )
-        for index, (planned, group) in enumerate(zip(plan.groups, groups, strict=True))
-    ]
+        placed.append(used)
     rows = [[Segment(placed[position], rollout) for position, rollout in row] for row in plan.rows]
-    return encode_batch(plan.meta, rows, pad_to_multiple_of=plan.pad_to_multiple_of)
+    return encode_batch(plan.meta, rows, pad_to_multiple_of=plan.pad_to_multiple_of, extras=plan.extras)
 
 
 def decode_payload(payload_key: str, frame: bytes | None, crc32c: int) -> Group:

@@ -70,6 +70,7 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
         "used": (
             state.totals.groups_used,
             state.totals.tokens_used,
+            state.masked_tokens,
             state.totals.used_staleness,
             state.totals.histograms,
         ),

@@ -259,6 +259,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "counts": (
             state.stored,
             state.totals.retired,
+            state.masked_tokens,
             +state.totals.evicted,
             +state.totals.dead_lettered,
             state.pool.stale_adapters,
@@ -419,6 +420,7 @@ class RunStateMachine(RuleBasedStateMachine):
             generation=model.generation,
             version=model.version_of(step),
         )
+        record = msgspec.structs.replace(record, stale_token_mask=1, masked_tokens=len(chosen))
         assert not self.write(record)
         model.made.append(ModelBatch(step, model.entries, [g.number for g in chosen], model.generation))
         model.next_step += 1

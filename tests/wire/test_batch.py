@@ -22,6 +22,7 @@ from replaybuf.wire.batch import (
     METADATA_KEY,
     BatchGroup,
     BatchMeta,
+    BodyExtra,
     MicroBatch,
     Segment,
     encode_batch,
@@ -29,6 +30,7 @@ from replaybuf.wire.batch import (
     read_batch,
 )
 from replaybuf.wire.group import group_to_json
+from replaybuf.wire.token_versions import token_versions
 from tests.builders import batch_meta, group, group_of_lengths, groups, rollout, steady
 
 PER_TOKEN = {
@@ -48,14 +50,18 @@ PER_ROLLOUT = {
     "temperatures": np.float32,
 }
 COMPUTED = ("ref_logprobs", "old_logprobs", "teacher_logprobs")
+LENGTHS = ("prompt_lengths", "completion_lengths")
 ORDER = (
     *PER_TOKEN,
     *COMPUTED,
     "cu_seqlens",
     *PER_ROLLOUT,
     "sampling_weights",
+    *LENGTHS,
+    "token_versions",
 )
-OPTIONAL = (*COMPUTED, "sampling_weights")
+OPTIONAL = (*COMPUTED, "sampling_weights", *LENGTHS, "token_versions")
+EXTRAS: list[tuple[BodyExtra, ...]] = [(), ("lengths",), ("token_versions",), ("token_versions", "lengths")]
 Rows = list[list[Segment]]
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -78,6 +84,7 @@ def batches(draw: st.DrawFn) -> Rows:
         use(
             made,
             index,
+            token_versions=token_versions(made),
             staleness=draw(st.integers(0, 5)),
             times_sampled=draw(st.integers(1, 4)),
             sampling_weight=draw(st.floats(0, 4, width=32)) if weighted else None,
@@ -97,8 +104,8 @@ def meta_of(rows: Rows, **fields: Any) -> BatchMeta:
 
 def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensors:
     """Build a row slowly: one Python list per tensor, token by token."""
-    tokens: dict[str, list[Any]] = {name: [] for name in (*PER_TOKEN, *COMPUTED)}
-    rollouts: dict[str, list[Any]] = {name: [] for name in (*PER_ROLLOUT, "sampling_weights")}
+    tokens: dict[str, list[Any]] = {name: [] for name in (*PER_TOKEN, *COMPUTED, "token_versions")}
+    rollouts: dict[str, list[Any]] = {name: [] for name in (*PER_ROLLOUT, "sampling_weights", *LENGTHS)}
     ends = [0]
     for segment in row:
         wire = group_to_json(segment.group.group)
@@ -114,8 +121,13 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         for name in ("inference_logprobs", *COMPUTED):
             values = [0.0] * prompt + list(getattr(one, name) or [0.0] * len(one.completion_ids))
             tokens[name] += [bit * value for bit, value in zip(mask, values, strict=True)]
+        by_position = [version for version, start, end in one.version_spans or [] for _ in range(start, end)]
+        sampled = zip(one.completion_mask or [], by_position, strict=True)
+        tokens["token_versions"] += [-1] * prompt + [version if bit else -1 for bit, version in sampled]
         ends.append(ends[-1] + length)
         entry = segment.group
+        rollouts["prompt_lengths"].append(prompt)
+        rollouts["completion_lengths"].append(len(one.completion_ids))
         rollouts["rewards"].append(one.reward)
         rollouts["policy_versions"].append(wire.policy_version)
         rollouts["staleness"].append(entry.staleness)
@@ -126,10 +138,11 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         rollouts["sampling_weights"].append(1.0 if entry.sampling_weight is None else entry.sampling_weight)
     padding = -ends[-1] % multiple or (multiple if not row else 0)
     for name, values in tokens.items():
-        values += range(padding) if name == "position_ids" else [0] * padding
+        blank = -1 if name == "token_versions" else 0
+        values += range(padding) if name == "position_ids" else [blank] * padding
     if padding:
         ends.append(ends[-1] + padding)
-    types = {**PER_TOKEN, **PER_ROLLOUT}
+    types: dict[str, Any] = {**PER_TOKEN, **PER_ROLLOUT, **dict.fromkeys((*LENGTHS, "token_versions"), np.int32)}
     laid: Tensors = {"cu_seqlens": np.array(ends, np.int32)}
     for name, values in (tokens | rollouts).items():
         if name not in OPTIONAL or name in present:
@@ -137,26 +150,27 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
     return laid
 
 
-def present_in(rows: Rows) -> set[str]:
-    """List the optional tensors that at least one group of the rank has."""
+def present_in(rows: Rows, extras: tuple[BodyExtra, ...] = ()) -> set[str]:
+    """List the optional tensors that at least one group of the rank has, and those that were asked for."""
     used = [segment.group for row in rows for segment in row]
     present = {name for name in COMPUTED if any(getattr(entry.group, name) is not None for entry in used)}
+    present |= {"token_versions"} & {*extras} | ({*LENGTHS} if "lengths" in extras else set())
     return present | ({"sampling_weights"} if any(entry.sampling_weight is not None for entry in used) else set())
 
 
 # ---------------------------------------------------------------------- content of a body
 
 
-@given(batches(), st.sampled_from([1, 2, 8, 64]))
+@given(batches(), st.sampled_from([1, 2, 8, 64]), st.sampled_from(EXTRAS))
 @steady
-def test_a_body_has_every_token_at_its_position(rows: Rows, multiple: int) -> None:
+def test_a_body_has_every_token_at_its_position(rows: Rows, multiple: int, extras: tuple[BodyExtra, ...]) -> None:
     """Read with safetensors alone: position t holds token t, its mask, advantage and logprob; zeros elsewhere."""
-    body = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple)
+    body = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple, extras=extras)
     tensors = safetensors.numpy.load(bytes(body))
     expected = {
         f"{number}.{name}": tensor
         for number, row in enumerate(rows)
-        for name, tensor in expected_row(row, multiple, present_in(rows)).items()
+        for name, tensor in expected_row(row, multiple, present_in(rows, extras)).items()
     }
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -179,18 +193,20 @@ def written_plainly(meta: BatchMeta, expected: list[Tensors]) -> bytes:
     return len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for _, tensor in named)
 
 
-@given(batches(), st.sampled_from([1, 2, 8, 64]), st.text(max_size=4))
+@given(batches(), st.sampled_from([1, 2, 8, 64]), st.text(max_size=4), st.sampled_from(EXTRAS))
 @steady
-def test_the_bytes_equal_those_of_the_slow_writer(rows: Rows, multiple: int, group_id: str) -> None:
+def test_the_bytes_equal_those_of_the_slow_writer(
+    rows: Rows, multiple: int, group_id: str, extras: tuple[BodyExtra, ...]
+) -> None:
     """Every release writes the same body, including signs of zeros and non-ASCII text.
 
     Uninitialised memory must not appear in it.
     """
     meta = meta_of(rows, group_ids=[group_id])
-    expected = [expected_row(row, multiple, present_in(rows)) for row in rows]
+    expected = [expected_row(row, multiple, present_in(rows, extras)) for row in rows]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(np, "empty", lambda length, dtype: np.full(length, 0xAA).astype(dtype))
-        body = encode_batch(meta, rows, pad_to_multiple_of=multiple)
+        body = encode_batch(meta, rows, pad_to_multiple_of=multiple, extras=extras)
     assert bytes(body) == written_plainly(meta, expected)
 
 

@@ -24,6 +24,7 @@ from replaybuf.kernel.state import Attachment
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.service.bodies.release import SMALL, drop, release
+from replaybuf.service.bodies.rewards import BatchRewards, summarise_rewards
 from replaybuf.store import IndexEntry, Store
 from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.group import Group, hash_name
@@ -31,6 +32,7 @@ from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord, encode_record
 from replaybuf.wire.names import LONGEST_NAME_BYTES
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
+from replaybuf.wire.token_versions import count_stale, mask_stale
 
 Coding = Literal["identity", "zstd"]
 LARGEST_STRINGS_BYTES = 4 * LONGEST_NAME_BYTES
@@ -117,11 +119,17 @@ def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     return group
 
 
-def complete_record(draft: BatchDraft, entries: Sequence[IndexEntry]) -> BatchRecord:
-    """Return the record of a batch with the strings and the digest of its groups."""
+def complete_record(draft: BatchDraft, fetched: FetchedGroups) -> BatchRecord:
+    """Return the record of a batch with the strings and the digest of its groups, and with their masked tokens."""
+    entries = fetched.entries
     strings = (entry.strings for entry in entries)
     labels = [GroupLabel(s.group_id, s.prompt_id, s.adapter, s.payload_key) for s in strings]
-    return draft.complete(labels, _digest_of(entries, draft.record.step, draft.record.generation))
+    record = draft.complete(labels, _digest_of(entries, draft.record.step, draft.record.generation))
+    if record.stale_token_mask is None:
+        return record
+    least = record.least_versions
+    masked = (count_stale(fetched.groups[entry.number], least[entry.adapter]) for entry in record.groups)
+    return msgspec.structs.replace(record, masked_tokens=sum(masked))
 
 
 def _digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
@@ -137,8 +145,10 @@ class PackedBatch:
     """A packed batch: groups in order, the grid of its ranks, bodies that are written or being written.
 
     - `planned`, `groups`: each group as in a plan, and its columns, cut to the layout
-    - `owners`: (group, rollout in it) of each rollout; `loss_tokens`: sampled tokens of each rollout
-    - `tokens`, `all_loss_tokens`: tokens of all ranks without padding, and how many of them were sampled
+    - `owners`: (group, rollout in it) of each rollout; `loss_tokens`: tokens of each rollout in the loss mask
+    - `tokens`, `all_loss_tokens`: tokens of all ranks without padding, and how many of them are in the loss mask
+    - `masked_tokens`: sampled tokens of all ranks that are too old for the loss
+    - `rewards`: mean reward and its parts over all ranks, if the trainer asked for them
     - `content`: hash of all that the bodies are made from
     - `nbytes`: bytes of frames and written bodies
     """
@@ -152,6 +162,8 @@ class PackedBatch:
     row_tokens: list[list[int]]
     tokens: int
     all_loss_tokens: int
+    masked_tokens: int
+    rewards: BatchRewards | None
     layout: Attachment
     content: bytes
     nbytes: int
@@ -191,7 +203,7 @@ class PackedBatch:
 
 def hash_content(record: BatchRecord, layout: Attachment) -> bytes:
     """Return a hash of what bodies are made from, besides frames. No byte of a body depends on `at_s`."""
-    inputs = (__version__, layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost)
+    inputs = (__version__, layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost, layout.extras)
     timeless = encode_record(msgspec.structs.replace(record, at_s=0.0))
     return hashlib.blake2b(msgspec.msgpack.encode(inputs) + timeless).digest()
 
@@ -225,7 +237,10 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) 
         )
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
     grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
-    loss_tokens = [tokens for group in groups for tokens in group.sampled_lengths.tolist()]
+    least = record.least_versions
+    in_loss = [mask_stale(group, least.get(group.adapter)) for group in groups]
+    loss_tokens = [tokens for group in in_loss for tokens in group.sampled_lengths.tolist()]
+    masked = sum(count_stale(group, least[group.adapter]) for group in groups) if least else 0
     return PackedBatch(
         record=record,
         planned=planned,
@@ -236,6 +251,8 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) 
         row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
         tokens=int(lengths.sum(dtype=np.int64)),
         all_loss_tokens=sum(loss_tokens),
+        masked_tokens=masked,
+        rewards=summarise_rewards(groups) if "reward_parts" in layout.extras else None,
         layout=layout,
         content=hash_content(record, layout),
         nbytes=fetched.frame_bytes,
@@ -282,6 +299,9 @@ def plan_of(run: str, batch: PackedBatch, rank: int) -> Plan:
         batch_rollouts=len(batch.owners),
         batch_groups=len(batch.groups),
         adapters_completed=completed(record) if record.adapters else msgspec.UNSET,
+        batch_masked_tokens=msgspec.UNSET if record.stale_token_mask is None else batch.masked_tokens,
+        batch_reward_mean=batch.rewards.mean if batch.rewards else msgspec.UNSET,
+        batch_reward_parts=batch.rewards.parts if batch.rewards else msgspec.UNSET,
     )
     return Plan(
         meta=meta,
@@ -290,6 +310,8 @@ def plan_of(run: str, batch: PackedBatch, rank: int) -> Plan:
         seq_len=layout.seq_len,
         pad_to_multiple_of=layout.pad_to_multiple_of,
         release=__version__,
+        least_versions=record.least_versions,
+        extras=tuple(extra for extra in layout.extras if extra != "reward_parts"),
     )
 
 

@@ -41,6 +41,8 @@ def describe_batch(
         adapters_completed=completed(record) if record.adapters else None,
         short=record.short or None,
         fill=record.fill,
+        stale_token_mask=record.stale_token_mask,
+        masked_tokens=None if record.stale_token_mask is None else record.masked_tokens,
         groups=[used for piece in pieces_of(record.groups) for used in _convert(piece)],
     )
 

@@ -34,6 +34,7 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "groups_duplicate": (COUNTER, "run", "Appends answered duplicate"),
     "rollouts_truncated_groups": (COUNTER, "run", "Groups with rollouts cut to seq_len"),
     "tokens_used": (COUNTER, "run", "Tokens put into batches, each use counted"),
+    "tokens_masked": (COUNTER, "run", "Sampled tokens too old for the loss of their batches, each use counted"),
     "tickets_issued": (COUNTER, "run", "Tickets issued"),
     "tickets_expired": (COUNTER, "run", "Tickets that expired"),
     "tickets_returned": (COUNTER, "run", "Tickets given back"),

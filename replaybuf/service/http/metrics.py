@@ -33,6 +33,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "groups_duplicate": lambda run: run.side_state.duplicates,
     "rollouts_truncated_groups": lambda run: run.admission.truncated,
     "tokens_used": lambda run: run.state.totals.tokens_used,
+    "tokens_masked": lambda run: run.state.masked_tokens,
     "tickets_issued": lambda run: run.book.counts["issued"],
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],

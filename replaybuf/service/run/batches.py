@@ -232,7 +232,7 @@ class Batches:
                 )
                 continue
             draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
-            record = await call_beside(len(numbers), complete_record, draft, fetched.entries)
+            record = await call_beside(len(numbers), complete_record, draft, fetched)
             await self._journal.append(record)
             packed = await self.next_batch.take(record, len(prepared.groups))
             if packed:

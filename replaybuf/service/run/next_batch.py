@@ -194,7 +194,7 @@ class NextBatch:
             return
         fetched = await call_beside(len(numbers), prepared.fetched, numbers)
         draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
-        record = await call_beside(len(numbers), complete_record, draft, fetched.entries)
+        record = await call_beside(len(numbers), complete_record, draft, fetched)
         batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
         if not prepared.closed:
             prepared.batch = batch
