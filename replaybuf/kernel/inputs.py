@@ -106,13 +106,14 @@ class StrategyInputs:
             **{name: getattr(measured, name) for name in _MEASURED},
         )
 
-    def view(self, step: int, groups: Groups | None = None, adapter: str = "") -> BufferView:
+    def view(self, step: int, groups: Groups | None = None, adapter: str = "", *, overdue: bool = False) -> BufferView:
         """Return an adapter's view of the buffer for the run's `step`; live counts are of `groups`, None = all live."""
         state, config, pool = self._state, self.config, self._state.pool
         live = pool.live_totals(adapter)
         if groups is not None and len(groups) < live.groups:
             live = LiveTotals.of(groups.tokens, groups.times_sampled)
         newest = reversed(list(itertools.islice(reversed(state.batches.values()), _HISTORY_BATCHES)))
+        groups_per_batch = config.groups_per_batch_of(adapter)
         used = [*(batch.rotation.progress(adapter).used for batch in newest), state.rotation.progress(adapter).used]
         progress = state.progress_at(step, adapter)
         return BufferView(
@@ -123,7 +124,7 @@ class StrategyInputs:
             groups_live=live.groups,
             tokens_live=live.tokens,
             tickets_out=self._book.out_of(adapter),
-            budget=Budget(state.token_budget, config.groups_per_batch_of(adapter), self.seq_len),
+            budget=Budget(state.token_budget, groups_per_batch, self.seq_len),
             batches=tuple(after - before for before, after in itertools.pairwise(used)),
             groups_stored=pool.stored_of(adapter),
             groups_used=used[-1],
@@ -131,6 +132,9 @@ class StrategyInputs:
             uses_live=live.uses,
             steps_done=state.own_step(state.step, adapter),
             groups_given=progress.groups,
+            tickets_due=self._book.due_of(adapter),
+            awaited=self._book.first_awaited(adapter, groups_per_batch or 1),
+            overdue=overdue,
         )
 
     def own_budget(self, adapter: str) -> Budget:

@@ -15,7 +15,15 @@ import numpy.typing as npt
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.index import Index
 from replaybuf.kernel.inputs import UsabilityRule
-from replaybuf.kernel.strategy import STRATEGY_REASONS, Budget, Evictions, Rows, Selection, Waiting
+from replaybuf.kernel.strategy import (
+    MAX_DETAIL,
+    STRATEGY_REASONS,
+    Budget,
+    Evictions,
+    Rows,
+    Selection,
+    Waiting,
+)
 
 REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 """Form of an eviction reason, which is also a label of a metric."""
@@ -68,6 +76,9 @@ def _rules_of_waiting(waiting: Waiting) -> Iterable[Rule]:
     for name, value in (("groups", waiting.groups), ("tokens", waiting.tokens)):
         whole = value is None or (isinstance(value, int | np.integer) and value >= 0)
         yield f"gives usable {name} as a whole number >= 0", bool(whole), repr(value)
+    detail = waiting.detail
+    short = detail is None or (isinstance(detail, str) and len(detail) <= MAX_DETAIL)
+    yield f"gives a detail of at most {MAX_DETAIL} characters", short, repr(detail)[:MAX_DETAIL]
 
 
 def _rules_of_form(chosen: Selection) -> Iterable[Rule]:

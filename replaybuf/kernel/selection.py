@@ -209,7 +209,9 @@ class Selector:
         shares, following = self._share(offer)
         short: Literal["", "tail", "timeout"] = "tail" if shares.keys() & ending else ""
         if not shares and overdue:
-            shares, following = self._share(lambda adapter, budget: self._choose_fewer(adapter, budget, waits[adapter]))
+            shares, following = self._share(
+                lambda adapter, budget: self._choose_fewer(adapter, budget, waits[adapter], overdue=True)
+            )
             short = "timeout"
         if not shares or (short == "timeout" and _count(shares) < self.config.batch.min_groups):
             ended = self._state.next_step > self._state.step and self.supply_ended()
@@ -249,27 +251,31 @@ class Selector:
         uses = self._state.index["times_sampled"][self._state.index.rows_of(chosen.rows)]
         return chosen if (uses == 0).any() else None
 
-    def _choose_fewer(self, adapter: str, budget: Budget, waits: WaitingAnswer) -> Selection | None:
+    def _choose_fewer(
+        self, adapter: str, budget: Budget, waits: WaitingAnswer, *, overdue: bool = False
+    ) -> Selection | None:
         """Choose the groups of an adapter that do not fill `budget`: ask for as many as the strategy can use now."""
         most = waits.have.groups
         for _ in range(SHORT_TRIES):
             if waits.blocked_on != "producers" or most < 1:
                 return None
             fewer = most if budget.groups is None else min(most, budget.groups)
-            outcome = self._choose(adapter, dataclasses.replace(budget, groups=fewer))
+            outcome = self._choose(adapter, dataclasses.replace(budget, groups=fewer), overdue=overdue)
             if not isinstance(outcome, WaitingAnswer):
                 return outcome
             waits, most = outcome, min(most - 1, outcome.have.groups)
         return None
 
-    def _choose(self, adapter: str, budget: Budget | None = None) -> Selection | WaitingAnswer:
+    def _choose(
+        self, adapter: str, budget: Budget | None = None, *, overdue: bool = False
+    ) -> Selection | WaitingAnswer:
         """Ask the strategy for groups of one adapter, by default for the rest of its own batch."""
         state, step = self._state, self._state.next_step
         staleness = self.bounds.max_staleness
         if staleness is not None and state.published[adapter] < state.version_at(step, adapter) - staleness:
             return self.explain("awaiting_publication", adapter=adapter)
         groups = self.inputs.usable(step, adapter)
-        view = self.inputs.view(step, groups, adapter)
+        view = self.inputs.view(step, groups, adapter, overdue=overdue)
         budget = budget or self.inputs.own_budget(adapter)
         name, strategy = self.config.strategy.name, self.strategy
 
@@ -348,7 +354,8 @@ class Selector:
         if limit:
             have = Amount(_least(limit.groups, have.groups), _least(limit.tokens, have.tokens))
         missing = self.inputs.own_budget(adapter).groups or 0
-        return waiting(reason, have, self._state, adapter=adapter, missing=missing)
+        detail = limit.detail if limit else None
+        return waiting(reason, have, self._state, adapter=adapter, missing=missing, detail=detail)
 
     def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
         """Sum up `groups`, by default those that the strategy sees for the next batch."""

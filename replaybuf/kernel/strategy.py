@@ -37,6 +37,8 @@ source_code = hash_name
 
 STRATEGY_REASONS = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
 """Waiting reasons that a strategy may give; the others follow from the state of the run."""
+MAX_DETAIL = 256
+"""Characters of the explanation that a strategy may add to a waiting reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class BufferView:
     `tokens_live`, `groups_fresh` (never used) and `uses_live` are sums over live groups. `groups_stored` counts all
     groups ever stored, `groups_used` all uses in batches of the surviving history, `groups_given` the groups that
     earlier batches of the run hold for the adapter's `step`.
+
+    `tickets_due` counts the prompts whose ticket expired or came back and is issued again next. `awaited`: their
+    indexes and those of `tickets_out`, ascending, at most as many as a batch has groups. `overdue`: the trainer has
+    waited for `batch.timeout_s`, so a short batch is wanted.
     """
 
     step: int
@@ -74,6 +80,9 @@ class BufferView:
     uses_live: int = 0
     steps_done: int = 0
     groups_given: int = 0
+    tickets_due: int = 0
+    awaited: tuple[int, ...] = ()
+    overdue: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,12 +118,14 @@ class Selection:
 class Waiting:
     """Reason why there is no batch yet: one of `STRATEGY_REASONS`.
 
-    `groups` and `tokens`: usable amount now, if it is less than the groups given (None = all).
+    `groups` and `tokens`: usable amount now, if it is less than the groups given (None = all). `detail`: explanation
+    for people, at most `MAX_DETAIL` characters.
     """
 
     reason: str
     groups: int | None = None
     tokens: int | None = None
+    detail: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

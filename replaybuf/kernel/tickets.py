@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -159,6 +159,9 @@ class TicketBook:
         self._out_with: Counter[str] = Counter()
         self._earliest_s = math.inf
         self._due: dict[tuple[str, int], Ticket] = {}
+        # Ascending without sorting: an index enters once, when it is the highest. A plain dict would search its
+        # beginning for the first key that is left.
+        self._awaited: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     @property
     def out(self) -> int:
@@ -171,7 +174,7 @@ class TicketBook:
         A ticket that was known keeps its deadline. Any other gets the time left in storage, from 0 to `ttl_s`.
         """
         known, out = dict(self._out), []
-        for table in (self._out, self._out_of, self._out_with, self._due, self.next_index, self.counts):
+        for table in (self._out, self._out_of, self._out_with, self._due, self._awaited, self.next_index, self.counts):
             table.clear()
         self._earliest_s = math.inf
         for text, left_s in tickets:
@@ -187,6 +190,8 @@ class TicketBook:
                 out.append(_OutTicket(ticket, deadline_s, True, producer, bool(producer)))
         for entry in sorted(out, key=lambda entry: entry.deadline_s):
             self._put_out(entry)
+        for adapter, index in sorted(self.pending_prompts()):
+            self._awaited[adapter][index] = None
         for name, value in counts.items():
             kind, _, adapter = name.partition(":")
             if kind == "next":
@@ -197,6 +202,14 @@ class TicketBook:
     def out_of(self, adapter: str) -> int:
         """Count the tickets of an adapter that are out."""
         return self._out_of[adapter]
+
+    def due_of(self, adapter: str) -> int:
+        """Count the prompts of an adapter that are due again."""
+        return len(self._awaited[adapter]) - self._out_of[adapter]
+
+    def first_awaited(self, adapter: str, most: int) -> tuple[int, ...]:
+        """Return the lowest indexes of an adapter that are out or due again, ascending, at most so many."""
+        return tuple(itertools.islice(self._awaited[adapter], most))
 
     def out_with(self, producer: str) -> int:
         """Count the tickets that a producer has."""
@@ -249,8 +262,9 @@ class TicketBook:
         return now_s >= self._earliest_s
 
     def issue(self, adapter: str, count: int, generation: int, now_s: float) -> TicketChange:
-        """Issue up to `count` tickets: prompts due again first, then new indexes."""
-        change = TicketChange(drop=self._list_due(adapter)[:count])
+        """Issue up to `count` tickets: prompts due again first, the lowest index first, then new indexes."""
+        due = sorted(self._list_due(adapter), key=lambda ticket: ticket.prompt_index)
+        change = TicketChange(drop=due[:count])
         change.issued = [ticket._replace(generation=generation) for ticket in change.drop]
         first, supply = self.next_index.get(adapter, 0), self.supplies.get(adapter)
         end = first + count - len(change.drop)
@@ -261,6 +275,7 @@ class TicketBook:
         for ticket in change.issued:
             self._due.pop(ticket.prompt, None)
             self._put_out(_OutTicket(ticket, deadline_s))
+        self._awaited[adapter].update(dict.fromkeys(range(first, end)))
         if end > first:
             self.next_index[adapter] = end
             change.counts[f"next:{adapter}"] += end - first
@@ -313,6 +328,7 @@ class TicketBook:
         """Remove the tickets of prompts whose group is stored, whichever attempt delivered it."""
         change = TicketChange()
         for prompt in prompts:
+            self._awaited[prompt[0]].pop(prompt[1], None)
             entry = self._pop_out(prompt)
             if entry:
                 self._drop(entry, change)
@@ -354,6 +370,7 @@ class TicketBook:
         self._pop_out(ticket.prompt)
         self._drop(entry, change)
         if failed and ticket.attempt >= self.max_attempts:
+            self._awaited[ticket.adapter].pop(ticket.prompt_index)
             change.failed.append(ticket)
         else:
             due = ticket._replace(attempt=ticket.attempt + failed, serial=ticket.serial + 1)

@@ -297,7 +297,8 @@ def _check_admit(build: BuildStrategy, scene: Scene) -> None:
         _rule(isinstance(admitted, int) and admitted >= 0, "admits a number >= 0", admitted)
         if not admitted:
             return
-        view = dataclasses.replace(view, tickets_out=view.tickets_out + admitted)
+        due = max(0, view.tickets_due - admitted)
+        view = dataclasses.replace(view, tickets_out=view.tickets_out + admitted, tickets_due=due)
     _rule(False, f"admits no more after {_MAX_GRANTS} grants without an arrival", view.tickets_out)
 
 

@@ -153,6 +153,7 @@ class ClosedLoop:
     def _view(self) -> BufferView:
         live = self._live()
         uses = self._columns["times_sampled"]
+        out = sorted(prompt for _, prompt, _ in self._coming if prompt != _TRAINED)
         return BufferView(
             step=self._next_step,
             version=self._next_step,
@@ -160,7 +161,8 @@ class ClosedLoop:
             steps_per_publish=1,
             groups_live=int(live.sum()),
             tokens_live=int(self._columns["tokens"][live].sum()),
-            tickets_out=len(self._coming) - self._training,
+            tickets_out=len(out),
+            awaited=tuple(out[: self._budget.groups or 1]),
             budget=self._budget,
             groups_stored=len(uses),
             groups_used=int(uses.sum()),

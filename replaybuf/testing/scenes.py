@@ -69,6 +69,14 @@ def random_groups(
     return {name: column.astype(types[name]) for name, column in columns.items()}
 
 
+def _awaited(seed: int, out: int, budget: Budget, stored: npt.NDArray[np.int64]) -> tuple[int, tuple[int, ...]]:
+    """Draw how many prompts are due again, and the lowest indexes without a group; other draws stay as they are."""
+    rng = np.random.default_rng([seed, 1])
+    due = int(rng.integers(0, 3))
+    free = np.setdiff1d(np.arange(40), stored)
+    return due, tuple(sorted(rng.choice(free, min(out + due, len(free)), replace=False).tolist())[: budget.groups or 1])
+
+
 def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: int, huge: bool, budget: Budget) -> Scene:
     """Draw a buffer from few numbers, so that Hypothesis can shrink it."""
     rng = np.random.default_rng(seed)
@@ -80,14 +88,17 @@ def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: in
         columns["times_sampled"] = np.minimum(columns["times_sampled"], np.int32(min(max_uses, _LARGEST_INT32) - 1))
         columns["last_step"] = np.where(columns["times_sampled"] > 0, columns["last_step"], np.int32(-1))
     uses, tokens = int(columns["times_sampled"].sum()), int(columns["tokens"].sum(dtype=np.int64))
+    published = version - int(rng.integers(0, 2)) if version else 0
+    tickets_out = int(rng.integers(0, 10))
+    due, awaited = _awaited(seed, tickets_out, budget, columns["prompt_index"])
     view = BufferView(
         step=version,
         version=version,
-        published_version=version - int(rng.integers(0, 2)) if version else 0,
+        published_version=published,
         steps_per_publish=1,
         groups_live=count,
         tokens_live=tokens,
-        tickets_out=int(rng.integers(0, 10)),
+        tickets_out=tickets_out,
         budget=budget,
         batches=tuple(rng.integers(1, 9, 3).tolist()),
         groups_stored=count + int(rng.integers(0, 100)),
@@ -95,6 +106,9 @@ def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: in
         groups_fresh=int((columns["times_sampled"] == 0).sum()),
         uses_live=uses,
         steps_done=version,
+        tickets_due=due,
+        awaited=awaited,
+        overdue=seed % 4 == 0,
     )
     flow = Flow(
         now_s=1e9,

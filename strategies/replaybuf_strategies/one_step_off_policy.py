@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, StrategyOptions, Waiting, fill
 from replaybuf_strategies.adaptive import adaptive_capacity
 from replaybuf_strategies.draws import ascending
+from replaybuf_strategies.slots import admit_retries, check_slots, fill_slots
 
 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
@@ -17,17 +18,20 @@ class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
 
     - `max_staleness` (k >= 0): largest number of versions that a group may be behind the policy it trains
     - `adaptive`: admit only as many groups as keep the trainer from waiting, by measured speeds
+    - `exact_slots`: bind each group to its step when its ticket is issued; needs `batch.groups_per_batch`
     """
 
     max_staleness: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1
     adaptive: bool | UnsetType = UNSET
+    exact_slots: bool | UnsetType = UNSET
 
 
 class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
     """Staleness at most k, each group once, oldest first, one step of look-ahead.
 
     Invariant: 0 <= version(step) - policy_version <= k. Groups with the least time left come first: the oldest version,
-    then the order of arrival, so that a slow prompt is trained before it becomes too stale.
+    then the order of arrival, so that a slow prompt is trained before it becomes too stale. With `exact_slots` tickets
+    give the order, and a batch waits for its slow prompts (`slots`).
     """
 
     Options: ClassVar[type[StrategyOptions]] = OneStepOffPolicyOptions
@@ -38,14 +42,23 @@ class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):
         """Largest staleness at use: the option k."""
         return self.options.max_staleness
 
+    def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
+        """Reject slots without a number of them. Raises `Invalid`."""
+        if self.options.exact_slots:
+            check_slots(budget)
+
     def admit(self, buffer: BufferView, flow: Flow) -> int:
         """Return the number of groups that may start now: the window, or the part of it that is needed."""
-        window = super().admit(buffer, flow)
-        return adaptive_capacity(buffer, flow, window) if self.options.adaptive else window
+        capacity = super().admit(buffer, flow)
+        if self.options.adaptive:
+            capacity = adaptive_capacity(buffer, flow, capacity)
+        return admit_retries(buffer, capacity, self.max_staleness) if self.options.exact_slots else capacity
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
     ) -> Selection | Waiting:
-        """Take the oldest policy version first, then the order in which groups were stored."""
+        """Take the oldest policy version first, then the order in which groups were stored; or the next slots."""
+        if self.options.exact_slots:
+            return fill_slots(groups, buffer, budget)
         last_version = (buffer.step + 1) // buffer.steps_per_publish - self.options.max_staleness
         return fill(groups, ascending(groups.policy_version), budget, last_version)

@@ -285,6 +285,10 @@ class TicketMachine(RuleBasedStateMachine):
             assert all(book.holds(self.ticket_of(key)) for key in out)
             assert not any(book.holds(self.ticket_of(key)) for key in due)
             assert {a: book.out_of(a) for a in ADAPTERS} == {a: sum(key[0] == a for key in out) for a in ADAPTERS}
+            for a in ADAPTERS:
+                awaited = sorted(index for adapter, index in [*out, *due] if adapter == a)
+                assert book.first_awaited(a, 3) == tuple(awaited[:3])
+                assert book.due_of(a) == sum(key[0] == a for key in due)
             assert book.counts == self.counts
             issued = {adapter: len(prompts) for adapter, prompts in self.prompts.items() if prompts}
             assert book.next_index == issued

@@ -38,6 +38,8 @@ STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("one-step-off-policy", {}),
     ("one-step-off-policy", {"max_staleness": 3}),
     ("one-step-off-policy", {"max_staleness": 4, "adaptive": True}),
+    ("one-step-off-policy", {"exact_slots": True}),
+    ("one-step-off-policy", {"exact_slots": True, "max_staleness": 4, "adaptive": True}),
     ("replay", {}),
     ("replay", {"order": "fifo"}),
     ("replay", {"order": "newest"}),

@@ -34,6 +34,7 @@ from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import LONGEST_WAIT_S, Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.next_batch import NextBatch
+from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.turns import call_beside
 from replaybuf.wire.browse import StepRecord
 from replaybuf.wire.contract import WaitingAnswer
@@ -57,12 +58,13 @@ _Answer = PackedBatch | WaitingAnswer
 class Batches:
     """Batches of one run. `waited_s`: seconds that trainers waited, by reason."""
 
-    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction) -> None:
+    def __init__(self, journal: Journal, selector: Selector, eviction: Eviction, tickets: Tickets) -> None:
         self.waited_s: defaultdict[str, float] = defaultdict(float)
         self._journal = journal
         self._state = journal.state
         self._selector = selector
         self._eviction = eviction
+        self._tickets = tickets
         self._bodies = Bodies(journal.name)
         self._packed: OrderedDict[int, PackedBatch] = OrderedDict()
         self.next_batch = NextBatch(journal, selector, self._bodies)
@@ -213,6 +215,7 @@ class Batches:
         `overdue`: the trainer has waited so long that the batch may be short.
         """
         while True:
+            await self._tickets.refresh()
             await self._eviction.of_unsettled()
             chosen = self._selector.choose(overdue=overdue)
             if isinstance(chosen, WaitingAnswer):

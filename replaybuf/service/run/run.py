@@ -2,7 +2,8 @@
 
 Life: `Run.create`, or `Run.load` (fold of both streams) and, with the lease, `lead` -> requests and `tick` -> `close`.
 
-Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches <- session.
+Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches <- session;
+tickets <- batches.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Run:
         self.admission = AdmissionCheck(journal, self.book)
         self.history_lock = lock = HistoryLock()
         self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock)
-        self.batches = Batches(journal, self.selector, self.eviction)
+        self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
         self.cursors = Cursors(journal)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
         self.trimming = Trimming(journal)

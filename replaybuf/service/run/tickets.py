@@ -221,11 +221,15 @@ class Tickets:
     async def _deciding(self) -> AsyncIterator[None]:
         """Decide about tickets, with Redis and all stored groups taken into account."""
         async with self._journal.decision():
-            if self._side_state.uncertain:
-                await self.reload()
-            # Prompts of stored but unsettled groups must neither fail nor be issued again.
-            self.complete(self._journal.unsettled)
+            await self.refresh()
             yield
+
+    async def refresh(self) -> None:
+        """Bring the book up to Redis and to all stored groups. Called within a decision."""
+        if self._side_state.uncertain:
+            await self.reload()
+        # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
+        self.complete(self._journal.unsettled)
 
 
 def _share(tickets: list[Ticket], producers: Iterable[_Producer]) -> list[tuple[_Producer, list[Ticket]]]:
