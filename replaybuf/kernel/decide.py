@@ -21,8 +21,8 @@ from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.queries import list_purgeable
 from replaybuf.kernel.selection import BatchSelection, Selector
-from replaybuf.kernel.state import RunState
-from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange
+from replaybuf.kernel.state import FAILED_SHARE, RunState
+from replaybuf.kernel.tickets import TicketBook, TicketChange
 from replaybuf.kernel.waiting import waiting
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, AttachRequest, WaitingAnswer
@@ -38,7 +38,6 @@ from replaybuf.wire.ledger import (
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
-    TicketRecord,
 )
 
 LARGEST_PRIORITY = 1e30
@@ -84,18 +83,6 @@ def held(state: RunState, selector: Selector, adapter: str) -> Amount:
     """Count live groups plus tickets out, and live tokens, of an adapter."""
     view = selector.inputs.view(state.next_step, adapter=adapter)
     return Amount(view.groups_live + view.tickets_out, view.tokens_live)
-
-
-def decide_failed(ticket: Ticket, reason: str, now_s: float) -> TicketRecord:
-    """Decide that the prompt of a ticket ends without a group."""
-    return TicketRecord(
-        adapter=ticket.adapter,
-        prompt_index=ticket.prompt_index,
-        outcome="failed",
-        attempts=ticket.attempt,
-        reason=reason,
-        at_s=now_s,
-    )
 
 
 def decide_room(
@@ -148,9 +135,10 @@ def check_requestable(state: RunState, step: int, look_ahead: int) -> None:
         return
     max_steps = config_of(state).max_steps
     if state.state == "finished" or (max_steps is not None and step >= max_steps):
-        raise RunFinished(
-            f"step is {step}; the run is finished after {state.step} steps", name="step", value=step, bound=state.step
-        )
+        detail = f"step is {step}; the run is finished after {state.step} steps"
+        if (state.config_reason or "").startswith(FAILED_SHARE):
+            detail = f"{detail}: {state.config_reason}"
+        raise RunFinished(detail, name="step", value=step, bound=state.step)
     if step < state.step:
         raise Gone(
             f"the batch of step {step} was freed by a checkpoint; the oldest kept step is {state.oldest_step}",

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable
+from replaybuf.kernel.failed_share import FailedWindow
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.index import DEAD, FREED, LIVE, STATE_ROW
 from replaybuf.kernel.pool import BAD_INDEX_ENTRY, AdapterCounts
@@ -38,7 +39,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of `RunState` and its pool under their names, and what else a reader needs.
 
     `config`: as the ledger has it; `failed`: the values of `failures`; `rows`: `STATE_ROW` of changed groups;
-    `set_aside`: int64, numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial.
+    `set_aside`: int64, numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial;
+    `failed_start`, `failed_after`: those of `failed_window`.
     """
 
     entries: int
@@ -73,10 +75,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows: bytes
     sizes: dict[int, Counter[int]] = {}
     masked_tokens: int = 0
+    failed_start: int = 0
+    failed_after: list[int] = []
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
-_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes")
+_OF_WINDOW = ("failed_start", "failed_after")
+_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", *_OF_WINDOW)
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
 
 
@@ -114,6 +119,8 @@ def freeze(state: RunState) -> bytes:
         groups_used=groups_used,
         set_aside=numbers[(index["state"] != FREED) & (numbers <= state.trimmed)].tobytes(),
         rows=index.changed().tobytes(),
+        failed_start=state.failed_window.start,
+        failed_after=state.failed_window.after,
         sizes=pool.sizes if state.config and state.config.min_group_size else {},
     )
     return _encode(snapshot)
@@ -139,6 +146,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     for name in _OF_STATE:
         setattr(state, name, getattr(snapshot, name))
     state.config = None if snapshot.config is None else read_config(snapshot.config, "the snapshot")
+    state.failed_window = FailedWindow(snapshot.failed_start, snapshot.failed_after)
     state.failures = {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failed}
     _restore_pool(state, snapshot)
 

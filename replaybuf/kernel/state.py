@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
+from replaybuf.kernel.failed_share import FailedWindow
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import AdapterCounts, GroupPool
@@ -44,6 +45,8 @@ from replaybuf.wire.ledger import (
 )
 
 LOST_LINEAGE = "lost_lineage"
+FAILED_SHARE = "failed_share"
+"""Start of the reason of a run that the rule for failed prompts paused or finished."""
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
 MAX_FAILURES = 10_000
@@ -76,7 +79,8 @@ class RunState:
       record is kept; `voided`: by step, those that a resample took back
     - `published`, `weights_uri`, `rewinds` (`history.add_rewind`): by adapter
     - `rotation` of the adapters before the next batch
-    - `failed_prompts`: all; `failures`: the newest `MAX_FAILURES` of their records, oldest first
+    - `failed_prompts`: all; `failures`: the newest `MAX_FAILURES` of their records, oldest first;
+      `failed_window`: of the newest ended prompts
     - `feedback`: msgpack by step, of the newest `FEEDBACK_STEPS` acked steps that had any; replaced, never changed
     - `checkpoints`: steps of the kept ones, ascending
     - `masked_tokens`: sampled tokens that were too old for the loss of their batches, each use counted
@@ -103,6 +107,7 @@ class RunState:
         self.rotation = Rotation()
         self.failed_prompts = PromptSet()
         self.failures: dict[tuple[str, int], TicketRecord] = {}
+        self.failed_window = FailedWindow()
         self.pool = GroupPool()
         self.index = self.pool.index
         self.entries = 0
@@ -216,7 +221,8 @@ class RunState:
             names = {hash_name(name): name for name in self._adapter_names()}
             for code, prompt_index in zip(adapters.tolist(), prompt_indexes.tolist(), strict=True):
                 self.failed_prompts.discard(names.get(code, ""), prompt_index)
-                self.failures.pop((names.get(code, ""), prompt_index), None)
+                if failed := self.failures.pop((names.get(code, ""), prompt_index), None):
+                    self.failed_window.forgive(failed.stored)
 
     # ------------------------------------------------------------------ ledger
 
@@ -277,9 +283,14 @@ class RunState:
             self.weights_uri.setdefault(name, None)
         if record.state == "running" and self.config_state == "paused" and self.config_reason != "operator":
             self.feedback = {}  # the strategy may have failed at it, and would fail again
-        self.config_state, self.config_reason = record.state, record.reason
+        self._set_phase(record.state, record.reason)
         if record.max_uses != self.max_uses:
             self.pool.change_max_uses(record.max_uses)
+
+    def _set_phase(self, phase: RunPhase, reason: str | None) -> None:
+        if phase == "running" and (self.config_reason or "").startswith(FAILED_SHARE):
+            self.failed_window.restart()
+        self.config_state, self.config_reason = phase, reason
 
     def _add_batch(self, record: BatchRecord) -> None:
         entry = self.entries
@@ -307,6 +318,7 @@ class RunState:
         if (same_adapter & (self.index["prompt_index"] == record.prompt_index)).any():
             return
         self.failed_prompts.add(*prompt)
+        self.failed_window.add(record.stored)
         self.failures[prompt] = msgspec.structs.replace(record, reason=record.reason[:MAX_REASON])
         if len(self.failures) > MAX_FAILURES:
             del self.failures[next(iter(self.failures))]
@@ -333,7 +345,7 @@ class RunState:
         self.published |= versions
         self.weights_uri = dict.fromkeys(self.weights_uri)
         if self.config_state == "finished" and self.config_reason != "operator":
-            self.config_state, self.config_reason = "running", None
+            self._set_phase("running", None)
         self._evict_lost(record)
 
     def _evict_lost(self, record: RewindRecord) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from replaybuf.kernel.failed_rule import explain_exceeded
 from replaybuf.kernel.state import RunState
 from replaybuf.wire.contract import REASONS, RETRY_AFTER_S, Amount, WaitingAnswer
 
@@ -31,12 +32,17 @@ def waiting(
     detail: str | None = None,
 ) -> WaitingAnswer:
     """Build the answer for a batch or ticket that has to wait; of an adapter whose batch needs `missing` groups."""
+    blocked_on = blocked_on or BLOCKED_ON[reason]
+    if detail is None and reason == state.config_state:
+        detail = None if state.config_reason in ("operator", "prompts") else state.config_reason
+    elif detail is None and blocked_on == "producers":
+        detail = explain_exceeded(state)
     groups = missing if adapter or state.config is None else state.config.batch.groups_per_batch
     return WaitingAnswer(
         reason=reason,
         have=have,
         need=Amount(0, state.token_budget or 0) if groups is None else Amount(groups, 0),
-        blocked_on=blocked_on or BLOCKED_ON[reason],
+        blocked_on=blocked_on,
         retry_after_s=RETRY_AFTER_S,
         adapter=adapter,
         detail=detail,

@@ -40,6 +40,8 @@ LATER_FIELDS = (
     "min_group_size",
     "stale_token_mask",
     "tickets.heartbeat_s",
+    "tickets.max_failed_share",
+    "tickets.on_failed_share",
     "batch.tail",
     "batch.timeout_s",
     "batch.min_groups",
@@ -57,6 +59,8 @@ RolloutCount = Annotated[int, Meta(ge=1, le=LARGEST_ROLLOUTS)]
 StoredBytes = Annotated[int, Meta(ge=1, le=LARGEST_STORED_BYTES)]
 Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+"""1 would never be exceeded."""
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,13 +129,16 @@ class BatchSpec(Spec, frozen=True):
 class TicketSpec(Spec, frozen=True):
     """Tickets: lifetime, tries per prompt, number of prompts (None = endless).
 
-    A producer that sends heartbeats and is silent for `heartbeat_s` loses its tickets.
+    A producer that sends heartbeats and is silent for `heartbeat_s` loses its tickets. If more than `max_failed_share`
+    of the newest prompts failed, `on_failed_share` happens (None = no such rule).
     """
 
     ttl_s: Seconds = 600
     max_attempts: Positive = 3
     prompts: Positive | None = None
     heartbeat_s: Seconds = 15
+    max_failed_share: Share | None = None
+    on_failed_share: Literal["alarm", "pause", "finish"] = "alarm"
 
 
 class Limits(Spec, frozen=True):
@@ -251,6 +258,7 @@ def check_run_config(config: RunConfig, ranks: int = 1) -> None:
     _check_sizes(config, batch.token_budget(ranks))
     _check_short_batches(config)
     _check_partial_groups(config)
+    _check_failed_share(config.tickets)
     if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
         why = f"it must divide batch.seq_len, {batch.seq_len}"
         raise _invalid("batch.pad_to_multiple_of", batch.pad_to_multiple_of, why, batch.seq_len)
@@ -311,6 +319,18 @@ def _check_partial_groups(config: RunConfig) -> None:
     if least is not None and (size is None or least > size):
         bound = "not set: set it too" if size is None else f"{size}, the maximum"
         raise _invalid("min_group_size", least, f"group_size is {bound}", size)
+
+
+def _check_failed_share(tickets: TicketSpec) -> None:
+    """Reject a rule for failed prompts without a share that would start it."""
+    if tickets.max_failed_share is None and tickets.on_failed_share != "alarm":
+        raise Invalid(
+            f"tickets.on_failed_share is {tickets.on_failed_share!r} and tickets.max_failed_share is null, so the rule "
+            "would never act; set max_failed_share, such as 0.2",
+            name="tickets.on_failed_share",
+            value=tickets.on_failed_share,
+            bound="max_failed_share set",
+        )
 
 
 def _check_bytes(limits: Limits, rollouts: int) -> None:
@@ -374,15 +394,3 @@ def read_config(fields: dict[str, Any], where: str) -> RunConfig:
         return msgspec.convert(fields, RunConfig)
     except msgspec.ValidationError as error:
         raise Unreadable(f"the configuration in {where} does not decode: {error}") from error
-
-
-def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:
-    """List the dotted names of the fields in which two configurations differ."""
-
-    def walk(prefix: str, left: Any, right: Any) -> list[str]:
-        if isinstance(left, dict) and isinstance(right, dict) and prefix.count(".") < 2:
-            keys = sorted(left.keys() | right.keys())
-            return [path for key in keys for path in walk(f"{prefix}{key}.", left.get(key), right.get(key))]
-        return [] if left == right else [prefix.removesuffix(".")]
-
-    return walk("", msgspec.to_builtins(old), msgspec.to_builtins(new))

@@ -1,4 +1,4 @@
-"""Changes of the configuration of a live run: the JSON of `PATCH /v1/runs/{run}`."""
+"""Changes of the configuration of a live run: the JSON of `PATCH /v1/runs/{run}`, and how two configurations differ."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from replaybuf.wire.config import (
     GroupCount,
     Limits,
     Positive,
+    RunConfig,
     Seconds,
     Spec,
     StoredBytes,
@@ -79,3 +80,15 @@ class ConfigPatch(Spec, frozen=True):
     batch: BatchChange | None = None
     state: Literal["running", "paused", "finished"] | None = None
     adapters: Annotated[dict[Name, AdapterChange | None], Meta(max_length=MOST_ADAPTERS)] | None = None
+
+
+def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:
+    """List the dotted names of the fields in which two configurations differ."""
+
+    def walk(prefix: str, left: Any, right: Any) -> list[str]:
+        if isinstance(left, dict) and isinstance(right, dict) and prefix.count(".") < 2:
+            keys = sorted(left.keys() | right.keys())
+            return [path for key in keys for path in walk(f"{prefix}{key}.", left.get(key), right.get(key))]
+        return [] if left == right else [prefix.removesuffix(".")]
+
+    return walk("", msgspec.to_builtins(old), msgspec.to_builtins(new))

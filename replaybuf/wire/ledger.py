@@ -192,13 +192,17 @@ class PolicyRecord(Record, frozen=True, kw_only=True, tag="POLICY"):
 
 
 class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
-    """A prompt that failed: it ends without a group, for this reason."""
+    """A prompt that failed: it ends without a group, for this reason.
+
+    `stored`: groups stored before, if the run has a rule for failed prompts; None also in older records.
+    """
 
     adapter: str
     prompt_index: int
     outcome: Literal["failed"]
     attempts: int
     reason: str
+    stored: int | None = None
 
 
 class TrimRecord(Record, frozen=True, kw_only=True, tag="TRIM"):

@@ -94,6 +94,19 @@ class TicketCounts(Answer, frozen=True, kw_only=True):
     failed: int
 
 
+class FailedRule(Answer, frozen=True, kw_only=True):
+    """Rule for failed prompts: `failed` of the `ended` newest prompts, at most 200, and the share that is allowed.
+
+    `alarm`: why the share is exceeded; null while it is not.
+    """
+
+    failed: int
+    ended: int
+    share: float
+    max_share: float
+    alarm: str | None = None
+
+
 class TrainerPresence(Answer, frozen=True, kw_only=True):
     """Seconds since the attached trainer last called this server, or since the server opened the run; its epoch."""
 
@@ -185,7 +198,7 @@ class RunFacts(Struct, frozen=True):
 class RunStatus(Answer, frozen=True, kw_only=True):
     """Status of a run. `config` is its configuration with defaults filled in; `oldest_step` can still be resumed.
 
-    `trainer` is null before the first attach.
+    `trainer` is null before the first attach, `failed_prompts` without `tickets.max_failed_share`.
     """
 
     run: str
@@ -210,6 +223,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     oldest_step: int
     trainer: TrainerPresence | None = None
     producers: ProducersPresence = ProducersPresence()
+    failed_prompts: FailedRule | None = None
     config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
 
     def facts(self) -> RunFacts:

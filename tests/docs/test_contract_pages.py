@@ -44,7 +44,7 @@ def test_every_waiting_reason_is_explained_with_who_has_to_act() -> None:
 
 def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> None:
     """The table has exactly the metrics of a service with a run with and a run without adapters."""
-    run.put(batch={"groups_per_batch": 1})
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.2})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
     assert run.get("cursors/reader").status_code == 200

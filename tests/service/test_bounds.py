@@ -43,7 +43,14 @@ EXAMPLES: dict[str, Any] = {
         "stale_token_mask": 1,
         "seed": 0,
         "advantage": "grpo",
-        "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": 1000, "heartbeat_s": 15.0},
+        "tickets": {
+            "ttl_s": 600.0,
+            "max_attempts": 3,
+            "prompts": 1000,
+            "heartbeat_s": 15.0,
+            "max_failed_share": 0.5,
+            "on_failed_share": "alarm",
+        },
         "limits": LIMITS,
         "adapters": {
             "a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False, "removed": False}

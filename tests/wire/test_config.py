@@ -22,11 +22,10 @@ from replaybuf.wire.config import (
     TokensPerRank,
     check_run_config,
     check_run_name,
-    differing_fields,
     read_config,
     recorded,
 )
-from replaybuf.wire.config_patch import ConfigPatch
+from replaybuf.wire.config_patch import ConfigPatch, differing_fields
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import smallest_frame_bytes
 from tests.builders import run_config
@@ -52,7 +51,14 @@ DEFAULTS: dict[str, Any] = {
     "stale_token_mask": None,
     "seed": 0,
     "advantage": "grpo",
-    "tickets": {"ttl_s": 600.0, "max_attempts": 3, "prompts": None, "heartbeat_s": 15.0},
+    "tickets": {
+        "ttl_s": 600.0,
+        "max_attempts": 3,
+        "prompts": None,
+        "heartbeat_s": 15.0,
+        "max_failed_share": None,
+        "on_failed_share": "alarm",
+    },
     "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
     "adapters": {},
 }
@@ -150,6 +156,12 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         (adapters_config("math", group_size=8, limits=Limits(max_tokens_live=63)), "limits.max_tokens_live", 63, 64),
         (run_config(batch=BatchSpec(tokens_per_batch=TokensPerRank(per_rank=1))), "batch.tokens_per_batch", 1, 2),
         (run_config(min_group_size=3), "min_group_size", 3, None),
+        (
+            run_config(tickets=TicketSpec(on_failed_share="pause")),
+            "tickets.on_failed_share",
+            "pause",
+            "max_failed_share set",
+        ),
         (run_config(group_size=2, min_group_size=3), "min_group_size", 3, 2),
         (run_config(batch=BatchSpec(tail="drop", timeout_s=30)), "batch.tail", "drop", "train"),
         (run_config(batch=BatchSpec(groups_per_batch=4, timeout_s=30, min_groups=5)), "batch.min_groups", 5, 4),
@@ -175,6 +187,7 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         "live of an adapter",
         "budget of 1 per rank",
         "partial groups of any size",
+        "rule without a share",
         "more than all rollouts",
         "tail and time-out",
         "time-out",

@@ -18,7 +18,6 @@ from replaybuf.kernel.decide import (
     decide_ack,
     decide_attach,
     decide_checkpoint,
-    decide_failed,
     decide_policy,
     decide_room,
     decide_tickets,
@@ -26,6 +25,7 @@ from replaybuf.kernel.decide import (
 )
 from replaybuf.kernel.decide_config import decide_create, decide_end
 from replaybuf.kernel.eviction import decide_removals
+from replaybuf.kernel.failed_rule import decide_failed
 from replaybuf.kernel.index import Numbers
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.rates import Rates
@@ -97,7 +97,7 @@ class VirtualRun:
 
     def _fail(self, change: TicketChange, reason: str) -> None:
         for ticket in change.failed:
-            self._apply(decide_failed(ticket, reason, self.now_s))
+            self._apply(decide_failed(self.state, ticket, reason, self.now_s))
 
     def rejection(self, tokens: int, longest_tokens: int) -> Rejection | None:
         """Return why the service would reject a group of this size."""

@@ -83,7 +83,7 @@ async def describe_dead_letters(run: Run, after: int, limit: int) -> DeadLetters
 def list_failed_prompts(run: Run, limit: int) -> FailedPrompts:
     """Return the newest `limit` failed prompts, oldest first."""
     newest = list(run.state.failures.values())[-limit:]
-    prompts = [FailedPrompt(**msgspec.structs.asdict(failed)) for failed in newest]
+    prompts = [msgspec.convert(failed, FailedPrompt, from_attributes=True) for failed in newest]
     return FailedPrompts(failed=len(run.state.failed_prompts), failed_prompts=prompts)
 
 

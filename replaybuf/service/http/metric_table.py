@@ -42,6 +42,8 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "waiting_seconds": (COUNTER, "run reason", "Time trainers waited for a batch"),
     "batches_prepared": (COUNTER, "run outcome", "Batches by how much of them was prepared ahead"),
     # state of a run
+    "prompts_failed_share": (GAUGE, "run", "Share of the newest prompts that failed, with tickets.max_failed_share"),
+    "prompts_failed_alarm": (GAUGE, "run", "1 while prompts_failed_share is above tickets.max_failed_share"),
     "run_state": (GAUGE, "run state", "1 for the state of the run"),
     "groups_live": (GAUGE, "run", "Groups that may be sampled"),
     "groups_in_batches": (GAUGE, "run", "Groups in batches that a resume may need and no batch may sample"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from replaybuf.kernel.failed_rule import explain_exceeded, read_share
 from replaybuf.kernel.histograms import GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES
 from replaybuf.service.host import Service
@@ -70,6 +71,9 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
         text.add("groups_used_by_staleness", count, name, str(age))
     for outcome in OUTCOMES:
         text.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
+    if (failed := read_share(state)) is not None:
+        text.add("prompts_failed_share", failed.share, name)
+        text.add("prompts_failed_alarm", float(explain_exceeded(state) is not None), name)
     _read_presence(text, name, run)
     for cursor in run.cursors.describe():
         text.add("cursor_lag_groups", cursor.lag, name, cursor.name)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from replaybuf.kernel.failed_rule import explain_exceeded, read_share
 from replaybuf.kernel.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.pool import AdapterCounts
@@ -22,6 +23,7 @@ from replaybuf.wire.run_status import (
     ChosenStrategy,
     Coverage,
     DropAges,
+    FailedRule,
     GroupCounts,
     Histograms,
     LiveTotal,
@@ -146,6 +148,7 @@ def render_run_state(
         epoch=state.epoch,
         trainer=TrainerPresence(last_seen_s=round(presence.trainer_s, 3), epoch=state.epoch) if state.epoch else None,
         producers=_producers(presence),
+        failed_prompts=_failed_prompts(state),
         generation=state.generation,
         step=state.step,
         published_version=state.published[""],
@@ -167,6 +170,19 @@ def render_run_state(
         checkpoints=state.checkpoints,
         oldest_step=state.oldest_step,
         config=config,
+    )
+
+
+def _failed_prompts(state: RunState) -> FailedRule | None:
+    found = read_share(state)
+    if found is None or state.config is None or state.config.tickets.max_failed_share is None:
+        return None
+    return FailedRule(
+        failed=found.failed,
+        ended=found.ended,
+        share=round(found.share, 4),
+        max_share=state.config.tickets.max_failed_share,
+        alarm=explain_exceeded(state),
     )
 
 

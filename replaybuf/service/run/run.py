@@ -34,8 +34,8 @@ from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
-from replaybuf.wire.config import RunConfig, differing_fields
-from replaybuf.wire.config_patch import ConfigPatch
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config_patch import ConfigPatch, differing_fields
 from replaybuf.wire.run_status import RunStatus
 
 DIRECT_WRITES_S = 60.0
@@ -157,6 +157,7 @@ class Run:
         await self.side_state.write_removed()
         await self.tickets.take_back(heard=not self.lease.ended())
         await self.tickets.expire()
+        await self.tickets.apply_failed_rule()
         if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
             await self.batches.end_if_used_up()
         await self.journal.free_payloads()

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.decide import check_adapter, decide_failed, decide_tickets, held
+from replaybuf.kernel.decide import check_adapter, decide_tickets, held
+from replaybuf.kernel.failed_rule import decide_failed, decide_failed_share
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.tickets import Ticket, TicketChange, is_failure, parse_ticket, prompt_key
@@ -182,8 +183,24 @@ class Tickets:
         with self._side_state.uncertain_on_failure():
             # The ledger first: if we die between, the ticket of a failed prompt is still there and fails again.
             for ticket in change.failed:
-                await journal.append(decide_failed(ticket, reason, journal.clock.wall()))
+                await journal.append(decide_failed(journal.state, ticket, reason, journal.clock.wall()))
             await self._side_state.save(change)
+        if change.failed:
+            await self._apply_failed_rule()
+
+    async def apply_failed_rule(self) -> None:
+        """Apply the rule for failed prompts: a crash may have come between a failure and what follows from it."""
+        if decide_failed_share(self._journal.state, 0.0):
+            async with self._deciding():
+                await self._apply_failed_rule()
+            self._journal.notify()
+
+    async def _apply_failed_rule(self) -> None:
+        journal = self._journal
+        record = decide_failed_share(journal.state, journal.clock.wall())
+        if record:
+            logger.error("run %s run=%s reason=%s", record.state, journal.name, record.reason)
+            await journal.append(record)
 
     def complete(self, chunks: Iterable[IndexChunk]) -> None:
         """Remove the tickets of stored groups and measure how long they took."""
