@@ -25,6 +25,7 @@ FILTERS = "replaybuf.filters"
 ENVIRONMENTS = "replaybuf.environments"
 COMMANDS = "replaybuf.commands"
 LOGPROBS = "replaybuf.logprobs"
+LOSSES = "replaybuf.losses"
 
 
 @functools.cache

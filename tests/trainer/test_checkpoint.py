@@ -17,9 +17,9 @@ from replaybuf_trainer.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from replaybuf_trainer.loss import Tally, rows_loss
+from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
 from replaybuf_trainer.model import load_model
-from replaybuf_trainer.options import Objective
+from replaybuf_trainer.packed_forward import packed_forward
 from tests.trainer.batches import packed, rollouts, trained_rows
 
 
@@ -32,8 +32,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: Sequence[int]) ->
     """Take one optimizer step per number, on a batch drawn from it."""
     for step in steps:
         batch = packed(rollouts(4, seed=step), [[0, 1], [2, 3]])
-        loss = rows_loss(model, trained_rows(batch), batch.meta.batch_loss_tokens, Objective(), Tally())
-        torch.autograd.backward(loss)
+        tokens = packed_forward(model, trained_rows(batch))
+        totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
+        torch.autograd.backward(load_objective("grpo").value(tokens, totals, Tally()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

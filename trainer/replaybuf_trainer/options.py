@@ -48,18 +48,6 @@ class EngineOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Objective:
-    """The clipped GRPO objective."""
-
-    clip_low: NormFloat = 0.2
-    """Lower clip of the probability ratio: 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.2
-    """Upper clip of the probability ratio: 1 + clip_high."""
-    kl: NonNegativeFloat = 0.0
-    """Weight of the KL divergence from the reference logprobs; 0 = off."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Run, folders and hyperparameters of a trainer."""
 
@@ -97,7 +85,16 @@ class TrainOptions:
     """Steps in which the learning rate rises linearly."""
     clip_norm: PositiveFloat = 1.0
     """Maximum norm of the gradient; larger gradients are scaled down."""
-    objective: Annotated[Objective, Parameter(name="*")] = Objective()
+    loss: str = "grpo"
+    """Policy loss: cispo, clip-cov, decoupled-ppo, dr-grpo, grpo, gspo, kl-cov, truncated-ratio, or a plug-in."""
+    loss_options: str = "{}"
+    """Options of the loss as a JSON object, such as {"clip_high": 0.28}. The keys correction, reference and entropy
+    add a mismatch correction, a penalty to a reference and an entropy bonus to any loss."""
+    normalise: Literal["token", "sequence", "constant"] | None = None
+    """Mean of the loss. token: every loss token counts the same; sequence: every rollout does; constant: sum divided by
+    rollouts and --normalise-constant. The default is that of the loss."""
+    normalise_constant: PositiveInt | None = None
+    """Divisor of each rollout's sum for constant, such as the maximum number of completion tokens."""
     rows_per_forward: PositiveInt = 8
     """Number of packed rows in one forward pass."""
     threads: PositiveInt = 1

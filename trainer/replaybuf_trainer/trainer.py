@@ -23,9 +23,10 @@ from replaybuf.client.cost import cost_of
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
-from replaybuf_trainer.loss import Row, Tally, rows_loss
+from replaybuf_trainer.losses import BatchTotals, Row, Tally, load_objective
 from replaybuf_trainer.model import load_model, shape_of
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.packed_forward import packed_forward
 from replaybuf_trainer.publisher import EnginePublisher
 from replaybuf_trainer.reading import TensorBatch, TensorReader
 from replaybuf_trainer.weights import keep_newest, save_model
@@ -52,6 +53,9 @@ class Trainer:
         self._options = options
         self._client = client
         self._engines = EnginePublisher(options.engines, options.engine_timeout_s, options.on_publish)
+        self._objective = load_objective(
+            options.loss, options.loss_options, options.normalise, options.normalise_constant
+        )
         self._reader: TensorReader | None = None
         self._stopping = threading.Event()
 
@@ -162,22 +166,20 @@ class Trainer:
         began = time.perf_counter()
         options, tally = self._options, Tally()
         rows, at_once = _trained_rows(batch), options.rows_per_forward
+        totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
+        self._objective.check_columns(rows)
         for start in range(0, len(rows), at_once):
-            some = rows[start : start + at_once]
-            loss = rows_loss(self._model, some, batch.meta.batch_loss_tokens, options.objective, tally)
-            torch.autograd.backward(loss)
+            tokens = packed_forward(self._model, rows[start : start + at_once])
+            torch.autograd.backward(self._objective.value(tokens, totals, tally))
         for group in self._optimizer.param_groups:
             group["lr"] = options.learning_rate * min(1.0, (self._step + 1) / max(1, options.warm_up_steps))
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), options.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {
-            "loss": tally.mean("loss"),
             "grad_norm": float(norm),
-            "clip_fraction": tally.mean("clipped"),
-            "ratio_mean": tally.mean("ratio"),
-            "entropy": tally.mean("entropy"),
-            "loss_tokens": tally.tokens,
+            **tally.figures(),
+            "by_staleness": tally.staleness_figures(),
             "train_s": time.perf_counter() - began,
         }
 

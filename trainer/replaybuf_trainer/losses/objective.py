@@ -1,0 +1,124 @@
+"""The objective of a step: policy loss, mismatch correction, regularisers, sampling weights and the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from replaybuf.errors import Invalid
+from replaybuf.plugins import entry_points as plugins
+from replaybuf_trainer.losses.correction import Correction
+from replaybuf_trainer.losses.normalisation import BatchTotals, Normalisation, token_factors
+from replaybuf_trainer.losses.policy import BUILT_IN, PolicyLoss
+from replaybuf_trainer.losses.regularisers import EntropyBonus, ReferencePenalty
+from replaybuf_trainer.losses.statistics import Tally
+from replaybuf_trainer.losses.tokens import LossTokens, Row, missing_column
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts that every loss can be combined with; the other keys of `--loss-options` are those of the loss."""
+
+    correction: Correction | None = None
+    reference: ReferencePenalty | None = None
+    entropy: EntropyBonus | None = None
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True):
+    """The loss of a batch: the sum over its loss tokens of factor * sampling weight * (w * policy + regularisers).
+
+    w is the weight of `correction`; a rejected token has no regularisers either. The sampling weight is that of the
+    strategy `replay`: it corrects for groups that are selected more often than others. Raises `Invalid` for parts that
+    contradict each other.
+    """
+
+    loss: PolicyLoss
+    terms: Terms = Terms()
+    normalise: Normalisation = "token"
+    constant: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.normalise == "constant" and not self.constant:
+            raise Invalid(
+                "the loss is normalised by a constant; give it with --normalise-constant, "
+                "for example the maximum number of completion tokens",
+                name="normalise_constant",
+            )
+        correction, loss = self.terms.correction, self.loss
+        if correction and correction.mode != "reject" and (loss.weights_mismatch or loss.ratio_to == "inference"):
+            raise Invalid(
+                f"correction.mode is {correction.mode!r}, but this loss already weights tokens by the mismatch; "
+                "set correction.mode to 'reject', or ratio_to to 'old' for a loss other than decoupled-ppo",
+                name="correction",
+                value=correction.mode,
+                bound=["reject"],
+            )
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Return the names of the optional columns that a batch must have."""
+        return self.loss.columns | ({"ref_logprobs"} if self.terms.reference else frozenset())
+
+    def check_columns(self, rows: Sequence[Row]) -> None:
+        """Raise `Invalid` if some row lacks a column that the loss needs."""
+        for name in sorted(self.columns):
+            if any(name not in row for row in rows):
+                raise missing_column(name)
+
+    def value(self, tokens: LossTokens, totals: BatchTotals, tally: Tally) -> torch.Tensor:
+        """Return the share of some tokens in the batch's loss, to be summed; add their figures to `tally`."""
+        terms, policy = self.terms, self.loss.term(tokens)
+        weights = terms.correction.weights(tokens) if terms.correction else torch.ones_like(tokens.logprobs)
+        losses = weights * policy.losses
+        beside = [term.losses(tokens) for term in (terms.reference, terms.entropy) if term]
+        if beside:
+            losses = losses + torch.stack(beside).sum(0).masked_fill(weights == 0, 0.0)
+        losses = losses * tokens.sampling_weights[tokens.rollout]
+        tally.add(tokens, policy, losses, weights * tokens.sampling_weights[tokens.rollout])
+        return (token_factors(tokens, totals, self.normalise, self.constant) * losses).sum()
+
+
+def load_objective(
+    name: str, options: str = "{}", normalise: Normalisation | None = None, constant: int | None = None
+) -> Objective:
+    """Return the objective of `--loss`, `--loss-options` (JSON), `--normalise` and `--normalise-constant`.
+
+    Raises `Invalid` for an unknown loss, unknown options, values out of bounds, and parts that contradict each other.
+    """
+    kind = BUILT_IN.get(name) or _plugin(name)
+    given = _decode(options)
+    shared = {key: given.pop(key) for key in Terms.__struct_fields__ if key in given}
+    try:
+        loss, terms = msgspec.convert(given, kind), msgspec.convert(shared, Terms)
+    except msgspec.ValidationError as error:
+        known = ", ".join([*kind.__struct_fields__, *Terms.__struct_fields__])
+        raise Invalid(
+            f"--loss-options of {name}: {error}; options are {known}", name="loss_options", value=options
+        ) from error
+    return Objective(loss=loss, terms=terms, normalise=normalise or kind.normalise, constant=constant)
+
+
+def _plugin(name: str) -> type[PolicyLoss]:
+    """Load a loss by entry point. Raises `Invalid` with the known names."""
+    if name not in plugins.names(plugins.LOSSES):
+        known = sorted([*BUILT_IN, *plugins.names(plugins.LOSSES)])
+        raise Invalid(f"loss is {name!r}; installed: {', '.join(known)}", name="loss", value=name, bound=known)
+    found = plugins.load(plugins.LOSSES, name)
+    if not (isinstance(found, type) and issubclass(found, PolicyLoss)):
+        raise Invalid(
+            f"loss plug-in {name!r} is {found!r}; it must be a class that inherits replaybuf_trainer.losses.PolicyLoss",
+            name="loss",
+            value=name,
+        )
+    return found
+
+
+def _decode(options: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(options, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        raise Invalid(
+            f"--loss-options is {options!r}; it must be a JSON object: {error}", name="loss_options", value=options
+        ) from error
