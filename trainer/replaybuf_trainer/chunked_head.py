@@ -2,10 +2,10 @@
 
 The logits of k tokens over a vocabulary V are the largest tensor of a step: 8,192 x 150,000 float32 are 4.9 GB, and
 log-softmax and its gradient need several copies. Here forward and backward compute the logits of one chunk of tokens at
-a time, and backward computes them again. Peak memory beside inputs and their gradients is about four chunks and one more
-[V, H], for any k; the price is one more matrix product. Measured for k = 4,096, V = 32,768, H = 256 in float32 with
-chunks of 32 MiB: 179 MiB, where all logits at once took 1,548 MiB. The idea is that of Liger Kernel (Hsu et al. 2024,
-arXiv:2410.10989), which computes the gradient in the forward pass. That needs a loss whose gradient is known there.
+a time, and backward computes them again. Peak memory beside inputs and their gradients is about four chunks and one
+more [V, H], for any k; the price is one more matrix product. Measured for k = 4,096, V = 32,768, H = 256 in float32,
+with chunks of 32 MiB: 179 MiB, where all logits at once took 1,548 MiB. The idea is that of Liger Kernel (Hsu et al.
+2024, arXiv:2410.10989), which computes the gradient in the forward pass; that needs the gradient of the loss there.
 """
 
 from __future__ import annotations
