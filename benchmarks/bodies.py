@@ -4,7 +4,9 @@
 
 The batch has 64 groups of 8 rollouts of 2,048 tokens, those of `frames.py`. Lists, the format of prime-rl: one struct
 of Python lists per rollout, encoded from numpy and decoded to numpy. Body: packed into rows of 16,384 tokens for one
-rank, with positions and an advantage per token in addition. Times are processor time of the thread.
+rank, with positions and an advantage per token in addition. Extras: the same with the version of each token and the
+lengths of rollouts. Mask: the first half of each completion is too old for the loss. Times are processor time of the
+thread.
 """
 
 from __future__ import annotations
@@ -13,15 +15,28 @@ import argparse
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 from frames import decode_lists, encode_lists, grpo_like_group
 from groups import one_rank_body
 from measured import Measured
 
-from replaybuf.wire.batch import read_batch
+from replaybuf.wire.batch import BodyExtra, read_batch
+from replaybuf.wire.group import Group
 
 GROUPS, SEQ_LEN = 64, 16_384
-LISTS, BODY = "lists", "body"
+LISTS, BODY, EXTRA, MASKED = "lists", "body", "body with extras", "body with extras and mask"
+EXTRAS: tuple[BodyExtra, ...] = ("token_versions", "lengths")
+
+
+def with_two_versions(group: Group) -> Group:
+    """Give the first half of each completion version 0, and the rest version 1."""
+    halves = [
+        span
+        for number, length in enumerate(group.completion_lengths.tolist())
+        for span in ((number, 0, 0, length // 2), (number, 1, length // 2, length))
+    ]
+    return msgspec.structs.replace(group, policy_version=0, version_spans=np.array(halves, np.int32))
 
 
 def main() -> None:
@@ -32,12 +47,15 @@ def main() -> None:
     rng = np.random.default_rng(0)
     groups = [grpo_like_group(rng)] * GROUPS
     body, lists = one_rank_body(groups, 7, SEQ_LEN), [encode_lists(group) for group in groups]
+    halves = [with_two_versions(group) for group in groups]
     packages = ["numpy", "msgspec"]
     results = Measured("bodies", reference=LISTS, packages=packages, settings=vars(given) | {"groups": GROUPS})
     ways: dict[str, dict[str, Callable[[], object]]] = {
         "encode": {
             LISTS: lambda: [encode_lists(group) for group in groups],
             BODY: lambda: one_rank_body(groups, 7, SEQ_LEN),
+            EXTRA: lambda: one_rank_body(groups, 7, SEQ_LEN, EXTRAS),
+            MASKED: lambda: one_rank_body(halves, 7, SEQ_LEN, EXTRAS, 1),
         },
         "decode": {LISTS: lambda: [decode_lists(raw) for raw in lists], BODY: lambda: read_batch(body)},
     }

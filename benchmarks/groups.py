@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from replaybuf.packing.pack import pack
-from replaybuf.wire.batch import BatchGroup, BatchMeta, Segment, encode_batch
+from replaybuf.wire.batch import BatchGroup, BatchMeta, BodyExtra, Segment, encode_batch
 from replaybuf.wire.group import Group
+from replaybuf.wire.token_versions import mask_stale, token_versions
 
 PROMPT_TOKENS = 128
 VOCABULARY = 150_000
@@ -41,10 +42,19 @@ def random_group(
     )
 
 
-def one_rank_body(groups: Sequence[Group], step: int, seq_len: int) -> memoryview:
-    """Pack groups into the body of a batch, as the service does for one rank."""
+def one_rank_body(
+    groups: Sequence[Group], step: int, seq_len: int, extras: Collection[BodyExtra] = (), least: int | None = None
+) -> memoryview:
+    """Pack groups into the body of a batch, as the service does for one rank; `least`: oldest version in the loss."""
+    versioned = "token_versions" in extras
     used = [
-        BatchGroup(group=group, index=n, staleness=step - group.policy_version, times_sampled=1)
+        BatchGroup(
+            group=mask_stale(group, least),
+            index=n,
+            staleness=step - group.policy_version,
+            times_sampled=1,
+            token_versions=token_versions(group) if versioned else None,
+        )
         for n, group in enumerate(groups)
     ]
     segments = [Segment(entry, n) for entry in used for n in range(entry.group.rollouts)]
@@ -74,4 +84,4 @@ def one_rank_body(groups: Sequence[Group], step: int, seq_len: int) -> memoryvie
         batch_rollouts=len(segments),
         batch_groups=len(groups),
     )
-    return encode_batch(meta, rows)
+    return encode_batch(meta, rows, extras=extras)
