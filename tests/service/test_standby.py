@@ -70,6 +70,16 @@ def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serv
         yield servers
 
 
+@contextlib.contextmanager
+def frozen(server: ServeProcess) -> Iterator[None]:
+    """Let a server stand still, as a suspended machine does."""
+    server.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.signal(signal.SIGCONT)
+
+
 def running(first: RunClient) -> int:
     """Create a run that looks one step ahead, train two steps of it; return the epoch."""
     first.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
@@ -236,3 +246,62 @@ def test_an_empty_replacement_of_redis_is_data_lost(tmp_path: Path, connect: Con
             assert not redis_server.client.keys("rb:*led*") and not redis_server.client.keys("rb:*idx*")
         finally:
             server.end()
+
+
+def test_a_cursor_goes_on_at_the_next_leader(pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
+    """What was done before kill -9 is not repeated, what was not done comes again, and bytes are kept for it."""
+    first, second = (connect(server.url, "r") for server in pair)
+    epoch = running(first)
+    page = first.get("cursors/c", limit=2).json()
+    assert first.post("cursors/c", position=page["position"]).status_code == 200
+    unfinished = first.get("cursors/c", limit=2).json()
+    assert second.get("cursors/c").status_code == 503
+    pair[0].kill()
+    eventually(lambda: second.get("cursors/c").status_code == 200, within_s=LEASE_S + SLACK_S)
+    assert second.get("cursors/c", limit=2).json() == unfinished
+    second.train(epoch, range(2, 4))
+    assert second.post("checkpoints", epoch=epoch, step=4).status_code == 200
+    states = [second.get(f"groups/g{n}").json()["state"] for n in range(4)]
+    assert states == ["retired", "retired", "in_batches", "in_batches"]
+    assert [one["group_id"] for one in second.get("cursors/c", limit=9).json()["groups"]] == ["g2", "g3", "g4", "g5"]
+
+
+def test_a_leader_that_comes_back_reads_its_cursors_again(
+    pair: tuple[ServeProcess, ServeProcess], connect: Connect
+) -> None:
+    """It had an older position in memory while another server led the run."""
+    first, second = (connect(server.url, "r") for server in pair)
+    running(first)
+    page = first.get("cursors/c", limit=1).json()
+    assert first.post("cursors/c", position=page["position"]).status_code == 200
+    with frozen(pair[0]):
+        eventually(lambda: second.get("cursors/c").status_code == 200, within_s=LEASE_S + SLACK_S)
+        page = second.get("cursors/c", limit=3).json()
+        assert second.post("cursors/c", position=page["position"]).status_code == 200
+        second.get("cursors/new")
+    assert pair[1].stop() == 0
+    eventually(lambda: first.get("cursors/c").status_code == 200, within_s=LEASE_S + SLACK_S)
+    assert [one["group_id"] for one in first.get("cursors/c").json()["groups"]] == ["g4", "g5"]
+    assert [one["name"] for one in first.get("cursors").json()["cursors"]] == ["c", "new"]
+
+
+def test_a_wait_for_a_short_batch_begins_again_at_the_next_leader(
+    pair: tuple[ServeProcess, ServeProcess], connect: Connect
+) -> None:
+    """The time-out counts from the first request to the new leader; the short batch is the same from both servers."""
+    first, second = (connect(server.url, "r") for server in pair)
+    batch = {"groups_per_batch": 4, "seq_len": 64}
+    assert first.put(batch=batch | {"timeout_s": 3600.0}).status_code == 201
+    epoch = first.attach()
+    first.append(group("a"), group("b"))
+    assert first.batch(0, epoch).json()["timeout_in_s"] <= 3600
+    pair[0].kill()
+    eventually(lambda: second.batch(0, epoch).status_code == 202, within_s=LEASE_S + SLACK_S)
+    waits = second.batch(0, epoch).json()
+    assert waits["reason"] == "too_few_groups" and 3000 < waits["timeout_in_s"] <= 3600
+    assert second.http.patch(second.path, json={"batch": {"timeout_s": 0.2}}).status_code == 200
+    body = second.batch(0, epoch, wait_ms=30_000)
+    assert body.status_code == 200, body.text
+    assert second.get("batches/0/record").json()["short"] == "timeout"
+    again = connect(pair[0].start().url, "r")
+    assert again.batch(0, epoch).content == body.content
