@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +131,68 @@ def test_an_export_that_fails_leaves_nothing_behind(
     with pytest.raises(SystemExit):
         main(["export", trained.run, "--to", str(tmp_path / "out"), "--url", service.url])
     assert list(tmp_path.iterdir()) == [] and trained.get("cursors").json() == {"cursors": []}
+
+
+EXPORTER = """
+import sys
+from pathlib import Path
+from replaybuf import Client
+from replaybuf.client.exports.export import export_run
+
+def stand_still(done: int, every: int) -> None:
+    print("reading", flush=True)
+    sys.stdin.read()
+
+with Client(sys.argv[1], sys.argv[2]) as client:
+    export_run(client, sys.argv[2], Path(sys.argv[3]), stand_still)
+"""
+
+
+@contextlib.contextmanager
+def reading(run: RunClient, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run an export in a process that stands still after its first page, until its input ends."""
+    words = [sys.executable, "-c", EXPORTER, str(run.http.base_url), run.run, str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "reading\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def cursors(run: RunClient) -> list[str]:
+    return [one["name"] for one in run.get("cursors").json()["cursors"]]
+
+
+def test_a_killed_export_is_removed_by_the_next_one_to_the_same_folder(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cursor would keep bytes for ever. An export to another folder changes nothing."""
+    folder = tmp_path / "out"
+    with reading(trained, folder) as process:
+        process.kill()
+    (left,) = cursors(trained)
+    command(capsys, "export", trained.run, "--to", tmp_path / "ou", "--url", service.url)
+    assert cursors(trained) == [left]
+    assert command(capsys, "export", trained.run, "--to", folder, "--url", service.url)["groups"] == 6
+    assert cursors(trained) == []
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["ou", "out"]
+    assert sorted(one.name for one in folder.iterdir()) == ["groups", "ledger", MANIFEST, "rollouts"]
+
+
+def test_an_export_that_still_runs_keeps_its_cursor(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    with reading(trained, folder) as process:
+        (name,) = cursors(trained)
+        command(capsys, "export", trained.run, "--to", folder, "--url", service.url)
+        assert cursors(trained) == [name]
+        shutil.move(folder, tmp_path / "first")
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert cursors(trained) == [] and sorted(one.name for one in tmp_path.iterdir()) == ["first", "out"]
 
 
 def test_wrong_folders_get_one_clear_answer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 
 from replaybuf.client.client import Client
 from replaybuf.client.exports.folder import FORMAT, ExportWriter, Manifest
+from replaybuf.client.exports.leftovers import remove_leftovers
 from replaybuf.client.exports.tables import group_row, ledger_row, rollout_rows, step_of
 from replaybuf.errors import ReplaybufError
 from replaybuf.wire.cursors import CursorGap, CursorPage
@@ -28,12 +28,14 @@ _Rows = defaultdict[int | None, list[dict[str, Any]]]
 def export_run(client: Client, run: str, target: Path, report: Report) -> Manifest:
     """Write groups, rollouts and ledger of a run to a new folder; it appears complete or not at all.
 
-    Groups stored after the start are left out. Memory holds one page. Raises `Conflict` if the folder exists.
+    Groups stored after the start are left out. Memory holds one page. What a killed export to the same folder left is
+    removed first. Raises `Conflict` if the folder exists.
     """
+    remove_leftovers(target, run, client.delete_cursor)
     status = client.get_run()
     missed = CursorGap()
-    with ExportWriter(target) as writer:
-        for part, page in enumerate(_pages(client, status.groups.stored)):
+    with ExportWriter(target, run) as writer:
+        for part, page in enumerate(_pages(client, writer.cursor, status.groups.stored)):
             groups, rollouts = _Rows(list), _Rows(list)
             for group in page.groups:
                 groups[step_of(group)].append(group_row(group))
@@ -62,9 +64,8 @@ def export_run(client: Client, run: str, target: Path, report: Report) -> Manife
     return manifest
 
 
-def _pages(client: Client, last: int) -> Iterator[CursorPage]:
+def _pages(client: Client, name: str, last: int) -> Iterator[CursorPage]:
     """Yield the groups up to number `last`. The cursor keeps their bytes meanwhile, and goes at the end."""
-    name = f"export-{secrets.token_hex(4)}"
     try:
         while (page := client.read_cursor(name, "stored", PAGE_GROUPS)).groups:
             groups = [group for group in page.groups if group.number <= last]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
+from replaybuf.client.exports.leftovers import LOCK, cursor_of, make_scratch
 from replaybuf.client.exports.tables import TABLES, pyarrow, schema_of
 from replaybuf.errors import Conflict, Invalid
 
@@ -57,15 +57,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExportWriter:
-    """Writes an export into a temporary folder beside `target`; `finish` moves it there at once."""
+    """Writes an export of a run into a temporary folder beside `target`; `finish` moves it there at once.
 
-    def __init__(self, target: Path) -> None:
+    `cursor`: the name of the cursor that this export reads.
+    """
+
+    def __init__(self, target: Path, run: str) -> None:
         if target.exists():
             raise Conflict(f"{target} exists; export to a folder that does not", name="to", value=str(target))
         pyarrow()
         target.parent.mkdir(parents=True, exist_ok=True)
         self._target = target
-        self._scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        self._scratch, self._lock = make_scratch(target, run)
+        self.cursor = cursor_of(self._scratch)
         self.files: dict[str, FileEntry] = {}
         self.rows = dict.fromkeys(TABLES, 0)
 
@@ -76,6 +80,7 @@ class ExportWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self._scratch, ignore_errors=True)
+        self._lock.close()
 
     def write(self, table: str, part: int, rows: Mapping[int | None, Sequence[dict[str, Any]]]) -> None:
         """Write the rows of one page, by step."""
@@ -94,6 +99,7 @@ class ExportWriter:
             stream.write(msgspec.json.format(msgspec.json.encode(manifest)))
             stream.flush()
             os.fsync(stream.fileno())
+        (self._scratch / LOCK).unlink()
         self._scratch.chmod(0o755)
         self._scratch.rename(self._target)
 
