@@ -48,7 +48,7 @@ class _DaemonCollector(Collector):
             yield from self._engines(self._daemon)
 
     def _progress(self, daemon: Daemon) -> Iterator[Metric]:
-        progress, waiting = daemon.progress, daemon.waiting
+        progress, waiting, recent = daemon.progress, daemon.waiting, daemon.progress.recent.means()
         for name, text, count in (
             ("groups_stored", "Groups stored", progress.groups),
             ("groups_duplicate", "Groups that were already stored", progress.duplicates),
@@ -72,8 +72,16 @@ class _DaemonCollector(Collector):
             ("groups_limit", "Current limit of groups_generating", daemon.limit),
             ("published_version", "Published version of the run", daemon.published),
             ("sampled_version", "Newest version in a stored group", progress.sampled_version),
+            ("reward_mean", "Mean reward of the newest 128 stored groups", None if recent is None else recent.reward),
+            (
+                "completion_tokens_mean",
+                "Mean length of their completions",
+                None if recent is None else recent.completion_tokens,
+            ),
         ):
             yield self._gauge(name, text, (), [((), value)])
+        kl = [((model,), mean) for model, mean in recent.kl.items()] if recent else []
+        yield self._gauge("kl_mean", "KL of the engine's policy to another model, per token of them", ("model",), kl)
         reasons = [] if waiting is None else [((waiting,), 1.0)]
         yield self._gauge("waiting", "1 for the reason why the generator does less than it could", ("reason",), reasons)
         last = sorted(progress.evaluations.items())

@@ -11,6 +11,7 @@ import msgspec
 
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.losses import LOST_ROLLOUTS
+from replaybuf.generator.recent import RecentGroups, RecentMeans
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.group import Group
 
@@ -33,7 +34,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     `groups_partial` of which lost rollouts to faults; `given_back`: returned tickets by reason; `tokens_saved`:
     estimate of the tokens that `groups_aborted` lacked; `reward_mean` None where nothing was stored; `waiting`: why the
     generator does less than it could; `engines`: status of every server, `stages` those of the stages by column;
-    `evaluations`: last result by held-out set.
+    `evaluations`: last result by held-out set; `recent`: means over the newest groups.
     """
 
     time: float
@@ -49,6 +50,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     groups_aborted: int = 0
     tokens_saved: int = 0
     groups_partial: int = 0
+    recent: RecentMeans | None = None
     engines: tuple[ServerStatus, ...] = ()
     stages: dict[str, tuple[ServerStatus, ...]] = {}
     evaluations: dict[str, EvaluationSummary] = {}
@@ -88,6 +90,7 @@ class Progress:
         self.tokens_saved = 0
         self.reward_s = Durations()
         self.group_s = Durations()
+        self.recent = RecentGroups()
         self.sampled_version: int | None = None
         self.evaluations: dict[str, EvaluationSummary] = {}
         self.evaluations_failed = 0
@@ -99,6 +102,7 @@ class Progress:
     def record_stored(self, group: Group, took_s: float) -> None:
         """Count one stored group, `took_s` seconds after its ticket."""
         self.group_s.add(took_s)
+        self.recent.add(group)
         self.sampled_version = max(self.sampled_version or 0, group.policy_version_max)
         self.groups += 1
         lost = group.metadata.get(LOST_ROLLOUTS, {})
@@ -148,6 +152,7 @@ class Progress:
             groups_aborted=self.groups_aborted,
             tokens_saved=self.tokens_saved,
             groups_partial=self.groups_partial,
+            recent=self.recent.means(),
             engines=engines,
             stages=stages or {},
             evaluations=dict(self.evaluations),
@@ -160,11 +165,12 @@ class Progress:
 def log_status(status: Status) -> None:
     """Log one status line."""
     logger.info(
-        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s, tickets returned %d%s%s%s",
+        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s%s, tickets returned %d%s%s%s",
         status.groups,
         status.rollouts_per_s,
         status.tokens_per_s,
         "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
+        _recent_text(status.recent),
         sum(status.given_back.values()),
         f", partial groups {status.groups_partial}" if status.groups_partial else "",
         f", groups aborted {status.groups_aborted}, tokens saved {status.tokens_saved}"
@@ -172,6 +178,13 @@ def log_status(status: Status) -> None:
         else "",
         f", waiting: {status.waiting}" if status.waiting else "",
     )
+
+
+def _recent_text(recent: RecentMeans | None) -> str:
+    if recent is None:
+        return ""
+    kl = "".join(f", KL to {name} {value:.4f}" for name, value in recent.kl.items())
+    return f", last {recent.groups} groups: reward {recent.reward:.3f}, length {recent.completion_tokens:.1f}{kl}"
 
 
 def append_status(file: Path, status: Status) -> None:
