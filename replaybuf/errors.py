@@ -26,6 +26,7 @@
     │   ├── NotDurable      503  written, but not confirmed in time; send it again
     │   ├── NotLeader       503  another server leads; ask that server, or retry after its lease
     │   ├── LedgerGap       503  entries of a stream are missing; the service reads the run again
+    │   ├── SpillAway       503  the spill folder of a run cannot be read or written; retry later
     │   └── UnsupportedServer    a Redis that is too old or lacks a needed feature
     ├── DataLost            500  Redis lacks acknowledged data; the service stops writing
     │   └── Unreadable      500  a run's data in Redis cannot be decoded; other runs are served
@@ -248,6 +249,12 @@ class LedgerGap(ServiceUnavailable):
     """Entries of a stream are missing; the service reads the state again."""
 
     slug, title = "ledger-gap", "Gap in a stream"
+
+
+class SpillAway(ServiceUnavailable):
+    """The spill folder of a run cannot be read or written; nothing is lost, and it goes on when the folder is back."""
+
+    slug, title = "spill-away", "Spill folder not available"
 
 
 class UnsupportedServer(ServiceUnavailable):

@@ -86,17 +86,17 @@ def held(state: RunState, selector: Selector, adapter: str) -> Amount:
 
 
 def decide_room(
-    state: RunState, selector: Selector, coming: Sequence[Load], entering: Load = NO_LOAD
+    state: RunState, selector: Selector, coming: Sequence[Load], entering: Load = NO_LOAD, in_memory: int = 0
 ) -> tuple[int, NoRoom | None]:
     """Return how many of the first groups fit under the limits, and the `NoRoom` that stops the next one or None.
 
-    `entering`: groups that were let in and are not in the index yet.
+    `entering`: groups that were let in and are not in the index yet. `in_memory`: bytes of frames in Redis.
     """
     limits = config_of(state).limits
-    if limits.max_tokens_live is None and limits.max_bytes_live is None:
+    if (limits.max_tokens_live, limits.max_bytes_live, limits.max_bytes_in_memory) == (None, None, None):
         return len(coming), None
     totals = state.pool.live_totals()
-    live = Load(0, totals.tokens, totals.frame_bytes) + entering
+    live = Load(0, totals.tokens, totals.frame_bytes, in_memory) + entering
     return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
 
 

@@ -15,8 +15,9 @@ from replaybuf.kernel.index import IN_BATCHES, LIVE
 from replaybuf.kernel.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.state import RunState
-from replaybuf.wire.config import RunConfig, StrategySpec, recorded
+from replaybuf.wire.config import RunConfig, StrategySpec
 from replaybuf.wire.config_patch import ConfigPatch
+from replaybuf.wire.config_record import recorded
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 RunStatus = Literal["running", "paused", "finished"]

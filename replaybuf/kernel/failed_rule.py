@@ -8,7 +8,7 @@ from __future__ import annotations
 from replaybuf.kernel.failed_share import FailedShare
 from replaybuf.kernel.state import FAILED_SHARE, RunState
 from replaybuf.kernel.tickets import Ticket
-from replaybuf.wire.config import recorded
+from replaybuf.wire.config_record import recorded
 from replaybuf.wire.ledger import ConfigRecord, TicketRecord
 
 

@@ -63,11 +63,14 @@ STATE_ROW = np.dtype(
 of the policy then; `evicted_age_ms`: time from arrival to eviction.
 """
 
-_ZERO_COLUMNS = ("state", "reason", "times_sampled")
+SPILLED = "spilled"
+"""Column of the leader: 1 = the frame has moved out of Redis. No fold of the streams: `kernel.spill` writes it."""
+_ZERO_COLUMNS = ("state", "reason", "times_sampled", SPILLED)
 """Columns that `insert` need not write: a new row has 0 (`LIVE` is 0), and unused rows are kept at 0."""
 _NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_version", "evicted_age_ms")
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 _DTYPES = {name: ENTRY[name] for name in _ENTRY_COLUMNS} | {name: STATE_ROW[name] for name in STATE_ROW.names or ()}
+_DTYPES[SPILLED] = np.dtype("u1")
 _FULL = 7 / 8
 """Share of the capacity from which columns grow one by one."""
 _LARGE = 1 << 16

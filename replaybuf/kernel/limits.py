@@ -1,4 +1,6 @@
-"""Limits on live groups (`max_tokens_live`, `max_bytes_live`), checked at the append, where sizes are known.
+"""Limits on live groups (`max_tokens_live`, `max_bytes_live`) and on frames in Redis (`max_bytes_in_memory`).
+
+They are checked at the append, where sizes are known.
 
 ::
 
@@ -19,27 +21,34 @@ from replaybuf.wire.config import Limits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Groups, tokens and bytes of some groups."""
+    """Groups, tokens and bytes of some groups; `in_memory`: those of the bytes that are not spilled."""
 
     groups: int = 0
     tokens: int = 0
     bytes: int = 0
+    in_memory: int = 0
 
     def __add__(self, other: Load) -> Load:
-        return Load(self.groups + other.groups, self.tokens + other.tokens, self.bytes + other.bytes)
+        return Load(*(own + its for own, its in zip(self._values, other._values, strict=True)))
 
     def __sub__(self, other: Load) -> Load:
-        return Load(self.groups - other.groups, self.tokens - other.tokens, self.bytes - other.bytes)
+        return Load(*(own - its for own, its in zip(self._values, other._values, strict=True)))
+
+    @property
+    def _values(self) -> tuple[int, int, int, int]:
+        return self.groups, self.tokens, self.bytes, self.in_memory
 
     def over(self, limits: Limits) -> NoRoom | None:
         """Return the error of the first limit that this load exceeds, None if it exceeds none."""
         for name, value, bound in (
             ("max_tokens_live", self.tokens, limits.max_tokens_live),
             ("max_bytes_live", self.bytes, limits.max_bytes_live),
+            ("max_bytes_in_memory", self.in_memory, limits.max_bytes_in_memory),
         ):
             if bound is not None and value > bound:
                 what = "tokens" if name == "max_tokens_live" else "bytes"
-                detail = f"with the next group {value} {what} would be live; limits.{name} is {bound}"
+                where = "in memory" if name == "max_bytes_in_memory" else "live"
+                detail = f"with the next group {value} {what} would be {where}; limits.{name} is {bound}"
                 return NoRoom(detail, name=f"limits.{name}", value=value, bound=bound)
         return None
 

@@ -26,7 +26,7 @@ from replaybuf.kernel.pool import BAD_INDEX_ENTRY, AdapterCounts
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import Rotation
 from replaybuf.kernel.state import Attachment, RunPhase, RunState
-from replaybuf.wire.config import read_config, recorded
+from replaybuf.wire.config_record import read_config, recorded
 from replaybuf.wire.ledger import TicketRecord
 
 MAGIC = b"RBS4"

@@ -25,7 +25,8 @@ from replaybuf.kernel.pool import AdapterCounts, GroupPool
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
 from replaybuf.wire.batch import BodyExtra
-from replaybuf.wire.config import Cost, RunConfig, read_config
+from replaybuf.wire.config import Cost, RunConfig
+from replaybuf.wire.config_record import read_config
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
     AckRecord,

@@ -40,6 +40,7 @@ from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.run import Run
+from replaybuf.service.run.spill import check_folder
 from replaybuf.service.tasks import cancel_all
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.turns import in_turns
@@ -134,6 +135,8 @@ class Service:
         async with self._opening:
             if await self._open(name) is None:
                 decide_create(config, 0.0)  # first: a refused configuration must leave no key
+                if config.spill:
+                    await check_folder(config.spill.url)
                 lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")

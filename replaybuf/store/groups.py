@@ -29,6 +29,7 @@ from replaybuf.store.entries import (
 )
 from replaybuf.store.faults import unavailable
 from replaybuf.store.pipeline import read_values, receive, send
+from replaybuf.store.spill import SpilledFrames
 from replaybuf.wire.group import Group
 
 READ_CHUNK_ENTRIES = 5_000
@@ -72,10 +73,11 @@ class PendingGroup:
 
 
 class GroupStore:
-    """Appends groups once, reads them in bulk or one by one, deletes payloads."""
+    """Appends groups once, reads them in bulk or one by one, deletes payloads. `spilled` reads frames from folders."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.spilled = SpilledFrames()
 
     async def append(
         self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str = ""
@@ -241,19 +243,24 @@ class GroupStore:
         return numbers
 
     async def read_frames(self, run: str, sizes: Mapping[str, int]) -> list[bytes | None]:
-        """Read payloads of a run by key, given their sizes in bytes; None = the payload is missing.
+        """Read frames of a run by payload key, given their sizes in bytes; None = the payload is missing.
 
-        Replies stay below `CHUNK_BYTES`.
+        Spilled frames come from the spill folder: raises `SpillAway` if it cannot be read.
         """
         frames: list[bytes | None] = []
-        # GET and not MGET: in a cluster the payloads have different slots.
         for chunk in split_chunks(sizes, sizes.__getitem__):
-            ends = self._connection.words_of(run, "rb_ends")
-            reading = asyncio.to_thread(read_values, self._connection.payload_client, chunk, ends)
-            values, found = await self._connection.run(reading)
-            self._connection.check_reply(run, "", found)
-            frames += values
+            frames += await self.spilled.follow(run, await self.read_payloads(run, chunk))
         return frames
+
+    async def read_payloads(self, run: str, payload_keys: Sequence[str]) -> list[bytes | None]:
+        """Read payloads as they are, stubs too; None = the payload is missing. Together at most `CHUNK_BYTES`."""
+        # GET and not MGET: in a cluster the payloads have different slots.
+        ends = self._connection.words_of(run, "rb_ends")
+        reading = asyncio.to_thread(read_values, self._connection.payload_client, payload_keys, ends)
+        values, found = await self._connection.run(reading)
+        self._connection.check_reply(run, "", found)
+        payloads: list[bytes | None] = values
+        return payloads
 
 
 def _entry_of(item: PendingGroup, payload_key: str, published_version: int, now_s: float) -> NewEntry:

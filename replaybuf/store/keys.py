@@ -12,13 +12,14 @@
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
 | `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
+| `rb:{run}:spill`             | hash   | until the groups are freed | `url`, `folder`, number of each spilled group  |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
 | `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
 | `rb:{run}:lost`              | string | 30 s, then shown again     | known ends that this Redis lacks               |
 | `rb:{run}:deleted`           | string | a day after its keys went  | the run is deleted, the name is not free yet   |
-| `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group                             |
+| `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group, or stub of a spilled one   |
 
 All keys of a run except payloads share one hash tag, so one function can use them all. Payloads hash by group, so a
 cluster spreads them. The nonce gives every append attempt its own payload: a retry never touches published bytes.
@@ -75,6 +76,11 @@ def cursors(run: str) -> str:
     return f"rb:{{{run}}}:cursors"
 
 
+def spill(run: str) -> str:
+    """Build the key of the spilled groups."""
+    return f"rb:{{{run}}}:spill"
+
+
 def tickets(run: str) -> str:
     """Build the key of the tickets by deadline."""
     return f"rb:{{{run}}}:tickets"
@@ -113,7 +119,7 @@ def deleted(run: str) -> str:
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
     """List every key of a run, except the payloads and the mark of a deleted run."""
     control = (index, group_ids, old_entries, snapshot, ledger, tickets, counts, fence, lead, lost)
-    one_each = (*control, evaluations, cursors)
+    one_each = (*control, evaluations, cursors, spill)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 

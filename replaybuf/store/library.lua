@@ -227,6 +227,32 @@ local function count(keys, args, run)
   return 'ok', {read_ends(run)}
 end
 
+-- Replace payloads by the stubs of their files, each unless it is gone.
+-- keys: spilled groups, payloads; args: URL, folder, (number, stub)...
+-- outcomes: ok, other (files are in another folder); detail: 1 or 0 for each payload, or the other folder
+local function spill(keys, args, run)
+  local folder = redis.call('HGET', keys[1], 'folder')
+  if not folder then
+    redis.call('HSET', keys[1], 'url', args[1], 'folder', args[2])
+  elseif folder ~= args[2] then
+    return 'other', folder
+  end
+  local moved = {}
+  for at = 2, #keys do
+    local number, stub = args[2 * at - 1], args[2 * at]
+    moved[at - 1] = redis.call('SET', keys[at], stub, 'XX') and 1 or 0
+    if moved[at - 1] == 1 then
+      redis.call('HSET', keys[1], number, '')
+    end
+  end
+  return 'ok', moved
+end
+
+-- Forget spilled groups that are freed. keys: spilled groups; args: numbers
+local function forget(keys, args)
+  redis.call('HDEL', keys[1], unpack(args))
+end
+
 -- Delete freed payloads. keys: payloads; args: ledger entry up to which all freed payloads are then deleted, or ''
 local function free(keys, args, run)
   for at = 1, #keys do
@@ -303,6 +329,8 @@ register('rb_lead', guarded(lead))
 register('rb_tickets', guarded(tickets))
 register('rb_count', guarded(count))
 register('rb_free', guarded(free))
+register('rb_spill', guarded(spill))
+register('rb_forget', guarded(forget))
 register('rb_done', guarded(done))
 register('rb_snapshot', guarded(snapshot))
 register('rb_drop', guarded(drop))

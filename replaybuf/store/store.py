@@ -27,6 +27,7 @@ from replaybuf.store.groups import GroupStore
 from replaybuf.store.ledger import LedgerStore
 from replaybuf.store.runs import RunStore
 from replaybuf.store.snapshots import SnapshotStore
+from replaybuf.store.spill import SpillStore
 from replaybuf.store.streams import StreamEnds
 from replaybuf.store.tickets import CounterStore, TicketStore
 
@@ -49,6 +50,7 @@ class Store:
         self.counters = CounterStore(connection)
         self.evaluations = EvaluationStore(connection)
         self.cursors = CursorStore(connection)
+        self.spill = SpillStore(connection)
 
     @classmethod
     async def open(cls, url: str, policy: WritePolicy = STRICT, **options: Any) -> Store:
@@ -79,6 +81,7 @@ class Store:
                     await self.groups.delete_payloads(payloads[start : start + PAYLOADS_AT_ONCE])
                     await asyncio.sleep(PAUSE_S)
                 groups += len(payloads)
+        await self.spill.remove_files(run)
         counters = await self.counters.read(run)
         adapters = [name.partition(":")[2] for name in counters if name.startswith("next:")]
         await self.runs.delete_keys(run, adapters)

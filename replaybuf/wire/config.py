@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from replaybuf.errors import Invalid, Unreadable
+from replaybuf.errors import Invalid
 from replaybuf.wire.frame import smallest_frame_bytes
 from replaybuf.wire.group import LARGEST_ROLLOUTS, hash_name
 from replaybuf.wire.metadata import check_metadata
 from replaybuf.wire.names import Name
+from replaybuf.wire.spill import check_spill_url
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -34,21 +35,9 @@ LARGEST_STORED_BYTES = 2**29
 """Redis accepts no longer string."""
 LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
+LONGEST_SPILL_URL = 1024
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
-LATER_FIELDS = (
-    "min_group_size",
-    "stale_token_mask",
-    "tickets.heartbeat_s",
-    "tickets.max_failed_share",
-    "tickets.on_failed_share",
-    "batch.tail",
-    "batch.timeout_s",
-    "batch.min_groups",
-)
-"""Fields added since format 1. The ledger has them only where they differ from their default."""
-LATER_ADAPTER_FIELDS = ("paused", "removed")
-"""The same of each adapter; the default is False."""
 
 Positive = Annotated[int, Meta(ge=1, le=LARGEST_INTEGER)]
 NonNegative = Annotated[int, Meta(ge=0, le=LARGEST_INTEGER)]
@@ -142,11 +131,21 @@ class TicketSpec(Spec, frozen=True):
 
 
 class Limits(Spec, frozen=True):
-    """Bounds of the buffer: tokens and frame bytes of live groups, frame bytes of one group."""
+    """Bounds of the buffer: tokens and frame bytes of live groups, frame bytes in Redis, frame bytes of one group.
+
+    Frames beyond `max_bytes_in_memory` move to the spill folder.
+    """
 
     max_tokens_live: Positive | None = None
     max_bytes_live: Positive | None = None
+    max_bytes_in_memory: Positive | None = None
     max_group_bytes: StoredBytes = 67108864
+
+
+class SpillSpec(Spec, frozen=True):
+    """Where frames beyond `limits.max_bytes_in_memory` are stored: `file:///FOLDER`, or an object store by fsspec."""
+
+    url: Annotated[str, Meta(min_length=1, max_length=LONGEST_SPILL_URL)]
 
 
 class AdapterSpec(Spec, frozen=True):
@@ -182,6 +181,7 @@ class RunConfig(Spec, frozen=True):
     tickets: TicketSpec = TicketSpec()
     limits: Limits = Limits()
     adapters: Annotated[dict[Name, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
+    spill: SpillSpec | None = None
 
     @property
     def least_rollouts(self) -> int | None:
@@ -292,6 +292,7 @@ def _check_sizes(config: RunConfig, budget: int | None) -> None:
             owner = f"of adapter {adapter} " if adapter else ""
             why = f"one batch {owner}needs {smallest_batch} tokens live, so no batch would ever be full"
             raise _invalid("limits.max_tokens_live", most, why, smallest_batch)
+    _check_spill(config)
     _check_bytes(config.limits, config.group_size or 1)
 
 
@@ -336,12 +337,26 @@ def _check_failed_share(tickets: TicketSpec) -> None:
 def _check_bytes(limits: Limits, rollouts: int) -> None:
     """Reject a buffer that cannot hold the largest group, and a limit below the smallest frame."""
     if limits.max_bytes_live is not None and limits.max_bytes_live < limits.max_group_bytes:
-        why = f"one group may have limits.max_group_bytes, {limits.max_group_bytes}, so it could never enter"
-        raise _invalid("limits.max_bytes_live", limits.max_bytes_live, why, limits.max_group_bytes)
+        raise _invalid("limits.max_bytes_live", limits.max_bytes_live, _no_group(limits), limits.max_group_bytes)
     smallest = smallest_frame_bytes(rollouts)
     if limits.max_group_bytes < smallest:
         why = f"the smallest frame of {rollouts} rollouts has {smallest} bytes, so no group could ever enter"
         raise _invalid("limits.max_group_bytes", limits.max_group_bytes, why, smallest)
+
+
+def _no_group(limits: Limits) -> str:
+    return f"one group may have limits.max_group_bytes, {limits.max_group_bytes}, so it could never enter"
+
+
+def _check_spill(config: RunConfig) -> None:
+    """Reject a bound without a folder, a bound below the largest group, and folders that cannot hold frames."""
+    most, limits = config.limits.max_bytes_in_memory, config.limits
+    if most is not None and most < limits.max_group_bytes:
+        raise _invalid("limits.max_bytes_in_memory", most, _no_group(limits), limits.max_group_bytes)
+    if most is not None and config.spill is None:
+        raise _invalid("limits.max_bytes_in_memory", most, "it needs a folder for the rest: set spill.url too", None)
+    if config.spill:
+        check_spill_url(config.spill.url)
 
 
 def _check_adapters(config: RunConfig) -> None:
@@ -371,26 +386,3 @@ def _check_adapters(config: RunConfig) -> None:
     ):
         if value is not None:
             raise _invalid(field, value, f"in a run with adapters each has its own: set adapters.NAME.{instead}", None)
-
-
-def recorded(config: RunConfig) -> dict[str, Any]:
-    """Render a configuration for the ledger: without the fields of `LATER_FIELDS` that have their default."""
-    fields, defaults = msgspec.to_builtins(config), msgspec.to_builtins(RunConfig(batch=BatchSpec()))
-    for path in LATER_FIELDS:
-        section, _, name = path.rpartition(".")
-        part, default = (fields[section], defaults[section]) if section else (fields, defaults)
-        if part[name] == default[name]:
-            del part[name]
-    for spec in fields["adapters"].values():
-        for name in LATER_ADAPTER_FIELDS:
-            if not spec[name]:
-                del spec[name]
-    return dict(fields)
-
-
-def read_config(fields: dict[str, Any], where: str) -> RunConfig:
-    """Read what `recorded` rendered; `where` names its place. Raises `Unreadable`."""
-    try:
-        return msgspec.convert(fields, RunConfig)
-    except msgspec.ValidationError as error:
-        raise Unreadable(f"the configuration in {where} does not decode: {error}") from error

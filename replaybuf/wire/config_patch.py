@@ -35,6 +35,7 @@ class LimitsChange(Spec, frozen=True):
 
     max_tokens_live: Positive | UnsetType | None = UNSET
     max_bytes_live: Positive | UnsetType | None = UNSET
+    max_bytes_in_memory: Positive | UnsetType | None = UNSET
     max_group_bytes: StoredBytes | UnsetType | None = UNSET
 
     def of(self, limits: Limits) -> Limits:

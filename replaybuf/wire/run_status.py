@@ -131,6 +131,15 @@ class LiveTotal(Answer, frozen=True, kw_only=True):
     live: int
 
 
+class SpillStatus(Answer, frozen=True, kw_only=True):
+    """Bytes of frames in Redis; spilled groups and the bytes of their files; why the folder cannot be used, or null."""
+
+    bytes_in_memory: int
+    groups: int
+    bytes: int
+    failing: str | None
+
+
 class Progress(Struct, frozen=True):
     """Progress of an adapter: its own `step`, `groups` given to the batch of it, `groups_per_batch` complete it."""
 
@@ -198,7 +207,8 @@ class RunFacts(Struct, frozen=True):
 class RunStatus(Answer, frozen=True, kw_only=True):
     """Status of a run. `config` is its configuration with defaults filled in; `oldest_step` can still be resumed.
 
-    `trainer` is null before the first attach, `failed_prompts` without `tickets.max_failed_share`.
+    `trainer` is null before the first attach, `failed_prompts` without `tickets.max_failed_share`, `spill` without a
+    spill folder and on a follower.
     """
 
     run: str
@@ -224,6 +234,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     trainer: TrainerPresence | None = None
     producers: ProducersPresence = ProducersPresence()
     failed_prompts: FailedRule | None = None
+    spill: SpillStatus | None = None
     config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
 
     def facts(self) -> RunFacts:

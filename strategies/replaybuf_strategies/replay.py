@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,17 @@ class Replay(Strategy[ReplayOptions]):
         if len(found.following):
             chosen = self._complete(groups, found, buffer, budget)
         return Selection(chosen.row, self._weights(chosen))
+
+    def draw_order(self, groups: Groups) -> npt.NDArray[Any]:
+        """Return the order of the draw; with random draws the least probable last, then what is too stale first."""
+        match self.options.order:
+            case "fifo":
+                return groups.last_step.astype(np.float64) * 2.0**32 + groups.policy_version
+            case "newest":
+                return -np.arange(len(groups))
+            case "prioritized":
+                return -self._propensity.of(groups)
+        return -groups.policy_version.astype(np.int64)
 
     def _complete(self, groups: Groups, found: Composed, buffer: BufferView, budget: Budget) -> Groups:
         """Fill the tokens left with following groups, as `replaybuf.strategy.fill` does, if the rate allows."""

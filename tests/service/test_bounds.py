@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 
 SPEC = {"name": "one-step-off-policy", "options": {}}
-LIMITS = {"max_tokens_live": 10**6, "max_bytes_live": 2**30, "max_group_bytes": 2**20}
+LIMITS = {"max_tokens_live": 10**6, "max_bytes_live": 2**30, "max_bytes_in_memory": 2**30, "max_group_bytes": 2**20}
 EXAMPLES: dict[str, Any] = {
     "RunConfig": {
         "batch": {
@@ -55,11 +56,12 @@ EXAMPLES: dict[str, Any] = {
         "adapters": {
             "a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False, "removed": False}
         },
+        "spill": {"url": f"file://{tempfile.gettempdir()}/replaybuf-test-bounds"},
     },
     "ConfigPatch": {
         "strategy": SPEC,
         "filters": [{"name": "zero-variance", "options": {}}],
-        "limits": LIMITS,
+        "limits": LIMITS | {"max_bytes_in_memory": None},  # it needs a spill folder
         "batch": {
             "tokens_per_batch": {"per_rank": 1024},
             "groups_per_batch": 1,

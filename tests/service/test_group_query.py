@@ -196,7 +196,7 @@ def test_groups_that_are_trimmed_during_a_query_are_left_out(server: EmbeddedSer
         async def trimmed_meanwhile(*arguments: Any) -> Any:
             found = await find(*arguments)
             await run.session.checkpoint(4, epoch, 1)
-            await run.journal.free_payloads()
+            await run.journal.free_payloads(run.spill.forget)
             await run.trimming._trim()
             assert run.state.trimmed
             return found

@@ -12,20 +12,19 @@ import pytest
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.config import (
     ADAPTER_NAME,
-    LATER_FIELDS,
     AdapterSpec,
     BatchSpec,
     Limits,
     RunConfig,
+    SpillSpec,
     StrategySpec,
     TicketSpec,
     TokensPerRank,
     check_run_config,
     check_run_name,
-    read_config,
-    recorded,
 )
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
+from replaybuf.wire.config_record import LATER_FIELDS, read_config, recorded
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import smallest_frame_bytes
 from tests.builders import run_config
@@ -59,8 +58,14 @@ DEFAULTS: dict[str, Any] = {
         "max_failed_share": None,
         "on_failed_share": "alarm",
     },
-    "limits": {"max_tokens_live": None, "max_bytes_live": None, "max_group_bytes": 67108864},
+    "limits": {
+        "max_tokens_live": None,
+        "max_bytes_live": None,
+        "max_bytes_in_memory": None,
+        "max_group_bytes": 67108864,
+    },
     "adapters": {},
+    "spill": None,
 }
 """The documented defaults. The service adds the options of the strategy when it creates the run."""
 
@@ -128,6 +133,19 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         (run_config(batch=BatchSpec(tokens_per_batch=1)), "batch.tokens_per_batch", 1, 2),
         (run_config(limits=Limits(max_tokens_live=65535)), "limits.max_tokens_live", 65535, 65536),
         (run_config(limits=Limits(max_bytes_live=9, max_group_bytes=10)), "limits.max_bytes_live", 9, 10),
+        (
+            run_config(limits=Limits(max_bytes_in_memory=9, max_group_bytes=10)),
+            "limits.max_bytes_in_memory",
+            9,
+            10,
+        ),
+        (run_config(limits=Limits(max_bytes_in_memory=2**27)), "limits.max_bytes_in_memory", 2**27, None),
+        (
+            run_config(spill=SpillSpec(url="memory://frames")),
+            "spill.url",
+            "memory://frames",
+            "file, s3, gs, gcs, abfs, az",
+        ),
         (run_config(limits=Limits(max_group_bytes=1)), "limits.max_group_bytes", 1, smallest_frame_bytes(1)),
         (
             run_config(limits=Limits(max_group_bytes=4000), group_size=64),
@@ -173,6 +191,9 @@ def test_the_ledger_has_later_fields_only_where_they_are_set() -> None:
         "budget of 1",
         "live",
         "bytes",
+        "bytes in memory",
+        "no folder for the rest",
+        "a folder that forgets",
         "bytes of a group",
         "bytes of many rollouts",
         "live by groups",

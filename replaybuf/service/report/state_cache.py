@@ -14,7 +14,7 @@ from replaybuf.service.presence import Presence
 from replaybuf.service.report.status import IndexSummary, render_run_state, summarize_index
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.run_status import RunStatus, SpillStatus
 
 WAITS_KEPT_S = 0.25
 """A strategy may depend on the number of tickets out, which is in no stream: ask it again after this time."""
@@ -38,7 +38,9 @@ class StateCache:
         self._summary: tuple[object, IndexSummary] | None = None
         self._waits: _Waits | None = None
 
-    def state(self, *, durability: str, rejected: dict[str, int], presence: Presence) -> RunStatus:
+    def state(
+        self, *, durability: str, rejected: dict[str, int], presence: Presence, spill: SpillStatus | None = None
+    ) -> RunStatus:
         """Render the state of the run."""
         waits = self.waits()
         return render_run_state(
@@ -50,6 +52,7 @@ class StateCache:
             durability=durability,
             rejected=rejected,
             presence=presence,
+            spill=spill,
             waits=waits.run,
             adapters_wait=waits.adapters,
         )

@@ -30,6 +30,7 @@ from replaybuf.wire.run_status import (
     ProducersPresence,
     Progress,
     RunStatus,
+    SpillStatus,
     StoredCounts,
     TicketCounts,
     TrainerPresence,
@@ -132,6 +133,7 @@ def render_run_state(
     durability: str,
     rejected: dict[str, int],
     presence: Presence,
+    spill: SpillStatus | None,
     waits: WaitingAnswer | None,
     adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> RunStatus:
@@ -155,6 +157,7 @@ def render_run_state(
         groups=GroupCounts(**index.run.groups, rejected=rejected),
         tokens=LiveTotal(live=index.run.tokens_live),
         bytes=LiveTotal(live=index.live_bytes),
+        spill=spill,
         tickets=TicketCounts(
             issued=book.counts["issued"],
             out=book.out,

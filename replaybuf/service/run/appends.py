@@ -18,6 +18,7 @@ from replaybuf.service.run.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
+from replaybuf.service.run.spill import Spill
 from replaybuf.service.turns import Turn
 from replaybuf.store import AppendResult, PendingGroup
 from replaybuf.store.chunks import Chunk
@@ -35,6 +36,7 @@ class Appends:
         admission: AdmissionCheck,
         arrivals: Arrivals,
         history_lock: HistoryLock,
+        spill: Spill,
     ) -> None:
         self._journal = journal
         self._side_state = side_state
@@ -42,6 +44,7 @@ class Appends:
         self._admission = admission
         self._arrivals = arrivals
         self._history_lock = history_lock
+        self._spill = spill
         self._entering = Load()
         self._commit = GroupCommit(self._publish)
         self.used = False
@@ -76,6 +79,7 @@ class Appends:
     async def _append(self, chunk: Sequence[Incoming]) -> list[contract.AppendResult]:
         results: dict[int, contract.AppendResult] = {}
         taken, appended = Load(), []
+        await self._spill.make_room(self._entering.in_memory + sum(item.nbytes for item in chunk))
         try:
             async with self._history_lock.shared():
                 token = self._journal.check_leading()
@@ -161,7 +165,7 @@ class Appends:
 
     def _fit(self, items: Sequence[PendingGroup], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
         coming = [NO_LOAD if there else _load(item) for item, there in zip(items, stored, strict=True)]
-        return decide_room(self._journal.state, self._selector, coming, self._entering)
+        return decide_room(self._journal.state, self._selector, coming, self._entering, self._spill.state.use.in_memory)
 
     def _has_group(self, item: PendingGroup) -> bool:
         """Return whether the group of a ticket's prompt is stored."""
@@ -203,4 +207,4 @@ def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.Append
 
 
 def _load(item: PendingGroup) -> Load:
-    return Load(1, item.group.tokens, len(item.frame))
+    return Load(1, item.group.tokens, len(item.frame), len(item.frame))

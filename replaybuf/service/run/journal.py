@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from replaybuf.errors import (
     Conflict,
@@ -33,7 +33,7 @@ from replaybuf.kernel.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.kernel.state import RunState
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
-from replaybuf.store import AppendResult, Ends, IndexChunk, Store
+from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
 from replaybuf.store.entries import build_chunk
 from replaybuf.wire.collector import collector_paused
 from replaybuf.wire.config import RunConfig
@@ -311,15 +311,15 @@ class Journal:
         """Return whether payloads of freed groups are still to be deleted."""
         return bool(self._to_free)
 
-    async def free_payloads(self) -> None:
-        """Delete the payloads that checkpoints and purges freed."""
+    async def free_payloads(self, forget_spilled: Callable[[Sequence[IndexEntry]], Awaitable[None]]) -> None:
+        """Delete the payloads that checkpoints and purges freed; `forget_spilled` deletes those in files."""
         groups = self.store.groups
         while self._to_free:
             through, numbers = self._to_free[0]
-            payload_keys = [
-                entry.strings.payload_key for entry in await groups.read_entries(self.name, numbers.tolist())
-            ]
+            entries = await groups.read_entries(self.name, numbers.tolist())
+            payload_keys = [entry.strings.payload_key for entry in entries]
             with self.recording_loss():
+                await forget_spilled(entries)
                 await groups.free_payloads(self.name, self.token or "", payload_keys, through)
             self._to_free.popleft()
 

@@ -31,6 +31,7 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.lease import LeaseTimer
 from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
+from replaybuf.service.run.spill import Spill
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
@@ -59,8 +60,9 @@ class Run:
         self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
         self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
         self.admission = AdmissionCheck(journal, self.book)
+        self.spill = Spill(journal, self.selector)
         self.history_lock = lock = HistoryLock()
-        self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock)
+        self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock, self.spill)
         self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
         self.cursors = Cursors(journal)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
@@ -114,12 +116,14 @@ class Run:
             await self.tickets.reload()
             self.tickets.start_over()
             self.cursors.forget()
+            await self.spill.take_over()
             await self.eviction.take_over()
         self.journal.notify()
 
     def close(self) -> None:
         """Wake every waiter; each gets its waiting answer."""
         self.journal.close()
+        self.spill.close()
 
     @property
     def written_by_others(self) -> bool:
@@ -160,7 +164,8 @@ class Run:
         await self.tickets.apply_failed_rule()
         if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
             await self.batches.end_if_used_up()
-        await self.journal.free_payloads()
+        await self.journal.free_payloads(self.spill.forget)
+        self.spill.start()
         await self.trimming.tick()
 
     # ------------------------------------------------------------------ operator
@@ -203,5 +208,8 @@ class Run:
     def describe(self) -> RunStatus:
         """Render the state of the run."""
         return self.state_cache.state(
-            durability=self.durability, rejected=dict(self.side_state.rejected), presence=self.journal.presence
+            durability=self.durability,
+            rejected=dict(self.side_state.rejected),
+            presence=self.journal.presence,
+            spill=self.spill.describe(),
         )

@@ -1,0 +1,70 @@
+"""Spilled frames: the URL of their folder, their paths in it, and the stub that stays in Redis.
+
+A frame that moved out of Redis leaves a stub under its payload key: `MAGIC` and the path of the file, relative to
+`spill.url` of the run. Every reader of payloads follows it: service, standby, direct mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from urllib.parse import urlsplit
+
+from replaybuf.errors import BrokenFrame, Invalid
+
+MAGIC = b"RBSPILL1"
+"""First bytes of a stub; a frame begins with other ones."""
+DURABLE_SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "az")
+"""Stores that keep what they acknowledged: `memory:` and caches do not, and plain HTTP cannot be written."""
+FILES_PER_FOLDER = 1_000
+"""Groups whose frames share a subfolder: file systems list and sync small folders faster."""
+
+_FOLDER = r"[a-z0-9][a-z0-9._-]{0,62}-[0-9a-f]{16}"
+_PATH = re.compile(_FOLDER + r"/(0|[1-9][0-9]*)/([1-9][0-9]*)-[0-9a-f]{16}")
+FOLDER = re.compile(_FOLDER)
+"""Name of a run's own folder: the run, and a random part, because two services may share one `spill.url`."""
+
+
+def check_spill_url(url: str) -> str:
+    """Return the URL of a spill folder. Raises `Invalid` for stores that are not durable, and for incomplete URLs."""
+    parts, bound = urlsplit(url), ", ".join(DURABLE_SCHEMES)
+    if parts.scheme not in DURABLE_SCHEMES or "::" in url:
+        why = f"its scheme must be one of {bound}"
+    elif parts.username or parts.password or parts.query or parts.fragment:
+        why = "it must have no user, password, query or fragment: the store's own settings hold them"
+    elif ".." in parts.path.split("/") or not url.isprintable():
+        why = "it must be a plain path without '..'"
+    elif parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
+        why = "a local folder is written file:///FOLDER"
+    elif parts.scheme != "file" and not parts.netloc:
+        why = f"a bucket is written {parts.scheme}://BUCKET/FOLDER"
+    else:
+        return url
+    raise Invalid(f"spill.url is {url!r}; {why}", name="spill.url", value=url, bound=bound)
+
+
+def path_of(folder: str, number: int, payload_key: str) -> str:
+    """Return the path of a group's frame below `spill.url`. The random payload key makes it unique."""
+    digest = hashlib.blake2b(payload_key.encode(), digest_size=8).hexdigest()
+    return f"{folder}/{number // FILES_PER_FOLDER}/{number}-{digest}"
+
+
+def number_in(path: str) -> int | None:
+    """Return the number of the group in a path; None if no spill wrote such a path."""
+    match = _PATH.fullmatch(path)
+    return int(match[2]) if match else None
+
+
+def encode_stub(path: str) -> bytes:
+    """Return what stays in Redis of a spilled frame."""
+    return MAGIC + path.encode()
+
+
+def stub_path(value: bytes | None) -> str | None:
+    """Return the path in a stub; None for a frame. Raises `BrokenFrame` for a path that no spill wrote."""
+    if value is None or not value.startswith(MAGIC):
+        return None
+    path = value[len(MAGIC) :].decode(errors="replace")
+    if number_in(path) is None:  # only a direct writer can do this: it must not read other files of this machine
+        raise BrokenFrame(f"the stub of a spilled frame names {path[:100]!r}", name="broken_frame")
+    return path
