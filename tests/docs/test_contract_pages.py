@@ -42,9 +42,9 @@ def test_every_waiting_reason_is_explained_with_who_has_to_act() -> None:
         assert BLOCKED_ON[reason] in row.split("|")[1]
 
 
-def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient) -> None:
+def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_path: Path) -> None:
     """The table has exactly the metrics of a service with a run with and a run without adapters."""
-    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.2})
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.2}, spill={"url": f"file://{tmp_path}"})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
     assert run.get("cursors/reader").status_code == 200

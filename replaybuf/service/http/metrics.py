@@ -75,6 +75,7 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
         text.add("prompts_failed_share", failed.share, name)
         text.add("prompts_failed_alarm", float(explain_exceeded(state) is not None), name)
     _read_presence(text, name, run)
+    _read_spill(text, name, run)
     for cursor in run.cursors.describe():
         text.add("cursor_lag_groups", cursor.lag, name, cursor.name)
     for value in _RUN_STATES:
@@ -93,6 +94,19 @@ def _read_presence(text: MetricText, name: str, run: Run) -> None:
         text.add("producers_last_seen_seconds", producers_s, name)
     text.add("producers_known", presence.producers_known, name)
     text.add("producers_gone", len(presence.producers.list_gone()), name)
+
+
+def _read_spill(text: MetricText, name: str, run: Run) -> None:
+    status, files = run.spill.describe(), run.spill.files
+    if status is None or files is None:
+        return
+    text.add("bytes_in_memory", status.bytes_in_memory, name)
+    text.add("bytes_spilled", status.bytes, name)
+    text.add("groups_spilled", status.groups, name)
+    text.add("spill_moves", run.spill.moved, name)
+    text.add("spill_reads", files.reads, name)
+    text.add("spill_failures", files.failures, name)
+    text.add("spill_up", float(status.failing is None), name)
 
 
 def _read_histograms(text: MetricText, name: str, histograms: GroupHistograms) -> None:
