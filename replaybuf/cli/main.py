@@ -33,6 +33,8 @@ COMMANDS = {
     "strategies list": "replaybuf.cli.strategies:list_installed",
     "strategies show": "replaybuf.cli.strategies:show",
     "strategies check": "replaybuf.cli.strategies:check",
+    "up": "replaybuf.cli.up:up",
+    "config schema": "replaybuf.cli.config:schema",
     "generate": "replaybuf.cli.generate:generate",
     "eval": "replaybuf.cli.evaluate:evaluate",
     "export": "replaybuf.cli.export:export",
@@ -49,6 +51,7 @@ app = App(
     result_action="return_value",
 )
 app.command(App(name="token", help="Manage the bearer tokens of a service."))
+app.command(App(name="config", help="Show what configuration files may hold."))
 app.command(App(name="strategies", help="List, show and check strategies and filters."))
 
 

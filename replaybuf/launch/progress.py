@@ -1,4 +1,4 @@
-"""State of a running demo: metrics files, state of the run, accuracy, processes. View and report read only this.
+"""State of a session: metrics files, state of the run, accuracy, processes. View and report read only this.
 
 The metrics files of trainer and generator are JSON lines that only grow. A resumed trainer repeats the steps after its
 checkpoint; its lines replace the earlier lines of these steps.
@@ -62,7 +62,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the demo, at `started` (seconds since the epoch), and its outcome.
+    """One start of a session, at `started` (seconds since the epoch), and its outcome.
 
     It is written repeatedly and the last line counts. `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and
     processor seconds by process.
@@ -162,10 +162,15 @@ class Phases:
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """Everything known now. The event loop owns it; `state` is the state of the run as JSON."""
+    """Everything known now. The event loop owns it; `state` is the state of the run as JSON.
 
-    seed: int
-    total_steps: int
+    `total_steps` None: the run has no end. `with_accuracy`: the session measures it itself.
+    """
+
+    total_steps: int | None
+    seed: int = 0
+    title: str = "replaybuf"
+    with_accuracy: bool = True
     phases: Phases = dataclasses.field(default_factory=Phases)
     note: str = ""
     steps: dict[int, TrainerLine] = dataclasses.field(default_factory=dict)
@@ -205,8 +210,8 @@ class Progress:
 
     @property
     def done_steps(self) -> int:
-        """Number of steps that the trainer has done."""
-        return max(self.steps, default=-1) + 1
+        """Number of steps that the trainer has done; without its metrics, those that it has acked."""
+        return max(self.steps) + 1 if self.steps else int(self.state.get("step", 0))
 
     @property
     def before(self) -> Evaluation | None:
@@ -217,12 +222,14 @@ class Progress:
     def after(self) -> Evaluation | None:
         """Accuracy after the last step, sampled and greedy."""
         last = self.evaluations[-1] if self.evaluations else None
-        return last if last and last.step >= self.total_steps and last.greedy is not None else None
+        return last if last and last.step >= (self.total_steps or 0) and last.greedy is not None else None
 
     def seconds_left(self) -> float | None:
-        """Estimate the remaining training time from the recent steps; None if there are too few."""
+        """Estimate the remaining training time from the recent steps; None if they are few or the run has no end."""
         recent, elapsed_s = self._recent_steps()
-        return (self.total_steps - self.done_steps) * elapsed_s / (len(recent) - 1) if len(recent) >= 3 else None
+        if self.total_steps is None or len(recent) < 3:
+            return None
+        return (self.total_steps - self.done_steps) * elapsed_s / (len(recent) - 1)
 
     def trained_tokens_per_s(self) -> float | None:
         """Return the tokens trained per second in the recent steps, waiting included."""

@@ -84,7 +84,7 @@ class Program:
     """What to start. Its exit ends the session, unless it `may_finish` and returns 0, or has a restart left.
 
     `final_codes`: exit codes that no restart can cure, each with its meaning. `stop_phase`: programs of a lower phase
-    stop first.
+    stop first. `ends_children`: SIGTERM goes to the process alone, which ends its own children in order.
     """
 
     name: str
@@ -93,6 +93,7 @@ class Program:
     folder: Path | None = None
     may_finish: bool = False
     stop_phase: int = 0
+    ends_children: bool = False
     restarts: Restarts | None = None
     final_codes: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
@@ -350,7 +351,11 @@ class Supervisor:
     async def _terminate(self, children: Sequence[Child], until: float) -> None:
         """Send SIGTERM and wait for the exits, at most until `until` or a second signal."""
         for child in children:
-            if not child.exited.done():
+            if child.exited.done():
+                continue
+            if child.program.ends_children:
+                child.process.terminate()
+            else:
                 guard.signal_group(child.pid, signal.SIGTERM)
         forced = asyncio.create_task(self._forced.wait())
         gone = asyncio.create_task(self._wait_for_exits(children, until))

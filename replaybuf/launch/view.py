@@ -1,4 +1,4 @@
-"""Terminal output of a running demo: a live panel in a terminal, plain lines elsewhere."""
+"""Terminal output of a session: a live panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING = "training"
 
 
 class View:
-    """Output of one demo. In a terminal, events scroll above a panel; elsewhere a summary line comes every 5 s."""
+    """Output of one session. In a terminal, events scroll above a panel; elsewhere a summary line comes every 5 s."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -63,16 +63,16 @@ class View:
 def panel(progress: Progress) -> RenderableType:
     """Return everything known as one panel."""
     body = Group(_bar(progress), Text(), _figures(progress), Text(), _processes(progress))
-    return Panel(body, title=f"replaybuf demo · seed {progress.seed}", title_align="left", border_style="cyan")
+    return Panel(body, title=progress.title, title_align="left", border_style="cyan")
 
 
 def summary(progress: Progress) -> str:
     """Return the state of the training in one line."""
     left = progress.seconds_left()
     parts = [
-        f"step {progress.done_steps}/{progress.total_steps}",
+        f"step {_steps(progress)}",
         f"reward {_recent_reward(progress)}" if progress.steps else "",
-        f"accuracy {_accuracy(progress)}",
+        f"accuracy {_accuracy(progress)}" if progress.with_accuracy else "",
         f"staleness {_staleness(progress)}",
         f"buffer {_buffer(progress)}",
         _speed(progress),
@@ -100,9 +100,10 @@ def _bar(progress: Progress) -> RenderableType:
     row.add_column(no_wrap=True, justify="right")
     ending, left = progress.note, progress.seconds_left()
     if progress.phases.current == TRAINING:
-        ending = f"{progress.done_steps}/{progress.total_steps} steps"
+        ending = f"{_steps(progress)} steps"
         ending += "" if left is None else f", {clock(left)} left"
-    bar = ProgressBar(total=progress.total_steps, completed=min(progress.done_steps, progress.total_steps))
+    total = progress.total_steps
+    bar = ProgressBar(total=total, completed=min(progress.done_steps, total or 0), pulse=total is None)
     row.add_row(Text(progress.phases.current or "starting", style="bold"), bar, Text(ending))
     return row
 
@@ -115,7 +116,8 @@ def _figures(progress: Progress) -> RenderableType:
     before = progress.before
     start = f" (before: {percent(before.sampled)}, {percent(before.greedy)})" if before else ""
     table.add_row("reward", f"{_recent_reward(progress)}  {rewards}")
-    table.add_row("accuracy", _accuracy(progress) + start)
+    if progress.with_accuracy:
+        table.add_row("accuracy", _accuracy(progress) + start)
     table.add_row("staleness", _staleness(progress))
     table.add_row("buffer", f"{_buffer(progress)}; {_counts(progress)}")
     table.add_row("speed", _speed(progress))
@@ -131,6 +133,10 @@ def _processes(progress: Progress) -> RenderableType:
         sizes = (megabytes(process.memory_bytes), megabytes(process.peak_bytes))
         table.add_row(process.name, str(process.pid), process.state, whole_seconds(process.cpu_s), *sizes)
     return table
+
+
+def _steps(progress: Progress) -> str:
+    return f"{progress.done_steps}" if progress.total_steps is None else f"{progress.done_steps}/{progress.total_steps}"
 
 
 def _recent_reward(progress: Progress) -> str:
@@ -171,6 +177,7 @@ def _speed(progress: Progress) -> str:
 def _waiting(progress: Progress) -> str:
     waiting = progress.waiting()
     if not waiting.seconds:
-        return "0%"
+        now = progress.state.get("waiting") if not progress.lines else None
+        return f"now: {now['reason']}, blocked on {now['blocked_on']}" if now else "0%"
     reasons = ", ".join(f"{reason} {share:.0%}" for reason, share in waiting.by_reason.items() if share >= 0.005)
     return f"{waiting.share:.0%}" + (f" ({reasons})" if reasons else "")

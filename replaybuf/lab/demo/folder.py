@@ -17,10 +17,8 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +26,11 @@ import msgspec
 from cyclopts import Parameter
 
 from replaybuf.errors import Conflict, Invalid
+from replaybuf.launch.lock import lock_folder
 from replaybuf.program import command_line
 
 DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 DEFAULT_SEED, DEFAULT_STEPS = 0, 300
-LOCK_WAIT_S = 5.0
-POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,20 +141,8 @@ def demo_command(root: Path, *options: str) -> str:
 
 
 def _lock(folder: Folder) -> int:
-    """Lock the folder. The guard of a demo that was just killed holds the lock until its processes are gone."""
-    lock = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(lock)
-                detail = f"{folder.root} is in use by another demo; stop that demo, or choose another --data-dir"
-                raise Conflict(detail, name="--data-dir", value=str(folder.root)) from None
-            time.sleep(POLL_S)
-        else:
-            return lock
+    detail = f"{folder.root} is in use by another demo; stop that demo, or choose another --data-dir"
+    return lock_folder(folder.lock, Conflict(detail, name="--data-dir", value=str(folder.root)))
 
 
 def _resumed_request(folder: Folder, options: DemoOptions) -> Request:

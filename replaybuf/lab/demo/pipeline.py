@@ -102,7 +102,8 @@ class Demo:
         self, folder: Folder, request: Request, view: View, *, lock: int, program: Sequence[str] = PROGRAM
     ) -> None:
         """Read the history of earlier sessions. `lock`: file descriptor; `program`: runs the children's commands."""
-        self.progress = Progress(seed=request.seed, total_steps=request.steps)
+        title = f"replaybuf demo · seed {request.seed}"
+        self.progress = Progress(total_steps=request.steps, seed=request.seed, title=title)
         self._folder = folder
         self._request = request
         self._view = view
@@ -153,7 +154,7 @@ class Demo:
             await self._train(supervisor, client, serve_url)
             during.cancel()
             self._enter("accuracy after")
-            await self._evaluate(problems, self.progress.total_steps, greedy=True)
+            await self._evaluate(problems, self._request.steps, greedy=True)
             self.progress.state = msgspec.to_builtins(await client.get_run())
             poller.cancel()
 
@@ -162,7 +163,7 @@ class Demo:
     async def _warm_start(self, supervisor: Supervisor) -> None:
         """Create the model, unless an earlier session has completed it."""
         if self._folder.prompts.is_file() and self._folder.held_out.is_file():
-            done, total = self.progress.done_steps, self.progress.total_steps
+            done, total = self.progress.done_steps, self._request.steps
             self._view.event(f"resuming: {done} of {total} steps are done; model and buffer are reused")
             return
         self._enter("warm start")
@@ -241,12 +242,12 @@ class Demo:
 
     async def _evaluate_during(self, problems: HeldOutProblems) -> None:
         """Measure the accuracy when the trainer reaches a mark; a fast training may skip marks."""
-        marks = [round(share * self.progress.total_steps) for share in EVALUATION_SHARES]
+        marks = [round(share * self._request.steps) for share in EVALUATION_SHARES]
         left = [mark for mark in marks if mark > self.progress.first_step]
         while left:
             await asyncio.sleep(POLL_S)
             done = self.progress.done_steps
-            if left[0] <= done < self.progress.total_steps:
+            if left[0] <= done < self._request.steps:
                 await self._evaluate(problems, done, greedy=False)
                 left = [mark for mark in left if mark > done]
 

@@ -1,0 +1,284 @@
+"""`replaybuf up` as a whole, over real processes: the service is real, the trainer appends its own groups."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from replaybuf.client import Client
+from tests.waiting import eventually
+
+TRAINER = Path(__file__).with_name("standin_trainer.py")
+ENGINE = "import http.server, sys; http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), None).serve_forever()"
+STEPS = 6
+WITHIN_S = 120.0
+pytestmark = pytest.mark.timeout(300)  # a session takes 10 s; many times that on a loaded machine
+
+
+class Run:
+    """One file in a folder, and the sessions that a test starts on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "run.toml"
+        self.state = folder / "state"
+        self.fault = folder / "fault"
+        self.logs = folder / "data" / "logs"
+        self.port, self.engine_port = free_ports(2)
+        self.sessions: list[subprocess.Popen[str]] = []
+        trainer = [sys.executable, str(TRAINER), str(self.state), str(self.fault)]
+        engine = [sys.executable, "-c", ENGINE, str(self.engine_port)]
+        engine_url = f"http://127.0.0.1:{self.engine_port}"
+        self.file.write_text(
+            f"""
+            data_dir = "data"
+            stop_timeout_s = 10
+            run = {{ name = "up", max_steps = {STEPS}, batch = {{ groups_per_batch = 2 }} }}
+            service = {{ port = {self.port} }}
+            trainer = {{ command = {json.dumps(trainer)} }}
+            restarts = {{ first_pause_s = 0.01, longest_pause_s = 0.01, most = 3 }}
+            engines = [{{ name = "small", command = {json.dumps(engine)}, url = "{engine_url}" }}]
+            """
+        )
+
+    def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
+        """Start `replaybuf up` on the file."""
+        session = subprocess.Popen(
+            [sys.executable, "-m", "replaybuf", "up", str(self.file), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        self.sessions.append(session)
+        return session
+
+    def reached(self, steps: int, session: subprocess.Popen[str]) -> list[psutil.Process]:
+        """Wait until the trainer has done so many steps; return all processes of the session."""
+
+        def done() -> bool:
+            if session.poll() is not None:
+                raise AssertionError(f"the session ended: {session.communicate(timeout=10)}")
+            return self.state.exists() and int(self.state.read_text() or 0) >= steps
+
+        eventually(done, WITHIN_S)
+        return psutil.Process(session.pid).children(recursive=True)
+
+    def pid(self, name: str, than: int = 0) -> int:
+        """Wait for the newest process of a name that is not `than`; return its pid."""
+
+        def newest() -> int:
+            found = re.findall(rf"started name={name} pid=(\d+)", (self.logs / "up.log").read_text())
+            return int(found[-1]) if found else 0
+
+        return eventually(newest, WITHIN_S, lambda pid: pid not in (0, than))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def ended(session: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; return exit code and all output."""
+    output, errors = session.communicate(timeout=WITHIN_S)
+    return session.returncode, output + errors
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that still run after the guard's time."""
+    alive = psutil.wait_procs(processes, timeout=10)[1]
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A file of a run with six steps; its sessions end with the test."""
+    made = Run(tmp_path)
+    yield made
+    for session in made.sessions:
+        if session.poll() is None:
+            session.terminate()
+            session.communicate(timeout=WITHIN_S)
+
+
+def test_a_run_goes_to_its_end_and_leaves_no_process(run: Run) -> None:
+    """Plain lines name the service, the engine and the end; the second `up` has nothing to start."""
+    session = run.start()
+    processes = run.reached(1, session)
+    code, output = ended(session)
+    assert code == 0, output
+    for line in (f"service at http://127.0.0.1:{run.port}, run up at step 0", "small at http://", "training is done"):
+        assert line in output
+    assert f"run up is done; data and logs are in {run.folder / 'data'}" in output
+    assert left(processes) == []
+    code, output = ended(run.start())
+    assert (code, "run up is finished; there is nothing to start" in output) == (0, True), output
+    assert run.state.read_text() == str(STEPS)
+
+
+def test_every_killed_child_is_restarted_and_the_run_completes(run: Run) -> None:
+    """kill -9 of trainer, engine and service in the middle; each restart is explained, and no step is lost."""
+    run.fault.write_text("hold")
+    session = run.start()
+    run.reached(1, session)
+    for name in ("trainer", "small", "service"):
+        pid = run.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        run.pid(name, than=pid)
+    with Client(f"http://127.0.0.1:{run.port}", "up", retry_for_s=WITHIN_S) as client:
+        status = client.get_run()
+    assert (status.step, status.groups.stored) == (1, 2), "stored survives the kill of the service"
+    run.fault.unlink()
+    code, output = ended(session)
+    assert code == 0, output
+    for name in ("trainer", "small", "service"):
+        assert re.search(rf"{name} \(pid \d+\) was killed by SIGKILL; restart 1 of 3 in 0\.01 s; its log: ", output)
+    steps = [int(line.split()[1]) for line in (run.logs / "trainer.log").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_signal_stops_all_in_order_and_up_again_continues(run: Run) -> None:
+    """Trainer, engine and service end in this order; the next session starts at the step of the first."""
+    run.fault.write_text("hold")
+    session = run.start()
+    processes = run.reached(1, session)
+    session.send_signal(signal.SIGINT)
+    code, output = ended(session)
+    assert (code, left(processes)) == (130, [])
+    assert "stopped: stopped by Ctrl-C" in output
+    assert f"continue with: {sys.executable} -m replaybuf up {run.file}" in output
+    exits = re.findall(r"exited name=(\w+)", (run.logs / "up.log").read_text())
+    assert exits == ["trainer", "small", "service", "guard"]
+    run.fault.unlink()
+    code, output = ended(run.start())
+    assert (code, "run up at step 1" in output) == (0, True), output
+    steps = [int(line.split()[1]) for line in (run.logs / "trainer.log").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_no_process_survives_kill_9_of_up_and_up_again_continues(run: Run) -> None:
+    """The guard ends the children; the next session waits for that and goes on."""
+    run.fault.write_text("hold")
+    session = run.start()
+    processes = run.reached(1, session)
+    session.kill()
+    session.communicate(timeout=WITHIN_S)
+    run.fault.unlink()
+    code, output = ended(run.start())
+    assert left(processes) == []
+    assert (code, "run up at step 1" in output) == (0, True), output
+
+
+def test_a_child_that_keeps_failing_ends_the_session_with_its_last_lines(run: Run) -> None:
+    """After three restarts: its name, its exit code, the last lines of its log, exit code 1, nothing left."""
+    run.fault.write_text("die")
+    session = run.start()
+    processes = run.reached(1, session)
+    code, output = ended(session)
+    assert (code, left(processes)) == (1, [])
+    assert "restart 3 of 3 in 0.01 s" in output
+    assert re.search(r"stopped: trainer \(pid \d+\) exited with code 7 after 3 restarts", output)
+    assert "  weights are not finite" in output
+
+
+def test_one_folder_has_one_session(run: Run) -> None:
+    """The second session says what to do, and does not disturb the first."""
+    run.fault.write_text("hold")
+    first = run.start()
+    run.reached(1, first)
+    code, output = ended(run.start())
+    assert (code, "is in use by another `replaybuf up`" in output) == (1, True), output
+    assert first.poll() is None
+
+
+def test_a_wrong_file_starts_nothing(run: Run) -> None:
+    """Exit code 2 and every problem, as text or as JSON; no folder is created."""
+    run.file.write_text(run.file.read_text() + "\n[evaluation]\nsample = 3\n[generator]\nmax_token = 4\n")
+    code, output = ended(run.start())
+    assert code == 2
+    assert "problems, and nothing was started" in output
+    assert "  - evaluation.sample is not a key of this file; did you mean samples?" in output
+    assert "  - generator.max_token is not a key of this file; did you mean max_tokens?" in output
+    assert not (run.folder / "data").exists()
+    code, output = ended(run.start("--json"))
+    assert (code, len(json.loads(output)["problems"]) > 2) == (2, True)
+
+
+def test_a_dry_run_prints_commands_without_secrets_and_starts_nothing(run: Run) -> None:
+    """As text that a shell could run, and as JSON; a token in the file goes by the environment and is hidden."""
+    secret = "c2VjcmV0"
+    generator = {"environment": "exact-match", "prompts": "m:f", "max_tokens": 4, "tokenizer": ".", "token": secret}
+    service = f'service = {{ port = {run.port}, redis_url = "redis://:{secret}@127.0.0.1:6379" }}'
+    text = re.sub("service = .*", service, run.file.read_text())
+    run.file.write_text(f"{text}\n[generator]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in generator.items()))
+    code, output = ended(run.start("--dry-run"))
+    assert code == 0, output
+    assert (
+        f"{sys.executable} -m replaybuf serve --data-dir {run.folder / 'data' / 'service'} --port {run.port}" in output
+    )
+    assert f"--url http://127.0.0.1:{run.port} --run up" in output
+    assert f"--engine http://127.0.0.1:{run.engine_port}" in output
+    code, document = ended(run.start("--dry-run", "--json"))
+    described: dict[str, Any] = json.loads(document)
+    assert [process["name"] for process in described["processes"]] == ["service", "small", "trainer", "generator"]
+    environments = {process["name"]: process["environment"] for process in described["processes"]}
+    assert environments["generator"] == {"REPLAYBUF_GENERATE_TOKEN": "***"}
+    assert environments["service"] == {"REPLAYBUF_SERVE_REDIS_URL": "***"}
+    assert environments["trainer"] == {"REPLAYBUF_URL": f"http://127.0.0.1:{run.port}", "REPLAYBUF_RUN": "up"}
+    assert secret not in output + document
+    assert not (run.folder / "data").exists()
+
+
+def test_the_lines_for_a_trainer_of_your_own_are_enough_to_run_it(run: Run) -> None:
+    """With `trainer = "mine"` the session prints address and run, and ends after the run has finished."""
+    text = re.sub(r"trainer = .*\n", 'trainer = "mine"\n', run.file.read_text())
+    run.file.write_text(text)
+    session = run.start()
+    if session.stdout is None:
+        raise RuntimeError("no pipe")
+    seen = next(line for line in session.stdout if "from a shell: export" in line)
+    variables = dict(word.split("=", 1) for word in seen.split("export ")[1].split())
+    trainer = subprocess.run(
+        [sys.executable, str(TRAINER), str(run.state), str(run.fault)],
+        env=os.environ | variables,
+        timeout=WITHIN_S,
+        capture_output=True,
+        text=True,
+    )
+    assert trainer.returncode == 0, trainer.stderr
+    code, output = ended(session)
+    assert code == 0, output
+    assert f"training is done at step {STEPS}" in output
+
+
+def test_changed_keys_of_an_existing_run_are_named(run: Run) -> None:
+    """The service keeps the configuration of a run; the file cannot change it in silence."""
+    run.fault.write_text("hold")
+    first = run.start()
+    run.reached(1, first)
+    first.terminate()
+    assert ended(first)[0] == 143
+    run.fault.unlink()
+    run.file.write_text(run.file.read_text().replace("groups_per_batch = 2", "groups_per_batch = 3"))
+    code, output = ended(run.start())
+    assert code == 0, output
+    assert "run.batch.groups_per_batch differs in the service, which keeps its value; change it with PATCH" in output
