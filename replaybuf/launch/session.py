@@ -26,7 +26,8 @@ from replaybuf.launch.processes import process_states
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, TrainerLine
 from replaybuf.launch.supervisor import Stop, Supervisor
 from replaybuf.launch.view import TRAINING, View
-from replaybuf.wire.config import RunConfig, differing_fields
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config_patch import differing_fields
 from replaybuf.wire.run_status import RunStatus
 
 POLL_S = 1.0

@@ -12,6 +12,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "filters": "Filters in the order in which the service asks them, at most 64.",
         "group_size": "Rollouts of a group; groups of another size are rejected. Default: any size.",
         "min_group_size": "A group that lost rollouts to faults is stored if it has at least so many. Default: all.",
+        "stale_token_mask": "Tokens of versions this far below that of the batch leave its loss mask. Default: none.",
         "vocab_size": "Token ids must be below it. Default: not checked.",
         "steps_per_publish": "Steps between two publications of weights.",
         "max_steps": "The run is finished after this number of steps. Default: endless.",
@@ -41,6 +42,8 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "max_attempts": "Failed attempts after which a prompt is recorded as failed.",
         "prompts": "Number of prompts. Default: endless.",
         "heartbeat_s": "A producer that sends heartbeats and is silent for so many seconds loses its tickets.",
+        "max_failed_share": "Share of the newest prompts that may fail before on_failed_share happens. Default: any.",
+        "on_failed_share": "What happens above max_failed_share: alarm, pause the run, or finish it.",
     },
     "Limits": {
         "max_tokens_live": "Maximum number of live tokens. Default: no bound.",
