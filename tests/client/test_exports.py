@@ -214,3 +214,22 @@ def test_wrong_folders_get_one_clear_answer(
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | {"format": 2}))
     assert "has format 2; this release reads format 1" in fails("import", "other", "--from", folder)
+
+
+def test_a_run_with_adapters_cannot_be_replayed_in_order(
+    service: ServeProcess, run: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Batches with shares of several adapters are no list of sizes: refused before a run exists. A warm start works."""
+    adapters = {"code": {"groups_per_batch": 1}, "math": {"groups_per_batch": 1}}
+    run.put(batch={"tokens_per_batch": 40, "seq_len": 64}, adapters=adapters)
+    run.append(group("a", adapter="code"), group("b", adapter="math"))
+    epoch = run.attach()
+    assert run.batch(0, epoch).status_code == 200
+    folder, name = tmp_path / "out", f"{run.run}-again"
+    command(capsys, "export", run.run, "--to", folder, "--url", service.url)
+    words = ("import", name, "--from", str(folder), "--url", service.url)
+    with pytest.raises(SystemExit):
+        main([*words, "--replay-order"])
+    assert "adapters ['code', 'math']" in capsys.readouterr().err
+    assert run.http.get(f"/v1/runs/{name}").status_code == 404
+    assert command(capsys, *words) == {"stored": 2}

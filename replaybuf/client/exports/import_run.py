@@ -35,7 +35,8 @@ def import_run(
     """Create the run if it does not exist, append the groups; return how many were stored, duplicate or skipped.
 
     A repetition continues: groups that are stored are `duplicate`. `replay_order`: each step gets the groups of the
-    recorded step, in the recorded order. Raises `Invalid` for a damaged export, and what `append` raises.
+    recorded step, in the recorded order; not for runs with adapters. Raises `Invalid` for those and for a damaged
+    export, and what `append` raises.
     """
     client.put_run(_config(reader, replay_order), if_absent=True)
     published = client.get_run().published_version
@@ -62,6 +63,15 @@ def _append(client: Client, groups: list[Group]) -> Counter[str]:
 def _config(reader: ExportReader, replay_order: bool) -> RunConfig:
     config: dict[str, Any] = dict(reader.manifest.config)
     if replay_order:
+        if config.get("adapters"):
+            adapters = sorted(config["adapters"])
+            raise Invalid(
+                f"the export is of a run with adapters {adapters}; replay in the recorded order is for runs without "
+                "adapters; import it without --replay-order",
+                name="replay_order",
+                value=adapters,
+                bound=[],
+            )
         steps = reader.manifest.steps
         if sorted(steps) != list(range(len(steps))):
             raise Invalid(
@@ -72,7 +82,7 @@ def _config(reader: ExportReader, replay_order: bool) -> RunConfig:
         sizes = [len(steps[step]) for step in range(len(steps))]
         batch = config["batch"] | {"tokens_per_batch": None, "groups_per_batch": max(sizes, default=1)}
         strategy = {"name": RECORDED, "options": {"sizes": sizes}}
-        config |= {"strategy": strategy, "batch": batch, "filters": [], "max_steps": len(steps), "adapters": {}}
+        config |= {"strategy": strategy, "batch": batch, "filters": [], "max_steps": len(steps)}
     return msgspec.convert(config, RunConfig)
 
 
