@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
+from replaybuf.service.run.admission import Incoming
+from replaybuf.service.run.run import Run
+from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch
+from replaybuf.wire.config import BatchSpec, StrategySpec
+from replaybuf.wire.contract import AttachRequest, WaitingAnswer
+from replaybuf.wire.group import group_from_json
+from tests.builders import arriving, rollout, wire_group
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
+from tests.led_run import on_a_run
 from tests.service.test_heartbeats import SOON_S, pass_time
 from tests.service.test_resume import conserved
 from tests.waiting import eventually
@@ -214,3 +222,35 @@ def test_each_adapter_has_slots_of_its_own(run: RunClient) -> None:
     deliver(run, code[0], adapter="code")
     assert run.batch(1, epoch).status_code == 200
     assert [one["group_id"] for one in run.get("batches/1/record").json()["groups"]] == ["code/p0", "code/p1"]
+
+
+def test_a_book_whose_last_write_failed_is_read_again_before_a_batch(server: EmbeddedServer) -> None:
+    """The answer of Redis is lost while tickets are issued: memory forgets them, Redis has them, the batch waits."""
+
+    async def work(store: Store, run: Run) -> None:
+        await run.session.attach(AttachRequest(dp_world_size=1))
+        issued = (await run.tickets.issue("p", 4, "", 0.0)).tickets
+        wires = [wire_group(rollout(), group_id=None, ticket=one.ticket) for one in issued[1:]]
+        await run.appends.append(arriving(Incoming(group_from_json(wire)) for wire in wires))
+        run.book.restore([], {}, 0.0)
+        run.side_state.uncertain = True
+        waits = await run.batches.part(0, 1, 0, 0.0)
+        assert isinstance(waits, WaitingAnswer) and "prompt_index 0" in str(waits.detail)
+        assert waits.have.groups == 2
+        assert not run.side_state.uncertain
+
+    on_a_run(server, work, batch=BatchSpec(groups_per_batch=3), strategy=StrategySpec(**exact()))
+
+
+def test_a_smaller_window_does_not_stop_a_batch_that_waits_for_a_retry(run: RunClient) -> None:
+    """Eleven groups fill a window of four batches; the ticket of slot 0 comes back, and m goes from 3 to 1."""
+    epoch, tickets = start(run, 12, strategy=exact(max_staleness=3))
+    deliver(run, *(tickets[index] for index in range(1, 12)))
+    assert run.http.delete(f"{run.path}/tickets/{tickets[0]}", params={"reason": "shutdown"}).status_code == 200
+    assert run.http.patch(run.path, json={"strategy": exact(max_staleness=1)}).status_code == 200
+    assert run.batch(0, epoch).json()["have"]["groups"] == 2
+    again = take(run, 4)
+    assert list(again) == [0]
+    deliver(run, again[0])
+    assert run.batch(0, epoch).status_code == 200
+    assert indexes(run, 0) == [0, 1, 2]
