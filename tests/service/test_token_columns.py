@@ -75,7 +75,7 @@ def count_old(made: dict[str, Any], least: int) -> int:
 
 def start(run: RunClient, groups: list[dict[str, Any]], per_batch: int, **config: Any) -> int:
     """Train three steps of plain groups, so that version 3 is published; then append `groups`; return the epoch."""
-    batch = {"groups_per_batch": per_batch, "seq_len": 64, "pad_to_multiple_of": 8}
+    batch = {"groups_per_batch": per_batch, "seq_len": 64, "pad_to_multiple_of": 8, "overlong": "truncate"}
     strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 5}}
     created = run.put(batch=batch, strategy=strategy, **config)
     assert created.status_code == 201, created.text
@@ -178,6 +178,35 @@ def test_a_body_is_the_same_from_any_server_in_direct_mode_and_after_a_crash(
     (row,) = tensors_of(body_of(leader, plain))[1]
     assert not row.keys() & {"token_versions", "prompt_lengths", "completion_lengths"}
     assert row["loss_mask"].tolist() == tensors_of(body)[1][0]["loss_mask"].tolist()
+
+
+def cut(made: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Cut the completions of a group to so many tokens."""
+    rollouts = []
+    for rollout in made["rollouts"]:
+        lists = {name: rollout[name][:tokens] for name in ("completion_ids", "completion_mask") if name in rollout}
+        spans = rollout.get("version_spans", [])
+        kept = [[version, start, min(end, tokens)] for version, start, end in spans if start < tokens]
+        rollouts.append(rollout | lists | ({"version_spans": kept} if spans else {}))
+    return made | {"rollouts": rollouts}
+
+
+def test_cut_rollouts_keep_versions_and_mask(pair: list[ServeProcess], valkey: Valkey, connect: Connect) -> None:
+    """The body counts what is left of them, the record what is stored; in direct mode too."""
+    run, stored = connect(pair[0].url, "main"), [mixed(3), mixed(7)]
+    start(run, stored, 2, stale_token_mask=0)
+    epoch = run.attach(FIRST, dp_world_size=2, seq_len=8, **EXTRAS)
+    bodies = [body_of(run, epoch, rank=rank) for rank in range(2)]
+    left = [cut(made, 6) for made in stored]
+    assert tensors_of(bodies[0])[0]["batch_loss_tokens"] == check_rows(bodies, left, FIRST)
+    old_left, old = (sum(count_old(made, FIRST) for made in groups) for groups in (left, stored))
+    assert tensors_of(bodies[0])[0]["batch_masked_tokens"] == old_left < old
+    assert run.get(f"batches/{FIRST}/record").json()["masked_tokens"] == old
+    with Client(pair[0].url, "main") as client:
+        direct = DirectBodies(client, valkey.url)
+        assert [bytes(direct.fetch(FIRST, epoch, rank)) for rank in range(2)] == bodies  # type: ignore[arg-type]
+        assert direct.built == 2
+        direct.close()
 
 
 def test_masked_tokens_are_counted_in_record_ledger_and_metric(pair: list[ServeProcess], connect: Connect) -> None:
