@@ -4,7 +4,8 @@ For clusters where one HTTP process cannot send all bodies. The function of the 
 that fit the checksums of the plan, so the bytes are the same. If that fails (Redis unavailable, a frame missing or
 broken, a service of another release), the reason is logged and the body comes over HTTP.
 
-Redis is only read, with GET on payload keys (`rb:p:*`): ask the operator for a user with no other rights.
+Redis is only read, with GET on payload keys (`rb:p:*`): ask the operator for a user with no other rights. Frames in the
+spill folder of the run are read there; a rank that cannot reach the folder gets its bodies over HTTP.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from redis.retry import Retry
 
 from replaybuf import __version__
 from replaybuf.client.client import Client
-from replaybuf.errors import Invalid, Malformed
+from replaybuf.errors import Invalid, Malformed, MissingExtra, SpillAway
 from replaybuf.store.chunks import READ_BYTES, split_chunks
+from replaybuf.store.spill_folder import SpillFolder, open_folder
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.plan import Plan, build_body, decode_payload
+from replaybuf.wire.spill import check_spill_url, stub_path
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class DirectBodies:
         self.fallbacks = 0
         self._client = client
         self._http_until_s = 0.0
+        self._folder: SpillFolder | None = None
         try:
             self._redis = redis.Redis.from_url(
                 redis_url,
@@ -75,10 +79,9 @@ class DirectBodies:
             except Malformed as error:
                 logger.warning("body of step %d rank %d comes over HTTP: %s", step, dp_rank, error.detail)
             except (RedisError, OSError) as error:
-                self._http_until_s = time.monotonic() + HTTP_ONLY_S
-                logger.warning(
-                    "bodies come over HTTP for %.0f s: Redis: %s", HTTP_ONLY_S, error or type(error).__name__
-                )
+                self._use_http(f"Redis: {error or type(error).__name__}")
+            except (SpillAway, MissingExtra) as error:
+                self._use_http(error.detail)
             else:
                 self.built += 1
                 return built
@@ -86,11 +89,15 @@ class DirectBodies:
         self.fallbacks += not isinstance(body, WaitingAnswer)
         return body
 
+    def _use_http(self, why: str) -> None:
+        self._http_until_s = time.monotonic() + HTTP_ONLY_S
+        logger.warning("bodies come over HTTP for %.0f s: %s", HTTP_ONLY_S, why)
+
     def build(self, plan: Plan) -> memoryview:
         """Fetch the frames of a plan and build its body.
 
         Raises `BrokenFrame` for a missing frame or another one than planned, `Malformed` for a plan of another release,
-        and redis-py's errors.
+        `SpillAway` for a spill folder out of reach, and redis-py's errors.
         """
         if plan.release != __version__:
             raise Malformed(
@@ -107,6 +114,16 @@ class DirectBodies:
             pipe = self._redis.pipeline(transaction=False)
             for planned in chunk:
                 pipe.get(planned.payload_key)
-            for planned, frame in zip(chunk, pipe.execute(), strict=True):
-                groups.append(decode_payload(planned.payload_key, frame, planned.crc32c))
+            for planned, payload in zip(chunk, pipe.execute(), strict=True):
+                groups.append(decode_payload(planned.payload_key, self._frame(payload), planned.crc32c))
         return groups
+
+    def _frame(self, payload: bytes | None) -> bytes | None:
+        """Return a frame, from the spill folder if the payload is its stub."""
+        path = stub_path(payload)
+        if path is None:
+            return payload
+        if self._folder is None:
+            spill = self._client.get_run().config["spill"]
+            self._folder = open_folder(check_spill_url(spill["url"]))
+        return self._folder.read(path)

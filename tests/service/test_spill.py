@@ -1,0 +1,292 @@
+"""Spill: a buffer larger than its memory, on real processes; nothing is lost, whatever happens to the folder."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from replaybuf.client.client import Client
+from replaybuf.client.direct import DirectBodies
+from replaybuf.store.spill_folder import MARK
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.spill import MAGIC
+from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_restart import valkey_of
+from tests.waiting import eventually
+
+Connect = Callable[[str, str], RunClient]
+FRAME_BYTES = 19_232
+"""Of a group with 2 rollouts of 1,000 tokens."""
+LIMIT = 10 * FRAME_BYTES
+GROUPS = 100
+
+
+def soon(check: Callable[[], object]) -> None:
+    """Wait until a check holds, also on a busy machine."""
+    eventually(check, 30.0)
+
+
+def stored(run: RunClient, number: int) -> None:
+    """Append a group, as a producer that retries after 429."""
+    soon(lambda: run.post("groups", groups=[large(number)]).status_code == 200)
+
+
+def large(number: int) -> dict[str, Any]:
+    return group(f"g{number}", tokens=1000)
+
+
+def begin(run: RunClient, folder: Path | None, **config: Any) -> int:
+    """Create a run whose frames spill into a folder, and attach."""
+    spills = {} if folder is None else {"spill": {"url": f"file://{folder}"}}
+    limits = {"max_group_bytes": 60_000} | ({} if folder is None else {"max_bytes_in_memory": LIMIT})
+    answer = run.put(
+        batch={"groups_per_batch": 5, "tokens_per_batch": None},
+        strategy={"name": "one-step-off-policy", "options": {"max_staleness": 1000}},
+        limits=limits,
+        **spills,
+        **config,
+    )
+    assert answer.status_code == 201, answer.text
+    return run.attach()
+
+
+def fill(run: RunClient, count: int = GROUPS) -> None:
+    """Append groups one by one."""
+    for number in range(count):
+        stored(run, number)
+
+
+def files(folder: Path) -> list[Path]:
+    """List the files of frames."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != MARK]
+
+
+def conserved(run: RunClient) -> bool:
+    counts = run.state()["groups"]
+    evicted = sum(counts["evicted"].values())
+    return bool(
+        counts["stored"]
+        == counts["live"] + counts["in_batches"] + counts["retired"] + evicted + counts["dead_lettered"]
+    )
+
+
+def trained(service: ServeProcess, folder: Path | None) -> tuple[RunClient, list[bytes]]:
+    """Fill a run and train it to its end; return the bodies."""
+    run = RunClient(service.url, "r")
+    epoch = begin(run, folder)
+    fill(run)
+    if folder:
+        spill = run.state()["spill"]
+        assert spill["bytes_in_memory"] <= LIMIT and spill["groups"] >= GROUPS - 10 and spill["failing"] is None
+        with redis.Redis(unix_socket_path=service.valkey_socket) as client:
+            payloads = [bytes(client.get(key) or b"") for key in client.keys("rb:p:*")]
+        stubs = sum(payload.startswith(MAGIC) for payload in payloads)
+        assert stubs >= GROUPS - 10 and sum(map(len, payloads)) < 1.1 * LIMIT
+    return run, run.train(epoch, range(GROUPS // 5))
+
+
+def test_a_buffer_ten_times_its_memory_trains_to_the_same_bytes(own_service: ServeProcess, tmp_path: Path) -> None:
+    """As the same run without spill does, step by step. Deleting the run deletes its folder."""
+    folder = tmp_path / "spill"
+    run, spilled = trained(own_service, folder)
+    other = ServeProcess(tmp_path / "other").start()
+    try:
+        plain_run, plain = trained(other, None)
+        plain_run.http.close()
+    finally:
+        other.end()
+    assert spilled == plain
+    assert run.http.patch(run.path, json={"state": "finished"}).status_code == 200
+    assert run.http.delete(run.path).status_code == 204
+    soon(lambda: not any(folder.iterdir()))
+    run.http.close()
+
+
+def test_a_checkpoint_deletes_the_files_of_used_groups(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    run = connect(own_service.url, "r")
+    epoch = begin(run, tmp_path / "spill")
+    fill(run, 40)
+    run.train(epoch, range(4))
+    assert run.post("checkpoints", epoch=epoch, step=4).status_code == 200
+    soon(lambda: len(files(tmp_path / "spill")) == run.state()["spill"]["groups"] <= 20)
+    run.train(epoch, range(4, 8))
+    assert conserved(run)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_9_during_moves_loses_no_group_and_leaves_no_file(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path, seed: int
+) -> None:
+    """Of the service alone, and of Valkey with it, between two appends at random."""
+    random_ = random.Random(seed)
+    run = connect(own_service.url, "r")
+    epoch = begin(run, tmp_path / "spill")
+    kills = set(random_.sample(range(10, 60), 4))
+    for number in range(60):
+        stored(run, number)
+        if number in kills:
+            own_service.kill()
+            if random_.random() < 0.5:
+                valkey_of(own_service.data_dir).kill()
+            run = connect(own_service.start().url, "r")
+    assert run.state()["groups"]["stored"] == 60
+    bodies = run.train(epoch, range(12))
+    assert sorted(name for body in bodies for name in read_batch(body).meta.group_ids) == sorted(
+        f"g{number}" for number in range(60)
+    )
+    assert run.post("checkpoints", epoch=epoch, step=12).status_code == 200
+    soon(lambda: files(tmp_path / "spill") == [])
+    assert conserved(run) and run.state()["groups"]["dead_lettered"] == 0
+
+
+def test_files_that_nothing_names_are_deleted_at_the_next_start(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    run = connect(own_service.url, "r")
+    begin(run, tmp_path / "spill")
+    fill(run, 20)
+    soon(lambda: len(files(tmp_path / "spill")) == run.state()["spill"]["groups"] > 0)
+    before = [path for path in files(tmp_path / "spill") if path.suffix != ".new"]
+    for name in ("1-0123456789abcdef", "20-0123456789abcdef", "2-0123456789abcdef.new"):
+        (before[0].parent / name).write_bytes(b"left by a crash")
+    held = run.state()["spill"]["groups"]
+    own_service.kill()
+    run = connect(own_service.start().url, "r")
+    left = {"1-0123456789abcdef", "2-0123456789abcdef.new"}
+    soon(lambda: not left & {path.name for path in files(tmp_path / "spill")})
+    assert run.state()["spill"]["groups"] >= held
+    assert set(before) <= set(files(tmp_path / "spill"))
+
+
+def test_without_its_folder_nothing_is_lost_and_it_goes_on_when_the_folder_is_back(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """Appends get 429 at the limit, batches with spilled frames 503, and no group becomes a dead letter."""
+    folder = tmp_path / "spill"
+    run = connect(own_service.url, "r")
+    epoch = begin(run, folder)
+    fill(run, 30)
+    soon(lambda: run.state()["spill"]["groups"] > 20)
+    folder.rename(tmp_path / "away")
+    answers: list[int] = []
+
+    def refused() -> bool:
+        answer = run.post("groups", groups=[large(30 + len(answers))])
+        answers.append(answer.status_code)
+        return answer.status_code == 429
+
+    soon(refused)
+    assert run.batch(0, epoch).status_code == 200  # the first groups were drawn first, so they are in memory still
+    assert run.ack(0, epoch).status_code == 200 and run.publish(1, epoch).status_code == 200
+    refusal = next(answer for answer in (run.batch(step, epoch) for step in range(1, 3)) if answer.status_code != 200)
+    assert refusal.status_code == 503 and refusal.json()["type"].endswith(":spill-away")
+    assert "make the folder available again" in refusal.json()["detail"]
+    assert run.state()["spill"]["failing"]
+    assert run.state()["groups"]["dead_lettered"] == 0
+    (tmp_path / "away").rename(folder)
+    soon(lambda: run.state()["spill"]["failing"] is None)
+    soon(lambda: run.post("groups", groups=[large(99)]).status_code == 200)
+    run.train(epoch, range(1, 6))
+    assert conserved(run) and run.state()["groups"]["dead_lettered"] == 0
+
+
+def test_a_full_folder_stops_the_moves_and_frees_them_again(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """A disk of 128 KiB: what it cannot take stays in Redis, no half file counts, and appends wait."""
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system of a given size")
+    try:
+        run = connect(own_service.url, "r")
+        epoch = begin(run, folder)
+        sent = 0
+        while run.post("groups", groups=[large(sent)]).status_code == 200:
+            sent += 1
+        assert sent < 30
+        state = run.state()
+        assert "No space left" in state["spill"]["failing"]
+        assert state["spill"]["bytes_in_memory"] <= LIMIT
+        subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
+        for number in range(sent, 40):
+            stored(run, number)
+        soon(lambda: run.state()["spill"]["failing"] is None)
+        run.train(epoch, range(8))
+        assert conserved(run) and run.state()["groups"]["dead_lettered"] == 0
+    finally:
+        own_service.end()
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda path: path.unlink(), "missing_payload"),
+        (lambda path: path.write_bytes(path.read_bytes()[:5000]), "broken_frame"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"), "bad_checksum"),
+    ],
+    ids=["missing", "cut", "flipped"],
+)
+def test_a_file_that_is_lost_or_changed_is_a_dead_letter(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path, harm: Callable[[Path], None], reason: str
+) -> None:
+    run = connect(own_service.url, "r")
+    epoch = begin(run, tmp_path / "spill")
+    fill(run, 21)
+    harmed = max(files(tmp_path / "spill"), key=lambda path: int(path.name.partition("-")[0]))
+    harm(harmed)
+    run.train(epoch, range(4))
+    (letter,) = run.get("dead-letters").json()["dead_letters"]
+    assert (letter["number"], letter["reason"]) == (int(harmed.name.partition("-")[0]), reason)
+    assert conserved(run)
+
+
+def test_direct_mode_reads_spilled_frames_and_uses_http_without_the_folder(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    run = connect(own_service.url, "r")
+    epoch = begin(run, tmp_path / "spill")
+    fill(run, 30)
+    with Client(own_service.url, "r") as client:
+        direct = DirectBodies(client, f"unix://{own_service.valkey_socket}")
+        for step in range(5):
+            assert bytes(direct.fetch(step, epoch)) == run.batch(step, epoch).content  # type: ignore[arg-type]
+            assert run.ack(step, epoch).status_code == 200 and run.publish(step + 1, epoch).status_code == 200
+        assert (direct.built, direct.fallbacks) == (5, 0)
+        plan = run.batch(5, epoch).content
+        shutil.move(tmp_path / "spill", tmp_path / "away")
+        assert bytes(direct.fetch(5, epoch)) == plan  # type: ignore[arg-type]
+        assert direct.built + direct.fallbacks == 6
+        direct.close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_when_the_run_is_created(run: RunClient, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    answer = run.put(batch={}, spill={"url": f"file://{tmp_path}/file/spill"})
+    assert (answer.status_code, answer.json()["name"]) == (422, "spill.url")
+    assert run.http.get(run.path).status_code == 404
+    assert run.put(batch={}, limits={"max_bytes_in_memory": 2**27}).json()["name"] == "limits.max_bytes_in_memory"
+
+
+def test_the_limit_changes_while_the_run_lives_and_readers_see_spilled_groups(run: RunClient, tmp_path: Path) -> None:
+    """A lower limit moves frames at once; browsing and cursors read them from their files."""
+    begin(run, tmp_path / "spill")
+    assert run.http.patch(run.path, json={"limits": {"max_bytes_in_memory": 10**9}}).status_code == 200
+    fill(run, 20)
+    assert run.state()["spill"]["groups"] == 0
+    assert run.http.patch(run.path, json={"limits": {"max_bytes_in_memory": 60_000}}).status_code == 200
+    soon(lambda: run.state()["spill"]["groups"] >= 17)
+    assert len(run.get("groups/g19").json()["rollouts"]) == 2
+    page = run.get("cursors/reader", kind="stored", limit=50).json()
+    assert [len(one["rollouts"]) for one in page["groups"]] == [2] * 20
