@@ -305,3 +305,20 @@ def test_a_wait_for_a_short_batch_begins_again_at_the_next_leader(
     assert second.get("batches/0/record").json()["short"] == "timeout"
     again = connect(pair[0].start().url, "r")
     assert again.batch(0, epoch).content == body.content
+
+
+def test_the_next_leader_waits_for_the_same_slot(pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:
+    """Exact slots follow from the tickets in Redis: nothing overtakes the slow prompt at the takeover."""
+    first, second = (connect(server.url, "r") for server in pair)
+    strategy = {"name": "one-step-off-policy", "options": {"exact_slots": True}}
+    first.put(batch={"groups_per_batch": 2}, strategy=strategy)
+    epoch = first.attach()
+    slow, *others = (one["ticket"] for one in first.post("tickets", producer="p", count=4).json()["tickets"])
+    first.append(*(group(None, ticket=ticket) for ticket in others))
+    pair[0].kill()
+    waits = eventually(lambda: second.batch(0, epoch), LEASE_S + SLACK_S, lambda found: found.status_code != 503)
+    assert (waits.status_code, waits.json()["have"]["groups"]) == (202, 1)
+    assert second.append(group(None, ticket=slow))[0]["status"] == "stored"
+    second.train(epoch, range(2))
+    trained = [second.get(f"batches/{step}/record").json()["groups"] for step in range(2)]
+    assert [[one["prompt_index"] for one in groups] for groups in trained] == [[0, 1], [2, 3]]
