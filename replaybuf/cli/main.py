@@ -36,6 +36,7 @@ COMMANDS = {
     "up": "replaybuf.cli.up:up",
     "config schema": "replaybuf.cli.config:schema",
     "generate": "replaybuf.cli.generate:generate",
+    "stage": "replaybuf.cli.stage:stage",
     "eval": "replaybuf.cli.evaluate:evaluate",
     "export": "replaybuf.cli.export:export",
     "import": "replaybuf.cli.export:import_",

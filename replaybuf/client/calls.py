@@ -1,19 +1,19 @@
 """Every call of the HTTP API on one run, without I/O.
 
-A call is an exchange: a generator that yields `HttpRequest`s, receives the `httpx.Response` of each, and returns the
-result. The clients of `replaybuf.client.client` send the requests.
+A call is an exchange (`http_request`). The clients of `replaybuf.client.client` send its requests.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar, Unpack
-from urllib.parse import quote
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Unpack
 
 import httpx
 import msgspec
 
+from replaybuf.client.http_request import Exchange as Exchange
+from replaybuf.client.http_request import HttpRequest as HttpRequest
+from replaybuf.client.http_request import encode_body, given, segment
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import Gone, InvalidGroups, Malformed
 from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
@@ -28,6 +28,7 @@ from replaybuf.wire.contract import (
     Policy,
     ProducerList,
     ProducerStatus,
+    StoredColumns,
     Tickets,
     WaitingAnswer,
 )
@@ -36,6 +37,7 @@ from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluation
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group
+from replaybuf.wire.late_columns import encode_columns, late_columns
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 from replaybuf.wire.run_status import RunFacts, RunStatus
@@ -43,36 +45,9 @@ from replaybuf.wire.run_status import RunFacts, RunStatus
 APPEND_BODY_BYTES = 32 << 20
 """Approximate maximum of one append body. A group is never split."""
 
-T = TypeVar("T")
-_JSON = "application/json"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HttpRequest:
-    """One HTTP request below the address of a run.
-
-    - `accept`: the media type wanted, for a call with several
-    - `wait_ms`: how long the service may hold the request
-    - `repeatable`: a repetition does no harm
-    - `answers`: statuses beside 2xx that are answers, not errors
-    """
-
-    method: str = "GET"
-    path: str = ""
-    params: dict[str, str | int] = dataclasses.field(default_factory=dict)
-    content: bytes = b""
-    media_type: str = _JSON
-    accept: str | None = None
-    wait_ms: int = 0
-    repeatable: bool = True
-    answers: frozenset[int] = frozenset()
-
-
-Exchange: TypeAlias = Generator[HttpRequest, httpx.Response, T]
-
-
 # msgspec 0.22 builds its data about a struct at first use, and crashes if two threads do that at once: build it here.
 for _shape in (
+    StoredColumns,
     WaitingAnswer,
     Attachment,
     Policy,
@@ -106,11 +81,11 @@ class RunCalls:
         `if_absent`: a run that exists keeps its configuration, whatever `config` says. Raises `Conflict`, `Invalid`.
         """
         params: dict[str, str | int] = {"if_absent": "true"} if if_absent else {}
-        return self._remember((yield HttpRequest(method="PUT", params=params, content=_body(config))))
+        return self._remember((yield HttpRequest(method="PUT", params=params, content=encode_body(config))))
 
     def patch_run(self, changes: ConfigPatch | dict[str, Any]) -> Exchange[RunStatus]:
         """Change strategy, filters, limits or state of a live run. Raises `Conflict`, `Invalid`."""
-        return self._remember((yield HttpRequest(method="PATCH", content=_body(changes))))
+        return self._remember((yield HttpRequest(method="PATCH", content=encode_body(changes))))
 
     def delete_run(self) -> Exchange[None]:
         """Delete a finished run: its groups, its ledger, its results. A repetition does no harm. Raises `Conflict`."""
@@ -135,9 +110,9 @@ class RunCalls:
         to the bodies. Raises `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
         """
         body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume, **options}
-        body |= _given(resume_step=resume_step, seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, cost=cost)
+        body |= given(resume_step=resume_step, seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, cost=cost)
         # Not repeatable: the first answer may be late, and a second attach fences its epoch.
-        reply = yield HttpRequest(method="POST", path="/attach", content=_body(body), repeatable=False)
+        reply = yield HttpRequest(method="POST", path="/attach", content=encode_body(body), repeatable=False)
         return answer_of(reply, Attachment)
 
     def fetch_batch(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Exchange[bytes | WaitingAnswer]:
@@ -158,26 +133,26 @@ class RunCalls:
 
     def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None) -> Exchange[None]:
         """Report that `step` is trained. A repetition does no harm. Raises `Fenced`, `WrongStep`."""
-        body = {"epoch": epoch} | _given(feedback=feedback)
-        yield HttpRequest(method="POST", path=f"/batches/{step}/ack", content=_body(body))
+        body = {"epoch": epoch} | given(feedback=feedback)
+        yield HttpRequest(method="POST", path=f"/batches/{step}/ack", content=encode_body(body))
 
     def publish_policy(
         self, version: int, epoch: int, weights_uri: str | None = None, adapter: str = ""
     ) -> Exchange[None]:
         """Announce that the engines loaded `version`. A repetition does no harm. Raises `Fenced`, `Conflict`."""
         body = {"epoch": epoch, "version": version, "weights_uri": weights_uri, "adapter": adapter}
-        yield HttpRequest(method="POST", path="/policy", content=_body(body))
+        yield HttpRequest(method="POST", path="/policy", content=encode_body(body))
 
     def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> Exchange[None]:
         """Record that training can resume after `step` steps. The newest `keep` checkpoints stay resumable."""
-        body = {"epoch": epoch, "step": step} | _given(keep=keep)
-        yield HttpRequest(method="POST", path="/checkpoints", content=_body(body))
+        body = {"epoch": epoch, "step": step} | given(keep=keep)
+        yield HttpRequest(method="POST", path="/checkpoints", content=encode_body(body))
 
     # ------------------------------------------------------------------ producer
 
     def get_policy(self, after: int | None = None, wait_ms: int = 0, adapter: str = "") -> Exchange[Policy]:
         """Return the published version of an adapter. With `after`, wait up to `wait_ms` for a newer version."""
-        params = {"wait_ms": wait_ms} | _given(after=after, adapter=adapter or None)
+        params = {"wait_ms": wait_ms} | given(after=after, adapter=adapter or None)
         return answer_of((yield HttpRequest(path="/policy", params=params, wait_ms=wait_ms)), Policy)
 
     def take_tickets(
@@ -188,17 +163,19 @@ class RunCalls:
         `max_tokens`: most tokens that you sample per rollout. The service expects groups of that size until it has one.
         """
         body = {"producer": producer, "count": count, "adapter": adapter, "wait_ms": wait_ms}
-        body |= _given(max_tokens=max_tokens)
-        request = HttpRequest(method="POST", path="/tickets", content=_body(body), wait_ms=wait_ms, repeatable=False)
+        body |= given(max_tokens=max_tokens)
+        request = HttpRequest(
+            method="POST", path="/tickets", content=encode_body(body), wait_ms=wait_ms, repeatable=False
+        )
         return answer_of((yield request), Tickets)
 
     def send_heartbeat(
         self, producer: str, in_flight: int | None = None, engines: int | None = None, held_back_by: str | None = None
     ) -> Exchange[Heartbeat]:
         """Report that a producer is at work. After `heartbeat_s` of silence it loses its tickets. Never repeated."""
-        body = _given(in_flight=in_flight, engines=engines, held_back_by=held_back_by)
-        path = f"/producers/{_segment(producer)}"
-        request = HttpRequest(method="PUT", path=path, content=_body(body), repeatable=False)
+        body = given(in_flight=in_flight, engines=engines, held_back_by=held_back_by)
+        path = f"/producers/{segment(producer)}"
+        request = HttpRequest(method="PUT", path=path, content=encode_body(body), repeatable=False)
         return answer_of((yield request), Heartbeat)
 
     def list_producers(self) -> Exchange[list[ProducerStatus]]:
@@ -207,7 +184,7 @@ class RunCalls:
 
     def return_ticket(self, ticket: str, reason: str) -> Exchange[None]:
         """Return a ticket with the reason. Raises `NotFound` if it is no longer out. Never repeated."""
-        path = f"/tickets/{_segment(ticket)}"
+        path = f"/tickets/{segment(ticket)}"
         yield HttpRequest(method="DELETE", path=path, params={"reason": reason}, repeatable=False)
 
     def append(self, groups: Sequence[Group], *, compress: bool = False) -> Exchange[list[AppendResult]]:
@@ -232,7 +209,20 @@ class RunCalls:
 
     def record_evaluation(self, result: EvaluationRequest) -> Exchange[Evaluation]:
         """Record the result of an evaluation. A repetition does no harm. Raises `Invalid`."""
-        return answer_of((yield HttpRequest(method="POST", path="/evaluations", content=_body(result))), Evaluation)
+        return answer_of(
+            (yield HttpRequest(method="POST", path="/evaluations", content=encode_body(result))), Evaluation
+        )
+
+    def add_columns(self, group_id: str, columns: Mapping[str, Sequence[Any]]) -> Exchange[int]:
+        """Add columns to a stored group before a batch draws it; return how many it did not have.
+
+        `ref_logprobs`, `old_logprobs`, `teacher_logprobs`, `token_advantages`: one list or array per rollout;
+        `rewards`, `advantages` and reward parts `rewards.<name>`: one number per rollout. A repetition does no harm.
+        Raises `Invalid`, `NotFound`, `Gone`, and `Conflict` for other values than before or a group that was drawn.
+        """
+        path, content = f"/groups/{segment(group_id)}/columns", encode_columns(late_columns(group_id, columns))
+        reply = yield HttpRequest(method="PUT", path=path, content=content, media_type=MEDIA_TYPE)
+        return answer_of(reply, StoredColumns).added
 
     # ------------------------------------------------------------------ reading
 
@@ -242,7 +232,7 @@ class RunCalls:
 
     def get_record(self, step: int, generation: int | None = None) -> Exchange[StepRecord]:
         """Return the record of a batch, in the current history or in that of `generation`. Raises `NotFound`."""
-        params = _given(generation=generation)
+        params = given(generation=generation)
         return answer_of((yield HttpRequest(path=f"/batches/{step}/record", params=params)), StepRecord)
 
     def get_ledger(self, after: int = 0, limit: int = 1000) -> Exchange[LedgerPage]:
@@ -251,7 +241,7 @@ class RunCalls:
 
     def get_group(self, group_id: str) -> Exchange[StoredGroup]:
         """Return the state and content of a group. Raises `NotFound`, `Gone`."""
-        return answer_of((yield HttpRequest(path=f"/groups/{_segment(group_id)}")), StoredGroup)
+        return answer_of((yield HttpRequest(path=f"/groups/{segment(group_id)}")), StoredGroup)
 
     def list_groups(
         self,
@@ -268,19 +258,20 @@ class RunCalls:
         prompt_id: str | None = None,
         source: str | None = None,
         adapter: str | None = None,
+        lacks: str | None = None,
         order: Literal["arrival", "reward", "staleness"] = "arrival",
         desc: bool = False,
     ) -> Exchange[GroupPage]:
         """List up to `limit` groups that meet all conditions, after the `next` of an earlier page; None = any.
 
         A page may be short and have a `next`. `step`: whose batch used the group; staleness: at the next step to
-        assemble; `source`: in the metadata, "" = none. Only groups that are not freed are sorted by reward or
-        staleness. Raises `Invalid`.
+        assemble; `source`: in the metadata, "" = none; `lacks`: a column that may still be added. Only groups that are
+        not freed are sorted by reward or staleness. Raises `Invalid`.
         """
         params: dict[str, str | int] = {"limit": limit, "order": order} | ({"desc": "true"} if desc else {})
-        params |= _given(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
-        params |= _given(min_reward=min_reward, max_reward=max_reward, after=after)
-        params |= _given(min_staleness=min_staleness, max_staleness=max_staleness)
+        params |= given(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
+        params |= given(min_reward=min_reward, max_reward=max_reward, after=after)
+        params |= given(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
 
     def list_dead_letters(self, limit: int = 100, after: int = 0) -> Exchange[DeadLetters]:
@@ -303,20 +294,20 @@ class RunCalls:
         The first call creates it over `stored` (default) or `trained` groups. The same page comes again until
         `advance_cursor`. Raises `Conflict` for another kind and for too many cursors.
         """
-        params = {"limit": limit, "wait_ms": wait_ms} | _given(kind=kind)
-        request = HttpRequest(path=f"/cursors/{_segment(name)}", params=params, wait_ms=wait_ms)
+        params = {"limit": limit, "wait_ms": wait_ms} | given(kind=kind)
+        request = HttpRequest(path=f"/cursors/{segment(name)}", params=params, wait_ms=wait_ms)
         return answer_of((yield request), CursorPage)
 
     def advance_cursor(self, name: str, position: str) -> Exchange[CursorState]:
         """Report that all groups up to the `position` of a page are done. A repetition does no harm."""
-        body = _body({"position": position})
+        body = encode_body({"position": position})
         return answer_of(
-            (yield HttpRequest(method="POST", path=f"/cursors/{_segment(name)}", content=body)), CursorState
+            (yield HttpRequest(method="POST", path=f"/cursors/{segment(name)}", content=body)), CursorState
         )
 
     def delete_cursor(self, name: str) -> Exchange[None]:
         """Forget a cursor. A repetition does no harm."""
-        yield HttpRequest(method="DELETE", path=f"/cursors/{_segment(name)}")
+        yield HttpRequest(method="DELETE", path=f"/cursors/{segment(name)}")
 
     def list_cursors(self) -> Exchange[list[CursorState]]:
         """Return the cursors of the run with their lag."""
@@ -358,20 +349,6 @@ def _bounds(facts: RunFacts) -> GroupLimits:
         seq_len=None if truncates else facts.batch.seq_len,
         tokens_per_batch=None if truncates else facts.batch.token_budget,
     )
-
-
-def _segment(text: str) -> str:
-    """Encode one segment of a path. HTTP clients remove the segments `.` and `..`, so their dots are encoded too."""
-    encoded = quote(text, safe="")
-    return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
-
-
-def _given(**optional: Any) -> dict[str, Any]:
-    return {name: value for name, value in optional.items() if value is not None}
-
-
-def _body(value: Any) -> bytes:
-    return msgspec.json.encode(value)
 
 
 def _chunks(groups: Sequence[Group], positions: list[int], compress: bool) -> Iterator[dict[int, bytes]]:

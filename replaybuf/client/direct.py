@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import redis
@@ -22,12 +23,13 @@ from redis.retry import Retry
 
 from replaybuf import __version__
 from replaybuf.client.client import Client
-from replaybuf.errors import Invalid, Malformed, MissingExtra, SpillAway
+from replaybuf.errors import BrokenFrame, Invalid, Malformed, MissingExtra, SpillAway
 from replaybuf.store.chunks import READ_BYTES, split_chunks
 from replaybuf.store.spill_folder import SpillFolder, open_folder
 from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group
-from replaybuf.wire.plan import Plan, build_body, decode_payload
+from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_late, decode_payload
 from replaybuf.wire.spill import check_spill_url, stub_path
 
 logger = logging.getLogger(__name__)
@@ -109,13 +111,14 @@ class DirectBodies:
         return build_body(plan, self._groups(plan))
 
     def _groups(self, plan: Plan) -> list[Group]:
-        groups = []
-        for chunk in split_chunks(plan.groups, lambda planned: planned.frame_bytes):
+        groups: list[Group] = []
+        for chunk in split_chunks(plan.groups, _frame_bytes):
             pipe = self._redis.pipeline(transaction=False)
             for planned in chunk:
-                pipe.get(planned.payload_key)
-            for planned, payload in zip(chunk, pipe.execute(), strict=True):
-                groups.append(decode_payload(planned.payload_key, self._frame(payload), planned.crc32c))
+                for key in (planned.payload_key, *(column.payload_key for column in planned.late_columns or ())):
+                    pipe.get(key)
+            frames = map(self._frame, pipe.execute())
+            groups += [_decode(planned, frames) for planned in chunk]
         return groups
 
     def _frame(self, payload: bytes | None) -> bytes | None:
@@ -127,3 +130,18 @@ class DirectBodies:
             spill = self._client.get_run().config["spill"]
             self._folder = open_folder(check_spill_url(spill["url"]))
         return self._folder.read(path)
+
+
+def _frame_bytes(planned: PlannedGroup) -> int:
+    return planned.frame_bytes + sum(column.frame_bytes for column in planned.late_columns or ())
+
+
+def _decode(planned: PlannedGroup, frames: Iterator[bytes | None]) -> Group:
+    """Decode a group from its frame and those of its late columns, which come next."""
+    group = decode_payload(planned.payload_key, next(frames), planned.crc32c)
+    late = {column.name: next(frames) for column in planned.late_columns or ()}
+    for column in planned.late_columns or ():
+        frame = late[column.name]
+        if frame is not None and stored_checksum(frame) != column.crc32c:
+            raise BrokenFrame(f"payload {column.payload_key} is not the frame of the plan", name="bad_checksum")
+    return decode_late(group, late, planned.payload_key)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from replaybuf.kernel.column_bits import have_all
 from replaybuf.kernel.index import LIVE, Index, Numbers
 from replaybuf.kernel.rules import check_evictions
 from replaybuf.kernel.selection import Selector
@@ -123,21 +124,26 @@ def _ask_plugins(
     if not plugins:
         return  # the view sums up all live groups
     view = selector.inputs.view(state.next_step, adapter=adapter)
-    for plugin, call in plugins:
-        if not len(rows):
-            return
-        ask = functools.partial(_checked, plugin, call, state.index, rows, view)
+    for plugin, call, required in plugins:
+        bits = state.pool.columns.bits_of(required)
+        seen = rows[have_all(state.index["columns"][rows], bits)] if bits else rows
+        if not len(seen):
+            continue
+        ask = functools.partial(_checked, plugin, call, state.index, seen, view)
         found = selector.ask("evict", ask, plugin)
         for number, reason in zip(found.rows, found.reasons, strict=True):
             unusable.setdefault(reason, []).append(int(number))
         rows = rows[~np.isin(state.index["number"][rows], found.rows)]
 
 
-def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict]]:
+def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, Sequence[str]]]:
+    """Yield each plug-in with its call and the columns without which it does not see a group."""
+    plugins = selector.inputs.plugins
+    required, *of_filters = plugins.required
     if _evicts(selector.strategy):
-        yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict
-    for spec, one in zip(selector.config.filters, selector.inputs.plugins.filters, strict=True) if filtered else ():
-        yield f"filter {spec.name!r}", one.drop
+        yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict, required
+    for spec, one, needed in zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ():
+        yield f"filter {spec.name!r}", one.drop, needed
 
 
 def _checked(plugin: str, call: Evict, index: Index, rows: Rows, view: BufferView) -> Evictions:

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.index import FREED, Numbers
+from replaybuf.kernel.column_bits import have_all
+from replaybuf.kernel.index import FREED, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import PURGED, RETIRED
 from replaybuf.kernel.queries import GROUP_STATES, check_record_kept
 from replaybuf.kernel.state import RunState
@@ -37,6 +38,7 @@ class GroupQuery:
     - `min_reward`, `max_reward`: of the mean reward of the group
     - `min_staleness`, `max_staleness`: the staleness that the group has at the next step to assemble
     - `version`: `policy_version` of the group; `source`, `adapter`: names, compared by their hashes
+    - `lacks`: a column that the group does not have and may still get: it is live, and no batch has drawn it
     """
 
     state: str | None = None
@@ -49,6 +51,7 @@ class GroupQuery:
     prompt_id: str | None = None
     source: str | None = None
     adapter: str | None = None
+    lacks: str | None = None
     order: GroupOrder = "arrival"
     desc: bool = False
 
@@ -128,6 +131,10 @@ class GroupMatcher:
             matches &= index["state"][rows] == GROUP_STATES.index(self.query.state)
         if self.query.reads_columns:
             matches &= self.compare({name: index[name][rows] for name in _COLUMNS})
+        if self.query.lacks is not None:
+            bits = self._state.pool.columns.bits_of([self.query.lacks])
+            matches &= ~have_all(index["columns"][rows], bits)
+            matches &= (index["state"][rows] == LIVE) & (index["last_step"][rows] == NEVER)
         found: Numbers = index["number"][rows][matches]
         return found
 
@@ -141,7 +148,7 @@ class GroupMatcher:
         """List the freed groups of the state asked for; those up to `trimmed` are forgotten."""
         state, wanted = self._state, self.query.state
         low = max(low, state.trimmed + 1)
-        if high < low or wanted not in (None, *_FREED_STATES):
+        if high < low or wanted not in (None, *_FREED_STATES) or self.query.lacks is not None:
             return np.empty(0, np.int64)
         codes = np.frombuffer(state.pool.freed_as, np.uint8)[low - state.trimmed : high - state.trimmed + 1]
         retired, purged = codes == state.pool.reasons.index(RETIRED), (codes & PURGED) > 0

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.kernel.column_bits import bits_of_group
 from replaybuf.kernel.groups import Groups, read_only
 from replaybuf.wire.group import Float64s, Group, hash_name
 
@@ -33,11 +34,13 @@ ENTRY = np.dtype(
         ("advantage_abs_mean", "<f4"),
         ("adapter", "<i4"),
         ("source", "<i4"),
-        ("truncated", "<i4"),
+        ("truncated", "<u2"),
+        ("columns", "<u2"),
     ]
 )
 """Index entry. `adapter`, `source`: hashes of names, the source from `metadata["source"]`, else `metadata["env"]`.
-`longest_tokens`: of the longest rollout; `truncated`: rollouts that ended at their token limit.
+`longest_tokens`: of the longest rollout; `truncated`: rollouts that ended at their token limit; `columns`: bits of the
+optional columns (`kernel.column_bits`), 0 in entries that an older release wrote with `truncated` of 4 bytes.
 """
 
 LIVE, IN_BATCHES, EVICTED, DEAD, FREED = range(5)
@@ -65,12 +68,24 @@ of the policy then; `evicted_age_ms`: time from arrival to eviction.
 
 SPILLED = "spilled"
 """Column of the leader: 1 = the frame has moved out of Redis. No fold of the streams: `kernel.spill` writes it."""
-_ZERO_COLUMNS = ("state", "reason", "times_sampled", SPILLED)
+LATE_ROW = np.dtype(
+    [
+        ("number", "<i8"),
+        ("late", "<u2"),
+        ("frame_bytes", "<i4"),
+        ("reward_mean", "<f4"),
+        ("reward_std", "<f4"),
+        ("advantage_abs_mean", "<f4"),
+    ]
+)
+"""Part of a row that late columns change. `late`: bits of the columns that came late."""
+
+_ZERO_COLUMNS = ("state", "reason", "times_sampled", "late", SPILLED)
 """Columns that `insert` need not write: a new row has 0 (`LIVE` is 0), and unused rows are kept at 0."""
 _NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_version", "evicted_age_ms")
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 _DTYPES = {name: ENTRY[name] for name in _ENTRY_COLUMNS} | {name: STATE_ROW[name] for name in STATE_ROW.names or ()}
-_DTYPES[SPILLED] = np.dtype("u1")
+_DTYPES |= {"late": LATE_ROW["late"], "truncated": np.dtype(np.int32), SPILLED: np.dtype("u1")}
 _FULL = 7 / 8
 """Share of the capacity from which columns grow one by one."""
 _LARGE = 1 << 16
@@ -81,9 +96,8 @@ Numbers = npt.NDArray[np.int64]
 
 def encode_entry(group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float) -> bytes:
     """Return the bytes of the index entry of a group."""
-    lengths, rewards = group.lengths.tolist(), group.rewards
+    lengths = group.lengths.tolist()
     source = group.metadata.get("source") or group.metadata.get("env")
-    reward_mean = _mean(rewards)
     values = {
         "prompt_index": NO_PROMPT_INDEX if group.prompt_index is None else group.prompt_index,
         "arrival_s": now_s,
@@ -95,14 +109,24 @@ def encode_entry(group: Group, frame_bytes: int, crc32c: int, published_version:
         "frame_bytes": frame_bytes,
         "crc32c": crc32c,
         "staleness_at_write": published_version - group.policy_version,
-        "reward_mean": reward_mean,
-        "reward_std": math.sqrt(_mean(np.square(rewards - reward_mean))),
         "adapter": hash_name(group.adapter),
         "source": hash_name(source) if isinstance(source, str) else 0,
         "truncated": group.finish_reasons.count("length"),
-        "advantage_abs_mean": 0.0 if group.advantages is None else _mean(np.abs(group.advantages)),
+        "columns": bits_of_group(group),
+        **summarize_scores(group),
     }
     return np.array(tuple(values[name] for name in ENTRY.names or ()), ENTRY).tobytes()
+
+
+def summarize_scores(group: Group) -> dict[str, float]:
+    """Return the columns of an index entry that rewards and advantages determine."""
+    rewards = group.rewards
+    reward_mean = _mean(rewards)
+    return {
+        "reward_mean": reward_mean,
+        "reward_std": math.sqrt(_mean(np.square(rewards - reward_mean))),
+        "advantage_abs_mean": 0.0 if group.advantages is None else _mean(np.abs(group.advantages)),
+    }
 
 
 def _mean(values: Float64s) -> float:
@@ -205,6 +229,22 @@ class Index:
         rows = self.rows_of(changed["number"])
         for name in STATE_ROW.names or ():
             self[name][rows] = changed[name]
+
+    def late_rows(self) -> npt.NDArray[np.void]:
+        """Return, as `LATE_ROW`, the rows with late columns that are not freed."""
+        rows = np.flatnonzero((self["late"] != 0) & (self["state"] != FREED))
+        copied = np.empty(len(rows), LATE_ROW)
+        for name in LATE_ROW.names or ():
+            copied[name] = self[name][rows]
+        return copied
+
+    def put_late(self, late: npt.NDArray[np.void]) -> None:
+        """Restore rows that `late_rows` returned, before `put`: later priorities are in the changed rows."""
+        rows = self.rows_of(late["number"])
+        for name in LATE_ROW.names or ():
+            self[name][rows] = late[name]
+        self["columns"][rows] |= late["late"]
+        self["priority"][rows] = late["advantage_abs_mean"]
 
     def live(self) -> npt.NDArray[np.int64]:
         """Return the live rows, in the order of storing."""

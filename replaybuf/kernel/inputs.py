@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import NotFound
+from replaybuf.kernel.column_bits import have_all
 from replaybuf.kernel.index import LIVE
 from replaybuf.kernel.plugin_set import Ask, PluginSet, build_plugins
 from replaybuf.kernel.pool import LiveTotals
@@ -23,6 +24,7 @@ from replaybuf.kernel.state import RunState
 from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import Amount
 from replaybuf.wire.group import hash_name
 
 SAMPLED_GROUPS = 256
@@ -163,6 +165,37 @@ class StrategyInputs:
 
     def usability_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         """Yield the rules for usable groups of an adapter at `step`."""
+        yield from self._other_rules(step, adapter)
+        if required := self.plugins.all_required:
+            bits = self._state.pool.columns.bits_of(required)
+            rule = f"selects only groups with the columns {', '.join(required)}"
+            yield UsabilityRule(rule, "columns", lambda found: have_all(found, bits))
+
+    def incomplete(self, step: int, adapter: str) -> Amount:
+        """Count the groups of an adapter that would be usable at `step` with the columns that they lack."""
+        if not self.plugins.all_required:
+            return Amount()
+        index = self._state.index
+        *others, complete = self.usability_rules(step, adapter)
+        lacks = ~complete.kept(index[complete.column])
+        for rule in others:
+            lacks &= rule.kept(index[rule.column])
+        return Amount(int(np.count_nonzero(lacks)), int(index["tokens"][lacks].sum(dtype=np.int64)))
+
+    def awaited(self, usable: Groups, reason: str, adapter: str, budget: Budget, *, supplied: bool) -> Amount | None:
+        """Return the groups that lack columns if the next batch waits for them alone: they would fill the budget.
+
+        `reason`: the strategy's. `supplied`: producers bring no more groups, so any group that lacks columns counts.
+        """
+        lacking = self.incomplete(self._state.next_step, adapter)
+        if not lacking.groups or reason not in ("no_groups", "too_few_groups", "too_few_tokens"):
+            return None
+        full = budget.groups is not None and len(usable) + lacking.groups >= budget.groups
+        tokens = int(usable.tokens.sum(dtype=np.int64)) + lacking.tokens
+        full = full or (budget.tokens is not None and tokens >= budget.tokens)
+        return lacking if full or supplied else None
+
+    def _other_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
         yield UsabilityRule("selects no group of a later version", "policy_version", lambda found: found <= version)
         if bounds.max_staleness is not None:

@@ -20,7 +20,12 @@ _TYPE_BOUND = 1e9
 
 
 class StrategyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the options of a strategy or filter: immutable; unknown names are errors."""
+    """Base of the options of a strategy or filter: immutable; unknown names are errors.
+
+    `requires`: columns that a group needs before the plug-in may see it, besides those that the plug-in declares.
+    """
+
+    requires: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
@@ -40,10 +45,11 @@ class OptionHelp(NamedTuple):
 
 
 def describe_options(shape: type[StrategyOptions]) -> list[OptionHelp]:
-    """Describe every option of a struct."""
+    """Describe every option of a struct, except those that all plug-ins have."""
     return [
         OptionHelp(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field))
         for field in msgspec.structs.fields(shape)
+        if field.name not in StrategyOptions.__struct_fields__
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from replaybuf.plugins.time_limit import (
     call_limited,
 )
 from replaybuf.wire.config import Limits, RunConfig, StrategySpec, check_run_config
+from replaybuf.wire.late_columns import FIXED_NAMES, MOST_PARTS, check_name
 
 ID_BYTES = 4
 """Bytes of one token id in a frame."""
@@ -69,6 +70,19 @@ def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
     return found
 
 
+def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[str, ...]:
+    """Return the columns that a plug-in and its options require. Raises `Invalid` for a name that no column has."""
+    declared = configured(name, lambda: plugin.requires)
+    if not isinstance(declared, tuple | list) or not all(isinstance(one, str) for one in declared):
+        raise Invalid(
+            f"requires of {name!r} is {declared!r}; it must be a tuple of names of columns", name="requires", value=name
+        )
+    columns = dict.fromkeys((*declared, *(plugin.options.requires or ())))
+    for column in columns:
+        check_name(column)
+    return tuple(columns)
+
+
 def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
     """Build a filter from its name and options. Raises `Invalid`, as `build_with_bounds`."""
     found: Filter[Any] = _build(FILTERS, name, options, Filter)
@@ -90,6 +104,7 @@ def _build(group: str, name: str, options: dict[str, Any], base: type[Strategy[A
 class PluginSet:
     """Plug-ins of a configuration, and the bounds of its strategy.
 
+    `required`: columns that the strategy requires, then those of each filter.
     `fault`: why a plug-in cannot be called (not installed any more, import or `observe` fails).
     `observed`: feedback that the strategy observed, by step as msgpack; None if it observes none.
     """
@@ -100,6 +115,12 @@ class PluginSet:
     _strategy: Strategy[Any] | None
     fault: str = ""
     observed: dict[int, bytes] | None = None
+    required: tuple[tuple[str, ...], ...] = ((),)
+
+    @property
+    def all_required(self) -> tuple[str, ...]:
+        """Columns that a group needs to be usable."""
+        return tuple(dict.fromkeys(name for names in self.required for name in names))
 
     @property
     def strategy(self) -> Strategy[Any]:
@@ -118,10 +139,11 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
     try:
         strategy, bounds = build_with_bounds(name, options)
         filters = [build_filter(spec.name, spec.options) for spec in config.filters]
+        required = _required(config, strategy, filters)
     except Invalid as error:
         return PluginSet(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), [], None, error.detail)
     if type(strategy).observe is Strategy.observe:
-        return PluginSet(config, bounds, filters, strategy)
+        return PluginSet(config, bounds, filters, strategy, required=required)
 
     def observing() -> Strategy[Any]:
         """Build the strategy anew: `ask` may repeat the call, and feedback observed twice would count twice."""
@@ -131,9 +153,26 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
         return built
 
     try:
-        return PluginSet(config, bounds, filters, ask("observe", observing), observed=feedback)
+        return PluginSet(config, bounds, filters, ask("observe", observing), observed=feedback, required=required)
     except StrategyFault as fault:
-        return PluginSet(config, bounds, filters, None, fault.detail, feedback)
+        return PluginSet(config, bounds, filters, None, fault.detail, feedback, required)
+
+
+def _required(
+    config: RunConfig, strategy: Strategy[Any], filters: Sequence[Filter[Any]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the required columns of the strategy, then of each filter. Raises `Invalid`, also for too many of them."""
+    named = zip(config.filters, filters, strict=True)
+    required = required_columns(config.strategy.name, strategy), *(required_columns(f.name, one) for f, one in named)
+    parts = {name for names in required for name in names if name not in FIXED_NAMES}
+    if len(parts) > MOST_PARTS:
+        raise Invalid(
+            f"requires names {len(parts)} reward parts; the maximum is {MOST_PARTS}",
+            name="requires",
+            value=sorted(parts),
+            bound=MOST_PARTS,
+        )
+    return required
 
 
 def resolve_config(config: RunConfig, ranks: int = 1) -> tuple[RunConfig, Bounds]:
@@ -157,6 +196,7 @@ def resolve_config(config: RunConfig, ranks: int = 1) -> tuple[RunConfig, Bounds
     for spec, one in zip(config.filters, filters, strict=True):
         for budget in budgets.values():
             configured(spec.name, lambda one=one, budget=budget: one.check(budget, config.group_size))  # type: ignore[misc]
+    _required(config, strategy, filters)
     filled = msgspec.structs.replace(
         config,
         strategy=_filled_in(config.strategy, strategy),

@@ -16,12 +16,13 @@ import dataclasses
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.kernel.column_table import ColumnTable
 from replaybuf.kernel.histograms import GroupHistograms, ages_ms
 from replaybuf.kernel.index import (
     DEAD,
@@ -35,7 +36,7 @@ from replaybuf.kernel.index import (
     split_by_adapter,
 )
 from replaybuf.wire.group import hash_name
-from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.ledger import AddedColumns, BatchRecord
 
 Rows = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer]
@@ -129,6 +130,7 @@ class GroupPool:
         self.counted = 0
         self.sizes: dict[int, Counter[int]] = {}
         self.stale_adapters: set[int] = set()
+        self.columns = ColumnTable(self.index)
         self._live: dict[int, LiveTotals] | None = None
 
     # ------------------------------------------------------------------ counts
@@ -249,6 +251,16 @@ class GroupPool:
             # The stream may be read at any ledger entry, so the age of the drop is unknown: version 0, no time.
             self.dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, None, 0.0)
         return entries
+
+    def add_columns(self, groups: Sequence[AddedColumns]) -> None:
+        """Record late columns of groups."""
+        for added in groups:
+            self.columns.add(added)
+            rows = self.index.rows_of([added.number])
+            if self._live is not None and len(rows) and self.index["state"][rows[0]] == LIVE:
+                code = int(self.index["adapter"][rows[0]])
+                live = self._live[code]
+                self._live[code] = live._replace(frame_bytes=live.frame_bytes + added.frame_bytes)
 
     def settle(self, rows: Rows) -> None:
         """Make rows live, or used up, by their uses."""

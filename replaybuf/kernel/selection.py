@@ -24,7 +24,7 @@ from replaybuf.kernel.rules import check_selection, hold
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.strategy import Budget, Groups, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
-from replaybuf.kernel.waiting import nearest, waiting
+from replaybuf.kernel.waiting import name_columns, nearest, waiting, waits_for_groups
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.wire.config import LARGEST_INTEGER, MOST_GROUPS, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
@@ -154,9 +154,9 @@ class Selector:
     def _lacking(self, adapter: str) -> int:
         """Return how many groups of one adapter it waits for; 0 if the batch can be made without the adapter."""
         waits = self.why_waiting()
-        if waits and adapter and waits.blocked_on == "producers":  # the nearest is; this one may not be
+        if waits and adapter and waits_for_groups(waits):  # the nearest does; this one may not
             waits = self.why_adapter_waits(adapter)
-        if waits is None or waits.blocked_on != "producers":
+        if waits is None or not waits_for_groups(waits):
             return 0
         # With a cooldown or a rate limit, the missing number is unknown: admit one group at a time.
         have = self._given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
@@ -167,19 +167,18 @@ class Selector:
     def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
         """Explain a lack of capacity: `blocked_on` is `producers` if the trainer waits for groups, else `trainer`.
 
-        In the first case tickets out use the capacity, in the second groups that wait for the trainer.
+        In the first case tickets out, or groups without their columns, use the capacity, else those for the trainer.
         """
-        oldest_s = self._book.oldest_deadline_s(adapter)
-        if oldest_s is None or not self._lacks_groups(adapter):
+        oldest_s, waits = self._book.oldest_deadline_s(adapter), None
+        if oldest_s is not None or self.inputs.plugins.all_required:
+            waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
+        if waits and waits.reason == "awaiting_columns":
+            return waiting("rate_limited", have, self._state, blocked_on="producers", detail=waits.detail)
+        if oldest_s is None or waits is None or not waits_for_groups(waits):
             return waiting("rate_limited", have, self._state, blocked_on="trainer")
         left_s = max(0.0, oldest_s - self._clock())
         detail = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
         return waiting("rate_limited", have, self._state, blocked_on="producers", detail=detail)
-
-    def _lacks_groups(self, adapter: str) -> bool:
-        """Return whether the next batch, or an adapter's part in it, waits for producers."""
-        waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
-        return waits is not None and waits.blocked_on == "producers"
 
     # ------------------------------------------------------------------ selection
 
@@ -285,10 +284,14 @@ class Selector:
             return check_selection(name, step, chosen, state.index, self.inputs.usability_rules(step, adapter), budget)
 
         chosen = self.ask("select", checked)
-        if isinstance(chosen, Waiting):
-            reason = self._reason(groups, chosen.reason, adapter)
-            return self.explain(reason, groups, adapter, chosen if reason == chosen.reason else None)
-        return chosen
+        if isinstance(chosen, Selection):
+            return chosen
+        lacking = self.inputs.awaited(groups, chosen.reason, adapter, budget, supplied=self._supplied(adapter))
+        if lacking:
+            waits = self.explain("awaiting_columns", groups, adapter)
+            return name_columns(waits, lacking, self.inputs.plugins.all_required)
+        reason = self._reason(groups, chosen.reason, adapter)
+        return self.explain(reason, groups, adapter, chosen if reason == chosen.reason else None)
 
     def candidates(self) -> list[int]:
         """List the oldest groups that the next batch may use, up to its budget."""
@@ -329,16 +332,20 @@ class Selector:
         """Return whether no producer has asked for a ticket of an adapter for `PRODUCER_SILENCE_S`."""
         return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
 
-    def _ended(self, adapter: str) -> bool:
+    def _supplied(self, adapter: str) -> bool:
         """Return whether no prompt of an adapter is left and none of its tickets is out."""
         return not self._book.out_of(adapter) and self._book.used_up(adapter)
+
+    def _ended(self, adapter: str) -> bool:
+        """Return whether an adapter gets no more usable groups, neither from producers nor from stages."""
+        return self._supplied(adapter) and not self.inputs.incomplete(self._state.next_step, adapter).groups
 
     def supply_ended(self) -> bool:
         """Return whether no batch can come any more: no prompt left, no ticket out, too few groups everywhere."""
         if not all(self._ended(name) for name in self.config.kept_adapters):
             return False
         waits = (self.why_adapter_waits(name) for name in self.config.kept_adapters)
-        return all(one is not None and one.blocked_on == "producers" for one in waits)
+        return all(one is not None and waits_for_groups(one) for one in waits)
 
     def explain(
         self, reason: str, groups: Groups | None = None, adapter: str = "", limit: Waiting | None = None

@@ -21,7 +21,7 @@ import numpy as np
 from replaybuf.errors import DataLost, Unreadable
 from replaybuf.kernel.failed_share import FailedWindow
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch
-from replaybuf.kernel.index import DEAD, FREED, LIVE, STATE_ROW
+from replaybuf.kernel.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.pool import BAD_INDEX_ENTRY, AdapterCounts
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import Rotation
@@ -39,8 +39,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of `RunState` and its pool under their names, and what else a reader needs.
 
     `config`: as the ledger has it; `failed`: the values of `failures`; `rows`: `STATE_ROW` of changed groups;
-    `set_aside`: int64, numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial;
-    `failed_start`, `failed_after`: those of `failed_window`.
+    `late_rows`: `LATE_ROW` of groups with late columns; `set_aside`: int64, numbers up to `trimmed` of groups that are
+    not freed; `sizes`: only if groups may be partial; `failed_start`, `failed_after`: those of `failed_window`.
     """
 
     entries: int
@@ -77,11 +77,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     masked_tokens: int = 0
     failed_start: int = 0
     failed_after: list[int] = []
+    late_names: list[str] = []
+    late_rows: bytes = b""
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
 _OF_WINDOW = ("failed_start", "failed_after")
-_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", *_OF_WINDOW)
+_LATE = ("late_names", "late_rows")
+_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", *_OF_WINDOW, *_LATE)
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
 
 
@@ -122,6 +125,8 @@ def freeze(state: RunState) -> bytes:
         failed_start=state.failed_window.start,
         failed_after=state.failed_window.after,
         sizes=pool.sizes if state.config and state.config.min_group_size else {},
+        late_names=pool.columns.late_names,
+        late_rows=index.late_rows().tobytes(),
     )
     return _encode(snapshot)
 
@@ -177,6 +182,8 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
             value=int(missing[0]),
         )
     index.free(index.rows_of(np.concatenate([np.setdiff1d(aside, expected), freed])))
+    pool.columns.late_names = snapshot.late_names
+    index.put_late(np.frombuffer(snapshot.late_rows, LATE_ROW))
     index.put(np.frombuffer(snapshot.rows, STATE_ROW))
     pool.forget_live_totals()
 

@@ -34,6 +34,7 @@ from replaybuf.wire.ledger import (
     AttachRecord,
     BatchRecord,
     CheckpointRecord,
+    ColumnsRecord,
     ConfigRecord,
     DeadLetterRecord,
     EvictRecord,
@@ -53,11 +54,10 @@ FEEDBACK_STEPS = 16
 MAX_FAILURES = 10_000
 MAX_REASON = 200
 """Characters kept of the reason why a prompt failed; with `MAX_FAILURES` at most 4 MB."""
-_KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, PolicyRecord, TicketRecord)
-"""Records that change neither which groups are live nor their uses."""
+_KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
+"""Records that change neither which groups are live nor their uses, or count what they change themselves."""
 RunPhase = Literal["running", "paused", "finished"]
-_NO_NUMBERS = np.empty(0, np.int64)
-_NOT_MALFORMED = np.empty(0, bool)
+_NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,16 +93,13 @@ class RunState:
         self.config_state: RunPhase = "running"
         self.config_reason: str | None = None
         self.attachment: Attachment | None = None
-        self.step = 0
-        self.next_step = 0
-        self.generation = 0
+        self.step = self.next_step = self.generation = self.masked_tokens = 0
         self.published: dict[str, int] = {"": 0}
         self.weights_uri: dict[str, str | None] = {"": None}
         self.batches: dict[int, BatchState] = {}
         self.records: dict[int, RecordedBatch] = {}
         self.voided: dict[int, list[VoidedBatch]] = {}
         self.checkpoints: list[int] = []
-        self.masked_tokens = 0
         self.feedback: dict[int, bytes] = {}
         self.rewinds: dict[str, list[tuple[int, int]]] = {}
         self.rotation = Rotation()
@@ -111,8 +108,7 @@ class RunState:
         self.failed_window = FailedWindow()
         self.pool = GroupPool()
         self.index = self.pool.index
-        self.entries = 0
-        self.trimmed_entries = 0
+        self.entries = self.trimmed_entries = 0
         self._totals: tuple[tuple[int, int], AdapterCounts] | None = None
 
     # ------------------------------------------------------------------ derived
@@ -234,9 +230,8 @@ class RunState:
         configuration that this release cannot read.
         """
         if entry != self.entries + 1:
-            raise LedgerGap(
-                f"ledger entry {entry} follows {self.entries}; the ledger has a gap", name="entry", value=entry
-            )
+            detail = f"ledger entry {entry} follows {self.entries}; the ledger has a gap"
+            raise LedgerGap(detail, name="entry", value=entry)
         if (newest := newest_group(record)) > self.stored:
             raise LedgerGap(
                 f"ledger entry {entry} names group {newest}; the index stream was read up to {self.stored} and has no "
@@ -273,6 +268,9 @@ class RunState:
         for reason, numbers in record.numbers.items():
             rows = self.index.rows_of(numbers)
             self.pool.dead_letter(rows, reason, self.versions_at(self.next_step, rows), record.at_s)
+
+    def _add_columns(self, record: ColumnsRecord) -> None:
+        self.pool.add_columns(record.groups)
 
     def _purge(self, record: PurgeRecord) -> Numbers:
         return self.pool.free(self.index.rows_of(record.numbers), purged=True)
@@ -397,5 +395,6 @@ _HANDLERS: dict[type[AnyRecord], Callable[[RunState, Any], Numbers | None]] = {
     CheckpointRecord: RunState._checkpoint,
     PolicyRecord: RunState._publish,
     TicketRecord: RunState._fail_prompt,
+    ColumnsRecord: RunState._add_columns,
     TrimRecord: RunState._trim,
 }

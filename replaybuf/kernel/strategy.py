@@ -171,6 +171,11 @@ class Strategy(ABC, Generic[OptionsT]):
         """Return how many steps after the next unacked one may be assembled."""
         return 0
 
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Return the columns that a group needs before it is usable, such as `ref_logprobs`."""
+        return ()
+
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
         """Reject a run in which the strategy would wait for ever. Raises `Invalid` with the option and its bound.
 
@@ -220,6 +225,11 @@ class Filter(ABC, Generic[OptionsT]):
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Return the columns that a group needs: the filter sees a group when it has them, and no batch before."""
+        return ()
 
     def check(self, budget: Budget, group_size: int | None) -> None:
         """Reject a run of which the filter would drop every group. Raises `Invalid` with the value and its bound.

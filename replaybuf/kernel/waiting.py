@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from replaybuf.kernel.failed_rule import explain_exceeded
 from replaybuf.kernel.state import RunState
@@ -19,6 +21,17 @@ BLOCKED_ON = dict.fromkeys(REASONS, "producers") | {
 def nearest(waits: Mapping[str, WaitingAnswer]) -> WaitingAnswer:
     """Return the answer of the adapter nearest to a batch: by its reason, then by the share of groups it has."""
     return max(waits.values(), key=lambda one: (REASONS.index(one.reason), one.have.groups / max(1, one.need.groups)))
+
+
+def waits_for_groups(answer: WaitingAnswer) -> bool:
+    """Return whether producers have to bring groups; groups that lack columns wait for a stage."""
+    return answer.blocked_on == "producers" and answer.reason != "awaiting_columns"
+
+
+def name_columns(answer: WaitingAnswer, lacking: Amount, required: Sequence[str]) -> WaitingAnswer:
+    """Add to an answer how many groups lack columns, and which columns they need."""
+    detail = f"groups that lack columns: {lacking.groups}; required: {', '.join(required)}"
+    return msgspec.structs.replace(answer, detail=detail)
 
 
 def waiting(

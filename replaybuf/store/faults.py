@@ -49,6 +49,11 @@ def unavailable(url: str, how: str) -> ServiceUnavailable:
     return ServiceUnavailable(f"Redis at {url} {how}", name="redis", value=url)
 
 
+def dropped_payload(url: str) -> ServiceUnavailable:
+    """Build the error of a Redis that evicted what was just written."""
+    return unavailable(url, "dropped a payload; set maxmemory-policy noeviction")
+
+
 def lacks_functions(error: Exception) -> bool:
     """Check whether the server does not have our functions: it is not the server that was prepared."""
     return "Function not found" in str(error)

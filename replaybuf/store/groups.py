@@ -27,7 +27,7 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.faults import unavailable
+from replaybuf.store.faults import dropped_payload
 from replaybuf.store.pipeline import read_values, receive, send
 from replaybuf.store.spill import SpilledFrames
 from replaybuf.wire.group import Group
@@ -116,7 +116,7 @@ class GroupStore:
             if isinstance(error, RedisError) and outcome < 0:
                 raise self._connection.explain(error)
             if outcome < 0:
-                raise unavailable(self._connection.url, "dropped a payload; set maxmemory-policy noeviction")
+                raise dropped_payload(self._connection.url)
             results.append(AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None))
         newest = max((r for r in results if r.entry), key=lambda result: result.number, default=None)
         if newest and newest.entry:  # before anything is answered `stored`
@@ -158,17 +158,23 @@ class GroupStore:
             await self._connection.call(run, "rb_count", (), ["duplicate", counted], durably=True)
         return results
 
-    async def free_payloads(self, run: str, token: str, payload_keys: Sequence[str], through: int) -> None:
-        """Delete payloads that the ledger freed, all of them up to entry `through`. Raises `NotLeader`, `DataLost`."""
+    async def free_payloads(
+        self, run: str, token: str, payload_keys: Sequence[str], through: int, columns: Sequence[str] = ()
+    ) -> None:
+        """Delete payloads that the ledger freed, all of them up to entry `through`, with their late `columns`.
+
+        Raises `NotLeader`, `DataLost`.
+        """
+        payload_keys = _with_columns(payload_keys, columns)
         for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):
             chunk = payload_keys[start : start + FREED_AT_ONCE]
             last = start + FREED_AT_ONCE >= len(payload_keys)
             await self._connection.call(run, "rb_free", chunk, [through if last else ""], token)
 
-    async def delete_payloads(self, payload_keys: Iterable[str]) -> None:
-        """Delete payloads."""
+    async def delete_payloads(self, payload_keys: Iterable[str], columns: Sequence[str] = ()) -> None:
+        """Delete payloads with their late `columns`."""
         pipe = self._connection.pipeline()
-        for key in payload_keys:
+        for key in _with_columns(payload_keys, columns):
             pipe.unlink(key)
         await self._connection.run(pipe.execute())
 
@@ -261,6 +267,11 @@ class GroupStore:
         self._connection.check_reply(run, "", found)
         payloads: list[bytes | None] = values
         return payloads
+
+
+def _with_columns(payload_keys: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """Return the keys of payloads, and those that their late columns may have."""
+    return [key for own in payload_keys for key in (own, *(keys.late_column(own, name) for name in columns))]
 
 
 def _entry_of(item: PendingGroup, payload_key: str, published_version: int, now_s: float) -> NewEntry:

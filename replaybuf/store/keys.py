@@ -20,9 +20,11 @@
 | `rb:{run}:lost`              | string | 30 s, then shown again     | known ends that this Redis lacks               |
 | `rb:{run}:deleted`           | string | a day after its keys went  | the run is deleted, the name is not free yet   |
 | `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group, or stub of a spilled one   |
+| its payload's key`:<column>` | string | the payload's              | frame of one late column                       |
 
 All keys of a run except payloads share one hash tag, so one function can use them all. Payloads hash by group, so a
 cluster spreads them. The nonce gives every append attempt its own payload: a retry never touches published bytes.
+A late column is written under a key with a nonce of its own too, and renamed when it is published.
 """
 
 from __future__ import annotations
@@ -127,3 +129,13 @@ def payload(run: str, group_id: str) -> str:
     """Build a new key for the frame of one append attempt."""
     tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
     return f"rb:p:{{{tag}}}:{secrets.token_hex(8)}"
+
+
+def late_column(payload_key: str, column: str) -> str:
+    """Build the key of a late column of the group with this payload."""
+    return f"{payload_key}:{column}"
+
+
+def late_attempt(payload_key: str, column: str) -> str:
+    """Build a new key for the frame of one attempt to add a late column."""
+    return f"{late_column(payload_key, column)}:{secrets.token_hex(8)}"

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
+from redis.exceptions import RedisError
 
 from replaybuf.errors import Conflict, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
-from replaybuf.store.faults import data_lost
-from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, decode_record, encode_record
+from replaybuf.store.faults import data_lost, dropped_payload
+from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
 
 READ_CHUNK_ENTRIES = 1_000
 FIRST_CHUNK_ENTRIES = 16
 READ_CHUNK_BYTES = 1 << 20
 """Entries are read in chunks of about this size, as long as the entries before; a batch record may have 130 MB."""
+
+
+class NewColumn(NamedTuple):
+    """A late column to publish: key of its group's payload, name, frame."""
+
+    payload_key: str
+    name: str
+    frame: bytes
 
 
 class LedgerStore:
@@ -33,9 +43,34 @@ class LedgerStore:
         """
         groups = len(record.groups) if isinstance(record, BatchRecord) else 0
         raw = encode_record(record) if groups <= PIECE else await asyncio.to_thread(encode_record, record)
-        arguments = [number, raw]
-        outcome, detail = await self._connection.call(run, "rb_append", (), arguments, token, durably=True)
-        newest = text(detail)
+        outcome, detail = await self._connection.call(run, "rb_append", (), [number, raw], token, durably=True)
+        self._check(run, number, outcome, text(detail))
+
+    async def append_columns(
+        self, run: str, token: str, number: int, record: ColumnsRecord, frames: Sequence[NewColumn]
+    ) -> None:
+        """Append ledger entry `number`, which adds late columns, and publish their frames: all or nothing, durably.
+
+        Raises what `append` raises, and `NoRoom` if a full server has no memory for the frames. What a failed attempt
+        leaves behind expires.
+        """
+        pipe, connection = self._connection.pipeline(), self._connection
+        names: list[str] = []
+        for column in frames:
+            attempt = keys.late_attempt(column.payload_key, column.name)
+            pipe.execute_command("SET", attempt, column.frame, "EX", keys.ORPHAN_TTL_S)
+            names += [attempt, keys.late_column(column.payload_key, column.name)]
+        arguments = [number, encode_record(record), *(column.name for column in frames)]
+        connection.add_call(pipe, run, "rb_columns", names, arguments, token)
+        *saved, reply = await connection.run_durably(pipe, may_fail=len(frames))
+        outcome, detail = connection.check_reply(run, token, reply)
+        if outcome == "missing":
+            error = next((one for one in saved if isinstance(one, RedisError)), None)
+            raise connection.explain(error) if error else dropped_payload(connection.url)
+        self._check(run, number, outcome, text(detail))
+
+    def _check(self, run: str, number: int, outcome: str, newest: str) -> None:
+        """Raise the error of an append that wrote nothing."""
         if outcome == "gap":
             raise data_lost(run, f"the ledger ends at entry {newest}, but entry {number - 1} was acknowledged")
         if outcome != "ok":

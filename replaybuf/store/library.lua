@@ -163,6 +163,25 @@ local function append(keys, args, run)
   return 'ok', args[1]
 end
 
+-- Append ledger entry `n`, which adds late columns, and publish their frames. A repeat of the same entry is 'ok'.
+-- keys of each column: of the attempt, of the column; args: n, record, name of each column
+-- outcomes: those of append, and missing: the server had no memory for a frame
+local function columns(keys, args, run)
+  local first = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1]) < tonumber(args[1])
+  for at = 1, first and #keys or 0, 2 do
+    if redis.call('EXISTS', keys[at]) == 0 then
+      return 'missing'
+    end
+  end
+  local outcome, detail = append(keys, args, run)
+  for at = 1, first and outcome == 'ok' and #keys or 0, 2 do
+    redis.call('RENAME', keys[at], keys[at + 1])
+    redis.call('PERSIST', keys[at + 1])
+    redis.call('HSET', run.counts, 'column:' .. args[2 + (at + 1) / 2], 1)
+  end
+  return outcome, detail
+end
+
 -- Record that a run is to be deleted. keys: mark
 local function delete(keys)
   redis.call('SET', keys[1], 'deleting')
@@ -325,6 +344,7 @@ end
 register('rb_publish', guarded(publish))
 register('rb_ends', guarded(ends))
 register('rb_append', guarded(append))
+register('rb_columns', guarded(columns))
 register('rb_lead', guarded(lead))
 register('rb_tickets', guarded(tickets))
 register('rb_count', guarded(count))

@@ -73,16 +73,17 @@ class Store:
         another server has just deleted them.
         """
         groups = 0
+        counters = await self.counters.read(run)
+        columns = [name.partition(":")[2] for name in counters if name.startswith("column:")]
         index = self.groups.read_index(run, 0, count=PAYLOADS_AT_ONCE)
         for chunks in (index, self.snapshots.read_old_entries(run)):
             async for chunk in chunks:
                 payloads = [strings.payload_key for strings in chunk.strings if strings.payload_key]
                 for start in range(0, len(payloads), PAYLOADS_AT_ONCE):
-                    await self.groups.delete_payloads(payloads[start : start + PAYLOADS_AT_ONCE])
+                    await self.groups.delete_payloads(payloads[start : start + PAYLOADS_AT_ONCE], columns)
                     await asyncio.sleep(PAUSE_S)
                 groups += len(payloads)
         await self.spill.remove_files(run)
-        counters = await self.counters.read(run)
         adapters = [name.partition(":")[2] for name in counters if name.startswith("next:")]
         await self.runs.delete_keys(run, adapters)
         return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, field
 
 from replaybuf.wire.contract import Answer
 from replaybuf.wire.group import RolloutJson
@@ -14,7 +14,10 @@ GroupState = Literal["live", "in_batches", "retired", "evicted", "dead_lettered"
 
 
 class GroupSummary(Answer, frozen=True, kw_only=True):
-    """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter."""
+    """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter.
+
+    `late_columns`: columns that a stage added after the group was stored.
+    """
 
     group_id: str
     number: int
@@ -35,6 +38,7 @@ class GroupSummary(Answer, frozen=True, kw_only=True):
     reward_std: float
     advantage_abs_mean: float
     times_sampled: int
+    late_columns: list[str] = field(default_factory=list)
 
 
 class GroupPage(Answer, frozen=True, kw_only=True):
@@ -75,6 +79,7 @@ class UsedGroup(Answer, frozen=True, kw_only=True, gc=False):
 class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
     """The batch of one step. The packing figures are None if the batch is voided or freed.
 
+    `late_columns`: columns that came late for at least one of its groups.
     `short`: why the batch is not full; `fill`: its share of the budget. Both are absent for a full batch.
     `masked_tokens`: sampled tokens that are too old for the loss; absent without `stale_token_mask`.
     """
@@ -102,6 +107,7 @@ class StepRecord(Answer, frozen=True, kw_only=True, omit_defaults=True):
     fill: float | None = None
     stale_token_mask: int | None = None
     masked_tokens: int | None = None
+    late_columns: list[str] = field(default_factory=list)
     groups: list[UsedGroup]
 
 

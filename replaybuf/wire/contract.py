@@ -92,6 +92,15 @@ class BodyOptions(TypedDict, total=False):
     reward_parts: bool
 
 
+class ColumnsRequest(Request, frozen=True, kw_only=True):
+    """Add columns to a stored group.
+
+    A column with a value per completion token has one list per rollout, any other column one number per rollout.
+    """
+
+    columns: dict[Name, list[list[float] | float]]
+
+
 class AttachRequest(Request, frozen=True, kw_only=True):
     """Attach a trainer: its number of ranks, the step to resume at (None = the next unacked one), its row layout.
 
@@ -130,6 +139,7 @@ REASONS = (
     "no_groups",
     "too_few_groups",
     "too_few_tokens",
+    "awaiting_columns",
 )
 """Reasons for waiting. The first one that holds is reported."""
 
@@ -251,6 +261,13 @@ class AppendResults(Answer, frozen=True, kw_only=True):
     """One result per group, in order."""
 
     results: list[AppendResult]
+
+
+class StoredColumns(Answer, frozen=True, kw_only=True):
+    """The columns of a group are durable. `added`: how many of them it did not have."""
+
+    group_id: str
+    added: int
 
 
 class Policy(Answer, frozen=True, kw_only=True):

@@ -49,8 +49,9 @@ LARGEST_HEADER_BYTES = 256 << 10
 """Bounds the time and the memory of metadata: 20 ms and 18 MB for empty lists, 72 bytes per byte of msgpack."""
 _SMALL_HEADER_BYTES = 16 << 10
 
-_PREFIX = struct.Struct("<4sIQII")
-PREFIX_BYTES = _PREFIX.size
+PREFIX = struct.Struct("<4sIQII")
+"""Magic, crc32c, length of the frame, format version, length of the header."""
+PREFIX_BYTES = PREFIX.size
 _MAGIC_AND_CHECKSUM = struct.Struct("<4sI")
 _LENGTHS = struct.Struct("<QII")
 _CHECKED_FROM = _MAGIC_AND_CHECKSUM.size
@@ -94,7 +95,7 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     arrays = columns_of(group)
     fields = _encode(_header_of(group))[:-1]  # without the columns, which come last: an empty map is one byte
     further = (*group.reward_parts, *(_LATER & arrays.keys()))
-    start = end = _aligned(_PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
+    start = end = _aligned(PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
     columns: dict[str, tuple[str, int, int, str]] = {}
     per_token: list[Any] = []  # these columns come first; the others are small
     rest: list[Any] = []
@@ -114,7 +115,7 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
         raise _too_large("header", len(header), LARGEST_HEADER_BYTES)
     if end + saved > LARGEST_FRAME_BYTES:
         raise _too_large("frame", end + saved, LARGEST_FRAME_BYTES)
-    filling = bytes(start - _PREFIX.size - len(header))
+    filling = bytes(start - PREFIX.size - len(header))
     head = b"".join((_LENGTHS.pack(end, FORMAT_VERSION, len(header)), header, filling))
     pieces = (head, *per_token, b"".join(rest))
     crc = 0
@@ -131,7 +132,7 @@ def smallest_frame_bytes(rollouts: int) -> int:
     shortest = RolloutJson(prompt_ids=[0], completion_ids=[0], inference_logprobs=[0.0], reward=0.0, advantage=0.0)
     one = group_from_json(GroupJson(prompt_id="", policy_version=0, rollouts=[shortest]))
     finish_reasons = rollouts - 1
-    end = _PREFIX.size + len(_encode(_header_of(one))) - 1 + _COLUMNS_BOUND + finish_reasons
+    end = PREFIX.size + len(_encode(_header_of(one))) - 1 + _COLUMNS_BOUND + finish_reasons
     for column in columns_of(one).values():
         end = _aligned(end) + column.nbytes * rollouts
     return end
@@ -144,9 +145,9 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARG
     decompresses anything, if the frame with all columns raw is larger.
     """
     buffer = memoryview(frame).toreadonly()
-    header_end = _check_prefix(buffer)
-    _check_checksum(buffer)
-    header = _read_header(buffer[_PREFIX.size : header_end])
+    header_end = check_prefix(buffer)
+    check_checksum(buffer)
+    header = _read_header(buffer[PREFIX.size : header_end])
     arrays, parts = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
     return Group(
         group_id=header.group_id,
@@ -165,7 +166,7 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARG
 def is_compressed(frame: bytes | memoryview) -> bool:
     """Check whether a valid frame has compressed columns."""
     buffer = memoryview(frame)
-    header = _read_header(buffer[_PREFIX.size : _check_prefix(buffer)])
+    header = _read_header(buffer[PREFIX.size : check_prefix(buffer)])
     return any(column.codec != "raw" for column in header.columns.values())
 
 
@@ -173,10 +174,10 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
     """Split a body into its frames. Raises `BrokenFrame` at the first frame with a wrong length."""
     rest = memoryview(body)
     while rest:
-        if len(rest) < _PREFIX.size:
-            raise BrokenFrame(f"{len(rest)} bytes are left; the minimum of a frame is {_PREFIX.size}", name="length")
+        if len(rest) < PREFIX.size:
+            raise BrokenFrame(f"{len(rest)} bytes are left; the minimum of a frame is {PREFIX.size}", name="length")
         length = struct.unpack_from("<Q", rest, 8)[0]
-        if rest[:4] != MAGIC or not _PREFIX.size <= length <= len(rest):
+        if rest[:4] != MAGIC or not PREFIX.size <= length <= len(rest):
             raise BrokenFrame(
                 f"a frame of {length} bytes does not fit the {len(rest)} bytes left, or its magic is wrong",
                 name="length",
@@ -189,7 +190,7 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
 
 def read_length(prefix: bytes) -> int:
     """Read the length of a frame from its first `PREFIX_BYTES`. Raises `BrokenFrame` if they start no frame."""
-    magic, _, length, _, _ = _PREFIX.unpack(prefix)
+    magic, _, length, _, _ = PREFIX.unpack(prefix)
     if magic != MAGIC or length < PREFIX_BYTES:
         raise BrokenFrame(
             f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}",
@@ -240,13 +241,13 @@ def _aligned(offset: int) -> int:
 # ---------------------------------------------------------------------- reading
 
 
-def _check_prefix(buffer: memoryview) -> int:
-    """Return the offset of the header's end."""
-    if len(buffer) < _PREFIX.size:
-        raise BrokenFrame(f"frame has {len(buffer)} bytes; the minimum is {_PREFIX.size}", name="length")
-    magic, _, total, version, header_length = _PREFIX.unpack_from(buffer)
-    if magic != MAGIC:
-        raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {MAGIC!r}", name="magic")
+def check_prefix(buffer: memoryview, expected: bytes = MAGIC) -> int:
+    """Return the offset of the header's end. Raises `BrokenFrame`; `expected`: the magic of the kind of frame."""
+    if len(buffer) < PREFIX.size:
+        raise BrokenFrame(f"frame has {len(buffer)} bytes; the minimum is {PREFIX.size}", name="length")
+    magic, _, total, version, header_length = PREFIX.unpack_from(buffer)
+    if magic != expected:
+        raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {expected!r}", name="magic")
     if version != FORMAT_VERSION:
         raise BrokenFrame(
             f"frame format version is {version}; this release reads {FORMAT_VERSION}",
@@ -254,7 +255,7 @@ def _check_prefix(buffer: memoryview) -> int:
             value=version,
             bound=FORMAT_VERSION,
         )
-    if total != len(buffer) or header_length > len(buffer) - _PREFIX.size:
+    if total != len(buffer) or header_length > len(buffer) - PREFIX.size:
         raise BrokenFrame(
             f"frame says {total} bytes with a header of {header_length}; it has {len(buffer)}",
             name="length",
@@ -268,10 +269,11 @@ def _check_prefix(buffer: memoryview) -> int:
             value=header_length,
             bound=LARGEST_HEADER_BYTES,
         )
-    return _PREFIX.size + int(header_length)
+    return PREFIX.size + int(header_length)
 
 
-def _check_checksum(buffer: memoryview) -> None:
+def check_checksum(buffer: memoryview) -> None:
+    """Raise `BrokenFrame` if the checksum of a frame does not fit its bytes."""
     stored, computed = stored_checksum(buffer), checksum(buffer)
     if stored != computed:
         raise BrokenFrame(

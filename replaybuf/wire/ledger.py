@@ -105,6 +105,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     `short`: why the batch is not full, "" if it is full; `fill`: share of the budget of a short batch, 0..1.
     `stale_token_mask`: of the configuration; `masked_tokens`: sampled tokens of the stored groups that it leaves out of
     the loss.
+    `late_columns`: columns that came late for at least one group; `digest` covers their content.
     """
 
     step: int
@@ -124,6 +125,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     fill: float | None = None
     stale_token_mask: int | None = None
     masked_tokens: int = 0
+    late_columns: list[str] = []
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
@@ -205,6 +207,26 @@ class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
     stored: int | None = None
 
 
+class AddedColumns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Late columns of one group: the checksum of each, and the bytes of their frames.
+
+    `reward_mean`, `reward_std`, `advantage_abs_mean`: of the group with these columns.
+    """
+
+    number: int
+    crc32c: dict[str, int]
+    frame_bytes: int
+    reward_mean: float
+    reward_std: float
+    advantage_abs_mean: float
+
+
+class ColumnsRecord(Record, frozen=True, kw_only=True, tag="COLUMNS"):
+    """Stages added columns to stored groups that no batch had drawn."""
+
+    groups: list[AddedColumns]
+
+
 class TrimRecord(Record, frozen=True, kw_only=True, tag="TRIM"):
     """History was trimmed: freed groups up to number `groups`, ledger entries up to `entries`."""
 
@@ -224,6 +246,7 @@ AnyRecord = (
     | CheckpointRecord
     | PolicyRecord
     | TicketRecord
+    | ColumnsRecord
     | TrimRecord
 )
 
@@ -237,6 +260,8 @@ def newest_group(record: AnyRecord) -> int:
             return max(map(max, filter(None, record.numbers.values())), default=0)
         case PurgeRecord():
             return max(record.numbers, default=0)
+        case ColumnsRecord():
+            return max((group.number for group in record.groups), default=0)
         case RewindRecord():
             return record.until
         case TrimRecord():
@@ -270,13 +295,17 @@ def decode_record(raw: bytes) -> AnyRecord:
     if len(raw) <= _FEW_BYTES:
         return _decode(raw)
     fields = _decode_fields(raw)
-    record = _decode(_encode(fields | {"groups": []})) if "groups" in fields else _decode(raw)
+    record = _decode(_encode(fields | {"groups": []})) if _is_batch(fields) else _decode(raw)
     if not isinstance(record, BatchRecord):
         return record
     groups: list[BatchEntry] = []
     for piece in pieces_of(_decode_items(fields["groups"])):
         groups += _decode_entries(_array_header(len(piece)) + b"".join(map(bytes, piece)))
     return msgspec.structs.replace(record, groups=groups)
+
+
+def _is_batch(fields: dict[str, msgspec.Raw]) -> bool:
+    return "groups" in fields and bytes(fields["type"]) == _encode("BATCH")
 
 
 def pieces_of(items: list[T]) -> Iterator[list[T]]:

@@ -6,24 +6,37 @@ its frames from Redis (`replaybuf.client.direct`). Both get the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from replaybuf.errors import BrokenFrame
+from replaybuf.errors import BrokenFrame, Invalid
 from replaybuf.wire.batch import BatchGroup, BatchMeta, BodyExtra, Segment, encode_batch
 from replaybuf.wire.frame import decode_frame, stored_checksum
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
+from replaybuf.wire.late_columns import add_columns, check_columns, decode_columns
 from replaybuf.wire.token_versions import mask_stale, token_versions
 
+T = TypeVar("T")
+
 MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
+
+
+class PlannedColumn(msgspec.Struct, frozen=True, gc=False):
+    """A late column of a group: key, checksum and size of its frame."""
+
+    name: str
+    payload_key: str
+    crc32c: int
+    frame_bytes: int
 
 
 class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group of a batch: key, checksum and size of its frame, and the ledger's facts about this use.
 
-    `sampling_weight` comes from the strategy; null if it gave none.
+    `sampling_weight` comes from the strategy; null if it gave none. `late_columns`: absent without any.
     """
 
     group_id: str
@@ -33,6 +46,7 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     staleness: int
     times_sampled: int
     sampling_weight: float | None = None
+    late_columns: list[PlannedColumn] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,13 +95,34 @@ def decode_payload(payload_key: str, frame: bytes | None, crc32c: int) -> Group:
 
     Raises `BrokenFrame`; its name is the reason: `missing_payload`, `bad_checksum` or `broken_frame`.
     """
+    present = _present(payload_key, frame)
+    group = _opened(payload_key, present, decode_frame)
+    if stored_checksum(present) != crc32c:
+        raise BrokenFrame(f"payload {payload_key} is not the frame of its index entry", name="bad_checksum")
+    return group
+
+
+def decode_late(group: Group, frames: Mapping[str, bytes | None], payload_key: str) -> Group:
+    """Return the group with its late columns, from a frame of each. Raises `BrokenFrame` as `decode_payload` does."""
+    for name, frame in frames.items():
+        late = _opened(payload_key, _present(f"{payload_key}:{name}", frame), decode_columns)
+        try:
+            check_columns(group, late)
+        except Invalid as error:
+            raise BrokenFrame(f"payload {payload_key}: {error.detail}", name="broken_frame") from error
+        group = add_columns(group, late.columns)
+    return group
+
+
+def _present(payload_key: str, frame: bytes | None) -> bytes:
     if frame is None:
         raise BrokenFrame(f"payload {payload_key} is missing", name="missing_payload")
+    return frame
+
+
+def _opened(payload_key: str, frame: bytes, decode: Callable[[bytes], T]) -> T:
     try:
-        group = decode_frame(frame)
+        return decode(frame)
     except BrokenFrame as error:
         reason = "bad_checksum" if error.name == "crc32c" else "broken_frame"
         raise BrokenFrame(f"payload {payload_key}: {error.detail}", name=reason) from error
-    if stored_checksum(frame) != crc32c:
-        raise BrokenFrame(f"payload {payload_key} is not the frame of its index entry", name="bad_checksum")
-    return group

@@ -48,6 +48,7 @@ def test_waiting_reasons_are_the_closed_list_of_the_contract_in_its_order() -> N
     assert (
         *("finished", "paused", "awaiting_ack", "awaiting_publication", "rate_limited", "all_stale"),
         *("reuse_exhausted", "no_producers", "no_groups", "too_few_groups", "too_few_tokens"),
+        "awaiting_columns",
     ) == REASONS
 
 

@@ -103,6 +103,7 @@ EXAMPLES: dict[str, Any] = {
     },
     "AckRequest": {"epoch": 1, "feedback": {}},
     "PolicyRequest": {"epoch": 1, "version": 0, "weights_uri": "s3://w", "adapter": ""},
+    "ColumnsRequest": {"columns": {}},
     "CursorRequest": {"position": "s0"},
     "CheckpointRequest": {"epoch": 1, "step": 0, "keep": 1},
 }

@@ -109,6 +109,12 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("POST", "/groups", frames=frame(group("f")))
     assert ask("POST", "/groups", body=group("late", version=9)).status_code == 422
     assert ask("POST", "/groups", body=group("big", tokens=900)).status_code == 413
+    for group_id, status in (("a", 200), ("nobody", 404)):
+        columns = {"columns": {"rewards.judge": [0.5, 1.0], "ref_logprobs": [[-1.0] * 3] * 2}}
+        reply = ask("PUT", "/groups/{group_id}/columns", group_id=group_id, body=columns)
+        assert reply.status_code == status, reply.text
+    columns = {"columns": {"rewards.judge": [0.5, 2.0]}}
+    assert ask("PUT", "/groups/{group_id}/columns", group_id="a", body=columns).status_code == 409
     for query in ({}, {"state": "live", "limit": 1, "after": 0}):
         ask("GET", "/groups", query=query)
     ask("GET", "/groups/{group_id}", group_id="a")

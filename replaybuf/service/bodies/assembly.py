@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
+from replaybuf.kernel.column_table import ColumnTable
 from replaybuf.kernel.decide import BatchDraft, GroupLabel
 from replaybuf.kernel.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state import Attachment
@@ -26,12 +27,14 @@ from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.service.bodies.release import SMALL, drop, release
 from replaybuf.service.bodies.rewards import BatchRewards, summarise_rewards
 from replaybuf.store import IndexEntry, Store
+from replaybuf.store.keys import late_column
 from replaybuf.wire.batch import BatchMeta, padded_length
+from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord, encode_record
 from replaybuf.wire.names import LONGEST_NAME_BYTES
-from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_payload
+from replaybuf.wire.plan import Plan, PlannedColumn, PlannedGroup, build_body, decode_late, decode_payload
 from replaybuf.wire.token_versions import count_stale, mask_stale
 
 Coding = Literal["identity", "zstd"]
@@ -47,57 +50,83 @@ FETCHED_AT_ONCE = 2_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchedGroups:
-    """Groups fetched for a batch; `broken` maps the number of an unusable group to the reason."""
+    """Groups fetched for a batch; `broken` maps the number of an unusable group to the reason.
+
+    `late`: the late columns of the groups that have any, by number; they are part of `groups`.
+    """
 
     entries: list[IndexEntry]
     groups: dict[int, Group]
     broken: dict[int, str]
+    late: dict[int, list[PlannedColumn]] = dataclasses.field(default_factory=dict)
 
     @property
     def frame_bytes(self) -> int:
         """Bytes of the frames."""
-        return sum(int(entry.values["frame_bytes"]) for entry in self.entries)
+        own = sum(int(entry.values["frame_bytes"]) for entry in self.entries)
+        return own + sum(column.frame_bytes for columns in self.late.values() for column in columns)
 
     def __del__(self) -> None:
-        release(self.entries, self.groups)
+        release(self.entries, self.groups, self.late)
 
 
 def join_fetched(numbers: Sequence[int], one: FetchedGroups, other: FetchedGroups) -> FetchedGroups:
     """Return the groups of both that have one of these numbers, in their order."""
     entries = {entry.number: entry for entry in (*one.entries, *other.entries)}
     ordered = [entries[number] for number in numbers if number in entries]
-    return FetchedGroups(ordered, one.groups | other.groups, one.broken | other.broken)
+    return FetchedGroups(ordered, one.groups | other.groups, one.broken | other.broken, one.late | other.late)
 
 
-async def fetch_groups(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
-    """Fetch index entries and frames of these groups, `FETCHED_AT_ONCE` at once; check each frame in a thread."""
+async def fetch_groups(store: Store, run: str, numbers: Sequence[int], columns: ColumnTable) -> FetchedGroups:
+    """Fetch index entries and frames of these groups, `FETCHED_AT_ONCE` at once; check each frame in a thread.
+
+    `columns`: which late columns the groups have, whose frames are fetched too.
+    """
     fetched = FetchedGroups([], {}, {})
     for start in range(0, len(numbers), FETCHED_AT_ONCE):
-        piece = await _fetch_piece(store, run, numbers[start : start + FETCHED_AT_ONCE])
+        wanted = numbers[start : start + FETCHED_AT_ONCE]
+        piece = await _fetch_piece(store, run, wanted, columns.late_of(wanted))
         fetched.entries.extend(piece.entries)
         fetched.groups.update(piece.groups)
         fetched.broken.update(piece.broken)
+        fetched.late.update(piece.late)
     return fetched
 
 
-async def _fetch_piece(store: Store, run: str, numbers: Sequence[int]) -> FetchedGroups:
+async def _fetch_piece(store: Store, run: str, numbers: Sequence[int], late: Mapping[int, list[str]]) -> FetchedGroups:
     entries = await store.groups.read_entries(run, numbers)
-    sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries}
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        own, size = entry.strings.payload_key, int(entry.values["frame_bytes"])
+        # A column is smaller than the frame, which has several columns of its length.
+        sizes |= {own: size} | {late_column(own, name): size for name in late.get(entry.number, ())}
     frames = dict(zip(sizes, await store.groups.read_frames(run, sizes), strict=True))
-    return await asyncio.to_thread(_open_frames, numbers, entries, frames)
+    return await asyncio.to_thread(_open_frames, numbers, entries, frames, late)
 
 
 def _open_frames(
-    numbers: Sequence[int], entries: list[IndexEntry], frames: Mapping[str, bytes | None]
+    numbers: Sequence[int],
+    entries: list[IndexEntry],
+    frames: Mapping[str, bytes | None],
+    late: Mapping[int, list[str]],
 ) -> FetchedGroups:
-    groups: dict[int, Group] = {}
-    broken = dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry")
+    fetched = FetchedGroups(entries, {}, {})
+    fetched.broken.update(dict.fromkeys(set(numbers) - {entry.number for entry in entries}, "missing_index_entry"))
     for entry in entries:
+        own, names = entry.strings.payload_key, late.get(entry.number, ())
+        added = {name: frames[late_column(own, name)] for name in names}
         try:
-            groups[entry.number] = _decode_payload(entry, frames[entry.strings.payload_key])
+            fetched.groups[entry.number] = decode_late(_decode_payload(entry, frames[own]), added, own)
         except BrokenFrame as error:
-            broken[entry.number] = error.name or "broken_frame"
-    return FetchedGroups(entries, groups, broken)
+            fetched.broken[entry.number] = error.name or "broken_frame"
+            continue
+        if added:
+            fetched.late[entry.number] = [
+                PlannedColumn(name, late_column(own, name), stored_checksum(frame), len(frame))
+                for name, frame in added.items()
+                if frame is not None
+            ]
+    return fetched
 
 
 def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
@@ -121,10 +150,12 @@ def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
 
 def complete_record(draft: BatchDraft, fetched: FetchedGroups) -> BatchRecord:
     """Return the record of a batch with the strings and the digest of its groups, and with their masked tokens."""
-    entries = fetched.entries
-    strings = (entry.strings for entry in entries)
+    strings = (entry.strings for entry in fetched.entries)
     labels = [GroupLabel(s.group_id, s.prompt_id, s.adapter, s.payload_key) for s in strings]
-    record = draft.complete(labels, _digest_of(entries, draft.record.step, draft.record.generation))
+    record = draft.complete(labels, _digest_of(fetched, draft.record.step, draft.record.generation))
+    if fetched.late:
+        names = {column.name for columns in fetched.late.values() for column in columns}
+        record = msgspec.structs.replace(record, late_columns=sorted(names))
     if record.stale_token_mask is None:
         return record
     least = record.least_versions
@@ -132,11 +163,13 @@ def complete_record(draft: BatchDraft, fetched: FetchedGroups) -> BatchRecord:
     return msgspec.structs.replace(record, masked_tokens=sum(masked))
 
 
-def _digest_of(entries: Sequence[IndexEntry], step: int, generation: int) -> str:
-    """Return the digest of a batch: its groups with their checksums, in order."""
+def _digest_of(fetched: FetchedGroups, step: int, generation: int) -> str:
+    """Return the digest of a batch: its groups, in order, with the checksums of their frames and late columns."""
     state = hashlib.blake2b(f"{generation}/{step}".encode(), digest_size=16)
-    for entry in entries:
+    for entry in fetched.entries:
         state.update(f"/{entry.strings.group_id}:{int(entry.values['crc32c']):08x}".encode())
+        for column in fetched.late.get(entry.number, ()):
+            state.update(f"+{column.name}:{column.crc32c:08x}".encode())
     return state.hexdigest()
 
 
@@ -233,6 +266,7 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) 
                 staleness=entry.staleness,
                 times_sampled=entry.times_sampled,
                 sampling_weight=entry.weight,
+                late_columns=fetched.late.get(entry.number, msgspec.UNSET),
             )
         )
     lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)

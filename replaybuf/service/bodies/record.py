@@ -43,6 +43,7 @@ def describe_batch(
         fill=record.fill,
         stale_token_mask=record.stale_token_mask,
         masked_tokens=None if record.stale_token_mask is None else record.masked_tokens,
+        late_columns=record.late_columns,
         groups=[used for piece in pieces_of(record.groups) for used in _convert(piece)],
     )
 

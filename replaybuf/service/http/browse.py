@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from replaybuf.errors import BrokenFrame, Gone, NotFound
+from replaybuf.kernel.column_table import SCORES
 from replaybuf.kernel.group_query import GroupQuery
 from replaybuf.kernel.queries import find_group_state, list_dead_letters, steps_by_group
 from replaybuf.service.http.group_pages import find_page
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
+from replaybuf.store.keys import late_column
 from replaybuf.wire.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import split_rollouts
+from replaybuf.wire.plan import decode_late
 from replaybuf.wire.tokenizer import Tokenizer
 
 LONGEST_TEXT_TOKENS = 1 << 17
@@ -39,26 +43,49 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
         )
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
-    frame = (await run.journal.store.groups.read_frames(run.name, {entries[0].strings.payload_key: 0}))[0]
+    frames = await fetch_frames(run, entries)
     summary = summarize(run, entries[0], steps_by_group(run.state, [number])[number])
-    return summary | await read_content(frame, tokenizer)
+    return summary | await read_content(frames[number], tokenizer)
 
 
-async def read_content(frame: bytes | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return rollouts and metadata of a frame, both None without one; `detail` of a broken one."""
+class StoredFrames(NamedTuple):
+    """The payload key of a group, its frame, and the frames of its late columns by name; None = missing."""
+
+    payload_key: str
+    frame: bytes | None
+    late: dict[str, bytes | None]
+
+
+async def fetch_frames(run: Run, entries: Sequence[IndexEntry]) -> dict[int, StoredFrames]:
+    """Fetch the frames of groups, by number."""
+    late = run.state.pool.columns.late_of([entry.number for entry in entries])
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        key, size = entry.strings.payload_key, int(entry.values["frame_bytes"])
+        sizes |= {key: size} | {late_column(key, name): size for name in late.get(entry.number, ())}
+    found = dict(zip(sizes, await run.journal.store.groups.read_frames(run.name, sizes), strict=True))
+    frames: dict[int, StoredFrames] = {}
+    for entry in entries:
+        key, names = entry.strings.payload_key, late.get(entry.number, ())
+        frames[entry.number] = StoredFrames(key, found[key], {name: found[late_column(key, name)] for name in names})
+    return frames
+
+
+async def read_content(stored: StoredFrames, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return rollouts and metadata of a group, both None without its frame; `detail` of a broken one."""
     content: dict[str, Any] = {"rollouts": None, "metadata": None}
-    if frame is not None:
+    if stored.frame is not None:
         try:
             # In a thread: a group may have 64 MB, and must not hold up a batch.
-            content |= await asyncio.to_thread(_content, frame, tokenizer)
+            content |= await asyncio.to_thread(_content, stored, stored.frame, tokenizer)
         except BrokenFrame as error:
             content["detail"] = error.detail
     return content
 
 
-def _content(frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _content(stored: StoredFrames, frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the rollouts and metadata of a frame, with arrays instead of lists. Raises `BrokenFrame`."""
-    group = decode_frame(frame)
+    group = decode_late(decode_frame(frame), stored.late, stored.payload_key)
     rollouts = list(split_rollouts(group))
     for rollout in rollouts:
         ids = (rollout["prompt_ids"], rollout["completion_ids"])
@@ -99,7 +126,9 @@ async def _summaries(run: Run, numbers: list[int]) -> list[GroupSummary]:
 def summarize(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:
     """Return the fields of `GroupSummary`. Raises `Gone` for a freed group whose history is trimmed."""
     place, reason = find_group_state(run.state, entry.number)
-    rows = run.state.index.rows_of([entry.number])
+    index, rows = run.state.index, run.state.index.rows_of([entry.number])
+    # Late columns change the scores of the row, and not those of the entry.
+    scores = {name: float(index[name][rows[0]] if len(rows) else entry.values[name]) for name in SCORES}
     prompt_index = int(entry.values["prompt_index"])
     return {
         "group_id": entry.strings.group_id,
@@ -117,8 +146,7 @@ def summarize(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:
         "truncated": int(entry.values["truncated"]),
         "source": int(entry.values["source"]),
         "arrival_s": float(entry.values["arrival_s"]),
-        "reward_mean": float(entry.values["reward_mean"]),
-        "reward_std": float(entry.values["reward_std"]),
-        "advantage_abs_mean": float(entry.values["advantage_abs_mean"]),
-        "times_sampled": int(run.state.index["times_sampled"][rows[0]]) if len(rows) else len(steps),
+        **scores,
+        "times_sampled": int(index["times_sampled"][rows[0]]) if len(rows) else len(steps),
+        "late_columns": run.state.pool.columns.late_of([entry.number]).get(entry.number, []),
     }

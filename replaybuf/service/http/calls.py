@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.service.http import cursor_calls, group_pages, handlers, sending
+from replaybuf.service.http import column_calls, cursor_calls, group_pages, handlers, sending
 from replaybuf.service.http.requests import (
     ADAPTER,
     AFTER,
@@ -91,6 +91,8 @@ PRODUCER_CALLS = (
     Call("GET", f"{_R}/producers", handlers.get_producers, _ALL, result=contract.ProducerList),
     Call("POST", f"{_R}/groups", handlers.post_groups, _PRODUCER,
          contract.GroupsRequest, contract.AppendResults, ("200", "413", "422", "429")),
+    Call("PUT", f"{_R}/groups/{{group_id:path}}/columns", column_calls.put_columns, _PRODUCER,
+         contract.ColumnsRequest, contract.StoredColumns, ("200", "404", "409", "410")),
     Call("POST", f"{_R}/evaluations", handlers.post_evaluation, _PRODUCER,
          evaluations.EvaluationRequest, evaluations.Evaluation),
 )
@@ -109,9 +111,9 @@ TRAINER_CALLS = (
          contract.CheckpointRequest, contract.Checkpoints, _CHANGED),
 )
 BROWSE_CALLS = (
-    Call("GET", f"{_R}/groups", handlers.get_groups, _READER, result=browse.GroupPage,
+    Call("GET", f"{_R}/groups", handlers.get_groups, _READER | _PRODUCER, result=browse.GroupPage,
          query=group_pages.PARAMETERS),
-    Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER,
+    Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER | _PRODUCER,
          None, browse.StoredGroup, ("200", "404", "410")),
     Call("GET", f"{_R}/cursors", cursor_calls.get_cursors, _READER, result=cursors.CursorList),
     Call("GET", f"{_R}/cursors/{{name}}", cursor_calls.get_cursor, _READER,

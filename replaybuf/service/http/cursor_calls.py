@@ -14,7 +14,7 @@ from replaybuf.errors import Gone
 from replaybuf.kernel.cursors import Page
 from replaybuf.kernel.queries import steps_by_group
 from replaybuf.service.host import Service
-from replaybuf.service.http.browse import read_content, summarize
+from replaybuf.service.http.browse import fetch_frames, read_content, summarize
 from replaybuf.service.http.handlers import json_response, leaves
 from replaybuf.service.http.json_pieces import json_in_pieces
 from replaybuf.service.http.requests import LIMIT, WAIT_MS, Text, number, read_json, text, wait_s
@@ -59,14 +59,13 @@ async def _read_groups(run: Run, page: Page, tokenizer: Tokenizer | None) -> lis
     """Return the groups of a page; rollouts of freed ones are None, and groups trimmed meanwhile are left out."""
     groups, numbers = run.journal.store.groups, list(dict.fromkeys(item.number for item in page.items))
     entries = {entry.number: entry for entry in await groups.read_entries(run.name, numbers)}
-    sizes = {entry.strings.payload_key: int(entry.values["frame_bytes"]) for entry in entries.values()}
-    frames = dict(zip(sizes, await groups.read_frames(run.name, sizes), strict=True))
+    frames = await fetch_frames(run, list(entries.values()))
     steps = steps_by_group(run.state, numbers)
     described: list[dict[str, Any]] = []
     for item in page.items:
         with contextlib.suppress(KeyError, Gone):
             entry = entries[item.number]
-            content = await read_content(frames[entry.strings.payload_key], tokenizer)
+            content = await read_content(frames[item.number], tokenizer)
             described.append(summarize(run, entry, steps[item.number]) | {"step": item.step} | content)
     return described
 

@@ -19,6 +19,7 @@ from replaybuf.service.http.requests import AFTER, LIMIT, Number, Real, Text, nu
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.store.groups import ENTRIES_AT_ONCE
+from replaybuf.wire.late_columns import check_name
 
 CHECKED_ENTRIES = 20_000
 """Index entries that one request reads and compares: about 0.1 s, in pieces of `ENTRIES_AT_ONCE`."""
@@ -26,7 +27,7 @@ CHECKED_ENTRIES = 20_000
 STATE = Text("state", choices=tuple(GROUP_STATES))
 _NUMBERS = tuple(Number(name) for name in ("step", "min_staleness", "max_staleness", "version"))
 _REALS = (Real("min_reward"), Real("max_reward"))
-_NAMES = tuple(Text(name) for name in ("prompt_id", "source", "adapter"))
+_NAMES = tuple(Text(name) for name in ("prompt_id", "source", "adapter", "lacks"))
 _ORDER = Text("order", "arrival", ("arrival", "reward", "staleness"))
 _DESC = Text("desc", "false", ("true", "false"))
 PARAMETERS: tuple[Number | Real | Text, ...] = (STATE, *_NUMBERS, *_REALS, *_NAMES, _ORDER, _DESC, LIMIT, AFTER)
@@ -43,6 +44,8 @@ def read_query(request: Request, run: Run) -> tuple[GroupQuery, int | None, int]
         if low is not None and high is not None and low > high:
             detail = f"{lower} is {low}; it must be at most {upper}, which is {high}"
             raise Invalid(detail, name=lower, value=low, bound=high)
+    if query.lacks is not None:
+        check_name(query.lacks)
     if query.adapter is not None:
         check_adapter(query.adapter, run.journal.config)
     if query.order != "arrival" and query.state == RETIRED:

@@ -245,11 +245,15 @@ class Batches:
             await self._eviction.evict()
             return None
 
+    async def _fetch(self, numbers: list[int]) -> FetchedGroups:
+        journal = self._journal
+        return await fetch_groups(journal.store, journal.name, numbers, self._state.pool.columns)
+
     async def _fetch_rest(self, numbers: list[int], fetched: FetchedGroups) -> FetchedGroups:
         missing = [number for number in numbers if number not in fetched.groups]
         if not missing:
             return fetched
-        rest = await fetch_groups(self._journal.store, self._journal.name, missing)
+        rest = await self._fetch(missing)
         return await call_beside(len(numbers), join_fetched, numbers, fetched, rest)
 
     async def _overlong(self, fetched: FetchedGroups) -> list[int]:
@@ -280,7 +284,7 @@ class Batches:
                 return packed
             record = await self._journal.batch_record(recorded.entry)
             numbers = [entry.number for entry in record.groups]
-            fetched = await fetch_groups(self._journal.store, self._journal.name, numbers)
+            fetched = await self._fetch(numbers)
             if fetched.broken and self._journal.leading:
                 await self._dead_letter_of(step, recorded, fetched.broken)
             return await self._pack(record, fetched)
@@ -340,7 +344,7 @@ class Batches:
     async def longest_prompt(self, step: int) -> int:
         """Return the tokens of the longest prompt in the batch of `step`, read from its frames."""
         numbers = self._state.batches[step].numbers.tolist()
-        fetched = await fetch_groups(self._journal.store, self._journal.name, numbers)
+        fetched = await self._fetch(numbers)
         prompts = await call_beside(len(numbers), _longest_prompts, fetched)
         return max(prompts.values(), default=0)
 

@@ -35,9 +35,10 @@ from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
 from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
 from replaybuf.store.entries import build_chunk
+from replaybuf.store.ledger import NewColumn
 from replaybuf.wire.collector import collector_paused
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.ledger import AnyRecord, BatchRecord
+from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord
 
 logger = logging.getLogger(__name__)
 
@@ -266,10 +267,21 @@ class Journal:
 
     async def append(self, record: AnyRecord) -> None:
         """Write one record, then apply it. Called within a decision."""
+        with self._appending(record) as entry:
+            await self.store.ledger.append(self.name, self.token or "", entry, record)
+
+    async def append_columns(self, record: ColumnsRecord, frames: Sequence[NewColumn]) -> None:
+        """Write a record with the late columns that it names, then apply it. Called within a decision."""
+        with self._appending(record) as entry:
+            await self.store.ledger.append_columns(self.name, self.token or "", entry, record, frames)
+
+    @contextlib.contextmanager
+    def _appending(self, record: AnyRecord) -> Iterator[int]:
+        """Apply a record after the body has written it as the entry of this number."""
         entry = self.state.entries + 1
         try:
             with self.recording_loss():
-                await self.store.ledger.append(self.name, self.token or "", entry, record)
+                yield entry
         except NotLeader:
             self.follow(None)
             raise
@@ -320,7 +332,8 @@ class Journal:
             payload_keys = [entry.strings.payload_key for entry in entries]
             with self.recording_loss():
                 await forget_spilled(entries)
-                await groups.free_payloads(self.name, self.token or "", payload_keys, through)
+                columns = self.state.pool.columns.late_names
+                await groups.free_payloads(self.name, self.token or "", payload_keys, through, columns)
             self._to_free.popleft()
 
     def mark_freed(self, through: int) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from replaybuf.store import IndexEntry
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.plan import PlannedColumn
 
 logger = logging.getLogger(__name__)
 
@@ -62,22 +63,29 @@ class _Prepared:
     key: object
     entries: dict[int, IndexEntry] = dataclasses.field(default_factory=dict)
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
+    late: dict[int, list[PlannedColumn]] = dataclasses.field(default_factory=dict)
     batch: PackedBatch | None = None
     fetching: asyncio.Task[bool] | None = None
     closed: bool = False
 
     def __del__(self) -> None:
-        release(self.entries, self.groups)
+        release(self.entries, self.groups, self.late)
 
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Drop all other groups."""
-        for number in self.entries.keys() - set(numbers):
+    def keep(self, numbers: Sequence[int], columns: Mapping[int, list[str]]) -> None:
+        """Drop all other groups, and those that got late columns (`columns`) since they were fetched."""
+        outdated = {n for n in numbers if n in self.groups and self._late_names(n) != columns.get(n, [])}
+        for number in (self.entries.keys() - set(numbers)) | outdated:
             del self.entries[number], self.groups[number]
+            self.late.pop(number, None)
 
-    def fetched(self, numbers: Sequence[int]) -> FetchedGroups:
-        """Return those of these groups that are here."""
-        held = [number for number in numbers if number in self.groups]
-        return FetchedGroups([self.entries[n] for n in held], {n: self.groups[n] for n in held}, {})
+    def fetched(self, numbers: Sequence[int], columns: Mapping[int, list[str]]) -> FetchedGroups:
+        """Return those of these groups that are here with all late columns that they have by now (`columns`)."""
+        held = [n for n in numbers if n in self.groups and self._late_names(n) == columns.get(n, [])]
+        late = {n: self.late[n] for n in held if n in self.late}
+        return FetchedGroups([self.entries[n] for n in held], {n: self.groups[n] for n in held}, {}, late)
+
+    def _late_names(self, number: int) -> list[str]:
+        return [column.name for column in self.late.get(number, ())]
 
 
 class NextBatch:
@@ -109,7 +117,7 @@ class NextBatch:
         prepared.closed = prepared.batch is None
         if prepared.fetching:
             await asyncio.wait([prepared.fetching])  # if it fails, the decision fetches itself
-        return await call_beside(len(numbers), prepared.fetched, numbers)
+        return await call_beside(len(numbers), prepared.fetched, numbers, self._state.pool.columns.late_of(numbers))
 
     async def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
         """Return the prepared batch if it has this record; drop the rest. `used`: prepared groups in the record."""
@@ -192,7 +200,10 @@ class NextBatch:
         whole = await self._fetch(prepared, numbers)
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
             return
-        fetched = await call_beside(len(numbers), prepared.fetched, numbers)
+        columns = self._state.pool.columns.late_of(numbers)
+        fetched = await call_beside(len(numbers), prepared.fetched, numbers, columns)
+        if len(fetched.groups) < len(numbers):
+            return  # a late column arrived meanwhile; that is a change, so the next call fetches the group again
         draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
         record = await call_beside(len(numbers), complete_record, draft, fetched)
         batch = await asyncio.to_thread(pack_batch, record, fetched, layout)
@@ -208,7 +219,7 @@ class NextBatch:
 
     async def _fetch(self, prepared: _Prepared, numbers: Sequence[int]) -> bool:
         """Fetch the groups that are missing, within `MOST_BYTES`; return whether all are here and intact."""
-        prepared.keep(numbers)
+        prepared.keep(numbers, self._state.pool.columns.late_of(numbers))
         index = self._state.index
         fitting = int(np.searchsorted(np.cumsum(index["frame_bytes"][index.rows_of(numbers)]), MOST_BYTES, "right"))
         missing = [number for number in numbers[:fitting] if number not in prepared.groups]
@@ -225,9 +236,11 @@ class NextBatch:
 
     async def _fetch_chunk(self, prepared: _Prepared, numbers: Sequence[int]) -> bool:
         """Fetch some groups; return whether they are intact."""
-        fetched = await fetch_groups(self._journal.store, self._journal.name, numbers)
+        columns = self._state.pool.columns
+        fetched = await fetch_groups(self._journal.store, self._journal.name, numbers, columns)
         if fetched.broken:
             return False
         prepared.entries |= {entry.number: entry for entry in fetched.entries}
         prepared.groups |= fetched.groups
+        prepared.late |= fetched.late
         return True

@@ -28,6 +28,7 @@ from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.late_columns import LateColumnWriter
 from replaybuf.service.run.lease import LeaseTimer
 from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
@@ -64,6 +65,7 @@ class Run:
         self.history_lock = lock = HistoryLock()
         self.appends = Appends(journal, self.side_state, self.selector, self.admission, self.arrivals, lock, self.spill)
         self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
+        self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction)
         self.cursors = Cursors(journal)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
         self.trimming = Trimming(journal)

@@ -1,0 +1,58 @@
+"""A call of the HTTP API as an exchange: a generator that yields requests and receives the answer of each.
+
+It returns the result of the call. The blocking and the asyncio client run the same exchanges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any, TypeAlias, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+T = TypeVar("T")
+
+_JSON = "application/json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HttpRequest:
+    """One HTTP request below the address of a run.
+
+    - `accept`: the media type wanted, for a call with several
+    - `wait_ms`: how long the service may hold the request
+    - `repeatable`: a repetition does no harm
+    - `answers`: statuses beside 2xx that are answers, not errors
+    """
+
+    method: str = "GET"
+    path: str = ""
+    params: dict[str, str | int] = dataclasses.field(default_factory=dict)
+    content: bytes = b""
+    media_type: str = _JSON
+    accept: str | None = None
+    wait_ms: int = 0
+    repeatable: bool = True
+    answers: frozenset[int] = frozenset()
+
+
+Exchange: TypeAlias = Generator[HttpRequest, httpx.Response, T]
+
+
+def segment(text: str) -> str:
+    """Encode one segment of a path. HTTP clients remove the segments `.` and `..`, so their dots are encoded too."""
+    encoded = quote(text, safe="")
+    return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
+
+
+def given(**optional: Any) -> dict[str, Any]:
+    """Return the arguments that are not None."""
+    return {name: value for name, value in optional.items() if value is not None}
+
+
+def encode_body(value: Any) -> bytes:
+    """Encode the JSON body of a request."""
+    return msgspec.json.encode(value)
