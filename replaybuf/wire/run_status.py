@@ -199,6 +199,7 @@ class RunFacts(Struct, frozen=True):
     min_group_size: int | None = None
     steps_per_publish: int = 1
     vocab_size: int | None = None
+    max_steps: int | None = None
     seed: int = 0
     advantage: str = "grpo"
     adapters: dict[str, Any] = {}

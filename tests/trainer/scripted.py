@@ -38,6 +38,8 @@ class ScriptedService:
         self.faults: defaultdict[str, list[Exception]] = defaultdict(list)
         self.when: dict[str, Callable[[], None]] = {}
         self.steps_per_publish = 1
+        self.max_steps: int | None = None
+        self.vocab_size: int | None = None
         self.fetching = threading.Event()
         self._checkpoints = checkpoints
         self._acked = 0
@@ -45,7 +47,8 @@ class ScriptedService:
     def get_run(self) -> RunStatus:
         """Return the configuration."""
         self.called("get_run")
-        return run_status(config={"steps_per_publish": self.steps_per_publish, "adapters": {}})
+        names = ("steps_per_publish", "max_steps", "vocab_size")
+        return run_status(config={name: getattr(self, name) for name in names} | {"adapters": {}})
 
     def attach(self, *, resume_step: int, **_: Any) -> Attachment:
         """Attach at the requested step."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +25,13 @@ from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import trainer as trainer_module
 from replaybuf_trainer.checkpoint import latest_checkpoint, read_state
+from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.model import load_model
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
-from tests.trainer.batches import group_of, rollouts
+from tests.trainer import scripted as scripted_module
+from tests.trainer.batches import group_of, packed_body, rollouts
 from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService
 from tests.trainer.served import ServedEngine, oracle
 from tests.waiting import eventually
@@ -170,6 +176,168 @@ def test_training_changes_the_weights_and_records_metrics(
     before, after = weights(models / "a"), weights(checkpoint / "model")
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
+
+
+# ---------------------------------------------------------------------- phases, schedules and non-finite losses
+
+
+def test_the_time_of_each_phase_is_recorded_and_printed_as_shares(
+    scripted: ScriptedService, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The phases add up to the time of the step; a checkpoint counts for the step after it."""
+    with caplog.at_level("INFO"):
+        trainer_of(scripted, options(tmp_path, models, checkpoint_every_steps=2)).train()
+    first, _, third, _ = raw_lines(tmp_path / "train.jsonl")
+    assert first["phase_s"].keys() == {"wait", "forward", "backward", "optimizer", "ack", "weights", "publish"}
+    assert third["phase_s"].keys() == first["phase_s"].keys() | {"checkpoint"}
+    for line in (first, third):
+        assert sum(line["phase_s"].values()) == pytest.approx(line["step_s"])
+        assert line["train_s"] == pytest.approx(sum(line["phase_s"][p] for p in ("forward", "backward", "optimizer")))
+    assert re.search(r"step=0 .*\(\w+ \d+ %, ", caplog.text)
+
+
+def raw_lines(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
+
+def test_the_learning_rate_follows_the_schedule_to_the_last_step_of_the_run(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    scripted.max_steps = STEPS
+    trainer_of(scripted, options(tmp_path, models, schedule="linear", warm_up_steps=1, learning_rate=1e-3)).train()
+    rates = [line["learning_rate"] for line in raw_lines(tmp_path / "train.jsonl")]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+
+
+def test_a_schedule_without_a_number_of_steps_is_rejected_before_the_trainer_attaches(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    with pytest.raises(Invalid, match="run r has no max_steps; give --steps"):
+        trainer_of(scripted, options(tmp_path, models, schedule="cosine")).train()
+    assert scripted.events == ["get_run"]
+
+
+def test_the_training_ends_after_the_given_steps(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:
+    """With a checkpoint; a trainer that starts after the last step does not even attach."""
+    made = options(tmp_path, models, steps=2)
+    assert trainer_of(scripted, made).train() == 2
+    assert scripted.events[-1] == "checkpoint 2" and "fetch 2" not in scripted.events
+    later = ScriptedService(tmp_path / "checkpoints")
+    assert trainer_of(later, made).train() == 2
+    assert later.events == []
+
+
+@pytest.fixture
+def broken_step_one(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The advantages of step 1 are so large that the loss overflows. The list has the broken steps."""
+    broken = [1]
+    read = scripted_module.body
+
+    def body(step: int) -> bytes:
+        if step not in broken:
+            return read(step)
+        members = [dataclasses.replace(one, advantage=3e38) for one in rollouts(4, seed=step)]
+        return packed_body(members, [[0, 1], [2, 3]], step=step)
+
+    monkeypatch.setattr(scripted_module, "body", body)
+    return broken
+
+
+@pytest.mark.usefixtures("broken_step_one")
+def test_a_loss_that_is_not_finite_stops_the_training_and_names_the_batch(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """Before the ack, so a corrected trainer gets the batch again. No weights of the step are written."""
+    with pytest.raises(TrainingFault, match=r"step 1: batch \S+ has loss -?(inf|nan) and gradient norm"):
+        trainer_of(scripted, options(tmp_path, models)).train()
+    assert scripted.events[-1] == "fetch 1"
+    assert not (tmp_path / "weights" / "v000002").exists()
+
+
+@pytest.mark.usefixtures("broken_step_one")
+def test_a_loss_that_is_not_finite_is_skipped_by_option(
+    scripted: ScriptedService, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is acked and published with the weights of the step before it; the next step changes them."""
+    trainer_of(scripted, options(tmp_path, models, on_non_finite="skip")).train()
+    recorded = raw_lines(tmp_path / "train.jsonl")
+    assert [line["skipped"] for line in recorded] == [False, True, False, False]
+    assert [line.grad_norm > 0 for line in lines(tmp_path / "train.jsonl")] == [True, False, True, True]
+    assert "step 1: batch" in caplog.text
+    assert "ack 1" in scripted.events
+    kept = [weights(tmp_path / "weights" / f"v{version:06d}") for version in (2, 3, 4)]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in kept[0].values())
+    assert any(not torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_training(
+    scripted: ScriptedService, tmp_path: Path, models: Path, broken_step_one: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_step_one[:] = [0, 1, 2]
+    monkeypatch.setattr(trainer_module, "MOST_SKIPPED", 2)
+    with pytest.raises(TrainingFault, match="3 steps in a row are not finite, the maximum is 2"):
+        trainer_of(scripted, options(tmp_path, models, on_non_finite="skip")).train()
+    assert scripted.events[-1] == "fetch 2"
+
+
+# ---------------------------------------------------------------------- what does not fit together
+
+
+def test_a_column_that_the_loss_needs_is_missed_before_the_first_step(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    with pytest.raises(Invalid, match="the batch has no old_logprobs, which the loss needs"):
+        trainer_of(scripted, options(tmp_path, models, loss="decoupled-ppo")).train()
+    assert "ack 0" not in scripted.events
+
+
+def test_a_run_with_a_larger_vocabulary_is_rejected_before_the_trainer_attaches(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    scripted.vocab_size = 99
+    with pytest.raises(Invalid, match="token ids up to vocab_size 99; the model has 98"):
+        trainer_of(scripted, options(tmp_path, models)).train()
+    assert scripted.events == ["get_run"]
+
+
+def test_a_token_outside_the_vocabulary_names_the_batch(
+    scripted: ScriptedService, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a vocab_size in the run, the batch is the first to show it."""
+    members = [dataclasses.replace(one, prompt_ids=[3, 98]) for one in rollouts(4, seed=0)]
+    monkeypatch.setattr(scripted_module, "body", lambda step: packed_body(members, [[0, 1], [2, 3]], step=step))
+    with pytest.raises(Invalid, match=r"batch \S+ has the token id 98; the vocabulary of the model has 98"):
+        trainer_of(scripted, options(tmp_path, models)).train()
+
+
+def test_a_checkpoint_of_another_run_or_model_is_rejected_before_the_trainer_attaches(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    trainer_of(scripted, options(tmp_path, models)).train()
+    scripted.events.clear()
+    with pytest.raises(Invalid, match=r"step-000004 is of run r, not other; use another --checkpoint-dir"):
+        trainer_of(scripted, options(tmp_path, models, run="other")).train()
+    larger = tmp_path / "larger"
+    shutil.copytree(models / "a", larger)
+    config = msgspec.json.decode((larger / "config.json").read_bytes())
+    (larger / "config.json").write_bytes(msgspec.json.encode(config | {"hidden_size": 256}))
+    with pytest.raises(Invalid, match=r"hidden_size 128.*hidden_size 256"):
+        trainer_of(scripted, options(tmp_path, models, model=larger)).train()
+    assert scripted.events == []
+
+
+def test_a_full_disk_ends_the_training_with_one_error_and_keeps_the_older_checkpoint(
+    scripted: ScriptedService, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    scripted.when["ack 2"] = lambda: monkeypatch.setattr("replaybuf_trainer.checkpoint.save_file", full)
+    with pytest.raises(TrainingFault, match=r"of step 4 cannot be written.*No space left.*newest is .*step-000002"):
+        trainer_of(scripted, options(tmp_path, models, checkpoint_every_steps=2)).train()
+    newest = latest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None and read_state(newest).step == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
 # ---------------------------------------------------------------------- waiting

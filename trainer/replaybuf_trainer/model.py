@@ -18,6 +18,16 @@ PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = [chr(code) for code in range(32, 127)]
 CONTEXT_TOKENS = 256
 MODEL_TYPE = Qwen3Config.model_type
+SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Keys of config.json that two folders of the same model share."""
 
 
 def character_tokenizer() -> Any:
@@ -59,7 +69,7 @@ def load_model(folder: Path) -> Any:
     config = folder / "config.json"
     if not config.is_file():
         raise Invalid(f"model folder {folder} has no config.json", name="model", value=str(folder))
-    kind = _model_type(config)
+    kind = _read_config(config).get("model_type")
     if kind != MODEL_TYPE:  # transformers would load the weights that fit and draw the rest at random
         raise Invalid(
             f"model folder {folder} has model_type {kind!r}; the reference trainer and its engine need {MODEL_TYPE!r}",
@@ -78,9 +88,24 @@ def shape_of(model: Any) -> ModelShape:
     return ModelShape(**{name: getattr(config, name) for name in ModelShape.__struct_fields__ if name != "gated"})
 
 
-def _model_type(config: Path) -> object:
+def check_same_shape(folder: Path, other: Path) -> None:
+    """Raise `Invalid` if two model folders differ in the type or a size of the model."""
+    shapes = [
+        {name: config.get(name) for name in SHAPE}
+        for config in (_read_config(f / "config.json") for f in (folder, other))
+    ]
+    if differ := [name for name in SHAPE if shapes[0][name] != shapes[1][name]]:
+        found, given = (", ".join(f"{name} {shape[name]}" for name in differ) for shape in shapes)
+        raise Invalid(
+            f"{folder} has {found}; {other} has {given}; use another --checkpoint-dir, or the model of the checkpoint",
+            name="model",
+            value=str(other),
+        )
+
+
+def _read_config(config: Path) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(config.read_bytes())
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise Invalid(f"{config} does not decode: {error}", name="model", value=str(config)) from None
-    return found.get("model_type") if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}

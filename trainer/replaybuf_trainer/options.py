@@ -83,6 +83,14 @@ class TrainOptions:
     """Learning rate of AdamW after the warm-up."""
     warm_up_steps: NonNegativeInt = 10
     """Steps in which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after the warm-up. wsd: constant, and in the last fifth 1 - sqrt of the share that is done. All but
+    constant end at 0 after the last step."""
+    steps: PositiveInt | None = None
+    """Step after which the training ends, and the length of the schedule. The default is max_steps of the run."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite. stop: the training ends before the ack; skip: the weights stay as
+    they are and the next step follows."""
     clip_norm: PositiveFloat = 1.0
     """Maximum norm of the gradient; larger gradients are scaled down."""
     loss: str = "grpo"

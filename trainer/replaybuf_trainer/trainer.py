@@ -4,15 +4,18 @@
 
 Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
 reader requests the next batch while this one trains, if the strategy allows it. A checkpoint is on disk before the
-service hears of it. All calls to the service are those of `replaybuf.client`; any other trainer can use the same.
+service hears of it. All calls to the service are those of `replaybuf.client`; any other trainer can use the same. The
+generator evaluates, by the version that the engines report.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,12 +26,15 @@ from replaybuf.client.cost import cost_of
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
+from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.losses import BatchTotals, Row, Tally, load_objective
-from replaybuf_trainer.model import load_model, shape_of
+from replaybuf_trainer.model import check_same_shape, load_model, shape_of
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.packed_forward import packed_forward
 from replaybuf_trainer.publisher import EnginePublisher
 from replaybuf_trainer.reading import TensorBatch, TensorReader
+from replaybuf_trainer.schedules import learning_rate_factor
+from replaybuf_trainer.stopwatch import Phase, Stopwatch, shares
 from replaybuf_trainer.weights import keep_newest, save_model
 
 logger = logging.getLogger(__name__)
@@ -37,6 +43,8 @@ T = TypeVar("T")
 
 KEPT_WEIGHTS = 3
 RETRY_PAUSE_S, LONGEST_RETRY_PAUSE_S = 0.1, 2.0
+MOST_SKIPPED = 8
+"""Non-finite steps in a row that `--on-non-finite skip` allows; weights that are broken stay broken."""
 
 
 class Stopped(Exception):
@@ -46,7 +54,8 @@ class Stopped(Exception):
 class Trainer:
     """One trainer on one run. `train` runs once; `stop` ends it from any thread or signal handler.
 
-    `_step`: steps done; `_version`: policy version of the weights, `_step // steps_per_publish`.
+    `_step`: steps done; `_version`: policy version of the weights, `_step // steps_per_publish`; `_skipped`: steps in a
+    row without a change of the weights.
     """
 
     def __init__(self, options: TrainOptions, client: Client) -> None:
@@ -58,17 +67,23 @@ class Trainer:
         )
         self._reader: TensorReader | None = None
         self._stopping = threading.Event()
+        self._watch = Stopwatch()
+        self._skipped = 0
 
     def train(self) -> int:
-        """Train until the run is finished or `stop` is called; return the number of steps done.
+        """Train until the run is finished, `--steps` are done or `stop` is called; return the number of steps done.
 
-        Raises `Fenced` if another trainer took the run, `ServiceUnavailable` if service or engines stay unreachable.
+        Raises `Fenced` if another trainer took the run, `ServiceUnavailable` if service or engines stay unreachable,
+        `Invalid` if options, run, model, checkpoint and batches do not fit together, and `TrainingFault`.
         """
         try:
             self._load_newest_checkpoint()
+            if self._done():
+                return self._step
             self._attach()
             self._publish()
             self._engines.watch(self._confirm)
+            self._watch = Stopwatch()
             with self._open_reader() as reader:
                 return self._train(reader)
         except Stopped:  # before the first batch
@@ -83,35 +98,35 @@ class Trainer:
             self._reader.stop()
 
     def _train(self, reader: TensorReader) -> int:
-        began = time.perf_counter()
-        for batch in reader:
-            fetched = time.perf_counter()
+        for batch in reader:  # the stopwatch is in "wait"
             figures = self._train_step(batch)
+            self._watch.enter("ack")
             try:
                 self._retry(reader.ack)
             except Stopped:  # the service may not count this step: the last checkpoint stays the newest
                 logger.warning("stopped before the ack of step %d was answered", self._step)
                 return self._step
             self._step += 1
-            acked = time.perf_counter()
             stopped = not self._publish_if_due()
-            ended = time.perf_counter()
-            figures |= {"wait_s": fetched - began, "publish_s": ended - acked, "step_s": ended - began}
-            self._record(reader, batch, figures)
-            if stopped:
+            # A crash after the checkpoint would not repeat this step, so its line comes first.
+            self._record(reader, batch, figures, self._watch.take())
+            if stopped or self._done():
                 break
             if self._step % self._options.checkpoint_every_steps == 0:
                 self._checkpoint()
-            began = time.perf_counter()
+            self._watch.enter("wait")
         self._checkpoint()
         return self._step
+
+    def _done(self) -> bool:
+        return self._options.steps is not None and self._step >= self._options.steps
 
     # ------------------------------------------------------------------ start
 
     def _load_newest_checkpoint(self) -> None:
         options = self._options
         checkpoint = latest_checkpoint(options.checkpoint_dir)
-        self._step = read_state(checkpoint).step if checkpoint else 0
+        self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
         self._model = load_model(checkpoint / "model" if checkpoint else options.model)
         self._optimizer = torch.optim.AdamW(
@@ -121,8 +136,21 @@ class Trainer:
             load_optimizer(checkpoint, self._model, self._optimizer)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
 
+    def _step_of(self, checkpoint: Path) -> int:
+        """Return the step of a checkpoint. Raises `Invalid` if it is of another run or model."""
+        options, state = self._options, read_state(checkpoint)
+        if state.run != options.run:
+            raise Invalid(
+                f"checkpoint {checkpoint} is of run {state.run}, not {options.run}; use another --checkpoint-dir",
+                name="checkpoint_dir",
+                value=state.run,
+                bound=options.run,
+            )
+        check_same_shape(checkpoint / "model", options.model)
+        return state.step
+
     def _attach(self) -> None:
-        """Take the run over at the step of the checkpoint. Raises `Invalid` for a run with adapters."""
+        """Take the run over at the step of the checkpoint. Raises `Invalid` for a run that does not fit."""
         options, facts = self._options, self._retry(self._client.get_run).facts()
         if adapters := sorted(facts.adapters):
             raise Invalid(
@@ -130,6 +158,21 @@ class Trainer:
                 name="adapters",
                 value=adapters,
                 bound=[],
+            )
+        vocabulary = self._model.config.vocab_size
+        if facts.vocab_size is not None and facts.vocab_size > vocabulary:
+            raise Invalid(
+                f"run {options.run} has token ids up to vocab_size {facts.vocab_size}; the model has {vocabulary}",
+                name="vocab_size",
+                value=facts.vocab_size,
+                bound=vocabulary,
+            )
+        self._steps = options.steps or facts.max_steps
+        if options.schedule != "constant" and self._steps is None:
+            raise Invalid(
+                f"schedule {options.schedule} needs the number of steps, and run {options.run} has no max_steps; "
+                "give --steps",
+                name="steps",
             )
         self._steps_per_publish = facts.steps_per_publish
         self._version = self._step // self._steps_per_publish
@@ -163,31 +206,68 @@ class Trainer:
 
     def _train_step(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""
-        began = time.perf_counter()
-        options, tally = self._options, Tally()
+        options, objective, tally = self._options, self._objective, Tally()
         rows, at_once = _trained_rows(batch), options.rows_per_forward
         totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
-        self._objective.check_columns(rows)
-        for start in range(0, len(rows), at_once):
-            tokens = packed_forward(self._model, rows[start : start + at_once])
-            torch.autograd.backward(self._objective.value(tokens, totals, tally))
+        self._check_batch(batch)
+        for start in range(0, len(rows), at_once):  # gradients add up
+            self._watch.enter("forward")
+            loss = objective.value(packed_forward(self._model, rows[start : start + at_once]), totals, tally)
+            self._watch.enter("backward")
+            torch.autograd.backward(loss)
+        self._watch.enter("optimizer")
+        factor = learning_rate_factor(options.schedule, self._step, options.warm_up_steps, self._steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * min(1.0, (self._step + 1) / max(1, options.warm_up_steps))
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), options.clip_norm)
-        self._optimizer.step()
+            group["lr"] = options.learning_rate * factor
+        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), options.clip_norm))
+        finite = math.isfinite(norm) and math.isfinite(tally.loss)
+        if finite:
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._count_skipped(batch, finite, tally.loss, norm)
         return {
-            "grad_norm": float(norm),
+            "grad_norm": norm if finite else 0.0,
+            "learning_rate": options.learning_rate * factor,
+            "skipped": not finite,
             **tally.figures(),
             "by_staleness": tally.staleness_figures(),
-            "train_s": time.perf_counter() - began,
         }
 
-    def _record(self, reader: TensorReader, batch: TensorBatch, figures: dict[str, Any]) -> None:
+    def _check_batch(self, batch: TensorBatch) -> None:
+        """Raise `Invalid` if the batch does not fit the loss or the model."""
+        rows, vocabulary = _trained_rows(batch), self._model.config.vocab_size
+        self._objective.check_columns(rows)
+        highest = max(int(row["input_ids"].max()) for row in rows)
+        if highest >= vocabulary:
+            raise Invalid(
+                f"batch {batch.meta.batch_id} has the token id {highest}; the vocabulary of the model has {vocabulary}",
+                name="input_ids",
+                value=highest,
+                bound=vocabulary - 1,
+            )
+
+    def _count_skipped(self, batch: TensorBatch, finite: bool, loss: float, norm: float) -> None:
+        """Count steps whose loss or gradient is not finite. Raises `TrainingFault` by the rule `on_non_finite`."""
+        if finite:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        what = f"step {self._step}: batch {batch.meta.batch_id} has loss {loss} and gradient norm {norm}"
+        if self._options.on_non_finite == "stop":
+            raise TrainingFault(f"{what}; --on-non-finite skip leaves such batches out", name="loss", value=loss)
+        if self._skipped > MOST_SKIPPED:
+            detail = f"{what}; {self._skipped} steps in a row are not finite, the maximum is {MOST_SKIPPED}"
+            raise TrainingFault(detail, name="loss", value=loss, bound=MOST_SKIPPED)
+        logger.warning("%s; the weights stay as they are", what)
+
+    def _record(
+        self, reader: TensorReader, batch: TensorBatch, figures: dict[str, Any], seconds: dict[Phase, float]
+    ) -> None:
         """Log one step and append its line to the metrics file."""
         rows = _trained_rows(batch)
         rewards = torch.cat([row["rewards"] for row in rows]).double()
         staleness = torch.cat([row["staleness"] for row in rows]).double()
+        step_s = sum(seconds.values())
         line = {
             "time": time.time(),
             "step": batch.meta.step,
@@ -198,12 +278,17 @@ class Trainer:
             "staleness_max": int(staleness.max()),
             "wait_reasons": dict(reader.waited_s),
             "engine_reloads": self._engines.reloads,
-            "tokens_per_s": batch.meta.tokens / figures["step_s"],
+            "tokens_per_s": batch.meta.tokens / step_s,
+            "step_s": step_s,
+            "wait_s": seconds.get("wait", 0.0),
+            "train_s": sum(seconds.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")),
+            "publish_s": seconds.get("weights", 0.0) + seconds.get("publish", 0.0),
+            "phase_s": seconds,
             **figures,
         }
         reader.waited_s.clear()
-        shown = "step=%(step)d reward=%(reward_mean).3f loss=%(loss).4f staleness=%(staleness_max)d"
-        logger.info(shown + " wait=%(wait_s).2fs train=%(train_s).2fs", line)
+        shown = "step=%(step)d reward=%(reward_mean).3f loss=%(loss).4f staleness=%(staleness_max)d took=%(step_s).2fs"
+        logger.info(shown % line + " (%s)", shares(seconds))
         if self._options.metrics_file:
             with self._options.metrics_file.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
@@ -226,7 +311,9 @@ class Trainer:
         """Write the weights, load them into the engines and announce their version."""
         options = self._options
         folder = options.weights_dir / f"v{self._version:06d}"
+        self._watch.enter("weights")
         save_model(self._model, options.model, folder)
+        self._watch.enter("publish")
         self._retry(lambda: self._engines.publish(folder, self._version))
         uri = folder.resolve().as_uri()
         self._retry(lambda: self._client.publish_policy(self._version, self._epoch, weights_uri=uri))
@@ -241,10 +328,19 @@ class Trainer:
         newest = latest_checkpoint(options.checkpoint_dir)
         if newest is not None and read_state(newest).step == self._step:
             return
+        self._watch.enter("checkpoint")
         state = TrainerState(options.run, self._step, self._version)
-        save_checkpoint(
-            options.checkpoint_dir, self._model, self._optimizer, options.model, state, options.keep_checkpoints
-        )
+        try:
+            save_checkpoint(
+                options.checkpoint_dir, self._model, self._optimizer, options.model, state, options.keep_checkpoints
+            )
+        except OSError as error:
+            raise TrainingFault(
+                f"the checkpoint of step {self._step} cannot be written to {options.checkpoint_dir}: {error}; "
+                f"the newest is {newest or 'none'}",
+                name="checkpoint_dir",
+                value=str(options.checkpoint_dir),
+            ) from error
         try:
             self._retry(lambda: self._client.checkpoint(self._step, self._epoch, keep=options.keep_checkpoints))
         except Stopped:
