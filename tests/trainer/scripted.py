@@ -8,16 +8,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from replaybuf.errors import RunFinished
 from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf.wire.group import group_to_json
 from replaybuf.wire.run_status import RunStatus
 from replaybuf_trainer.checkpoint import latest_checkpoint
 from replaybuf_trainer.model import load_model
 from tests.builders import run_status
-from tests.trainer.batches import packed_body, rollouts
+from tests.conftest import RunClient
+from tests.trainer.batches import group_of, packed_body, rollouts
 
 STEPS = 4
 EPOCH = 7
+
+
+def fill(run: RunClient) -> None:
+    """Create a run and store the groups of `STEPS` batches, drawn from the number of their step."""
+    run.put(
+        batch={"groups_per_batch": 1, "seq_len": 64},
+        strategy={"name": "one-step-off-policy", "options": {"max_staleness": 100}},
+        max_steps=STEPS,
+    )
+    for number in range(STEPS):
+        group = group_of(rollouts(4, seed=number), group_id=f"g{number}", prompt_id=f"p{number}")
+        (result,) = run.append(msgspec.to_builtins(group_to_json(group)))
+        assert result["status"] == "stored", result
 
 
 def body(step: int) -> bytes:

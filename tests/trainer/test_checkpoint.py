@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from replaybuf.errors import Invalid
 from replaybuf_trainer.checkpoint import (
@@ -58,6 +59,21 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(models: Path, tmp_path
     train(resumed, optimizer, range(2, 4))
     for (name, one), (_, other) in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_random_numbers_continue_from_a_checkpoint(models: Path, tmp_path: Path) -> None:
+    """As dropout draws them; a checkpoint without a random state changes nothing."""
+    model = load_model(models / "a")
+    optimizer = adam(model)
+    torch.manual_seed(7)
+    checkpoint = save(tmp_path, model, optimizer, models, 1)
+    expected = torch.rand(3)
+    load_optimizer(checkpoint, model, optimizer)
+    assert torch.equal(torch.rand(3), expected)
+    save_file({}, checkpoint / "optimizer.safetensors")
+    torch.manual_seed(7)
+    load_optimizer(checkpoint, model, optimizer)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_checkpoint_holds_no_pickle(models: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from replaybuf.client.client import Client
 from replaybuf.errors import Fenced, Invalid, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.wire.contract import Amount, WaitingAnswer
-from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import trainer as trainer_module
 from replaybuf_trainer.checkpoint import latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
@@ -31,8 +30,8 @@ from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
 from tests.trainer import scripted as scripted_module
-from tests.trainer.batches import group_of, packed_body, rollouts
-from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService
+from tests.trainer.batches import packed_body, rollouts
+from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService, fill
 from tests.trainer.served import ServedEngine, oracle
 from tests.waiting import eventually
 
@@ -464,15 +463,7 @@ def test_a_resumed_training_ends_with_the_same_weights_bit_for_bit(
 @pytest.fixture
 def filled_run(run: RunClient) -> RunClient:
     """A run on a real service that holds the groups of `STEPS` batches."""
-    run.put(
-        batch={"groups_per_batch": 1, "seq_len": 64},
-        strategy={"name": "one-step-off-policy", "options": {"max_staleness": 100}},
-        max_steps=STEPS,
-    )
-    for number in range(STEPS):
-        group = group_of(rollouts(4, seed=number), group_id=f"g{number}", prompt_id=f"p{number}")
-        (result,) = run.append(msgspec.to_builtins(group_to_json(group)))
-        assert result["status"] == "stored", result
+    fill(run)
     return run
 
 

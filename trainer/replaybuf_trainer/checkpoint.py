@@ -1,6 +1,8 @@
 """Checkpoints: a folder `step-000012`, written atomically and without pickle, to resume a trainer at step 12.
 
-It holds a model folder `model/`, the moments of AdamW by parameter name in `optimizer.safetensors`, and `state.json`.
+It holds a model folder `model/`, the moments of AdamW by parameter name and torch's random state in
+`optimizer.safetensors`, and `state.json`. The learning rate is a function of the step. `torch.distributed.checkpoint`
+would pickle its metadata.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.weights import keep_newest, save_model, whole_folder
 
 _NAME = re.compile(r"step-(\d{6,})")
+_RANDOM_STATE = "random_state"
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -34,7 +37,9 @@ def save_checkpoint(
     path = folder / f"step-{state.step:06d}"
     with whole_folder(path) as scratch:
         save_model(model, tokenizer_dir, scratch / "model")
-        save_file(_moments(model, optimizer), scratch / "optimizer.safetensors")
+        save_file(
+            _moments(model, optimizer) | {_RANDOM_STATE: torch.get_rng_state()}, scratch / "optimizer.safetensors"
+        )
         (scratch / "state.json").write_bytes(msgspec.json.encode(state))
     keep_newest(folder, "step-*", keep)
     return path
@@ -57,12 +62,17 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def load_optimizer(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Load the moments of a checkpoint into `optimizer`, which holds the parameters of `model`."""
+    """Load the moments of a checkpoint into `optimizer`, which holds the parameters of `model`, and the random state.
+
+    Checkpoints of older releases have no random state; torch's own stays.
+    """
     stored = load_file(checkpoint / "optimizer.safetensors")
     for name, parameter in model.named_parameters():
         moments = {key: stored[f"{key}.{name}"] for key in ("exp_avg", "exp_avg_sq") if f"{key}.{name}" in stored}
         if moments:
             optimizer.state[parameter] = {"step": stored[f"step.{name}"].clone(), **moments}
+    if _RANDOM_STATE in stored:
+        torch.set_rng_state(stored[_RANDOM_STATE])
 
 
 def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
