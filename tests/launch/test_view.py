@@ -95,3 +95,18 @@ def test_a_sparkline_spans_lowest_to_highest() -> None:
 
 def test_durations_read_as_minutes_and_seconds() -> None:
     assert [clock(seconds) for seconds in (0, 59.6, 125, -3)] == ["0:00", "1:00", "2:05", "0:00"]
+
+
+def test_a_run_without_an_end_shows_its_step_alone_and_why_it_waits() -> None:
+    """Without metrics of the trainer, step and reason are those of the run's state."""
+    progress = Progress(total_steps=None, title="replaybuf up · run r", with_accuracy=False)
+    waiting = {"reason": "no_groups", "blocked_on": "producers"}
+    counts = {"stored": 0, "live": 0, "in_batches": 0, "retired": 0, "dead_lettered": 0, "evicted": {}, "rejected": {}}
+    progress.state = {"step": 7, "waiting": waiting, "groups": counts, "tokens": {"live": 0}}
+    progress.phases.enter(TRAINING)
+    assert summary(progress).startswith("step 7 | staleness - | buffer 0 groups, 0 tokens")
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(panel(progress))
+    text = console.export_text()
+    assert "replaybuf up · run r" in text and "7 steps" in text and "accuracy" not in text
+    assert "now: no_groups, blocked on producers" in text
