@@ -14,6 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from replaybuf.errors import Invalid, StrategyFault, first_error
 from replaybuf.kernel.rules import REASON, are_rows
 from replaybuf.kernel.strategy import (
+    MAX_DETAIL,
     STRATEGY_REASONS,
     Budget,
     Evictions,
@@ -198,6 +199,8 @@ def _check_selection(build: BuildStrategy, scene: Scene) -> None:
     answer = _select(build(), scene)
     if isinstance(answer, Waiting):
         _rule(answer.reason in STRATEGY_REASONS, "a waiting reason is one that strategies may give", answer.reason)
+        short = answer.detail is None or (isinstance(answer.detail, str) and len(answer.detail) <= MAX_DETAIL)
+        _rule(short, f"a detail has at most {MAX_DETAIL} characters", answer.detail)
         return
     rows, budget = np.asarray(answer.rows), scene.view.budget
     _rule(rows.size > 0, "selects at least one group", rows)

@@ -8,9 +8,18 @@ import pytest
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.index import Index
 from replaybuf.kernel.rules import check_selection
-from replaybuf.kernel.strategy import Budget, Selection
+from replaybuf.kernel.strategy import MAX_DETAIL, Budget, Selection, Waiting
 
 
 def test_the_error_of_an_empty_selection_recommends_waiting() -> None:
     with pytest.raises(StrategyFault, match=r"returns Waiting\(reason\)' at step 3: rows is empty: Selection\(\[\]\)"):
         check_selection("mine", 3, Selection(np.array([], np.int64)), Index(), [], Budget(None, 1, 64))
+
+
+def test_the_detail_of_an_answer_to_wait_is_bounded() -> None:
+    """It is part of every answer to a trainer that waits."""
+    longest = Waiting("too_few_groups", detail="x" * MAX_DETAIL)
+    assert check_selection("mine", 3, longest, Index(), [], Budget(None, 1, 64)) == longest
+    for detail in ("x" * (MAX_DETAIL + 1), b"bytes"):
+        with pytest.raises(StrategyFault, match="gives a detail of at most 256 characters"):
+            check_selection("mine", 3, Waiting("no_groups", detail=detail), Index(), [], Budget(None, 1, 64))  # type: ignore[arg-type]

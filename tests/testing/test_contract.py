@@ -210,6 +210,11 @@ class Moody(Sound):
         return Waiting("mood")
 
 
+class Talkative(Sound):
+    def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
+        return Waiting("no_groups", detail="x" * 257)
+
+
 class Weightless(Sound):
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
         found = fill(groups, np.arange(len(groups)), budget)
@@ -309,6 +314,7 @@ class Boundless(Sound):
         (Greedy, "keeps the (token|group) budget"),
         (Inventive, "selects only groups that it was given"),
         (Moody, "a waiting reason is one that strategies may give"),
+        (Talkative, "a detail has at most 256 characters"),
         (Weightless, "weights are finite and > 0"),
         (Remembering, "selects the same again"),
         (Chancy, "selects the same"),
