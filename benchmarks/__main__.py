@@ -30,6 +30,7 @@ SHORT = {
     "bodies": ["--rounds", "5"],
     "file_queue": ["--steps", "25"],
     "generator": ["--rollouts", "4000", "--repeats", "2"],
+    "spill": ["--rounds", "2", "--groups", "400"],
     "slots": ["--steps", "50", "--seeds", "3"],
 }
 """Benchmarks by file name, and the options that make them short."""

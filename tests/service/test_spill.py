@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import redis
 
@@ -19,6 +22,7 @@ from replaybuf.wire.batch import read_batch
 from replaybuf.wire.spill import MAGIC
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_restart import valkey_of
+from tests.valkeys import Valkey
 from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
@@ -26,6 +30,16 @@ FRAME_BYTES = 19_232
 """Of a group with 2 rollouts of 1,000 tokens."""
 LIMIT = 10 * FRAME_BYTES
 GROUPS = 100
+
+
+class DyingServe(ServeProcess):
+    """A service that kills itself in the middle of a move."""
+
+    module = "tests.spill_kill"
+
+    def wait(self) -> int:
+        """Wait until it is dead; return its exit code."""
+        return self._wait()
 
 
 def soon(check: Callable[[], object]) -> None:
@@ -146,6 +160,60 @@ def test_kill_9_during_moves_loses_no_group_and_leaves_no_file(
     assert run.post("checkpoints", epoch=epoch, step=12).status_code == 200
     soon(lambda: files(tmp_path / "spill") == [])
     assert conserved(run) and run.state()["groups"]["dead_lettered"] == 0
+
+
+@pytest.mark.parametrize("point", ["written", "recorded"])
+def test_a_service_that_dies_within_a_move_leaves_each_frame_in_one_place(
+    tmp_path: Path, connect: Connect, point: str
+) -> None:
+    """After the files are durable, and after Redis has their stubs: a frame is in Redis or in a file, never in none."""
+    server = DyingServe(tmp_path / "data")
+    server.environment["KILL_AT"] = point
+    server.start()
+    try:
+        run = connect(server.url, "r")
+        epoch = begin(run, tmp_path / "spill")
+        sent = 0
+        with contextlib.suppress(httpx.TransportError):
+            while run.post("groups", groups=[large(sent)]).status_code == 200 and sent < 50:
+                sent += 1
+        assert server.wait() == -signal.SIGKILL and sent < 50
+        assert files(tmp_path / "spill")
+        del server.environment["KILL_AT"]
+        run = connect(server.start().url, "r")
+        for number in range(sent, 50):
+            stored(run, number)
+        bodies = run.train(epoch, range(10))
+        trained = sorted(name for body in bodies for name in read_batch(body).meta.group_ids)
+        assert trained == sorted(f"g{number}" for number in range(50))
+        assert run.post("checkpoints", epoch=epoch, step=10).status_code == 200
+        soon(lambda: files(tmp_path / "spill") == [])
+        assert conserved(run)
+    finally:
+        server.end()
+
+
+def test_a_standby_on_the_same_folder_takes_over(tmp_path: Path, connect: Connect) -> None:
+    """It follows the stubs of the server before it, moves more frames, and deletes the files."""
+    with Valkey(tmp_path / "valkey") as valkey:
+        servers = [ServeProcess(tmp_path / name, "--redis-url", valkey.url).start() for name in ("first", "second")]
+        try:
+            run = connect(servers[0].url, "r")
+            epoch = begin(run, tmp_path / "spill")
+            fill(run, 30)
+            run.train(epoch, range(1))
+            assert run.state()["spill"]["groups"] > 10
+            servers[0].kill()
+            run = connect(servers[1].url, "r")
+            for number in range(30, 40):
+                stored(run, number)
+            run.train(epoch, range(1, 8))
+            assert run.post("checkpoints", epoch=epoch, step=8).status_code == 200
+            soon(lambda: files(tmp_path / "spill") == [])
+            assert conserved(run) and run.state()["groups"]["dead_lettered"] == 0
+        finally:
+            for server in servers:
+                server.end()
 
 
 def test_files_that_nothing_names_are_deleted_at_the_next_start(
