@@ -28,6 +28,15 @@ logger = logging.getLogger(__name__)
 COMMANDS = {
     "serve": "replaybuf.cli.serve:serve",
     "status": "replaybuf.cli.status:status",
+    **{
+        f"runs {name}": f"replaybuf.cli.runs:{name}"
+        for name in ("show", "create", "pause", "resume", "finish", "delete")
+    },
+    "runs list": "replaybuf.cli.runs:list_",
+    "runs set": "replaybuf.cli.runs:set_",
+    "groups list": "replaybuf.cli.groups:list_",
+    "groups show": "replaybuf.cli.groups:show",
+    "ledger": "replaybuf.cli.groups:ledger",
     "doctor": "replaybuf.cli.doctor:doctor",
     "token new": "replaybuf.cli.token:new",
     "strategies list": "replaybuf.cli.strategies:list_installed",
@@ -53,6 +62,8 @@ app = App(
 )
 app.command(App(name="token", help="Manage the bearer tokens of a service."))
 app.command(App(name="config", help="Show what configuration files may hold."))
+app.command(App(name="runs", help="List, show, create, change and delete runs."))
+app.command(App(name="groups", help="List and show groups of a run."))
 app.command(App(name="strategies", help="List, show and check strategies and filters."))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +14,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from replaybuf.cli.service import ServiceOptions, print_json
 from replaybuf.client.addresses import addresses_of, authorization, base_url, unix_mounts
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import ServiceUnavailable
@@ -24,19 +26,18 @@ from replaybuf.wire.run_status import AdapterStatus, Buckets, DropAges, RunList,
 T = TypeVar("T")
 
 TIMEOUT_S = 10.0
+WATCH_PERIOD_S = 2.0
 READINESS = "/readyz"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StatusOptions:
-    """Service and run to show."""
+class StatusOptions(ServiceOptions):
+    """Runs to show."""
 
-    url: str = "http://127.0.0.1:8900"
-    """Address of the service; separate several servers of one Redis by commas."""
     run: str | None = None
     """Name of the run to show. Default: all runs."""
-    token: str | None = dataclasses.field(default=None, repr=False)
-    """Bearer token with the role reader, trainer or operator."""
+    watch: bool = False
+    """Show it again every two seconds, until interrupted; with --json one line each time."""
 
 
 _DEFAULTS = StatusOptions()
@@ -44,21 +45,37 @@ _DEFAULTS = StatusOptions()
 
 def status(options: Annotated[StatusOptions, Parameter(name="*")] = _DEFAULTS) -> None:
     """Show the runs of a service: their contents, and why a run waits."""
-    show(options.url, options.run, options.token, Console())
+    if not options.watch:
+        show_status(options, options.run)
+        return
+    console = Console()
+    while True:
+        if console.is_terminal and not options.json:
+            console.clear()
+        show_status(options, options.run)
+        time.sleep(WATCH_PERIOD_S)
 
 
-def show(url: str, run: str | None, token: str | None, console: Console) -> None:
+def show_status(options: ServiceOptions, run: str | None, console: Console | None = None) -> None:
     """Print the status of one run, or of all. Raises the service's errors, `ServiceUnavailable` without an answer."""
-    name = check_run_name(run) if run else ""
-    address, runs = _first_runs(addresses_of(url), name, token)
+    name, console = check_run_name(run) if run else "", console or Console()
+    address, runs = _first_runs(addresses_of(options.url), name, options.token)
+    if options.json:
+        print_json(runs[0] if name else runs)
+        return
     ready = _get(address, READINESS, None, Readiness)
     for line in _describe_server(ready):
         console.print(line, markup=False)
     if not runs and not ready.unreadable:
-        console.print(f"{url} has no runs yet; create one with PUT /v1/runs/NAME")
+        console.print(f"{options.url} has no runs yet; create one with `replaybuf runs create NAME`")
     for status in runs:
-        results = _get(address, f"/v1/runs/{status.run}/evaluations", token, Evaluations).evaluations
+        results = _get(address, f"/v1/runs/{status.run}/evaluations", options.token, Evaluations).evaluations
         console.print(_table(status, ready.leaders.get(status.run), results))
+
+
+def fetch_runs(options: ServiceOptions) -> list[RunStatus]:
+    """Return the status of every run. Raises the service's errors, `ServiceUnavailable` without an answer."""
+    return _first_runs(addresses_of(options.url), "", options.token)[1]
 
 
 def _describe_server(ready: Readiness) -> list[str]:

@@ -18,9 +18,9 @@ import httpx
 import msgspec
 import pytest
 import redis
-from rich.console import Console
 
-from replaybuf.cli.status import show
+from replaybuf.cli.service import ServiceOptions
+from replaybuf.cli.status import show_status
 from replaybuf.client.client import Client
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.group import GroupJson, group_from_json
@@ -89,7 +89,7 @@ def test_the_durability_level_is_reported_everywhere(
         assert run.append(group("a"))[0]["status"] == "stored"
         assert run.state()["durability"] == level
         assert metric(run.http.get("/metrics").text, "replaybuf_durability_strict") == (level == "strict")
-        show(service.url, None, None, Console())
+        show_status(ServiceOptions(url=service.url), None)
         assert f"durability {level} ({met_by})" in capsys.readouterr().out.replace("\n", " ")
         warnings = re.findall(r"WARNING .*durability is (.*)", service.log())
         assert bool(warnings) == (warning is not None)

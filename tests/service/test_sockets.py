@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from replaybuf.cli.status import show
+from replaybuf.cli.service import ServiceOptions
+from replaybuf.cli.status import show_status
 from replaybuf.client.addresses import addresses_of
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.errors import Invalid, ServiceUnavailable
@@ -68,7 +69,7 @@ def test_a_service_answers_on_its_unix_socket(on_a_socket: Path, capsys: pytest.
             return str((await client.get_run()).run)
 
     assert asyncio.run(main()) == "r"
-    show(url, "r", None, Console(width=200))
+    show_status(ServiceOptions(url=url), "r", Console(width=200))
     assert "run r" in capsys.readouterr().out
 
 

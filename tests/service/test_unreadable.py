@@ -12,7 +12,8 @@ import pytest
 import redis
 from rich.console import Console
 
-from replaybuf.cli.status import show
+from replaybuf.cli.service import ServiceOptions
+from replaybuf.cli.status import show_status
 from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.routes import application
@@ -53,7 +54,7 @@ def test_an_unreadable_run_does_not_stop_the_others(
         assert [run["run"] for run in listed["runs"]] == ["good"] and listed["unreadable"] == ready.json()["unreadable"]
         console = Console(width=300)
         with console.capture() as shown:
-            show(own_service.url, None, None, console)
+            show_status(ServiceOptions(url=own_service.url), None, console)
         assert why in shown.get() and "run good" in shown.get()
         assert own_service.log().count(why) == 1
         client.delete(keys.snapshot("bad"))

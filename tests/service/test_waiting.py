@@ -12,7 +12,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from replaybuf.cli.status import show
+from replaybuf.cli.service import ServiceOptions
+from replaybuf.cli.status import show_status
 from replaybuf.wire.contract import REASONS
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 
@@ -173,7 +174,7 @@ def waited_s(server: ServeProcess, run: str) -> dict[str, float]:
 def status(server: ServeProcess, run: str) -> str:
     """Return the row `next batch` of `replaybuf status`."""
     shown = Console(file=io.StringIO(), width=200)
-    show(server.url, run, None, shown)
+    show_status(ServiceOptions(url=server.url), run, shown)
     assert isinstance(shown.file, io.StringIO)
     (row,) = [line for line in shown.file.getvalue().splitlines() if "next batch" in line]
     return row

@@ -1,0 +1,64 @@
+"""What commands share that ask a service: its address and token, a client, tables, and output as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replaybuf.client import Client
+
+RETRY_S = 60.0
+"""Commands go on through the restart of a service."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """The service to ask."""
+
+    url: Annotated[str, Parameter(env_var="REPLAYBUF_URL")] = "http://127.0.0.1:8900"
+    """Address of the service; separate several servers of one Redis by commas."""
+    token: Annotated[str | None, Parameter(env_var="REPLAYBUF_TOKEN")] = dataclasses.field(default=None, repr=False)
+    """Bearer token: role reader to look, operator to change."""
+    json: bool = False
+    """Print JSON."""
+
+
+Service = Annotated[ServiceOptions, Parameter(name="*")]
+DEFAULT_SERVICE = ServiceOptions()
+
+
+def client(run: str, options: ServiceOptions) -> Client:
+    """Return a client of a run."""
+    return Client(options.url, run, options.token, retry_for_s=RETRY_S)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    print(msgspec.json.encode(value).decode())
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """Print rows; a name that starts with ">" is of a column of numbers.
+
+    Text of users is shown as it is: no markup, no control characters.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(value)) for value in row))
+    Console().print(table if table.rows else "nothing to show")
+
+
+def printable(value: object) -> str:
+    """Return text without control characters other than line breaks; None is "-"."""
+    text = "-" if value is None else str(value)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
