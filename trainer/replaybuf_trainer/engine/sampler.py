@@ -180,6 +180,14 @@ class Wave:
         logits: torch.Tensor = self._model.lm_head(hidden[:, 0])
         return logits
 
+    def drop_finished(self) -> None:
+        """Drop the rows that the caller has ended."""
+        kept = [i for i, row in enumerate(self.active) if row.finish_reason is None]
+        if self._slots is None:
+            self.active = [self.active[i] for i in kept]
+        else:
+            self._keep(kept)
+
     def _keep(self, rows: list[int]) -> None:
         """Drop all rows but these from the wave."""
         if len(rows) < len(self.active) and self._slots is not None:

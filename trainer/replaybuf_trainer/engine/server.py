@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_N = 1024
 _numbers = itertools.count()
+_ABORTED = 'vllm:request_success_total{finished_reason="abort"}'
+"""vLLM's counter of completions that ended because their client was gone."""
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -100,7 +102,7 @@ class Engine:
         asked: CompletionRequest = await _read(request, CompletionRequest)
         self._check_model(asked.model)
         rows = self._rows(asked)
-        await asyncio.wrap_future(self._worker.submit(rows))
+        await self._sample(request, rows)
         generated = sum(len(row.token_ids) for row in rows)
         prompt_tokens = sum(len(row.prompt_ids) for row in rows[:: asked.n])
         return {
@@ -115,6 +117,18 @@ class Engine:
                 "total_tokens": prompt_tokens + generated,
             },
         }
+
+    async def _sample(self, request: Request, rows: list[Row]) -> None:
+        """Sample rows; end them if the client closes the connection, as vLLM does."""
+        done = asyncio.wrap_future(self._worker.submit(rows))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                await asyncio.wrap_future(self._worker.abort(rows))
+            await done
+        finally:
+            gone.cancel()
 
     async def tokenize(self, request: Request) -> Any:
         """Encode a text."""
@@ -264,8 +278,9 @@ class Engine:
             ("num_requests_waiting", "gauge", self._worker.rows_waiting),
             ("generation_tokens_total", "counter", self._worker.generated_tokens),
         )
+        aborted = f"# TYPE vllm:request_success_total counter\n{_ABORTED} {self._worker.rows_aborted}\n"
         lines = (f"# TYPE vllm:{name} {kind}\nvllm:{name} {value}\n" for name, kind, value in figures)
-        return Response("".join(lines), media_type="text/plain; version=0.0.4")
+        return Response("".join((*lines, aborted)), media_type="text/plain; version=0.0.4")
 
 
 def application(engine: Engine) -> Starlette:
@@ -353,6 +368,12 @@ def _answer(handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request],
         return result if isinstance(result, Response) else _json(result)
 
     return endpoint
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read(request: Request, shape: type[Any]) -> Any:

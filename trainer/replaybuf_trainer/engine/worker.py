@@ -46,12 +46,16 @@ class Request:
 
 
 class Worker(threading.Thread):
-    """The sampling thread. `version` is the version of the present weights. Other threads call the public methods."""
+    """The sampling thread. `version` is the version of the present weights. Other threads call the public methods.
+
+    `rows_aborted`: rows ended because their caller was gone.
+    """
 
     def __init__(self, model: Any, *, max_rows: int, threads: int) -> None:
         super().__init__(name="engine-worker", daemon=True)
         self.version = 0
         self.generated_tokens = 0
+        self.rows_aborted = 0
         self.paused = False
         self._model = model
         self._max_rows = max_rows
@@ -90,6 +94,22 @@ class Worker(threading.Thread):
             self._queue.append(request)
             self._changed.notify_all()
         return request.done
+
+    def abort(self, rows: list[Row]) -> Done:
+        """End rows whose caller is gone, so that they take no more time; the future is done when they are ended."""
+
+        def command(done: Done) -> None:
+            for row in rows:
+                if row.finish_reason is None:
+                    row.finish_reason = "abort"
+                    self.rows_aborted += 1
+            with self._changed:
+                for request in [request for request in self._queue if request.rows is rows]:
+                    self._queue.remove(request)
+                    request.done.set_result(None)
+            done.set_result(None)
+
+        return self._command(command)
 
     def pause(self, mode: PauseMode) -> Done:
         """Pause sampling; the future is done when no row is being sampled."""
@@ -188,6 +208,8 @@ class Worker(threading.Thread):
         wave = Wave(self._model, rows)
         while not wave.done and not self._closed:
             self._run_commands()
+            wave.drop_finished()
+            self._complete_requests()
             if self._frozen:
                 with self._changed:
                     if not self._commands and not self._closed:
@@ -196,6 +218,8 @@ class Worker(threading.Thread):
             if self._aborting:
                 for row in wave.active:
                     row.finish_reason = "abort"
+                break
+            if wave.done:
                 break
             self.generated_tokens += len(wave.active)
             wave.step(self.version)

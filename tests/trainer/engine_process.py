@@ -1,0 +1,62 @@
+"""The small engine as a process of its own, for tests with real processes only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 300.0
+"""Bound of a wait: starting a process with torch takes 10 s on an idle machine, and far longer on a busy one."""
+
+
+def bounded(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine within this time."""
+
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await main
+
+    asyncio.run(run())
+
+
+class EngineProcess:
+    """A running `replaybuf engine`, and a client of it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits(keepalive_expiry=2.0))
+
+    def metric(self, name: str) -> float:
+        """Return one value of `GET /metrics`."""
+        line = next(line for line in self.http.get("/metrics").text.splitlines() if line.startswith(name))
+        return float(line.rpartition(" ")[2])
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        """POST a JSON body."""
+        return self.http.post(path, json=body)
+
+
+@contextlib.contextmanager
+def engine_process(model: Path, name: str = "policy") -> Iterator[EngineProcess]:
+    """Start an engine on a free port; kill it at the end."""
+    command = [sys.executable, "-m", "replaybuf", "engine", "--model", str(model), "--port", "0", "--name", name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on "), line
+        engine = EngineProcess(line.split()[-1])
+        yield engine
+        engine.http.close()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
