@@ -21,6 +21,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "tickets": "Rules for tickets, the permissions to generate groups.",
         "limits": "Bounds of the buffer.",
         "adapters": "LoRA adapters of the run by name.",
+        "spill": "Where frames beyond limits.max_bytes_in_memory are stored. Default: nowhere. It never changes.",
     },
     "StrategySpec": {
         "name": "Name of an installed strategy or filter; `replaybuf strategies list` lists them.",
@@ -48,8 +49,10 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     "Limits": {
         "max_tokens_live": "Maximum number of live tokens. Default: no bound.",
         "max_bytes_live": "Maximum bytes of live frames; at least max_group_bytes. Default: no bound.",
+        "max_bytes_in_memory": "Maximum bytes of frames in Redis; frames beyond it move to spill. Default: no bound.",
         "max_group_bytes": "Largest frame of one group in bytes, stored and decompressed.",
     },
+    "SpillSpec": {"url": "file:///FOLDER, or the URL of an object store by fsspec."},
     "AdapterSpec": {
         "groups_per_batch": "Groups of the adapter per step.",
         "prompts": "Number of prompts of the adapter. Default: endless.",
