@@ -31,7 +31,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
     """The summaries of lazily imported commands too."""
     shown = replaybuf("--help", COLUMNS="200").stdout
     summaries = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
-    commands = {"serve", "status", "doctor", "token", "strategies", "generate", "eval", "simulate", "demo"}
+    commands = {"serve", "status", "doctor", "token", "strategies", "generate", "stage", "eval", "simulate", "demo"}
     commands |= {"export", "import", "up", "config", "runs", "groups", "ledger"}
     assert summaries.keys() == commands | {"engine", "init-model", "train"}
     assert summaries["generate"].startswith("Generate scored groups of rollouts")
@@ -120,7 +120,7 @@ def test_a_configuration_file_has_only_tables_of_commands(tmp_path: Path) -> Non
         config.write_text(written)
         done = replaybuf("serve", REPLAYBUF_CONFIG=str(config))
         assert done.returncode == 1
-        assert message in done.stderr and "serve, simulate, status" in done.stderr
+        assert message in done.stderr and "serve, simulate, stage, status" in done.stderr
 
 
 def test_an_unknown_environment_variable_of_a_command_is_logged() -> None:
