@@ -23,9 +23,11 @@ from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_pu
 from replaybuf.kernel.state import LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
     AckRecord,
+    AddedColumns,
     AnyRecord,
     AttachRecord,
     CheckpointRecord,
+    ColumnsRecord,
     DeadLetterRecord,
     EvictRecord,
     PolicyRecord,
@@ -470,6 +472,17 @@ class RunStateMachine(RuleBasedStateMachine):
         )
 
     # -- service and operator
+
+    @precondition(lambda self: any(not group.uses for group in self.model.at("live")))
+    @rule(data=st.data(), names=st.sets(st.sampled_from(["ref_logprobs", "rewards.judge", "rewards"]), min_size=1))
+    def add_columns(self, data: st.DataObject, names: set[str]) -> None:
+        """A stage adds columns to a group that no batch has drawn; the column bits are those of all its records."""
+        chosen = data.draw(st.sampled_from([group for group in self.model.at("live") if not group.uses]))
+        scores = {"reward_mean": 2.0, "reward_std": 1.0, "advantage_abs_mean": 0.5}
+        added = AddedColumns(number=chosen.number, crc32c=dict.fromkeys(sorted(names), 1), frame_bytes=8, **scores)
+        self.write(ColumnsRecord(groups=[added]))
+        held = self.state.pool.columns.late_of([chosen.number])[chosen.number]
+        assert names <= {*held}
 
     @precondition(lambda self: self.model.at("live"))
     @rule(data=st.data(), reason=st.sampled_from(["too_stale", "overlong"]))
