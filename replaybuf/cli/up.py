@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from replaybuf.errors import Conflict, Invalid
+from replaybuf.launch.ending import log_to, print_line, print_stop
 from replaybuf.launch.file import read_file
 from replaybuf.launch.lock import lock_folder
 from replaybuf.launch.machine import port_problems
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.planning import Planner
 from replaybuf.launch.session import Session
-from replaybuf.launch.supervisor import Stop
 from replaybuf.launch.view import View
 from replaybuf.program import command_line
 
@@ -96,7 +95,7 @@ def _show(console: Console, plan: Plan, *, as_json: bool) -> None:
         print(msgspec.json.format(msgspec.json.encode(plan.described())).decode())
         return
     for line in plan.lines():
-        _print(console, line)
+        print_line(console, line)
 
 
 def _lock(plan: Plan) -> int:
@@ -112,33 +111,12 @@ def _lock(plan: Plan) -> int:
 
 
 def _run(console: Console, plan: Plan, lock: int, file: Path, options: UpOptions) -> int:
-    _log_to(plan.logs / "up.log")
+    log_to(plan.logs / "up.log")
     with View(console) as view:
         session = Session(plan, view, lock=lock, token=options.token)
         stop = asyncio.run(session.run())
     if stop:
-        _print_stop(console, stop, file)
+        print_stop(console, stop, "up", command_line("up", str(file)))
         return stop.exit_code
-    _print(console, f"run {plan.run} is done; data and logs are in {plan.data_dir}")
+    print_line(console, f"run {plan.run} is done; data and logs are in {plan.data_dir}")
     return 0
-
-
-def _print_stop(console: Console, stop: Stop, file: Path) -> None:
-    """Print why the session ended early, the last log lines of the process that caused it, and how to continue."""
-    _print(console, f"stopped: {stop.reason}")
-    if stop.log is not None:
-        _print(console, f"last lines of {stop.log}:" if stop.log_lines else f"{stop.log} is empty")
-        for line in stop.log_lines:
-            _print(console, f"  {line}")
-    _print(console, f"all processes are stopped; continue with: {command_line('up', str(file))}")
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _log_to(path: Path) -> None:
-    """Log to a file: the terminal belongs to the view."""
-    logging.basicConfig(
-        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )

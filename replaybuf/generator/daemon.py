@@ -17,23 +17,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
 from replaybuf.generator.aggregation import Window
+from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.delivery import EARLY_SHARE, Delivery
 from replaybuf.generator.doomed import Doomed
-from replaybuf.generator.engines import Sampling
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scoring
 from replaybuf.generator.failures import Failures
 from replaybuf.generator.fleet import Fleet, ServerStatus
-from replaybuf.generator.fleet.concurrency import Bounds, Concurrency
+from replaybuf.generator.fleet.concurrency import Concurrency
 from replaybuf.generator.group_maker import GroupMaker
 from replaybuf.generator.heartbeats import Heartbeats
-from replaybuf.generator.inflight import PATIENCE_S, InFlight, Job
+from replaybuf.generator.inflight import InFlight, Job
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
 from replaybuf.generator.stages import Rollout, Stage, Stages
@@ -48,45 +47,6 @@ FINISH_S = 2.0
 _ENGINE_POLL_S = 1.0
 _LOAD_EVERY_S = 1.0
 _HELD_EVERY_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonOptions:
-    """How to generate.
-
-    - `producer`: name of this process; `adapter`: whose groups to make, `""` for a run without adapters
-    - `advantage`: an estimator of `kernel.advantages`; `metadata`: added to every group; `compress`: compress frames
-    - `max_inflight_groups` slots; `min_inflight_groups` of them, up to all, generate, as the engines' gauges say
-      (None = all slots)
-    - `rollouts_per_request`: None = the whole group; `min_group_size`: fewest rollouts of a group that lost some to
-      faults, None = all
-    - `request_seed`: base of the seed of every request; None = the engines choose
-    - `poll_wait_ms`: how long the service may hold a call; short, so that a stop can wait for the answer and return its
-      tickets
-    - `service_patience_s`: see `InFlight.retry`
-    """
-
-    producer: str
-    sampling: Sampling
-    adapter: str = ""
-    advantage: str = "grpo"
-    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-    max_inflight_groups: int = 64
-    min_inflight_groups: int | None = None
-    compress: bool = False
-    rollouts_per_request: int | None = None
-    min_group_size: int | None = None
-    request_seed: int | None = None
-    poll_wait_ms: int = 1000
-    service_patience_s: float = PATIENCE_S
-    report_every_s: float = 10.0
-    metrics_file: Path | None = None
-
-    @property
-    def bounds(self) -> Bounds:
-        """Bounds of the number of groups generating at the same time. Raises `Invalid`."""
-        least = self.max_inflight_groups if self.min_inflight_groups is None else self.min_inflight_groups
-        return Bounds(least, self.max_inflight_groups)
 
 
 class Follower(Protocol):

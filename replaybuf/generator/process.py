@@ -12,7 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import Invalid
-from replaybuf.generator.daemon import Daemon, DaemonOptions, Follower
+from replaybuf.generator.daemon import Daemon, Follower
+from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.engines import Sampling, Server
 from replaybuf.generator.environments import Reward, check_prompts, load_rewards, multi_turn
 from replaybuf.generator.environments.episodes import Episodes

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from replaybuf.client.client import AsyncClient
-from replaybuf.generator.daemon import Daemon, DaemonOptions, Follower
+from replaybuf.generator.daemon import Daemon, Follower
+from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import Environment, Reward
 from replaybuf.generator.environments.scoring import Scorer

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from replaybuf.client.client import AsyncClient, Client
-from replaybuf.generator.daemon import Daemon, DaemonOptions
+from replaybuf.generator.daemon import Daemon
+from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import ExactMatch
 from replaybuf.generator.environments.scoring import Scorer

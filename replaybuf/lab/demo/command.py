@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -21,8 +19,8 @@ from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw
 from replaybuf.lab.demo.pipeline import PROGRAM, Demo
 from replaybuf.lab.demo.report import build_report, print_report
+from replaybuf.launch.ending import log_to, print_line, print_stop
 from replaybuf.launch.progress import Progress, read_sessions
-from replaybuf.launch.supervisor import Stop
 from replaybuf.launch.view import View
 
 NEEDED = ("matplotlib", "reasoning_gym", "torch", "transformers", "replaybuf_trainer")
@@ -50,41 +48,20 @@ def run_demo(console: Console, options: DemoOptions, *, program: Sequence[str] =
     folder, request, lock = open_folder(options)
     try:
         if folder.report_json.is_file():
-            _print(console, f"the demo in {folder.root} is finished; its report: {folder.report_html}")
+            print_line(console, f"the demo in {folder.root} is finished; its report: {folder.report_html}")
             return 0
         folder.create()
-        _log_to(folder.logs / "demo.log")
+        log_to(folder.logs / "demo.log")
         with View(console) as view:
             demo = Demo(folder, request, view, lock=lock, program=program)
             stop = asyncio.run(demo.run())
         if stop:
-            print_stop(console, stop, folder)
+            print_stop(console, stop, "demo", demo_command(folder.root, "--resume"))
             return stop.exit_code
         _report(console, folder, demo.progress)
         return 0
     finally:
         os.close(lock)
-
-
-def print_stop(console: Console, stop: Stop, folder: Folder) -> None:
-    """Print why the demo ended early, the last log lines of the child that caused it, and how to continue."""
-    _print(console, f"demo stopped: {stop.reason}")
-    if stop.log is not None:
-        _print(console, f"last lines of {stop.log}:" if stop.log_lines else f"{stop.log} is empty")
-        for line in stop.log_lines:
-            _print(console, f"  {line}")
-    _print(console, f"all processes are stopped; continue with: {demo_command(folder.root, '--resume')}")
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _log_to(path: Path) -> None:
-    """Log to a file: the terminal belongs to the view."""
-    logging.basicConfig(
-        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
 
 
 def _report(console: Console, folder: Folder, progress: Progress) -> None:
