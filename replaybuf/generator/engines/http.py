@@ -157,7 +157,9 @@ class HttpEngine(abc.ABC):
             detail = f"engine {self.url} serves {served}; the requested model is {self.model!r}"
             raise EngineUnfit("engine_unfit", detail, name="model", value=self.model, bound=served)
         self.model = found.id
-        self.max_model_len = found.max_model_len
+        # vLLM gives the context of its models only, not that of their adapters.
+        lengths = {model.id: model.max_model_len for model in models}
+        self.max_model_len = found.max_model_len or lengths.get(found.parent or "")
         self._is_adapter = found.parent is not None
         self._reports_spans = False
 

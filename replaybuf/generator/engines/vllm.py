@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -142,7 +143,9 @@ class VllmEngine(HttpEngine):
         return dataclasses.replace(answer, choices=copies)
 
     async def _weight_label(self) -> int | str | None:
-        reply = await self._connection.send("GET", "/weight_info", accepted=(NOT_FOUND,))
+        # vLLM has one label per server and ignores the parameter; the engine of replaybuf has one per adapter.
+        asked = f"?model={quote(self.model or '', safe='')}" if self._is_adapter else ""
+        reply = await self._connection.send("GET", f"/weight_info{asked}", accepted=(NOT_FOUND,))
         return None if reply.status == NOT_FOUND else self._connection.decode(reply, _WeightInfo).weight_version
 
     async def _by_tokens(self, prompt: list[int], sampling: Sampling) -> Answer:

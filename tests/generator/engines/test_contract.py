@@ -223,6 +223,31 @@ def test_sglang_gets_the_name_of_a_requested_adapter() -> None:
     assert [body.get("lora_path") for body in double.bodies] == [None, "de"]
 
 
+def test_the_version_of_a_vllm_adapter_is_asked_by_name_and_its_context_is_that_of_its_model() -> None:
+    """vLLM ignores the name; the small engine has a version per adapter. vLLM gives an adapter no context."""
+    queries: list[str] = []
+
+    class WithAdapter(VllmCompletions):
+        async def _models(self, request: Request) -> Response:
+            cards = [{"id": "policy", "max_model_len": 256}, {"id": "de&1", "parent": "policy", "max_model_len": None}]
+            return JSONResponse({"data": cards})
+
+        async def _weight_info(self, request: Request) -> Response:
+            queries.append(request.url.query)
+            return await super()._weight_info(request)
+
+    async def main(double: ShapedEngine) -> None:
+        async with double.up():
+            for model in ("policy", "de&1"):
+                engine = open_engine(double.address, timeout_s=10, model=model)
+                await engine.prepare()
+                assert (await engine.loaded_version(), engine.max_model_len) == (0, 256)
+                await engine.aclose()
+
+    asyncio.run(main(WithAdapter()))
+    assert queries == ["", "model=de%261"]
+
+
 def test_the_default_logprobs_mode_depends_on_the_kind_of_server() -> None:
     def mode(address: str, **options: Any) -> str:
         return open_engine(address, timeout_s=1, **options).logprobs_mode
