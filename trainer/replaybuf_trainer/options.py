@@ -44,7 +44,7 @@ class EngineOptions:
     max_rows: PositiveInt = 512
     """Maximum number of completions sampled at the same time."""
     name: str = "policy"
-    """Model name in the API."""
+    """Name of the base model in the API."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def sampled_accuracy(model: Any, tokenizer: Any, words: list[str], rng: np.rando
     model.eval()
     wave = Wave(model, rows)
     while not wave.done:
-        wave.step(0)
+        wave.step()
     answers = [tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
     return float(np.mean([answer == word[::-1] for answer, word in zip(answers, words, strict=True)]))
 

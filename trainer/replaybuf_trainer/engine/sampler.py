@@ -1,7 +1,8 @@
 """Batched sampling with a key-value cache, one token per call.
 
-Shapes: R rows (one per completion), P distinct prompts of at most T tokens, H hidden size, V vocabulary. A `Wave` is
-one batch of rows from prefill to its last token; between two tokens the caller may stop, load other weights or abort.
+Shapes: R rows (one per completion), P distinct pairs of adapter and prompt with at most T tokens, H hidden size,
+V vocabulary. A `Wave` is one batch of rows from prefill to its last token; between two tokens the caller may stop, load
+other weights or abort.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from replaybuf_trainer.engine.lora import adapted
+from replaybuf_trainer.engine.served_models import ServedModel
+
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """One completion while it is sampled.
+    """One completion while it is sampled, from the present weights of `served`.
 
     `versions`: version of the weights per token; `uniforms`: one random number per token, so that a seeded row does
     not depend on the other rows of its wave; `prompt_logprobs`: with `score_prompt`, the logprob in nats of every
@@ -27,6 +31,7 @@ class Row:
     temperature: float
     stop_ids: frozenset[int]
     uniforms: np.ndarray[Any, np.dtype[np.float64]]
+    served: ServedModel = dataclasses.field(default_factory=ServedModel)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
@@ -97,10 +102,10 @@ class Wave:
     def _prefill(self) -> torch.Tensor:
         """Run the prompts; return the logits [R, V] of the first token of every row."""
         rows = self.active
-        distinct = {tuple(row.prompt_ids): None for row in rows}
-        prompts = [list(prompt) for prompt in distinct]
-        number = {prompt: i for i, prompt in enumerate(distinct)}
-        prompt_of_row = torch.tensor([number[tuple(row.prompt_ids)] for row in rows])
+        keys = [(row.served.lora, tuple(row.prompt_ids)) for row in rows]
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        prompts = [list(prompt) for _, prompt in number]
+        prompt_of_row = torch.tensor([number[key] for key in keys])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = int(lengths.max())
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -108,13 +113,14 @@ class Wave:
             ids[i, : len(prompt)] = torch.tensor(prompt)
         causal = torch.ones(width, width, dtype=torch.bool).tril()[None, None]
         recorded = _Recorder()
-        hidden = self._model.model(
-            input_ids=ids,
-            attention_mask=causal,
-            position_ids=torch.arange(width)[None].expand(len(prompts), -1),
-            past_key_values=recorded,
-            use_cache=False,
-        ).last_hidden_state
+        with adapted(self._model, [lora for lora, _ in number]):
+            hidden = self._model.model(
+                input_ids=ids,
+                attention_mask=causal,
+                position_ids=torch.arange(width)[None].expand(len(prompts), -1),
+                past_key_values=recorded,
+                use_cache=False,
+            ).last_hidden_state
         self._score_prompts(hidden, ids, prompt_of_row)
         last = hidden[torch.arange(len(prompts)), lengths - 1]
         self._positions = lengths[prompt_of_row].clone()
@@ -130,8 +136,8 @@ class Wave:
                 logprobs = torch.log_softmax(self._model.lm_head(hidden[prompt, : length - 1]).float(), -1)
                 row.prompt_logprobs = logprobs.gather(1, ids[prompt, 1:length, None]).squeeze(1).tolist()
 
-    def step(self, version: int) -> None:
-        """Sample one token per active row with the present weights of the model, which have this version.
+    def step(self) -> None:
+        """Sample one token per active row with the present weights of its model.
 
         The logits are computed at the start of a step, so that weights loaded between two steps take effect.
         """
@@ -142,7 +148,7 @@ class Wave:
         for i, (row, token, logprob) in enumerate(zip(self.active, tokens, logprobs, strict=True)):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            row.versions.append(version)
+            row.versions.append(row.served.version)
             if token in row.stop_ids:
                 row.finish_reason = "stop"
             elif len(row.token_ids) >= row.max_tokens:
@@ -169,13 +175,14 @@ class Wave:
         slots.positions = positions
         slots.width = int(positions.max()) + 1
         visible = (torch.arange(slots.width)[None] <= positions[:, None])[:, None, None]
-        hidden = self._model.model(
-            input_ids=torch.tensor([row.token_ids[-1] for row in self.active])[:, None],
-            attention_mask=visible,
-            position_ids=positions[:, None],
-            past_key_values=slots,
-            use_cache=False,
-        ).last_hidden_state
+        with adapted(self._model, [row.served.lora for row in self.active]):
+            hidden = self._model.model(
+                input_ids=torch.tensor([row.token_ids[-1] for row in self.active])[:, None],
+                attention_mask=visible,
+                position_ids=positions[:, None],
+                past_key_values=slots,
+                use_cache=False,
+            ).last_hidden_state
         self._positions = positions + 1
         logits: torch.Tensor = self._model.lm_head(hidden[:, 0])
         return logits

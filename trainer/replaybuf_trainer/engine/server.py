@@ -1,8 +1,12 @@
-"""HTTP API of the engine: completions as vLLM answers them, weights and pauses as vLLM's RL endpoints do.
+"""HTTP API of the engine: completions as vLLM answers them, weights, adapters and pauses as vLLM's RL endpoints do.
 
-Deliberate differences from vLLM: every choice of `/v1/completions` has `weight_versions` (vLLM has them on its token
-endpoint from 0.32 on), `prompt_logprobs` lists only each token's own logprob, and broken weights are rejected with 500
-while the old weights keep serving.
+Deliberate differences from vLLM:
+
+- Every choice of `/v1/completions` has `weight_versions`; vLLM has them on its token endpoint from 0.32 on.
+- `prompt_logprobs` lists only each token's own logprob.
+- Broken weights are rejected with 500, and broken adapters with 400; the old weights keep serving.
+- Each LoRA adapter has its own version: `weight_version` of `/v1/load_lora_adapter`, `model` of
+  `/update_weight_version` and of `/weight_info`. vLLM has one version per server.
 """
 
 from __future__ import annotations
@@ -14,83 +18,51 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 import uvicorn
-from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from transformers import AutoTokenizer
 
-from replaybuf.errors import Invalid, NotFound, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
+from replaybuf_trainer.engine.answers import answer, error_response, reject, version_spans
+from replaybuf_trainer.engine.requests import (
+    LARGEST_N,
+    CompletionRequest,
+    LoadLoraRequest,
+    RpcRequest,
+    TokenizeRequest,
+    UnloadLoraRequest,
+    VersionRequest,
+    read,
+    whole_number,
+)
 from replaybuf_trainer.engine.sampler import Row
+from replaybuf_trainer.engine.served_models import ServedModel, ServedModels
 from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.model import load_model
 from replaybuf_trainer.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
-LARGEST_N = 1024
 _numbers = itertools.count()
 _ABORTED = 'vllm:request_success_total{finished_reason="abort"}'
 """vLLM's counter of completions that ended because their client was gone."""
 
 
-class CompletionRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /v1/completions`; other parameters of vLLM are ignored.
-
-    `prompt`: a text, token ids, or several prompts of token ids, each completed `n` times.
-    """
-
-    prompt: list[int | list[int]] | str
-    model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=LARGEST_N)] = 1
-    max_tokens: Annotated[int, Meta(ge=1)] = 16
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    seed: int | None = None
-    stop_token_ids: list[int] = []
-    logprobs: int | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
-    return_token_ids: bool = False
-    top_p: Annotated[float, Meta(ge=1, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=0)] = 0
-    stream: bool = False
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /tokenize`."""
-
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool = True
-
-
-class RpcRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /collective_rpc`; the only method is `reload_weights`."""
-
-    method: str
-    kwargs: dict[str, Any] = {}
-
-
-class VersionRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /update_weight_version`: a whole number, as a number or a string."""
-
-    new_version: str | int
-
-
 class Engine:
-    """One model behind HTTP: the handlers of all routes."""
+    """One model and its adapters behind HTTP: the handlers of all routes."""
 
     def __init__(self, worker: Worker, tokenizer: Any, *, name: str, eos_token_id: int, context_tokens: int) -> None:
         self._worker = worker
         self._tokenizer = tokenizer
-        self._name = name
+        self._models = ServedModels(ServedModel(name), worker.read_lora, worker.replace_lora)
         self._eos_token_id = eos_token_id
         self._context_tokens = context_tokens
         self._random = np.random.default_rng()
@@ -99,9 +71,9 @@ class Engine:
 
     async def completions(self, request: Request) -> Any:
         """Sample `n` completions of every prompt."""
-        asked: CompletionRequest = await _read(request, CompletionRequest)
-        self._check_model(asked.model)
-        rows = self._rows(asked)
+        asked: CompletionRequest = await read(request, CompletionRequest)
+        served = self._models.find(asked.model)
+        rows = self._rows(asked, served)
         await self._sample(request, rows)
         generated = sum(len(row.token_ids) for row in rows)
         prompt_tokens = sum(len(row.prompt_ids) for row in rows[:: asked.n])
@@ -109,7 +81,7 @@ class Engine:
             "id": f"cmpl-{next(_numbers)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self._name,
+            "model": served.name,
             "choices": [self._choice(asked, number, row) for number, row in enumerate(rows)],
             "usage": {
                 "prompt_tokens": prompt_tokens,
@@ -132,17 +104,12 @@ class Engine:
 
     async def tokenize(self, request: Request) -> Any:
         """Encode a text."""
-        asked: TokenizeRequest = await _read(request, TokenizeRequest)
-        self._check_model(asked.model)
+        asked: TokenizeRequest = await read(request, TokenizeRequest)
+        self._models.find(asked.model)
         tokens = self._tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
         return {"count": len(tokens), "max_model_len": self._context_tokens, "tokens": tokens}
 
-    def _check_model(self, model: str | None) -> None:
-        if model not in (None, self._name):
-            detail = f"model {model!r} does not exist; this server has {self._name!r}"
-            raise NotFound(detail, name="model", value=model, bound=[self._name])
-
-    def _rows(self, asked: CompletionRequest) -> list[Row]:
+    def _rows(self, asked: CompletionRequest, served: ServedModel) -> list[Row]:
         """Return the rows of a request, `n` for every prompt. Raises `Invalid` for values out of bounds."""
         prompts = self._prompts(asked.prompt)
         for prompt in prompts:
@@ -164,7 +131,15 @@ class Engine:
         uniforms = random.random((count, asked.max_tokens))
         scored = asked.prompt_logprobs is not None
         return [
-            Row(prompts[i // asked.n], asked.max_tokens, asked.temperature, stop, uniforms[i], score_prompt=scored)
+            Row(
+                prompts[i // asked.n],
+                asked.max_tokens,
+                asked.temperature,
+                stop,
+                uniforms[i],
+                served,
+                score_prompt=scored,
+            )
             for i in range(count)
         ]
 
@@ -197,7 +172,7 @@ class Engine:
             "finish_reason": row.finish_reason,
             "stop_reason": None,
             "logprobs": None,
-            "weight_versions": _spans(row.versions),
+            "weight_versions": version_spans(row.versions),
         }
         if asked.logprobs is not None:
             tokens = self._tokenizer.convert_ids_to_tokens(row.token_ids)
@@ -229,24 +204,20 @@ class Engine:
         """Report whether sampling is paused."""
         return {"is_paused": self._worker.paused}
 
-    async def weight_info(self, _: Request) -> Any:
-        """Report the version of the weights."""
-        return {"weight_version": str(self._worker.version)}
+    async def weight_info(self, request: Request) -> Any:
+        """Report the version of the weights of `model`."""
+        return {"weight_version": str(self._models.find(request.query_params.get("model")).version)}
 
     async def update_weight_version(self, request: Request) -> Any:
-        """Set the version of the present weights."""
-        asked: VersionRequest = await _read(request, VersionRequest)
-        try:
-            version = int(asked.new_version)
-        except ValueError:
-            detail = f"new_version is {asked.new_version!r}; it must be a whole number"
-            raise Invalid(detail, name="new_version", value=asked.new_version) from None
-        await asyncio.wrap_future(self._worker.label(version))
+        """Set the version of a model's present weights."""
+        asked: VersionRequest = await read(request, VersionRequest)
+        version = whole_number("new_version", asked.new_version)
+        await asyncio.wrap_future(self._worker.label(self._models.find(asked.model), version))
         return {"success": True, "new_version": str(version)}
 
     async def collective_rpc(self, request: Request) -> Any:
         """Load the weights of a folder."""
-        asked: RpcRequest = await _read(request, RpcRequest)
+        asked: RpcRequest = await read(request, RpcRequest)
         if asked.method != "reload_weights":
             detail = f"method is {asked.method!r}; this engine has reload_weights"
             raise Invalid(detail, name="method", value=asked.method)
@@ -257,15 +228,34 @@ class Engine:
             await asyncio.wrap_future(self._worker.reload(Path(folder)))
         except Invalid as error:
             logger.error("weights rejected, the old weights stay: %s", error.detail)
-            return _error(500, error.detail, "weights_path")
+            return error_response(500, error.detail, "weights_path")
         return {"results": [None]}
+
+    async def load_lora_adapter(self, request: Request) -> Any:
+        """Load a LoRA adapter, or replace it in place."""
+        asked: LoadLoraRequest = await read(request, LoadLoraRequest)
+        given = asked.weight_version
+        version = None if given is None else whole_number("weight_version", given)
+        await self._models.load(asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Any:
+        """Unload a LoRA adapter."""
+        asked: UnloadLoraRequest = await read(request, UnloadLoraRequest)
+        await self._models.unload(asked.lora_name)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # ------------------------------------------------------------------ state
 
     async def models(self, _: Request) -> Any:
-        """List the one model."""
-        model = {"id": self._name, "object": "model", "max_model_len": self._context_tokens}
-        return {"object": "list", "data": [model]}
+        """List the base model and its adapters."""
+        base = self._models.base.name
+        common = {"object": "model", "max_model_len": self._context_tokens}
+        adapters = [
+            {"id": served.name, **common, "root": served.folder, "parent": base}
+            for served in self._models.adapters.values()
+        ]
+        return {"object": "list", "data": [{"id": base, **common}, *adapters]}
 
     async def health(self, _: Request) -> Any:
         """Report that the process answers."""
@@ -287,6 +277,8 @@ def application(engine: Engine) -> Starlette:
     """Return the ASGI application of one engine."""
     post: dict[str, Callable[[Request], Awaitable[Any]]] = {
         "/v1/completions": engine.completions,
+        "/v1/load_lora_adapter": engine.load_lora_adapter,
+        "/v1/unload_lora_adapter": engine.unload_lora_adapter,
         "/tokenize": engine.tokenize,
         "/pause": engine.pause,
         "/resume": engine.resume,
@@ -301,11 +293,11 @@ def application(engine: Engine) -> Starlette:
         "/weight_info": engine.weight_info,
     }
     routes = [
-        Route(path, _answer(handler), methods=[method])
+        Route(path, answer(handler), methods=[method])
         for method, handlers in (("POST", post), ("GET", get))
         for path, handler in handlers.items()
     ]
-    return Starlette(routes=routes, exception_handlers={ReplaybufError: _reject})
+    return Starlette(routes=routes, exception_handlers={ReplaybufError: reject})
 
 
 async def serve(options: EngineOptions) -> None:
@@ -360,50 +352,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _answer(handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """Encode what a handler returns as JSON, unless it is a response."""
-
-    async def endpoint(request: Request) -> Response:
-        result = await handler(request)
-        return result if isinstance(result, Response) else _json(result)
-
-    return endpoint
-
-
 async def _disconnected(request: Request) -> None:
     """Wait until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _read(request: Request, shape: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(await request.body(), type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Invalid(f"body: {error}", name="body") from error
-
-
-async def _reject(_: Request, error: Exception) -> Response:
-    if not isinstance(error, ReplaybufError):
-        return _error(500, f"{type(error).__name__}: {error}")
-    return _error(400 if isinstance(error, Invalid) else error.status, error.detail, error.name)
-
-
-def _error(status: int, message: str, parameter: str | None = None) -> Response:
-    kind = "BadRequestError" if status == 400 else "InternalServerError"
-    return _json({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the runs of equal versions as vLLM writes them."""
-    spans: list[dict[str, Any]] = []
-    for position, version in enumerate(versions):
-        if spans and spans[-1]["version"] == str(version):
-            spans[-1]["end"] = position + 1
-        else:
-            spans.append({"version": str(version), "start": position, "end": position + 1})
-    return spans

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import NoRoom, ReplaybufError, ServiceUnavailable
+from replaybuf_trainer.engine.lora import Lora, read_lora
 from replaybuf_trainer.engine.sampler import Row, Wave
+from replaybuf_trainer.engine.served_models import ServedModel
+from replaybuf_trainer.engine.weight_files import read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,13 @@ class Request:
 
 
 class Worker(threading.Thread):
-    """The sampling thread. `version` is the version of the present weights. Other threads call the public methods.
+    """The sampling thread. Other threads call the public methods.
 
     `rows_aborted`: rows ended because their caller was gone.
     """
 
     def __init__(self, model: Any, *, max_rows: int, threads: int) -> None:
         super().__init__(name="engine-worker", daemon=True)
-        self.version = 0
         self.generated_tokens = 0
         self.rows_aborted = 0
         self.paused = False
@@ -141,11 +141,25 @@ class Worker(threading.Thread):
 
         return self._command(command)
 
-    def label(self, version: int) -> Done:
-        """Set the version of the present weights."""
+    def read_lora(self, folder: Path) -> Lora:
+        """Read an adapter of the model, in any thread. Raises as `lora.read_lora`."""
+        return read_lora(self._model, folder)
+
+    def replace_lora(self, served: ServedModel, lora: Lora, version: int | None) -> Done:
+        """Replace the weights of an adapter; None keeps its version."""
 
         def command(done: Done) -> None:
-            self.version = version
+            served.lora = lora
+            served.version = served.version if version is None else version
+            done.set_result(None)
+
+        return self._command(command)
+
+    def label(self, served: ServedModel, version: int) -> Done:
+        """Set the version of a model's present weights."""
+
+        def command(done: Done) -> None:
+            served.version = version
             done.set_result(None)
 
         return self._command(command)
@@ -222,7 +236,7 @@ class Worker(threading.Thread):
             if wave.done:
                 break
             self.generated_tokens += len(wave.active)
-            wave.step(self.version)
+            wave.step()
             self._complete_requests()
         self._complete_requests()
 
@@ -252,24 +266,6 @@ def _rows(requests: Iterable[Request]) -> int:
 
 def checked_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a model folder. Raises `Invalid` if names, shapes or values do not fit `model`."""
-    path = folder / "model.safetensors"
-    try:
-        weights: dict[str, torch.Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise Invalid(f"weights {path} cannot be read: {error}", name="weights_path", value=str(folder)) from error
-    expected = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    missing, unknown = expected.keys() - weights.keys() - tied, weights.keys() - expected.keys()
-    if missing or unknown:
-        raise Invalid(
-            f"weights {path} do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}",
-            name="weights_path",
-            value=str(folder),
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            shapes = f"{tuple(tensor.shape)}, the model has {tuple(expected[name].shape)}"
-            raise Invalid(f"weights {path}: {name} has shape {shapes}", name=name, value=list(tensor.shape))
-        if not bool(torch.isfinite(tensor).all()):
-            raise Invalid(f"weights {path}: {name} holds NaN or infinity", name=name)
-    return weights
+    return read_tensors(folder / "model.safetensors", shapes, tied)
