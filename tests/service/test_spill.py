@@ -123,6 +123,35 @@ def test_a_buffer_ten_times_its_memory_trains_to_the_same_bytes(own_service: Ser
     run.http.close()
 
 
+def test_late_columns_of_spilled_groups_are_in_their_batches(
+    own_service: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """Columns stay in Redis; a column may also come before its group is moved."""
+    bodies = []
+    for name, folder in (("spilled", tmp_path / "spill"), ("plain", None)):
+        run = connect(own_service.url, name)
+        epoch = begin(run, folder)
+        for number in range(20):
+            stored(run, number)
+            if number >= 10:
+                add_column(run, number)
+        if folder:
+            assert run.state()["spill"]["groups"] >= 10
+        for number in range(10):
+            add_column(run, number)
+        rows = [row for body in run.train(epoch, range(4)) for row in read_batch(body).micro_batches]
+        columns = [row.ref_logprobs for row in rows if row.ref_logprobs is not None and row.ref_logprobs.any()]
+        assert len(columns) == len(rows)
+        bodies.append([(row.input_ids.tobytes(), column.tobytes()) for row, column in zip(rows, columns, strict=True)])
+    assert bodies[0] == bodies[1]
+
+
+def add_column(run: RunClient, number: int) -> None:
+    values = [[-float(number) - rollout / 2] * 998 for rollout in range(2)]
+    reply = run.http.put(f"{run.path}/groups/g{number}/columns", json={"columns": {"ref_logprobs": values}})
+    assert reply.status_code == 200, reply.text
+
+
 def test_a_checkpoint_deletes_the_files_of_used_groups(
     own_service: ServeProcess, connect: Connect, tmp_path: Path
 ) -> None:
