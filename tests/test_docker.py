@@ -223,8 +223,8 @@ def queries() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def exposed(run: RunClient) -> dict[str, set[str]]:
-    """Return the label names of each sample of a service that stored, used, dropped and rejected groups."""
-    run.put(batch={"groups_per_batch": 1})
+    """Return the label names of each sample of a run with every rule that stored, used, dropped and rejected groups."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.5})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
     assert run.batch(0, run.attach(seq_len=8)).status_code == 200
     families = text_string_to_metric_families(run.http.get("/metrics").text)

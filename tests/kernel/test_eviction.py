@@ -90,7 +90,8 @@ class Trial:
     def plug(self, strategy: Strategy[Any], *filters: Filter[Any]) -> None:
         """Use these plug-ins."""
         config = self.selector.config
-        self.selector.inputs._plugins = PluginSet(config, Bounds(0, 1, 0), list(filters), strategy)
+        required = ((),) * (1 + len(filters))
+        self.selector.inputs._plugins = PluginSet(config, Bounds(0, 1, 0), list(filters), strategy, required=required)
 
 
 @pytest.mark.parametrize(("max_staleness", "evicted"), [(0, [3, 4, 6]), (1, [3, 6]), (2, [])])

@@ -131,6 +131,17 @@ def too_few_tokens(run: RunClient) -> int:
     return epoch
 
 
+def awaiting_columns(run: RunClient) -> int:
+    """There are enough groups; one lacks what the strategy requires."""
+    options = {"max_staleness": 9, "requires": ["ref_logprobs"]}
+    run.put(batch={"groups_per_batch": 2}, strategy={"name": "one-step-off-policy", "options": options})
+    run.append(group("a"), group("b"))
+    epoch = run.attach()
+    columns = {"ref_logprobs": [[-1.0, -2.0, -3.0]] * 2}
+    assert run.http.put(f"{run.path}/groups/a/columns", json={"columns": columns}).status_code == 200
+    return epoch
+
+
 class Case(NamedTuple):
     """A state of a run: the step that is asked for, the answer, and the reason (of the trainer) a ticket is denied.
 
@@ -144,6 +155,7 @@ class Case(NamedTuple):
     blocked_on: str
     need: tuple[int, int] = (2, 0)
     ticket: tuple[str, str] | None = None
+    detail: str | None = None
 
 
 CASES = [
@@ -159,6 +171,14 @@ CASES = [
     Case(no_groups, 1, "no_groups", (0, 0), "producers"),
     Case(filtered, 1, "no_producers", (0, 0), "producers"),
     Case(too_few_groups, 1, "too_few_groups", (1, 12), "producers"),
+    Case(
+        awaiting_columns,
+        0,
+        "awaiting_columns",
+        (1, 10),
+        "producers",
+        detail="groups that lack columns: 1; required: ref_logprobs",
+    ),
     Case(too_few_tokens, 0, "too_few_tokens", (1, 12), "producers", need=(0, 25)),
 ]
 
@@ -195,7 +215,7 @@ def test_all_calls_report_the_same_reason(clocked: ClockedServe, run: RunClient,
         "need": dict(zip(("groups", "tokens"), case.need, strict=True)),
         "blocked_on": case.blocked_on,
         "retry_after_s": 0.5,
-    }
+    } | ({"detail": case.detail} if case.detail else {})
     before_s = waited_s(clocked, run.run).get(case.reason, 0.0)
     first = run.batch(case.step, epoch)
     clocked.put_forward(2.0)

@@ -21,6 +21,7 @@ CHECKED_ELSEWHERE = {
     "AckRequest.feedback": "by the size of the body and check_metadata",
     "StrategySpec.options": "by check_run_config",
     "StrategyChange.options": "by check_run_config",
+    "ColumnsRequest.columns": "by the size of the body, and against the group",
     "EvaluationRequest.reward_mean": "finite, by record_evaluation",
     "EvaluationRequest.standard_error": "finite, by record_evaluation",
     "EvaluationRequest.parts": "finite, by record_evaluation",
