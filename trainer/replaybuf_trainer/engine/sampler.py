@@ -89,7 +89,7 @@ class Wave:
     """One batch of rows; `active` are the unfinished ones."""
 
     def __init__(self, model: Any, rows: list[Row]) -> None:
-        self.active = list(rows)
+        self.active = sorted(rows, key=lambda row: row.served.name)  # rows of one adapter become neighbours
         self._model = model
         self._slots: _Slots | None = None
         self._positions = torch.empty(0)
