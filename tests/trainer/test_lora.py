@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -16,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replaybuf.generator.engines import Sampling, open_engine
+from replaybuf.generator.engines import Sampling, VllmEngine, open_engine
+from replaybuf.generator.fleet import Fleet
 from replaybuf_trainer.engine import served_models
 from tests.trainer.adapter_folders import merged, write_adapter
-from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine
+from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, served
 from tests.trainer.test_engine import WORD, assert_sampled_by, in_background
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +233,34 @@ def test_a_generators_client_reads_the_version_and_the_context_of_its_adapter(
             await client.aclose()
 
     asyncio.run(main())
+
+
+def test_a_generator_waits_for_its_adapter_after_a_restart_of_the_engine(
+    models: Path, adapters: dict[str, Path]
+) -> None:
+    """The restarted engine lost the adapter, then has an old version of it, then the published one."""
+    prompt, sampling = np.array(WORD, np.int32), Sampling(n=2, max_tokens=4)
+
+    async def main(first: contextlib.ExitStack, second: contextlib.ExitStack) -> None:
+        engine = first.enter_context(served(models / "a"))
+        assert load(engine, "code", adapters["code"], weight_version=2).status_code == 200
+        fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S, model="code")], patience_s=TIMEOUT_S)
+        await fleet.prepare(TIMEOUT_S)
+        fleet.learn_published(2)
+        assert (await fleet.generate(prompt, sampling)).policy_version == 2
+        await asyncio.to_thread(first.close)
+        anew = second.enter_context(served(models / "a", engine.port))
+        asked = asyncio.create_task(fleet.generate(prompt, sampling))
+        await until(lambda: "the requested model is 'code'" in str(fleet.status()[0].fault))
+        assert (await asyncio.to_thread(load, anew, "code", adapters["code"])).status_code == 200
+        await until(lambda: "has version 0; published is 2" in str(fleet.status()[0].fault))
+        again = {"load_inplace": True, "weight_version": 2}
+        assert (await asyncio.to_thread(load, anew, "code", adapters["code"], **again)).status_code == 200
+        assert (await asked).policy_version == 2
+        await fleet.aclose()
+
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        asyncio.run(main(first, second))
 
 
 # ---------------------------------------------------------------------- broken adapters

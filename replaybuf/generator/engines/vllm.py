@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -18,6 +18,7 @@ from replaybuf.generator.engines.protocol import ABORTED, Sampling
 from replaybuf.wire.group import Float32s, Int32s
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE
 
+T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"
 """Token ids in and out; needs `vllm serve --enable-scale-out`. Since 0.32 it reports version spans per choice."""
@@ -115,7 +116,7 @@ class VllmEngine(HttpEngine):
         question = self._with_model(
             {"prompt": [ids.tolist() for ids in sequences], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         )
-        scored = await self._connection.ask("POST", COMPLETIONS, _Scored, question, timeout_s=self._timeout_s)
+        scored = await self._ask_completions(question, _Scored)
         try:
             choices = in_order(scored.choices, len(sequences))
         except ValueError as error:
@@ -172,7 +173,7 @@ class VllmEngine(HttpEngine):
 
     async def _by_completions(self, prompt: list[int], sampling: Sampling) -> Answer:
         question = self._with_model({"prompt": prompt, **_parameters(sampling), "return_token_ids": True})
-        answer = await self._connection.ask("POST", COMPLETIONS, _Completion, question, timeout_s=self._timeout_s)
+        answer = await self._ask_completions(question, _Completion)
         choices = []
         for choice in answer.choices:
             self._check_prompt(choice.prompt_token_ids, prompt)
@@ -180,6 +181,15 @@ class VllmEngine(HttpEngine):
             ids = choice.token_ids or []
             choices.append(Choice(choice.index, ids, logprobs, choice.finish_reason, choice.weight_versions))
         return Answer(choices, COMPLETIONS, answer.model)
+
+    async def _ask_completions(self, question: dict[str, Any], shape: type[T]) -> T:
+        accepted = (NOT_FOUND,) if self._is_adapter else ()
+        content = msgspec.json.encode(question)
+        reply = await self._connection.send("POST", COMPLETIONS, content, timeout_s=self._timeout_s, accepted=accepted)
+        if reply.status == NOT_FOUND:  # a restarted server has no adapters until the trainer loads them again
+            detail = f"engine {self.url} no longer serves adapter {self.model!r}: {reply.excerpt!r}"
+            raise EngineAway("engine_away", detail, name="engine", value=self.url)
+        return self._connection.decode(reply, shape)
 
     def _with_model(self, question: dict[str, Any]) -> dict[str, Any]:
         return question if self.model is None else {"model": self.model, **question}
