@@ -18,6 +18,7 @@ from replaybuf.client.direct import DirectBodies
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
 from tests.valkeys import Valkey
+from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
 EXTRAS = {"per_token_versions": True, "lengths": True, "reward_parts": True}
@@ -170,8 +171,8 @@ def test_a_body_is_the_same_from_any_server_in_direct_mode_and_after_a_crash(
     pair[0].start()
     again = connect(pair[0].url, "main")
     assert body_of(again, epoch) == body
-    leader = next(run for run in (second, again) if run.ack(FIRST, epoch).is_success)
-    assert leader.publish(FIRST + 1, epoch).is_success
+    leader = eventually(lambda: next((run for run in (second, again) if run.ack(FIRST, epoch).is_success), None), 30.0)
+    assert leader and leader.publish(FIRST + 1, epoch).is_success
     epoch = leader.attach(FIRST, **EXTRAS)
     assert body_of(leader, epoch) == body
     plain = leader.attach(FIRST)
