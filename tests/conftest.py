@@ -33,6 +33,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let modules be freed: libraries in C++ report a leak otherwise."""
+    gc.unfreeze()
+
+
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 _names = itertools.count()
