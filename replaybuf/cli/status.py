@@ -67,7 +67,7 @@ def show_status(options: ServiceOptions, run: str | None, console: Console | Non
     for line in _describe_server(ready):
         console.print(line, markup=False)
     if not runs and not ready.unreadable:
-        console.print(f"{options.url} has no runs yet; create one with `replaybuf runs create NAME`")
+        console.print(f"{options.url} has no runs yet; create one with `replaybuf runs create NAME --from FILE`")
     for status in runs:
         results = _get(address, f"/v1/runs/{status.run}/evaluations", options.token, Evaluations).evaluations
         console.print(_table(status, ready.leaders.get(status.run), results))

@@ -49,7 +49,7 @@ Values = npt.NDArray[Any]
 class LateColumns:
     """Columns for one group.
 
-    `lengths`: completion tokens of each rollout, as whoever computed the columns saw them; empty if no column has
+    `lengths`: completion tokens of each rollout, as the sender of the columns saw them; empty if no column has
     values per token. `columns`: float32 [C] or float64 [n] by name, as in `Group`.
     """
 

@@ -1,4 +1,4 @@
-"""Folders of unfinished exports, and the lock by which a killed export is told from one that runs.
+"""Folders of unfinished exports, and the lock that shows whether an export still runs.
 
 An export writes into a hidden folder beside its target and locks a file in it. The system ends the lock with the
 process, also at kill -9. The file holds the name of the run, and the folder's name gives the name of the cursor.

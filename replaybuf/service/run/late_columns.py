@@ -101,7 +101,7 @@ class LateColumnWriter:
         return await asyncio.to_thread(_prepare, number, key, fetched.groups[number], held, late, rule)
 
     async def _write(self, ready: _Ready) -> None:
-        """Write columns to the ledger, with those of other callers: whoever decides first writes for all of them."""
+        """Write columns to the ledger, with those of other callers: the first one to decide writes for all of them."""
         self._waiting.append(ready)
         try:
             with contextlib.suppress(StrategyFault):  # a filter failed: the columns are stored, and the run is paused
