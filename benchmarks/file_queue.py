@@ -177,6 +177,7 @@ def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
     """Run the reference trainer over the file queue."""
     import torch
 
+    from replaybuf_trainer.feeds.service import ServiceFeed
     from replaybuf_trainer.options import TrainOptions
     from replaybuf_trainer.trainer import Trainer
 
@@ -194,7 +195,7 @@ def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
         seed=seed,
     )
     # The trainer asks for no more of its client than FileQueue has.
-    Trainer(options, cast(Client, FileQueue(folder, steps))).train()
+    Trainer(options, ServiceFeed(options, cast(Client, FileQueue(folder, steps)))).train()
 
 
 def batch_file(folder: Folder, step: int) -> Path:

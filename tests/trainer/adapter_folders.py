@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.models.loading import load_model
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 PREFIX, SUFFIXES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")

@@ -23,7 +23,7 @@ from replaybuf.generator.preflight import check_tokenizer
 from replaybuf.generator.stages import Rollout
 from replaybuf.wire.group import Float32s, Int32s
 from replaybuf.wire.tokenizer import Tokenizer
-from replaybuf_trainer.logprobs import PackedLogprobs
+from replaybuf_trainer.models.logprobs import PackedLogprobs
 from tests.generator.doubles import make_prompt
 
 BOUND = 1e-3

@@ -15,7 +15,7 @@ from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.run_status import RunStatus
 from replaybuf_trainer.checkpoint import latest_checkpoint
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.models.loading import load_model
 from tests.builders import run_status
 from tests.conftest import RunClient
 from tests.trainer.batches import group_of, packed_body, rollouts
@@ -115,10 +115,10 @@ class ScriptedService:
 class ScriptedEngines:
     """Replacement of the publisher; records loads in the service's events."""
 
-    service: ScriptedService
     reloads = 0
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, service: ScriptedService) -> None:
+        self.service = service
 
     def publish(self, folder: Path, version: int) -> None:
         """Load the weights in `folder`."""

@@ -19,8 +19,8 @@ from replaybuf_trainer.checkpoint import (
     save_checkpoint,
 )
 from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
-from replaybuf_trainer.model import load_model
-from replaybuf_trainer.packed_forward import packed_forward
+from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.packed_forward import packed_forward
 from tests.trainer.batches import packed, rollouts, trained_rows
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.worker import Worker
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.models.loading import load_model
 from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle
 from tests.waiting import eventually
 

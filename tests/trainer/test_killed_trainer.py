@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from replaybuf.client.client import Client
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.feeds.service import ServiceFeed
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
@@ -26,7 +27,7 @@ from tests.trainer.scripted import STEPS, fill
 TIMEOUT_S = 60.0
 EXACT = ("loss", "grad_norm", "entropy", "ratio_mean", "learning_rate", "reward_mean")
 PHASES = {
-    "in the forward pass": ("replaybuf_trainer.trainer.packed_forward", 3, 2),
+    "in the forward pass": ("replaybuf_trainer.models.policy.packed_forward", 3, 2),
     "after the ack": ("replaybuf_trainer.trainer.Trainer._publish_if_due", 3, 2),
     "while it writes weights": ("replaybuf_trainer.weights.safe_open", 5, 2),
     "before it publishes": ("replaybuf.client.client.Client.publish_policy", 4, 2),
@@ -55,7 +56,7 @@ def train_until_killed(options: TrainOptions, function: str, number: int) -> Non
 
 def train(options: TrainOptions) -> int:
     with Client(options.url, options.run) as client:
-        return Trainer(options, client).train()
+        return Trainer(options, ServiceFeed(options, client)).train()
 
 
 def curve(folder: Path) -> dict[int, dict[str, float]]:

@@ -23,6 +23,7 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
@@ -40,10 +41,10 @@ STEPS, BEFORE = 4, 2
 def training(run: RunClient, engine: str, folder: Path, model: Path, held: threading.Event) -> Iterator[Trainer]:
     """Train beside the block, to the end of the run. An engine is loaded again only once `held` is set."""
 
-    class Held(Trainer):
-        def _confirm(self, version: int) -> None:
+    class Held(ServiceFeed):
+        def confirm(self, version: int) -> None:
             assert held.wait(TIMEOUT_S)
-            super()._confirm(version)
+            super().confirm(version)
 
     options = TrainOptions(
         url=str(run.http.base_url),
@@ -56,7 +57,7 @@ def training(run: RunClient, engine: str, folder: Path, model: Path, held: threa
         poll_s=0.05,
     )
     with Client(options.url, options.run) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
-        trainer = Held(options, client)
+        trainer = Trainer(options, Held(options, client))
         steps = threads.submit(trainer.train)
         try:
             yield trainer

@@ -25,7 +25,8 @@ from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf_trainer import trainer as trainer_module
 from replaybuf_trainer.checkpoint import latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.feeds.service import ServiceFeed
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
@@ -45,8 +46,8 @@ TIMEOUT_S = 60.0
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedService:
     """A scripted service, and engines that write into the same events."""
     made = ScriptedService(tmp_path / "checkpoints")
-    engines = type("Engines", (ScriptedEngines,), {"service": made})
-    monkeypatch.setattr(trainer_module, "EnginePublisher", engines)
+    engines = ScriptedEngines(made)
+    monkeypatch.setattr(trainer_module, "open_publisher", lambda _: engines)
     return made
 
 
@@ -74,7 +75,7 @@ def test_options_show_no_token(tmp_path: Path) -> None:
 
 def trainer_of(service: ScriptedService, made: TrainOptions) -> Trainer:
     """A trainer on the scripted service."""
-    return Trainer(made, cast(Client, service))
+    return Trainer(made, ServiceFeed(made, cast(Client, service)))
 
 
 def lines(path: Path) -> list[TrainerLine]:
@@ -474,7 +475,7 @@ def test_a_real_run_is_trained_to_its_end(
     made = options(tmp_path, models, engines=(engine.url,), prefetch=True, checkpoint_every_steps=2, wait_ms=500)
     url = str(filled_run.http.base_url)
     with Client(url, filled_run.run) as client:
-        assert Trainer(made, client).train() == STEPS
+        assert Trainer(made, ServiceFeed(made, client)).train() == STEPS
     state = filled_run.state()
     assert (state["state"], state["step"], state["published_version"]) == ("finished", STEPS, STEPS)
     assert engine.version() == str(STEPS)
@@ -497,7 +498,7 @@ def test_a_run_with_adapters_is_rejected_before_the_trainer_attaches(
         Client(str(run.http.base_url), run.run) as client,
         pytest.raises(Invalid, match=r"has adapters \['code', 'math'\].*without LoRA"),
     ):
-        Trainer(made, client).train()
+        Trainer(made, ServiceFeed(made, client)).train()
     assert run.state()["epoch"] == 0
     assert latest_checkpoint(tmp_path / "checkpoints") is None
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replaybuf.errors import Invalid
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.weights import keep_newest, whole_folder
 from tests.trainer.served import oracle
 

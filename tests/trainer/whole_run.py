@@ -20,8 +20,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from replaybuf.generator.fleet.publication import OnPublish
-from replaybuf_trainer.model import character_tokenizer, load_model
-from replaybuf_trainer.publisher import EnginePublisher
+from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.tiny import character_tokenizer
+from replaybuf_trainer.publishers.engines import EnginePublisher
 from replaybuf_trainer.weights import save_model
 from tests.conftest import RunClient
 from tests.trainer.served import oracle

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf_trainer.publisher import EnginePublisher
+from replaybuf_trainer.publishers.engines import EnginePublisher
 from tests.generator.engines.contract import EngineContract, ServedOverVllmApi, Subject
 from tests.trainer.model_contract import TIMEOUT_S, ModelContract
 from tests.trainer.whole_run import VOCAB_SIZE

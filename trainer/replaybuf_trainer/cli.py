@@ -14,7 +14,7 @@ from replaybuf.errors import Fenced, MissingExtra
 from replaybuf_trainer.options import EngineOptions, InitModelOptions, TrainOptions
 
 if TYPE_CHECKING:
-    from replaybuf_trainer.logprobs import PackedLogprobs
+    from replaybuf_trainer.models.logprobs import PackedLogprobs
 
 FENCED_EXIT_CODE = 3
 
@@ -29,12 +29,13 @@ def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
     import torch
 
     from replaybuf.client.client import Client
+    from replaybuf_trainer.feeds.service import ServiceFeed
     from replaybuf_trainer.trainer import Trainer
 
     torch.set_num_threads(options.threads)
     timeout_s = max(30.0, 2 * options.wait_ms / 1000)
     with Client(options.url, options.run, token=options.token, timeout_s=timeout_s) as client:
-        trainer = Trainer(options, client)
+        trainer = Trainer(options, ServiceFeed(options, client))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: trainer.stop())
         try:
@@ -73,7 +74,7 @@ def init_model(options: Annotated[InitModelOptions, Parameter(name="*")]) -> Non
 def load_logprobs(folder: Path) -> PackedLogprobs:
     """Load the model of `replaybuf generate --ref-model`. Raises `Invalid`, `MissingExtra`."""
     _need_torch("generate --ref-model")
-    from replaybuf_trainer.logprobs import PackedLogprobs
+    from replaybuf_trainer.models.logprobs import PackedLogprobs
 
     return PackedLogprobs(folder)
 

@@ -1,54 +1,44 @@
-"""The reference trainer: GRPO from the batches of a replaybuf run, one process, one policy.
+"""The reference trainer: policy gradients from the batches of a replaybuf run.
 
     replaybuf train --url http://127.0.0.1:8900 --run demo --model DIR --engine http://127.0.0.1:8001
 
 Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
 reader requests the next batch while this one trains, if the strategy allows it. A checkpoint is on disk before the
-service hears of it. All calls to the service are those of `replaybuf.client`; any other trainer can use the same. The
-generator evaluates, by the version that the engines report.
+service hears of it. The generator evaluates, by the version that the engines report.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import torch
 
-from replaybuf.client.client import Client
 from replaybuf.client.cost import cost_of
-from replaybuf.client.reader import ReaderOptions
-from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.errors import Invalid
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
 from replaybuf_trainer.faults import TrainingFault
+from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.losses import BatchTotals, Row, Tally, load_objective
-from replaybuf_trainer.model import check_same_shape, load_model, shape_of
+from replaybuf_trainer.models.loading import check_same_shape
+from replaybuf_trainer.models.policy import load_policy
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.packed_forward import packed_forward
-from replaybuf_trainer.publisher import EnginePublisher
-from replaybuf_trainer.reading import TensorBatch, TensorReader
+from replaybuf_trainer.publishers.opening import open_publisher
+from replaybuf_trainer.reading import TensorBatch
+from replaybuf_trainer.report.step_log import StepLog, step_figures
+from replaybuf_trainer.report.stopwatch import Stopwatch
+from replaybuf_trainer.retries import Retries, Stopped
 from replaybuf_trainer.schedules import learning_rate_factor
-from replaybuf_trainer.stopwatch import Phase, Stopwatch, shares
-from replaybuf_trainer.weights import keep_newest, save_model
+from replaybuf_trainer.weights import keep_newest
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 KEPT_WEIGHTS = 3
-RETRY_PAUSE_S, LONGEST_RETRY_PAUSE_S = 0.1, 2.0
 MOST_SKIPPED = 8
 """Non-finite steps in a row that `--on-non-finite skip` allows; weights that are broken stay broken."""
-
-
-class Stopped(Exception):
-    """`stop` was called while a call was retried."""
 
 
 class Trainer:
@@ -58,15 +48,15 @@ class Trainer:
     row without a change of the weights.
     """
 
-    def __init__(self, options: TrainOptions, client: Client) -> None:
+    def __init__(self, options: TrainOptions, feed: Feed) -> None:
         self._options = options
-        self._client = client
-        self._engines = EnginePublisher(options.engines, options.engine_timeout_s, options.on_publish)
+        self._feed = feed
+        self._retries = Retries(options.service_timeout_s)
+        self._engines = open_publisher(options)
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
-        self._reader: TensorReader | None = None
-        self._stopping = threading.Event()
+        self._log = StepLog(options.metrics_file)
         self._watch = Stopwatch()
         self._skipped = 0
 
@@ -82,10 +72,10 @@ class Trainer:
                 return self._step
             self._attach()
             self._publish()
-            self._engines.watch(self._confirm)
+            self._engines.watch(self._feed.confirm)
             self._watch = Stopwatch()
-            with self._open_reader() as reader:
-                return self._train(reader)
+            with self._feed.batches() as batches:
+                return self._train(batches)
         except Stopped:  # before the first batch
             return 0
         finally:
@@ -93,23 +83,22 @@ class Trainer:
 
     def stop(self) -> None:
         """End the training after the current step."""
-        self._stopping.set()
-        if self._reader:
-            self._reader.stop()
+        self._retries.stop()
+        self._feed.stop()
 
-    def _train(self, reader: TensorReader) -> int:
-        for batch in reader:  # the stopwatch is in "wait"
+    def _train(self, batches: Iterator[TensorBatch]) -> int:
+        for batch in batches:  # the stopwatch is in "wait"
             figures = self._train_step(batch)
             self._watch.enter("ack")
             try:
-                self._retry(reader.ack)
+                self._feed.ack()
             except Stopped:  # the service may not count this step: the last checkpoint stays the newest
                 logger.warning("stopped before the ack of step %d was answered", self._step)
                 return self._step
             self._step += 1
             stopped = not self._publish_if_due()
             # A crash after the checkpoint would not repeat this step, so its line comes first.
-            self._record(reader, batch, figures, self._watch.take())
+            self._record(batch, figures)
             if stopped or self._done():
                 break
             if self._step % self._options.checkpoint_every_steps == 0:
@@ -128,12 +117,10 @@ class Trainer:
         checkpoint = latest_checkpoint(options.checkpoint_dir)
         self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
-        self._model = load_model(checkpoint / "model" if checkpoint else options.model)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        folder = checkpoint / "model" if checkpoint else options.model
+        self._policy = load_policy(folder, options.learning_rate, options.model)
         if checkpoint:
-            load_optimizer(checkpoint, self._model, self._optimizer)
+            load_optimizer(checkpoint, self._policy.model, self._policy.optimizer)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
 
     def _step_of(self, checkpoint: Path) -> int:
@@ -151,7 +138,7 @@ class Trainer:
 
     def _attach(self) -> None:
         """Take the run over at the step of the checkpoint. Raises `Invalid` for a run that does not fit."""
-        options, facts = self._options, self._retry(self._client.get_run).facts()
+        options, facts = self._options, self._feed.facts()
         if adapters := sorted(facts.adapters):
             raise Invalid(
                 f"run {options.run} has adapters {adapters}; this trainer trains whole models, without LoRA",
@@ -159,7 +146,7 @@ class Trainer:
                 value=adapters,
                 bound=[],
             )
-        vocabulary = self._model.config.vocab_size
+        vocabulary = self._policy.vocab_size
         if facts.vocab_size is not None and facts.vocab_size > vocabulary:
             raise Invalid(
                 f"run {options.run} has token ids up to vocab_size {facts.vocab_size}; the model has {vocabulary}",
@@ -176,31 +163,13 @@ class Trainer:
             )
         self._steps_per_publish = facts.steps_per_publish
         self._version = self._step // self._steps_per_publish
-        cost = cost_of(shape_of(self._model))
-        attached = self._retry(
-            lambda: self._client.attach(resume_step=self._step, on_resume=options.on_resume, cost=cost)
-        )
-        self._epoch = attached.epoch
-        logger.info("attached run=%s epoch=%d step=%d", options.run, self._epoch, self._step)
+        self._feed.attach(self._step, cost_of(self._policy.shape))
         if not options.engines:
             logger.warning(
                 "no engine is given: weights are written to %s and announced before any engine has loaded them; "
                 "your engines must load them from the announced weights_uri",
                 options.weights_dir,
             )
-
-    def _open_reader(self) -> TensorReader:
-        options = self._options
-        how = ReaderOptions(
-            poll_s=options.poll_s,
-            wait_ms=options.wait_ms,
-            prefetch=options.prefetch,
-            service_timeout_s=options.service_timeout_s,
-        )
-        self._reader = TensorReader(self._client, self._epoch, self._step, how)
-        if self._stopping.is_set():  # `stop` came before there was a reader
-            self._reader.stop()
-        return self._reader
 
     # ------------------------------------------------------------------ one step
 
@@ -212,22 +181,18 @@ class Trainer:
         self._check_batch(batch)
         for start in range(0, len(rows), at_once):  # gradients add up
             self._watch.enter("forward")
-            loss = objective.value(packed_forward(self._model, rows[start : start + at_once]), totals, tally)
+            loss = objective.value(self._policy.forward(rows[start : start + at_once]), totals, tally)
             self._watch.enter("backward")
             torch.autograd.backward(loss)
         self._watch.enter("optimizer")
         factor = learning_rate_factor(options.schedule, self._step, options.warm_up_steps, self._steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = options.learning_rate * factor
-        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), options.clip_norm))
+        learning_rate = options.learning_rate * factor
+        norm = self._policy.step(learning_rate, options.clip_norm, finite_loss=math.isfinite(tally.loss))
         finite = math.isfinite(norm) and math.isfinite(tally.loss)
-        if finite:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         self._count_skipped(batch, finite, tally.loss, norm)
         return {
             "grad_norm": norm if finite else 0.0,
-            "learning_rate": options.learning_rate * factor,
+            "learning_rate": learning_rate,
             "skipped": not finite,
             **tally.figures(),
             "by_staleness": tally.staleness_figures(),
@@ -235,7 +200,7 @@ class Trainer:
 
     def _check_batch(self, batch: TensorBatch) -> None:
         """Raise `Invalid` if the batch does not fit the loss or the model."""
-        rows, vocabulary = _trained_rows(batch), self._model.config.vocab_size
+        rows, vocabulary = _trained_rows(batch), self._policy.vocab_size
         self._objective.check_columns(rows)
         highest = max(int(row["input_ids"].max()) for row in rows)
         if highest >= vocabulary:
@@ -260,38 +225,10 @@ class Trainer:
             raise TrainingFault(detail, name="loss", value=loss, bound=MOST_SKIPPED)
         logger.warning("%s; the weights stay as they are", what)
 
-    def _record(
-        self, reader: TensorReader, batch: TensorBatch, figures: dict[str, Any], seconds: dict[Phase, float]
-    ) -> None:
-        """Log one step and append its line to the metrics file."""
-        rows = _trained_rows(batch)
-        rewards = torch.cat([row["rewards"] for row in rows]).double()
-        staleness = torch.cat([row["staleness"] for row in rows]).double()
-        step_s = sum(seconds.values())
-        line = {
-            "time": time.time(),
-            "step": batch.meta.step,
-            "version": batch.meta.version,
-            "reward_mean": float(rewards.mean()),
-            "tokens": batch.meta.tokens,
-            "staleness_mean": float(staleness.mean()),
-            "staleness_max": int(staleness.max()),
-            "wait_reasons": dict(reader.waited_s),
-            "engine_reloads": self._engines.reloads,
-            "tokens_per_s": batch.meta.tokens / step_s,
-            "step_s": step_s,
-            "wait_s": seconds.get("wait", 0.0),
-            "train_s": sum(seconds.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")),
-            "publish_s": seconds.get("weights", 0.0) + seconds.get("publish", 0.0),
-            "phase_s": seconds,
-            **figures,
-        }
-        reader.waited_s.clear()
-        shown = "step=%(step)d reward=%(reward_mean).3f loss=%(loss).4f staleness=%(staleness_max)d took=%(step_s).2fs"
-        logger.info(shown % line + " (%s)", shares(seconds))
-        if self._options.metrics_file:
-            with self._options.metrics_file.open("ab") as file:
-                file.write(msgspec.json.encode(line) + b"\n")
+    def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
+        taken = step_figures(batch, _trained_rows(batch), self._watch.take())
+        waits = {"wait_reasons": self._feed.take_waits(), "engine_reloads": self._engines.reloads}
+        self._log.write(taken | waits | figures)
 
     # ------------------------------------------------------------------ weights and checkpoints
 
@@ -312,16 +249,11 @@ class Trainer:
         options = self._options
         folder = options.weights_dir / f"v{self._version:06d}"
         self._watch.enter("weights")
-        save_model(self._model, options.model, folder)
+        self._policy.save_weights(folder)
         self._watch.enter("publish")
-        self._retry(lambda: self._engines.publish(folder, self._version))
-        uri = folder.resolve().as_uri()
-        self._retry(lambda: self._client.publish_policy(self._version, self._epoch, weights_uri=uri))
+        self._retries.call(lambda: self._engines.publish(folder, self._version))
+        self._feed.publish(self._version, folder.resolve().as_uri())
         keep_newest(options.weights_dir, "v*", KEPT_WEIGHTS)
-
-    def _confirm(self, version: int) -> None:
-        """Announce a published version again, which changes nothing. Raises `Fenced` for an older epoch."""
-        self._client.publish_policy(version, self._epoch)
 
     def _checkpoint(self) -> None:
         options = self._options
@@ -330,10 +262,9 @@ class Trainer:
             return
         self._watch.enter("checkpoint")
         state = TrainerState(options.run, self._step, self._version)
+        model, optimizer, keep = self._policy.model, self._policy.optimizer, options.keep_checkpoints
         try:
-            save_checkpoint(
-                options.checkpoint_dir, self._model, self._optimizer, options.model, state, options.keep_checkpoints
-            )
+            save_checkpoint(options.checkpoint_dir, model, optimizer, options.model, state, keep)
         except OSError as error:
             raise TrainingFault(
                 f"the checkpoint of step {self._step} cannot be written to {options.checkpoint_dir}: {error}; "
@@ -342,29 +273,10 @@ class Trainer:
                 value=str(options.checkpoint_dir),
             ) from error
         try:
-            self._retry(lambda: self._client.checkpoint(self._step, self._epoch, keep=options.keep_checkpoints))
+            self._feed.save(self._step, keep)
         except Stopped:
             logger.warning("the checkpoint of step %d is on disk, but the service does not know it", self._step)
         logger.info("checkpoint run=%s step=%d", options.run, self._step)
-
-    def _retry(self, call: Callable[[], T]) -> T:
-        """Repeat a call while the service, or every engine, is unreachable, for at most `service_timeout_s`.
-
-        Raises `Stopped` after `stop`.
-        """
-        deadline = time.monotonic() + self._options.service_timeout_s
-        pause_s = RETRY_PAUSE_S
-        while True:
-            try:
-                return call()
-            except ServiceUnavailable as error:
-                if self._stopping.is_set():
-                    raise Stopped from error
-                if time.monotonic() > deadline:
-                    raise
-                logger.warning("retrying: %s", error.detail)
-                self._stopping.wait(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_RETRY_PAUSE_S)
 
 
 def _trained_rows(batch: TensorBatch) -> list[Row]:

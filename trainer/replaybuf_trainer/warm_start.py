@@ -18,7 +18,7 @@ import torch
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.engine.sampler import Row, Wave
-from replaybuf_trainer.model import character_tokenizer, new_model
+from replaybuf_trainer.models.tiny import character_tokenizer, new_model
 from replaybuf_trainer.weights import whole_folder
 
 TASKS = ("spell_backward",)

@@ -46,7 +46,7 @@ from replaybuf_trainer.engine.requests import (
 from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.served_models import ServedModel, ServedModels
 from replaybuf_trainer.engine.worker import Worker
-from replaybuf_trainer.model import load_model
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import EngineOptions
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from replaybuf_trainer.chunked_head import target_logprobs
 from replaybuf_trainer.losses import LossTokens, Row, loss_tokens
+from replaybuf_trainer.models.chunked_head import target_logprobs
 
 
 def packed_forward(model: Any, rows: Sequence[Row]) -> LossTokens:

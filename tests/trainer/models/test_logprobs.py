@@ -14,8 +14,8 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.stages import Rollout
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import Float32s
-from replaybuf_trainer import logprobs as logprobs_module
-from replaybuf_trainer.logprobs import PackedLogprobs
+from replaybuf_trainer.models import logprobs as logprobs_module
+from replaybuf_trainer.models.logprobs import PackedLogprobs
 
 
 def rollout(random: np.random.Generator, prompt: int, completion: int) -> Rollout:

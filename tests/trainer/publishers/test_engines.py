@@ -15,8 +15,8 @@ import torch
 
 from replaybuf.errors import Fenced, ServiceUnavailable
 from replaybuf.generator.fleet.publication import OnPublish
-from replaybuf_trainer.model import load_model
-from replaybuf_trainer.publisher import EnginePublisher
+from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.publishers.engines import EnginePublisher
 from replaybuf_trainer.weights import save_model
 from tests.trainer.served import ServedEngine, oracle, served
 from tests.waiting import eventually
@@ -208,8 +208,8 @@ def watching(*urls: str) -> Iterator[EnginePublisher]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaybuf_trainer.publisher.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("replaybuf_trainer.publisher.RETRY_CEILING_S", 0.01)
+    monkeypatch.setattr("replaybuf_trainer.publishers.engines.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("replaybuf_trainer.publishers.engines.RETRY_CEILING_S", 0.01)
 
 
 def test_a_restarted_engine_gets_the_last_published_weights(models: Path) -> None:

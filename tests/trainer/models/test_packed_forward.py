@@ -12,8 +12,8 @@ import torch
 from replaybuf.errors import Invalid
 from replaybuf_trainer.losses import BatchTotals, LossTokens, Objective, Tally, load_objective
 from replaybuf_trainer.losses.policy import BUILT_IN
-from replaybuf_trainer.model import load_model
-from replaybuf_trainer.packed_forward import loss_token_states, packed_forward
+from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.packed_forward import loss_token_states, packed_forward
 from replaybuf_trainer.reading import TensorBatch
 from tests.trainer.batches import Rollout, logprobs_alone, packed, rollouts, trained_rows
 

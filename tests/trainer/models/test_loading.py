@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from replaybuf.client.cost import cost_of
-from replaybuf_trainer.model import new_model, shape_of
+from replaybuf_trainer.models.loading import shape_of
+from replaybuf_trainer.models.tiny import new_model
 
 
 def test_the_cost_of_a_token_is_two_operations_per_weight_of_the_matrices() -> None:

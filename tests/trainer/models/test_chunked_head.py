@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from replaybuf_trainer.chunked_head import target_logprobs
+from replaybuf_trainer.models.chunked_head import target_logprobs
 
 K, HIDDEN, VOCABULARY = 13, 6, 17
 

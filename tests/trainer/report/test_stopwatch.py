@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replaybuf_trainer.stopwatch import Phase, Stopwatch, shares
+from replaybuf_trainer.report.stopwatch import Phase, Stopwatch, shares
 
 
 def test_phases_add_up_to_the_whole_time() -> None:

@@ -1,0 +1,45 @@
+"""The interface between the training loop and its run, so that the same loop also trains without a service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from replaybuf.wire.config import Cost
+from replaybuf.wire.run_status import RunFacts
+from replaybuf_trainer.reading import TensorBatch
+
+
+class Feed(Protocol):
+    """The batches of a run in order, and where a trainer reports its progress.
+
+    Calls raise `Stopped` after `stop`, `Fenced` if another trainer took the run, and `ServiceUnavailable`.
+    """
+
+    def facts(self) -> RunFacts:
+        """Return the facts of the run that a trainer needs before it starts."""
+
+    def attach(self, step: int, cost: Cost) -> None:
+        """Take the run over at `step`; `cost`: of a rollout, by its length."""
+
+    def batches(self) -> AbstractContextManager[Iterator[TensorBatch]]:
+        """Open the batches from the attached step on; they end with the run and with `stop`."""
+
+    def ack(self) -> None:
+        """Report that the newest batch is trained."""
+
+    def publish(self, version: int, weights_uri: str) -> None:
+        """Announce a version that the engines have loaded."""
+
+    def confirm(self, version: int) -> None:
+        """Announce a published version again, which changes nothing, without retries. Raises `Fenced`."""
+
+    def save(self, step: int, keep: int) -> None:
+        """Report that the checkpoint of `step` is on disk and the `keep` newest stay."""
+
+    def take_waits(self) -> dict[str, float]:
+        """Return the seconds waited for batches since the last call, by reason."""
+
+    def stop(self) -> None:
+        """End waiting calls and the batches, from any thread or signal handler."""

@@ -1,0 +1,92 @@
+"""The feed of a run of the service."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from replaybuf.client.client import Client
+from replaybuf.client.reader import ReaderOptions
+from replaybuf.wire.config import Cost
+from replaybuf.wire.run_status import RunFacts
+from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.reading import TensorBatch, TensorReader
+from replaybuf_trainer.retries import Retries
+
+logger = logging.getLogger(__name__)
+
+
+class ServiceFeed:
+    """A run of the service, by `replaybuf.client`; any other trainer can make the same calls.
+
+    Calls are repeated while the service is unreachable, for at most `service_timeout_s`.
+    """
+
+    def __init__(self, options: TrainOptions, client: Client) -> None:
+        self._options = options
+        self._client = client
+        self._retries = Retries(options.service_timeout_s)
+        self._reader: TensorReader | None = None
+
+    def facts(self) -> RunFacts:
+        """Return the facts of the run's configuration."""
+        return self._retries.call(self._client.get_run).facts()
+
+    def attach(self, step: int, cost: Cost) -> None:
+        """Take the run over at `step`; every older trainer is fenced."""
+        options = self._options
+        attached = self._retries.call(
+            lambda: self._client.attach(resume_step=step, on_resume=options.on_resume, cost=cost)
+        )
+        self._epoch = attached.epoch
+        how = ReaderOptions(
+            poll_s=options.poll_s,
+            wait_ms=options.wait_ms,
+            prefetch=options.prefetch,
+            service_timeout_s=options.service_timeout_s,
+        )
+        self._reader = TensorReader(self._client, attached.epoch, attached.step, how)
+        if self._retries.stopped:  # `stop` came before there was a reader
+            self._reader.stop()
+        logger.info("attached run=%s epoch=%d step=%d", options.run, attached.epoch, attached.step)
+
+    @contextlib.contextmanager
+    def batches(self) -> Iterator[Iterator[TensorBatch]]:
+        """Open the reader, which requests the next batch while this one trains."""
+        with self._attached_reader() as reader:
+            yield reader
+
+    def ack(self) -> None:
+        """Report that the newest batch is trained."""
+        self._retries.call(self._attached_reader().ack)
+
+    def publish(self, version: int, weights_uri: str) -> None:
+        """Announce a version that the engines have loaded."""
+        self._retries.call(lambda: self._client.publish_policy(version, self._epoch, weights_uri=weights_uri))
+
+    def confirm(self, version: int) -> None:
+        """Announce a published version again. Raises `Fenced` for an older epoch."""
+        self._client.publish_policy(version, self._epoch)
+
+    def save(self, step: int, keep: int) -> None:
+        """Report that the checkpoint of `step` is on disk."""
+        self._retries.call(lambda: self._client.checkpoint(step, self._epoch, keep=keep))
+
+    def take_waits(self) -> dict[str, float]:
+        """Return the seconds waited for batches since the last call, by reason of the service."""
+        reader = self._attached_reader()
+        taken = dict(reader.waited_s)
+        reader.waited_s.clear()
+        return taken
+
+    def stop(self) -> None:
+        """End retries and the batches."""
+        self._retries.stop()
+        if self._reader:
+            self._reader.stop()
+
+    def _attached_reader(self) -> TensorReader:
+        if self._reader is None:
+            raise RuntimeError("attach comes before batches")
+        return self._reader

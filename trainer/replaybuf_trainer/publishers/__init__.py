@@ -1,0 +1,1 @@
+"""Publishers: how the weights of a version reach the engines."""

@@ -1,0 +1,1 @@
+"""What a person sees of a training: figures of each step, time by phase."""
